@@ -105,7 +105,9 @@ class WatchError(HostcallError, RuntimeError):
         try:
             # "x" follows no link, which "w" would.
             with zipfile.ZipFile(beside, "x", allowZip64=True) as file:
-                told = {name: _told(file, x, name) for name, x in state.items()}
+                told: dict[str, Any] = {
+                    name: _told(file, x, name) for name, x in state.items()
+                }
                 told["version"] = _VERSION
                 file.writestr("failure.json", json.dumps(told, indent=1))
             os.replace(beside, path)  # so that no half of a file gets this name

@@ -250,7 +250,11 @@ def _mapped(run: Run, args: Arrays, batched: bytes) -> object:
     return jax.vmap(run, [0 if flag else None for flag in batched])(*args)
 
 
-_OVER: dict[str, Run] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}
+_OVER: dict[str, Callable[..., object]] = {
+    "vjp": _pulled,
+    "jvp": _pushed,
+    "vmap": _mapped,
+}
 
 
 def device_now(device: jax.Device | None) -> jax.Device:

@@ -122,7 +122,10 @@ class Module(Plain):
             ) from error
         return copied, _places(copied, self.names)
 
-    def __call__(self, params: Mapping[str, torch.Tensor], *args: object) -> object:
+    # The parameters come first.
+    def __call__(  # type: ignore[override]
+        self, params: Mapping[str, torch.Tensor], *args: object
+    ) -> object:
         # list.pop and list.append are atomic, so the list of idle copies needs no lock.
         try:
             module, places = self._idle.pop()

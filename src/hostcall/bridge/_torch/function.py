@@ -66,7 +66,7 @@ class TorchFunction(LibraryFunction):
         self.fn.run.check(args)
         return super().__call__(*args)
 
-    def _infer(self, avals: object) -> object:
+    def _infer(self, avals: tuple[Any, ...]) -> object:
         code = self.fn.run
         code.watch()
         try:

@@ -67,7 +67,10 @@ class OnHost(Code):
         # Few steps for the usual arguments: once torch has gone through large tensors,
         # the caches are cold, and each line of Python takes ten times as long.
         are_arrays = set(map(type, args)) <= {np.ndarray}
-        leaves, treedef = (args, None) if are_arrays else tree.tree_flatten(args)
+        leaves: Sequence[Any] = args
+        treedef = None
+        if not are_arrays:
+            leaves, treedef = tree.tree_flatten(args)
         whole = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
         value = code(*(whole if treedef is None else treedef.unflatten(whole)))
         if make is tensor:
