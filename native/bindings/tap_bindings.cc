@@ -13,7 +13,6 @@
 #include "plan/plan.h"
 #include "plan/throttle.h"
 #include "queue/tap_queue.h"
-#include "queue/tap_thread.h"
 
 namespace nb = nanobind;
 
@@ -68,7 +67,7 @@ void InitTaps(nb::module_& m) {
                     .Field<&TapSettings::always>("always")
                     .Field<&TapSettings::batch>("batch"));
   m.def("run_tap_worker", &RunTapWorker);
-  m.def("on_tap_worker", &TapThread::IsThis);
+  m.def("on_tap_worker", [] { return t_delivers_taps; });
   // The functions that lock the queue release the GIL, so that Python goes on if
   // they have to wait. flush_taps must release it: it waits for the worker, which
   // needs it.

@@ -26,7 +26,6 @@
 #include "invoke/tap_worker.h"
 #include "plan/push_tap.h"
 #include "queue/tap_queue.h"
-#include "queue/tap_thread.h"
 
 namespace hostcall {
 namespace {
@@ -219,7 +218,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
                        XLA_FFI_Error_Code_FAILED_PRECONDITION);
     }
   }
-  const bool nested = tap.nested || TapThread::IsThis();
+  const bool nested = tap.nested || t_delivers_taps;
   const bool blocks = tap.when_full == WhenFull::kBlock;
   if (blocks && !nested) AwaitSpace(plan, device, run);
   // Holds references to the plan and the throttle, since XLA may destroy the state

@@ -15,7 +15,6 @@
 #include "plan/push_tap.h"
 #include "queue/tap_queue.h"
 #include "queue/tap_run.h"
-#include "queue/tap_thread.h"
 
 namespace hostcall {
 namespace {
@@ -94,7 +93,7 @@ int64_t Deliver(TapEvent& event, size_t count) {
 }  // namespace
 
 void RunTapWorker() {
-  const TapThread mark;
+  t_delivers_taps = true;
   TapQueue& queue = TapQueue::Get();
   size_t want = 1;
   for (;;) {
@@ -150,13 +149,14 @@ void RunTapWorker() {
                   : std::min(want * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
+  t_delivers_taps = false;
 }
 
 bool PushOrDeliver(const Plan& plan, int device, int64_t run,
                    const void* const* operands, bool at_once) {
   const bool queued = PushTap(plan, device, run, operands, at_once);
   // A tap inside a delivery is delivered after it, by this thread's loop below.
-  if (!TapQueue::Get().stopped() || TapThread::IsThis()) return queued;
+  if (!TapQueue::Get().stopped() || t_delivers_taps) return queued;
   // One at a time, as one worker delivers. A thread that waits for its turn is not
   // attached, since the deliveries need the GIL.
   static std::mutex* turn = new std::mutex;

@@ -12,16 +12,28 @@
 
 namespace hostcall {
 
+/// Takes an item into a row of the results, or fills the row at the end. Waits for
+/// one of them for at most `wait_ns`.
+inline FeedRing::Took TakeItem(const Plan& plan, size_t lane, char* const* targets,
+                               int64_t wait_ns) {
+  const FeedRing::Took took = plan.feed->ring->Take(lane, targets, wait_ns);
+  const size_t last = plan.results.size() - 1;
+  if (took == FeedRing::Took::kItem) {
+    *reinterpret_cast<bool*>(targets[last]) = true;
+    plan.counters->native_calls.fetch_add(1, std::memory_order_relaxed);
+  } else if (took == FeedRing::Took::kEnd) {
+    for (size_t i = 0; i <= last; ++i) FillRow(plan.results[i], targets[i]);
+  }
+  return took;
+}
+
 /// Takes an item for a plan without rows, masks and small elements, if one is
 /// ready: the common case. False: FeedTake does the rest.
 inline bool TakeNow(const Plan& plan, int device, void* const* results) {
   if (!plan.grid.empty() || plan.packed || plan.masked) return false;
-  const size_t lane = plan.feed->LaneOf(device);
-  auto* const* targets = reinterpret_cast<char* const*>(results);
-  if (!plan.feed->ring->TakeItem(lane, targets)) return false;
-  *static_cast<bool*>(results[plan.results.size() - 1]) = true;
-  plan.counters->native_calls.fetch_add(1, std::memory_order_relaxed);
-  return true;
+  const FeedRing::Took took = TakeItem(plan, plan.feed->LaneOf(device),
+                                       reinterpret_cast<char* const*>(results), 0);
+  return took == FeedRing::Took::kItem || took == FeedRing::Took::kEnd;
 }
 
 /// Counts a device's wait for the guard's life.
@@ -48,7 +60,6 @@ class FeedTake {
   FeedTake(const Plan& plan, int device, const void* const* operands,
            void* const* results)
       : plan_(plan),
-        ring_(*plan.feed->ring),
         lane_(plan.feed->LaneOf(device)),
         view_(plan, operands, results),
         rows_(plan, plan.masked ? static_cast<const bool*>(operands[0]) : nullptr,
@@ -62,7 +73,7 @@ class FeedTake {
   Went Go(int64_t wait_ns) {
     while (!done_) {
       if (rows_.wanted()) {
-        switch (TakeOne(wait_ns)) {
+        switch (TakeItem(plan_, lane_, rows_.targets(), wait_ns)) {
           case FeedRing::Took::kNothing:
             return Went::kWaits;
           case FeedRing::Took::kStopped:
@@ -81,21 +92,7 @@ class FeedTake {
   }
 
  private:
-  FeedRing::Took TakeOne(int64_t wait_ns) {
-    char* const* targets = rows_.targets();
-    const FeedRing::Took took = ring_.Take(lane_, targets, wait_ns);
-    const size_t last = plan_.results.size() - 1;
-    if (took == FeedRing::Took::kItem) {
-      *reinterpret_cast<bool*>(targets[last]) = true;
-      plan_.counters->native_calls.fetch_add(1, std::memory_order_relaxed);
-    } else if (took == FeedRing::Took::kEnd) {
-      for (size_t i = 0; i <= last; ++i) FillRow(plan_.results[i], targets[i]);
-    }
-    return took;
-  }
-
   const Plan& plan_;
-  FeedRing& ring_;
   const size_t lane_;
   HostView view_;
   Rows rows_;

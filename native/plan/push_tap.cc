@@ -5,7 +5,6 @@
 #include "base/clock.h"
 #include "base/flight.h"
 #include "queue/tap_queue.h"
-#include "queue/tap_thread.h"
 
 namespace hostcall {
 
@@ -14,7 +13,7 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
   const TapLayout& layout = plan.layout;
   // A tap from inside a delivery would wait for space that only its own thread can
   // make; a nested one, for a worker that may wait for the program that taps.
-  const bool never_waits = at_once || plan.tap->nested || TapThread::IsThis();
+  const bool never_waits = at_once || plan.tap->nested || t_delivers_taps;
   const int64_t start = Ticks();
   Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
   Pushed pushed;

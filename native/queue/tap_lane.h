@@ -222,11 +222,7 @@ class alignas(64) TapLane {
     } else {
       before->next = event->next;
     }
-    const int64_t charge = event->charge();
-    event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
-    event->owner->Release();
-    Forget(pool, event);
-    return charge;
+    return Drop(pool, event);
   }
 
   /// Drops the queued events before `mark`. Returns their charge, and adds their
@@ -240,11 +236,8 @@ class alignas(64) TapLane {
         TapEvent* event = head_;
         if (event == nullptr || event->sequence >= mark) return charge;
         SetHead(event->next);
-        charge += event->charge();
+        charge += Drop(pool, event);
         ++*events;
-        event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
-        event->owner->Release();
-        Forget(pool, event);
       }
     }
   }
@@ -253,12 +246,6 @@ class alignas(64) TapLane {
   bool DoneBefore(int64_t mark) {
     std::lock_guard<std::mutex> lock(mutex_);
     return under_way_ >= mark && (head_ == nullptr || head_->sequence >= mark);
-  }
-
-  /// Returns the open slab when the queue is destroyed; no events are left.
-  void GiveSlabTo(SlabPool& pool) {
-    if (open_ != nullptr) pool.Give(open_);
-    open_ = nullptr;
   }
 
  private:
@@ -307,6 +294,14 @@ class alignas(64) TapLane {
     if (event == nullptr) tail_ = nullptr;
     first_.store(event == nullptr ? kNone : event->sequence);
   }
+  /// Drops an event that is in the list no more; returns its charge.
+  int64_t Drop(SlabPool& pool, TapEvent* event) {
+    const int64_t charge = event->charge();
+    event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
+    event->owner->Release();
+    Forget(pool, event);
+    return charge;
+  }
   /// Ends the life of an event's memory; the event must not be read afterwards.
   void Forget(SlabPool& pool, TapEvent* event) {
     SlabPool::Slab* slab = event->slab;
@@ -332,7 +327,7 @@ class alignas(64) TapLane {
   int device_ = kNoDevice;          ///< device of the first event ever pushed here
   bool one_device_ = true;          ///< all events so far came from device_
   /// head_'s sequence, or kNone. Sequentially consistent, for the race with a
-  /// worker that goes to sleep (tap_delivery.h).
+  /// worker that goes to sleep (tap_queue.h).
   std::atomic<int64_t> first_{kNone};
 };
 

@@ -28,6 +28,13 @@ inline OwnerPtr MakeOwner() { return OwnerPtr::Adopt(new Owner); }
 
 constexpr int64_t kSmall = TapEvent::LinesFor(64) * TapEvent::kLine;
 
+/// A queue, which is never destroyed, like the engine's.
+inline TapQueue* NewQueue() {
+  static auto* const queues = new std::vector<TapQueue*>;  // so that none is leaked
+  queues->push_back(new TapQueue);
+  return queues->back();
+}
+
 /// Takes a batch into an array; returns its size.
 inline size_t Take(TapQueue& queue, TapEvent** batch, size_t most) {
   size_t n = 0;
