@@ -59,11 +59,11 @@ nb::dict Handlers() {
 }
 
 /// The limit and statistics of a pool of pinned memory; None if it was never used.
-nb::object PinnedState(const PinnedPool* pool) {
-  if (pool == nullptr) return nb::none();
-  const PinnedPool::Stats stats = pool->stats();
+nb::object PinnedState(const PinnedPool& pool) {
+  const PinnedPool::Stats stats = pool.stats();
+  if (stats.allocations == 0) return nb::none();
   nb::dict state;
-  state["limit"] = pool->limit();
+  state["limit"] = pool.limit();
   state["allocated"] = stats.allocated_bytes;
   state["in_use"] = stats.in_use_bytes;
   state["pending"] = stats.pending_bytes;
@@ -103,8 +103,10 @@ void InitHandlers(nb::module_& m) {
       nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
       nb::arg("stream").none());
   m.def("pinned_pools", [] {
-    return nb::make_tuple(PinnedState(PinnedForCalls()),
-                          PinnedState(PinnedForTaps()));
+    const Gpus* gpus = Gpus::IfUsed();
+    if (gpus == nullptr) return nb::make_tuple(nb::none(), nb::none());
+    return nb::make_tuple(PinnedState(gpus->for_calls),
+                          PinnedState(gpus->for_taps));
   });
   // Without the GIL: a lower limit frees pinned memory, and the driver may be slow.
   m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),

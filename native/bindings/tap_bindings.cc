@@ -92,8 +92,13 @@ void InitTaps(nb::module_& m) {
       },
       nb::arg("mark"), nb::arg("seconds"),
       nb::call_guard<nb::gil_scoped_release>());
-  m.def("await_taps_of_gpus", &AwaitTapsOfGpus, nb::arg("seconds"),
-        nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "await_taps_of_gpus",
+      [](double seconds) {
+        Gpus* gpus = Gpus::IfUsed();
+        return gpus == nullptr || gpus->streams.Await(seconds);
+      },
+      nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
   m.def("tap_queue", &QueueState);
   nb::class_<OnePlace>(m, "Throttle")
       .def(nb::init<const TapSettings&>(), nb::arg("settings"))

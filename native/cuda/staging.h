@@ -86,30 +86,31 @@ class StagedCall {
   bool in_flight_ = false;  ///< some enqueued copies may not have ended
 };
 
-/// Receives a tap's values: their addresses on the host, aligned to 64 bytes, valid
-/// while it runs.
-///
-/// It runs on a thread of the driver. It must not call CUDA, nor wait for a thread
-/// that does: the taps of all devices go on only when it returns. It should do no
-/// more than copy the values into a queue. An exception
-/// from it is caught and counted (FailedDeliveries): above it are only frames of
-/// the driver, which an exception must not cross, and the program that sent the tap
-/// has gone on.
-using Deliver = std::function<void(const void* const* data)>;
+/// Gets a tap's values, or learns that they are lost.
+struct Receiver {
+  /// Receives the values: their addresses on the host, aligned to 64 bytes, valid
+  /// while it runs.
+  ///
+  /// It runs on a thread of the driver. It must not call CUDA, nor wait for a
+  /// thread that does: the taps of all devices go on only when it returns. It
+  /// should do no more than copy the values into a queue.
+  std::function<void(const void* const* data)> deliver;
+  /// Called in place of `deliver` if the values can't be sent, or after it has
+  /// thrown: above it are only frames of the driver, which an exception must not
+  /// cross, and the program that sent the tap has gone on. It counts the loss; it
+  /// must not throw, and may do no more than `deliver` may.
+  std::function<void()> lose;
+};
 
-/// Sends values to the host, where `deliver` receives them when the device reaches
-/// this point of the stream. Returns false, with nothing enqueued, if the pool is
-/// full and `may_wait` is not set. Throws CudaError; `deliver` is then never
+/// Sends values to the host, where the receiver gets them when the device reaches
+/// this point of the stream. They are lost, and nothing is enqueued, if the pool is
+/// full and `may_wait` is not set. Throws CudaError; the receiver is then never
 /// called.
 ///
 /// After an error of the whole context the driver calls no host functions any more:
 /// the values and the block are then lost with the context.
-[[nodiscard]] bool StageTap(const CudaDriver& driver, PinnedPool& pool,
-                            TapStreams& streams, CudaStream stream,
-                            const std::vector<Span>& spans, bool may_wait,
-                            Deliver deliver);
-
-/// The number of deliveries in this process that threw.
-int64_t FailedDeliveries();
+void StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
+              CudaStream stream, const std::vector<Span>& spans, bool may_wait,
+              Receiver receiver);
 
 }  // namespace hostcall

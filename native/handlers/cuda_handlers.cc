@@ -87,15 +87,10 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
   ScopedContext current(Driver(), work.stream);
   const std::vector<Span> results = work.ResultSpans();
   for (const Span& span : results) {
-    if (span.bytes == 0) continue;
-    const auto address = reinterpret_cast<CudaDevicePtr>(span.device);
-    Driver().Check(Driver().cuMemsetD8Async(address, 0, span.bytes, work.stream),
-                   "cuMemsetD8Async");
+    Driver().Fill(work.stream, span.device, 0, span.bytes);
   }
   // The first byte of an outcome is 1 if the call failed.
-  const auto outcome = reinterpret_cast<CudaDevicePtr>(results.back().device);
-  Driver().Check(Driver().cuMemsetD8Async(outcome, 1, 1, work.stream),
-                 "cuMemsetD8Async");
+  Driver().Fill(work.stream, results.back().device, 1, 1);
   return nullptr;
 }
 
@@ -108,7 +103,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   std::optional<StagedCall> staged;
   try {
     const std::vector<Span> operands = work.OperandSpans();
-    staged.emplace(driver, PoolForCalls(), work.stream, operands,
+    staged.emplace(driver, Gpus::Get().for_calls, work.stream, operands,
                    work.ResultSpans());
     staged->Fetch();
     // Without operand bytes Fetch has waited for nothing. A call with an effect
@@ -121,7 +116,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
                     [](const Span& span) { return span.bytes != 0; });
     if (effect && !waited) {
       ScopedContext current(driver, work.stream);
-      driver.Check(driver.cuStreamSynchronize(work.stream), "cuStreamSynchronize");
+      driver.Synchronize(work.stream);
     }
   } catch (const std::exception& e) {
     if (state->plan->tells) return TellThatNoneWasMade(work, e.what());
@@ -142,8 +137,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* typ
   const XLA_FFI_Buffer* told = OutcomeIn(frame, *state->plan);
   if (told == nullptr) return BufferMismatch(frame);
   const std::vector<Span> outcome{{told->data, kOutcomeBytes}};
-  StagedCall staged(Driver(), PoolForCalls(), static_cast<CudaStream>(stream),
-                    outcome, {});
+  StagedCall staged(Driver(), Gpus::Get().for_calls,
+                    static_cast<CudaStream>(stream), outcome, {});
   staged.Fetch();
   return ErrorOfOutcome(frame, *state->plan, staged.operands()[0]);
 }
@@ -185,18 +180,11 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
     const Span& in = spans[i + (plan.masked ? 1 : 0)];
     void* out = work.results.data()[i];
-    if (out == in.device || in.bytes == 0) continue;
-    driver.Check(
-        driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(out),
-                                    reinterpret_cast<CudaDevicePtr>(in.device),
-                                    in.bytes, work.stream),
-        "cuMemcpyDtoDAsync");
+    if (out != in.device)
+      driver.CopyOnDevice(work.stream, out, in.device, in.bytes);
   }
   if (tap.linked) {
-    driver.Check(driver.cuMemsetD8Async(
-                     reinterpret_cast<CudaDevicePtr>(work.results.data()[0]), 0,
-                     sizeof(int32_t), work.stream),
-                 "cuMemsetD8Async");
+    driver.Fill(work.stream, work.results.data()[0], 0, sizeof(int32_t));
   }
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(plan, device)) return nullptr;
@@ -224,19 +212,21 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   // Holds references to the plan and the throttle, since XLA may destroy the state
   // before the driver's thread runs this. If it drops the plan's last reference,
   // the plan goes to the graveyard: the driver's thread must not wait for the GIL.
-  Deliver deliver = [plan = state->plan, later, device,
-                     run](const void* const* data) {
+  Receiver receiver;
+  receiver.deliver = [plan = state->plan, later, device,
+                      run](const void* const* data) {
     Entry entry;
     if (!entry || IsMasked(*plan, data)) return;
     if (IsSkipped(*plan, later.get(), device, run, data)) return;
     PushOrDeliver(*plan, device, run, data, true);
   };
-  const bool sent = StageTap(driver, PoolForTaps(), StreamsForTaps(), work.stream,
-                             spans, blocks, std::move(deliver));
-  if (!sent) {
-    plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
+  receiver.lose = [plan = state->plan] {
+    plan->counts->dropped.fetch_add(1, std::memory_order_relaxed);
     TapQueue::Get().CountDropped();
-  }
+  };
+  Gpus& gpus = Gpus::Get();
+  StageTap(driver, gpus.for_taps, gpus.streams, work.stream, spans, blocks,
+           std::move(receiver));
   return nullptr;
 }
 
@@ -247,13 +237,9 @@ XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId*) {
   if (!in.ok() || !out.ok()) {
     return MakeError(frame->api, "hostcall: a link has one operand and one result");
   }
-  const CudaDriver& driver = Driver();
-  ScopedContext current(driver, static_cast<CudaStream>(stream));
-  driver.Check(
-      driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(out.data()[0]),
-                                  reinterpret_cast<CudaDevicePtr>(in.data()[0]),
-                                  sizeof(int32_t), static_cast<CudaStream>(stream)),
-      "cuMemcpyDtoDAsync");
+  const auto on = static_cast<CudaStream>(stream);
+  ScopedContext current(Driver(), on);
+  Driver().CopyOnDevice(on, out.data()[0], in.data()[0], sizeof(int32_t));
   return nullptr;
 }
 
