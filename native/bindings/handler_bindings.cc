@@ -82,14 +82,12 @@ void InitHandlers(nb::module_& m) {
   m.def("cuda_missing", &CudaMissing);
   m.def(
       "copy_into",
-      [](nb::object buffer, uintptr_t address, size_t bytes,
+      [](BufferObject& to, uintptr_t address, size_t bytes,
          std::optional<uintptr_t> stream) {
-        if (!IsBuffer(buffer.ptr())) throw nb::type_error("not a Buffer");
-        BufferObject* to = AsBuffer(buffer.ptr());
-        const Lease::Use use(to->lease);
-        if (!CheckOpen(use)) throw nb::python_error();
-        if (!to->writeable || !use->on_gpu() || to->leaf->bits != 0 ||
-            bytes != static_cast<size_t>(to->leaf->row_bytes)) {
+        const Lease::Use use(to.lease);
+        if (!BufferObject::Check(use)) throw nb::python_error();
+        if (!to.writeable || !use->on_gpu() || to.leaf->bits != 0 ||
+            bytes != static_cast<size_t>(to.leaf->row_bytes)) {
           throw nb::value_error("not an output of that size on a GPU");
         }
         const void* from = reinterpret_cast<const void*>(address);
@@ -97,7 +95,7 @@ void InitHandlers(nb::module_& m) {
           // The copy may wait for streams, and what these wait for may need the
           // GIL.
           GilRelease unlocked;
-          CopyOnStream(use->stream, to->data, from, bytes, stream);
+          CopyOnStream(use->stream, to.data, from, bytes, stream);
         }
       },
       nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),

@@ -122,7 +122,7 @@ NB_MODULE(_native, m) {
   InitSignals(m);
   InitTraces(m);
   InitEngine(m);
-  if (!InitBuffers(m.ptr())) throw nb::python_error();
+  InitBuffers(m);
   m.def(
       "set_buffer_names",
       [](nb::object stage, nb::object ended, nb::object stream) {

@@ -26,6 +26,7 @@
 #include "base/code.h"
 #include "base/detached.h"
 #include "base/engine.h"
+#include "base/few.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -264,31 +265,26 @@ inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
       "it" HOSTCALL_CODE("hc-load"));
 }
 
-/// The data pointers of a call's buffers, on the stack if they are few. An ordered
-/// call has a token before its operands and results. A token has no data, and is
-/// skipped.
+/// The data pointers of a call's buffers. An ordered call has a token before its
+/// operands and results. A token has no data, and is skipped.
 class Pointers {
  public:
   template <typename List>
-  Pointers(const List& list, void* const* items, size_t wanted) {
+  Pointers(const List& list, void* const* items, size_t wanted) : data_(wanted) {
     const size_t size = static_cast<size_t>(list.size);
     ok_ = size == wanted || size == wanted + 1;
-    if (!ok_) return;
     const size_t first = size - wanted;
-    if (wanted > kInline) heap_.reset(new void*[wanted]);
-    for (size_t i = 0; i < wanted; ++i) {
+    for (size_t i = 0; ok_ && i < wanted; ++i) {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
   /// False if XLA passes a different number of buffers; `data` is then not set.
   bool ok() const { return ok_; }
-  void** data() { return heap_ ? heap_.get() : inline_; }
+  void** data() { return data_.data(); }
 
  private:
-  static constexpr size_t kInline = 8;
   bool ok_;
-  void* inline_[kInline];
-  std::unique_ptr<void*[]> heap_;
+  Few<void*, 8> data_;
 };
 
 /// XLA's number of this execution of the program. Throws.
