@@ -73,7 +73,7 @@ PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
   Lock lock(mutex_);
   // The steady state: nobody is before this request, and nothing has to be evicted.
   if (serving_ == tickets_ && Fits(capacity) && stats_.allocated_bytes <= limit_) {
-    if (PinnedBlock block = Reuse(capacity, bytes)) return block;
+    if (PinnedBlock block = Reuse(capacity)) return block;
   }
   Turn turn(*this, lock, may_wait);
   if (!turn) return {};
@@ -87,11 +87,11 @@ PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
   }
   // From here on the bytes in use only shrink: nobody takes a block before the turn
   // ends. So Fits, once true, stays true while the lock is released below.
-  PinnedBlock block = Reuse(capacity, bytes);
+  PinnedBlock block = Reuse(capacity);
   // Frees idle blocks first, so that the limit holds while a new one is allocated.
   // After an overrun, or below a new limit, more may be allocated than allowed.
   Evict(lock, block ? limit_ : limit_ - std::min(limit_, capacity));
-  if (!block) block = PinnedBlock(this, Allocate(lock, capacity), bytes);
+  if (!block) block = PinnedBlock(this, Allocate(lock, capacity));
   return block;
 }
 
@@ -104,14 +104,14 @@ bool PinnedPool::Fits(size_t capacity) const {
 
 /// Makes an idle block of exactly this capacity the caller's; empty if there is
 /// none. The lock is held.
-PinnedBlock PinnedPool::Reuse(size_t capacity, size_t bytes) {
+PinnedBlock PinnedPool::Reuse(size_t capacity) {
   const auto idle = idle_.find(capacity);
   if (idle == idle_.end() || idle->second.empty()) return {};
   PinnedList memory;
   memory.splice(memory.begin(), idle->second, idle->second.begin());
   ++stats_.reuses;
   stats_.in_use_bytes += capacity;
-  return PinnedBlock(this, std::move(memory), bytes);
+  return PinnedBlock(this, std::move(memory));
 }
 
 /// Moves the pending blocks with ended events to the idle ones. If an event can't
@@ -303,21 +303,6 @@ size_t PinnedPool::limit() const {
 PinnedPool::Stats PinnedPool::stats() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
-}
-
-PinnedPool::~PinnedPool() {
-  // The lock is held over calls of the driver here, which is safe: nobody else is
-  // left.
-  Lock lock(mutex_);
-  for (const PinnedMemory& memory : pending_) {
-    try {
-      ScopedContext current(driver_, memory.event_context);
-      driver_.cuEventSynchronize(memory.event);
-    } catch (const CudaError&) {  // the context is gone, and nothing runs in it
-    }
-  }
-  MakeIdle(std::move(pending_));
-  Evict(lock, 0);
 }
 
 }  // namespace hostcall

@@ -18,10 +18,9 @@
 //   * In the steady state Acquire takes one lock, at most queries the pending
 //     events, and allocates nothing.
 //
-// The lock. No call of the driver is made under it (except in the destructor, which
-// nobody races), and Release makes no call of the driver at all. Therefore a block
-// may be released in a host function, where CUDA is forbidden. The ring that this
-// breaks:
+// The lock. No call of the driver is made under it, and Release makes no call of
+// the driver at all. Therefore a block may be released in a host function, where
+// CUDA is forbidden. The ring that this breaks:
 //
 //   1. dispatching thread: is inside cuMemHostAlloc or cuMemFreeHost, which wait
 //                          for the device
@@ -78,9 +77,12 @@ using PinnedList = std::list<PinnedMemory>;
 class PinnedBlock {
  public:
   PinnedBlock() = default;
-  PinnedBlock(PinnedBlock&& other) noexcept { Swap(other); }
+  PinnedBlock(PinnedBlock&& other) noexcept
+      : pool_(other.pool_), memory_(other.Empty()) {}
   PinnedBlock& operator=(PinnedBlock&& other) noexcept {
-    PinnedBlock(std::move(other)).Swap(*this);
+    Release();
+    pool_ = other.pool_;
+    memory_ = other.Empty();
     return *this;
   }
   PinnedBlock(const PinnedBlock&) = delete;
@@ -88,7 +90,6 @@ class PinnedBlock {
   ~PinnedBlock() { Release(); }
 
   char* data() const { return memory_.empty() ? nullptr : memory_.front().data; }
-  size_t size() const { return size_; }  ///< as requested
   explicit operator bool() const { return !memory_.empty(); }
 
   /// Returns the block to the pool now: nobody uses its memory any more. Makes no
@@ -103,24 +104,16 @@ class PinnedBlock {
 
  private:
   friend class PinnedPool;
-  PinnedBlock(PinnedPool* pool, PinnedList memory, size_t size)
-      : pool_(pool), memory_(std::move(memory)), size_(size) {}
-  void Swap(PinnedBlock& other) noexcept {
-    std::swap(pool_, other.pool_);
-    std::swap(memory_, other.memory_);
-    std::swap(size_, other.size_);
-  }
+  PinnedBlock(PinnedPool* pool, PinnedList memory)
+      : pool_(pool), memory_(std::move(memory)) {}
   /// Empties this; returns what it had.
-  PinnedList Empty() noexcept {
-    size_ = 0;
-    return std::exchange(memory_, {});
-  }
+  PinnedList Empty() noexcept { return std::exchange(memory_, {}); }
   PinnedPool* pool_ = nullptr;
   PinnedList memory_;  ///< one piece, or none
-  size_t size_ = 0;
 };
 
-/// Safe to use from several threads.
+/// Safe to use from several threads. A process never destroys its pools; if a pool
+/// is destroyed, no block of it is in use or pending.
 class PinnedPool {
  public:
   static constexpr size_t kLeast = size_t{4} << 10;  ///< the smallest capacity
@@ -142,8 +135,6 @@ class PinnedPool {
   PinnedPool(const CudaDriver& driver, size_t limit,
              std::chrono::milliseconds grace = kGrace)
       : driver_(driver), grace_(grace), limit_(limit) {}
-  /// Waits for pending events. No PinnedBlock exists any more.
-  ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
@@ -172,7 +163,7 @@ class PinnedPool {
   class Turn;
 
   bool Fits(size_t capacity) const;
-  PinnedBlock Reuse(size_t capacity, size_t bytes);
+  PinnedBlock Reuse(size_t capacity);
 
   // Called by the thread whose turn it is, with the lock, which they release while
   // they call the driver. Nobody else takes blocks out of the pool meanwhile.

@@ -11,7 +11,7 @@
 
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
-#include "cuda/tap_streams.h"
+#include "cuda/staging.h"
 
 namespace hostcall {
 

@@ -16,13 +16,11 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
   const bool never_waits = at_once || plan.tap->nested || t_delivers_taps;
   const int64_t start = Ticks();
   Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
-  Pushed pushed;
   // The const_cast is for the reference count: the queue retains the plan until the
   // worker has delivered the event.
-  const bool queued = TapQueue::Get().Push(
+  const Pushed pushed = TapQueue::Get().Push(
       device, run, const_cast<Plan&>(plan), layout.bytes, plan.tap->when_full,
-      never_waits,
-      [&](char* to) {
+      never_waits, [&](char* to) {
         // Only copies, since this may run under a lock of the queue.
         size_t i = 0;
         if (plan.masked) {
@@ -32,17 +30,16 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
           std::memcpy(to + layout.offsets[i], operands[i], leaf.buffer_bytes());
           ++i;
         }
-      },
-      &pushed);
+      });
   flight.Number(pushed.sequence);
   // A tap that did not wait takes less time than a reading of the clock, which only
   // a trace needs.
   const int64_t end = pushed.waited != 0 || EventBuffer::IsOn() ? Ticks() : start;
-  flight.Ended(end, queued ? EventState::kEnded : EventState::kFailed);
+  flight.Ended(end, pushed.queued() ? EventState::kEnded : EventState::kFailed);
   if (pushed.waited != 0) {
     plan.counts->waited.fetch_add(pushed.waited, std::memory_order_relaxed);
   }
-  return queued;
+  return pushed.queued();
 }
 
 void AwaitSpace(const Plan& plan, int device, int64_t run) {

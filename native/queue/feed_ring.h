@@ -104,7 +104,6 @@ class FeedRing {
 
   const std::vector<size_t>& leaves() const { return leaves_; }
   size_t lanes() const { return taken_.size(); }
-  size_t capacity() const { return capacity_; }
 
   // --- The producer's side. Called by one thread.
 

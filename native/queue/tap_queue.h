@@ -93,9 +93,9 @@ enum class WhenFull {
 
 /// How a push went.
 struct Pushed {
-  int64_t sequence =
-      -1;              ///< the event's position in the queue; -1 if it was dropped
-  int64_t waited = 0;  ///< ticks of waiting for space
+  int64_t sequence = -1;  ///< the event's position in the queue; -1: it was dropped
+  int64_t waited = 0;     ///< ticks of waiting for space
+  bool queued() const { return sequence >= 0; }
 };
 
 /// Whether the calling thread is the one that delivers taps. A tap that it pushes
@@ -118,29 +118,27 @@ class TapQueue {
   // --- For devices
 
   /// Queues an event of `bytes` payload bytes, which `fill(char*)` writes, maybe
-  /// under a lock. Returns false if the event was dropped. `run` is XLA's number of
-  /// the execution; `nested` says that the push comes from inside a delivery, or
-  /// that its thread must not wait. `pushed`, if not null, learns how it went.
-  /// Throws std::bad_alloc or PushInterrupted.
+  /// under a lock. `run` is XLA's number of the execution; `nested` says that the
+  /// push comes from inside a delivery, or that its thread must not wait. Throws
+  /// std::bad_alloc or PushInterrupted.
   template <typename Fill>
-  bool Push(int device, int64_t run, TapOwner& owner, size_t bytes,
-            WhenFull when_full, bool nested, Fill fill, Pushed* pushed = nullptr) {
-    Pushed unread;
-    if (pushed == nullptr) pushed = &unread;
+  Pushed Push(int device, int64_t run, TapOwner& owner, size_t bytes,
+              WhenFull when_full, bool nested, Fill fill) {
+    Pushed pushed;
     TapLane& lane = LaneOf(device);
     UseLane(static_cast<int>(&lane - lanes_));
     const size_t lines = TapEvent::LinesFor(bytes);
     if (lines > std::numeric_limits<uint32_t>::max()) throw std::bad_alloc();
     const auto charge = static_cast<int64_t>(lines * TapEvent::kLine);
-    if (!Admit(lane, charge, when_full, nested, &pushed->waited)) {
+    if (!Admit(lane, charge, when_full, nested, &pushed.waited)) {
       owner.counts->dropped.fetch_add(1, std::memory_order_relaxed);
       CountDropped();
-      return false;
+      return pushed;
     }
     try {
       const bool droppable = when_full == WhenFull::kDropOldest;
-      pushed->sequence = lane.Store(pool_, sequence_,
-                                    {device, run, owner, lines, droppable}, fill);
+      pushed.sequence = lane.Store(pool_, sequence_,
+                                   {device, run, owner, lines, droppable}, fill);
     } catch (...) {  // no memory for a slab
       Free(charge);
       throw;
@@ -151,7 +149,7 @@ class TapQueue {
     const int rest = rest_.load();
     if (rest == kAsleep || (rest == kNapping && bytes_.load() > WakeBytes()))
       Wake();
-    return true;
+    return pushed;
   }
 
   /// Whether an event of `bytes` would be let in now.

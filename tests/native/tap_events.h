@@ -56,11 +56,13 @@ inline bool Send(TapQueue& queue, const OwnerPtr& owner, int device, int number,
                  size_t bytes = 64, WhenFull when_full = WhenFull::kBlock,
                  bool nested = false) {
   bytes = std::max(bytes, sizeof(Value));
-  return queue.Push(device, 7, *owner, bytes, when_full, nested, [&](char* to) {
-    const Value value{device, number, bytes};
-    std::memset(to, static_cast<char>(device + number), bytes);
-    std::memcpy(to, &value, sizeof value);
-  });
+  const Pushed pushed =
+      queue.Push(device, 7, *owner, bytes, when_full, nested, [&](char* to) {
+        const Value value{device, number, bytes};
+        std::memset(to, static_cast<char>(device + number), bytes);
+        std::memcpy(to, &value, sizeof value);
+      });
+  return pushed.queued();
 }
 
 inline Value Read(TapEvent* event) {

@@ -11,7 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "queue/tap_run.h"
 #include "tap_events.h"
 
 namespace hostcall {
