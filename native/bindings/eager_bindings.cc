@@ -1,5 +1,3 @@
-#include "bindings/eager_bindings.h"
-
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -8,6 +6,7 @@
 #include "base/code.h"
 #include "base/engine.h"
 #include "base/flight.h"
+#include "bindings/bindings.h"
 #include "buffer/buffer_call.h"
 #include "invoke/invoke.h"
 #include "invoke/tap_worker.h"
@@ -144,7 +143,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
 
 }  // namespace
 
-void BindEager(nb::class_<PlanHandle>& plan) {
+void InitEager(nb::class_<PlanHandle>& plan) {
   plan.def("invoke", &InvokeEagerly, nb::arg("operands"))
       .def("push", &PushEagerly, nb::arg("operands"));
 }

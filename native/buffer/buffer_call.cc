@@ -290,10 +290,7 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
     return;
   }
   if (status.unwritten >= 0) {
-    Ref number = Ref::Steal(PyLong_FromLong(status.unwritten));
-    PyObject* stack[] = {plan.info.get(), number.get()};
-    Ref ignored =
-        Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
+    RaiseUnwritten(plan, static_cast<size_t>(status.unwritten));
     return;
   }
   std::string row;

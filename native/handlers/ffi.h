@@ -327,6 +327,12 @@ inline const char* ClosedText() {
                    "hc-closed");
 }
 
+/// The error of a call that the engine refuses.
+inline XLA_FFI_Error* ClosedError(const XLA_FFI_CallFrame* frame) {
+  return MakeError(frame->api, ClosedText(),
+                   XLA_FFI_Error_Code_FAILED_PRECONDITION);
+}
+
 /// The last `catch` of a list, for everything that is not a std::exception: native
 /// code of users may throw anything. glibc ends a thread (pthread_exit,
 /// pthread_cancel) by an exception as well. That one must be thrown on: glibc

@@ -224,13 +224,10 @@ XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
 std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_ours) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
-  PyObject* stack[] = {text.get(), is_ours ? Py_True : Py_False};
-  Ref error = text
-                  ? Ref::Steal(CallPython(plan.on_verdict.get(), stack, 2, nullptr))
-                  : Ref();
+  Ref error = Ask(plan.info, "on_verdict", text, is_ours ? Py_True : Py_False);
   const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
   if (utf8 != nullptr) return utf8;
-  PyErr_WriteUnraisable(plan.on_verdict.get());  // the caller can't raise
+  PyErr_WriteUnraisable(plan.info.get());  // the caller can't raise
   return said;
 }
 

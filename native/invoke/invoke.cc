@@ -70,8 +70,7 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
       Py_INCREF(array);
       PyList_SET_ITEM(outs.get(), static_cast<Py_ssize_t>(i), array);
     }
-    PyObject* stack[] = {outs.get()};
-    row.args()[n] = CallPython(plan.out_tree.get(), stack, 1, nullptr);
+    row.args()[n] = Call(plan.out_tree.get(), outs).release();
     if (row.args()[n] == nullptr) return false;
   }
   Ref value = Ref::Steal(CallPython(
@@ -81,11 +80,7 @@ bool CallLent(const Plan& plan, Loan& loan, char* const* args,
   if (plan.lend == Lend::kOut && value.get() == Py_None) {
     for (size_t i = 0; i < canaries.size(); ++i) {
       if (canaries[i].Overwritten()) continue;
-      Ref number = Ref::Steal(PyLong_FromSize_t(i));
-      PyObject* stack[] = {plan.info.get(), number.get()};
-      // It raises, so its result is null.
-      Ref ignored =
-          Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
+      RaiseUnwritten(plan, i);
       return false;
     }
     return true;
@@ -208,8 +203,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
     plan.counters->mine().bytes_in.Add(plan.bytes_in);
   } while (walk.Next());
   if (targets.empty()) return true;
-  PyObject* stack[] = {rows.get(), indices.get()};
-  Ref values = Ref::Steal(CallPython(plan.runner.get(), stack, 2, nullptr));
+  Ref values = Call(plan.runner.get(), rows, indices);
   if (!values) return false;
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
@@ -236,12 +230,8 @@ bool TakeItems(const Plan& plan, ActiveCall& call) {
       went = take.Go(0);
     }
     if (went == FeedTake::Went::kDone) return true;
-    Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
-    PyObject* stack[] = {lane.get()};
-    Ref waited =
-        lane ? Ref::Steal(CallPython(plan.function.get(), stack, 1, nullptr))
-             : Ref();
-    if (!waited) {
+    const Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
+    if (!Call(plan.function.get(), lane)) {
       call.failed_row = take.row();
       return false;
     }
@@ -313,8 +303,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
   if (plan.elsewhere) {  // another process fills the results
-    return static_cast<bool>(
-        Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
+    return static_cast<bool>(Call(plan.function.get()));
   }
   if (plan.feed) return TakeItems(plan, call);
   // The common case: one row, nothing packed, nothing masked.
@@ -358,11 +347,10 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
       held_trace = Ref::Steal(trace);
   Ref row = IndexTuple(call.failed_row);
-  PyObject* stack[] = {held.get(), plan.info.get(), row.get()};
-  Ref text = Ref::Steal(CallPython(plan.on_error.get(), stack, 3, nullptr));
+  Ref text = Ask(plan.info, "on_error", held, plan.info, row);
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) {
-    PyErr_WriteUnraisable(plan.on_error.get());
+    PyErr_WriteUnraisable(plan.info.get());
     return std::string("hostcall: a callback failed with ") +
            (held ? Py_TYPE(held.get())->tp_name : "an error") +
            ", and reporting it failed too";
@@ -374,12 +362,9 @@ void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) 
   Ref device = Ref::Steal(PyLong_FromLong(ordinal));
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
-  PyObject* stack[] = {device.get(), text.get()};
-  Ref done =
-      device && text
-          ? Ref::Steal(CallPython(plan.on_lone_failure.get(), stack, 2, nullptr))
-          : Ref();
-  if (!done) PyErr_WriteUnraisable(plan.on_lone_failure.get());
+  if (!Ask(plan.info, "on_lone_failure", device, text)) {
+    PyErr_WriteUnraisable(plan.info.get());
+  }
 }
 
 }  // namespace hostcall

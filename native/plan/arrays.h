@@ -80,6 +80,11 @@ bool ReportEscapes(const Plan& plan,
 /// Appends (number, is_result) to the list. False with a Python error set.
 bool AddEscape(PyObject* held, size_t number, bool is_result);
 
+/// Sets the Python error for a result that was not written: `on_unwritten` raises.
+inline void RaiseUnwritten(const Plan& plan, size_t number) {
+  Ask(plan.info, "on_unwritten", plan.info, Ref::Steal(PyLong_FromSize_t(number)));
+}
+
 /// Detects whether a function wrote to an `out` array: marks it before the call,
 /// and looks for the marks afterwards.
 ///
