@@ -198,13 +198,9 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
     if (error != nullptr) return error;
   }
   if (!state) state = StateFor(std::move(plan));
-  XLA_FFI_State_Set_Args args;
-  args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  args.type_id = type;
-  args.state = state.get();
+  XLA_FFI_State_Set_Args args = {
+      XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame->ctx,
+      XLA_FFI_ExecutionStage_INSTANTIATE, type,    state.get()};
   XLA_FFI_Error* error = frame->api->XLA_FFI_State_Set(&args);
   if (error == nullptr) (void)state.release();  // XLA owns it now
   return error;
@@ -248,27 +244,19 @@ XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }
 XLA_FFI_TypeId* CudaPlanTypeId() { return &g_cuda_type_id; }
 
 const XLA_FFI_TypeInfo* PlanTypeInfo() {
-  static const XLA_FFI_TypeInfo info = [] {
-    XLA_FFI_TypeInfo made;
-    made.struct_size = XLA_FFI_TypeInfo_STRUCT_SIZE;
-    made.extension_start = nullptr;
-    // XLA calls it on any thread, maybe without the GIL. The plan's last reference
-    // then leads to the graveyard.
-    made.deleter = [](void* state) { delete static_cast<PlanState*>(state); };
-    return made;
-  }();
+  // XLA calls the deleter on any thread, maybe without the GIL. The plan's last
+  // reference then leads to the graveyard.
+  static const XLA_FFI_TypeInfo info = {
+      XLA_FFI_TypeInfo_STRUCT_SIZE, nullptr,
+      [](void* state) { delete static_cast<PlanState*>(state); }};
   return &info;
 }
 
 XLA_FFI_Error* FindState(XLA_FFI_CallFrame* frame, const PlanState** state,
                          XLA_FFI_TypeId* type) {
-  XLA_FFI_State_Get_Args get;
-  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
-  get.extension_start = nullptr;
-  get.ctx = frame->ctx;
-  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  get.type_id = type;
-  get.state = nullptr;
+  XLA_FFI_State_Get_Args get = {
+      XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame->ctx,
+      XLA_FFI_ExecutionStage_INSTANTIATE, type,    nullptr};
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
   *state = static_cast<const PlanState*>(get.state);
   if ((*state)->late) return (*state)->late->Get(frame, state);

@@ -224,12 +224,10 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
 bool TakeItems(const Plan& plan, ActiveCall& call) {
   FeedTake& take = *call.feed;
   for (;;) {
-    FeedTake::Went went;
     {
       GilRelease unlocked;  // an item's bytes are copied in there
-      went = take.Go(0);
+      if (take.Go(0)) return true;
     }
-    if (went == FeedTake::Went::kDone) return true;
     const Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
     if (!Call(plan.function.get(), lane)) {
       call.failed_row = take.row();

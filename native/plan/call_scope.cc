@@ -92,6 +92,11 @@ bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
   }
   return there == Engine::Get().in_flight();
 }
+void StayIfLeftBehind() {
+  if (!Engine::Get().IsLeftBehind()) return;
+  GilRelease unlocked;
+  StayForEver();
+}
 void ForgetCallsAfterFork() {
   // New lists: a thread of the parent may have held a mutex.
   for (CallList& list : g_calls) new (&list) CallList();

@@ -24,27 +24,8 @@ inline bool TakeNow(const Plan& plan, int device, void* const* results) {
   return true;
 }
 
-/// Counts a device's wait for the guard's life.
-class FeedWait {
- public:
-  explicit FeedWait(FeedRing& ring) : ring_(ring) {}
-  ~FeedWait() { ring_.NoteWait(NowNs() - start_); }
-  FeedWait(const FeedWait&) = delete;
-  FeedWait& operator=(const FeedWait&) = delete;
-
- private:
-  FeedRing& ring_;
-  const int64_t start_ = NowNs();
-};
-
 class FeedTake {
  public:
-  enum class Went {
-    kDone,     ///< all rows have their items
-    kWaits,    ///< a row found nothing
-    kStopped,  ///< a row found that none will come, and Python says why
-  };
-
   FeedTake(const Plan& plan, int device, const void* const* operands,
            void* const* results)
       : plan_(plan),
@@ -54,34 +35,37 @@ class FeedTake {
         rows_(plan, plan.masked ? static_cast<const bool*>(operands[0]) : nullptr,
               view_),
         done_(plan.rows == 0) {}
+  /// Counts the wait, if a row found nothing. Takes the ring's lock: the caller
+  /// does not hold the GIL.
+  ~FeedTake() {
+    if (waits_since_ != 0) ring_.NoteWait(NowNs() - waits_since_);
+  }
+  FeedTake(const FeedTake&) = delete;
+  FeedTake& operator=(const FeedTake&) = delete;
 
   size_t lane() const { return lane_; }
   const std::vector<int64_t>& row() const { return rows_.index(); }
 
   /// Goes on, and waits for at most `wait_ns` at the first row that finds nothing.
-  Went Go(int64_t wait_ns) {
+  /// Whether all rows have their items; if not, none is there now, or none will
+  /// come, and Python says why.
+  bool Go(int64_t wait_ns) {
     while (!done_) {
-      if (rows_.wanted()) {
-        switch (TakeOne(wait_ns)) {
-          case FeedRing::Took::kNothing:
-            return Went::kWaits;
-          case FeedRing::Took::kStopped:
-            return Went::kStopped;
-          default:
-            break;
-        }
-      } else {
+      if (!rows_.wanted()) {
         // The count of masked rows is atomic (FillRow touches no Python).
         rows_.Fill();
+      } else if (!TakeOne(wait_ns)) {
+        if (waits_since_ == 0) waits_since_ = NowNs();
+        return false;
       }
       done_ = !rows_.Next();
       if (done_) view_.Finish();
     }
-    return Went::kDone;
+    return true;
   }
 
  private:
-  FeedRing::Took TakeOne(int64_t wait_ns) {
+  bool TakeOne(int64_t wait_ns) {
     char* const* targets = rows_.targets();
     const FeedRing::Took took = ring_.Take(lane_, targets, wait_ns);
     const size_t last = plan_.results.size() - 1;
@@ -91,7 +75,7 @@ class FeedTake {
     } else if (took == FeedRing::Took::kEnd) {
       for (size_t i = 0; i <= last; ++i) FillRow(plan_.results[i], targets[i]);
     }
-    return took;
+    return took == FeedRing::Took::kItem || took == FeedRing::Took::kEnd;
   }
 
   const Plan& plan_;
@@ -100,6 +84,7 @@ class FeedTake {
   HostView view_;
   Rows rows_;
   bool done_;
+  int64_t waits_since_ = 0;  ///< when a row first found nothing (NowNs); else 0
 };
 
 }  // namespace hostcall
