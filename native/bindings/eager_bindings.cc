@@ -1,5 +1,3 @@
-#include "bindings/eager_bindings.h"
-
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -8,6 +6,7 @@
 #include "base/code.h"
 #include "base/engine.h"
 #include "base/flight.h"
+#include "bindings/bindings.h"
 #include "buffer/buffer_call.h"
 #include "invoke/invoke.h"
 #include "invoke/tap_worker.h"
@@ -104,12 +103,10 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
   }
   std::optional<FeedTake> take;
-  std::optional<FeedWait> wait;
   if (plan.feed) {
     GilRelease unlocked;
     take.emplace(plan, -1, in.data(), targets.data());
-    if (take->Go(0) == FeedTake::Went::kDone) return out;
-    wait.emplace(*plan.feed->ring);
+    if (take->Go(0)) return out;
   }
   const int64_t start = Ticks();
   Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
@@ -117,34 +114,29 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   flight.Entered(start);
   bool ok;
   {
-    ActiveCall active(plan, -1, -1);
-    active.start = start;
+    ActiveCall active(plan, -1, -1, start);
     active.before = plan.history ? &before : nullptr;
     active.feed = take ? &*take : nullptr;
     const CallScope scope(active);
     ok = Invoke(plan, active, in.data(), targets.data());
-    if (!ok) plan.counters->mine().errors.Add(1);
-    if (Engine::Get().IsLeftBehind()) {
-      // The interpreter finalizes, and this daemon thread would return into JAX's
-      // C++, which asks for the GIL. So it stays here (base/engine.h).
-      GilRelease unlocked;
-      StayForEver();
-    }
+    StayIfLeftBehind();
   }
+  Counters::Part& counters = plan.counters->mine();
+  if (!ok) counters.errors.Add(1);
   const int64_t end = Ticks();
-  if (wait) {
-    GilRelease unlocked;  // its end takes the ring's lock
-    wait.reset();
+  counters.python_ticks.Add(end - start);
+  flight.Ended(end, ok);
+  {
+    GilRelease unlocked(plan.feed.has_value());  // its end takes the ring's lock
+    take.reset();
   }
-  plan.counters->mine().python_ticks.Add(end - start);
-  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   if (!ok) throw nb::python_error();
   return out;
 }
 
 }  // namespace
 
-void BindEager(nb::class_<PlanHandle>& plan) {
+void InitEager(nb::class_<PlanHandle>& plan) {
   plan.def("invoke", &InvokeEagerly, nb::arg("operands"))
       .def("push", &PushEagerly, nb::arg("operands"));
 }

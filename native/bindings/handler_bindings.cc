@@ -1,10 +1,9 @@
-#include "bindings/handler_bindings.h"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
 
+#include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
 #include "cuda/streams.h"
 #include "handlers/cpu_handlers.h"

@@ -1,5 +1,3 @@
-#include "bindings/tap_bindings.h"
-
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings/bindings.h"
 #include "bindings/keywords.h"
 #include "cuda/streams.h"
 #include "invoke/tap_worker.h"
@@ -51,10 +50,7 @@ nb::dict QueueState() {
 }  // namespace
 
 void InitTaps(nb::module_& m) {
-  nb::enum_<WhenFull>(m, "WhenFull")
-      .value("BLOCK", WhenFull::kBlock)
-      .value("DROP_NEWEST", WhenFull::kDropNewest)
-      .value("DROP_OLDEST", WhenFull::kDropOldest);
+  BindEnum<WhenFull>(m, "WhenFull", {"BLOCK", "DROP_NEWEST", "DROP_OLDEST"});
   BindStruct(m, Keywords<TapSettings>("TapSettings")
                     .Field<&TapSettings::when_full>("when_full")
                     .Field<&TapSettings::nested>("nested")

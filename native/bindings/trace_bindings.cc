@@ -1,5 +1,3 @@
-#include "bindings/trace_bindings.h"
-
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
@@ -16,6 +14,7 @@
 #include "base/places.h"
 #include "base/signals.h"
 #include "base/trace_json.h"
+#include "bindings/bindings.h"
 
 namespace nb = nanobind;
 

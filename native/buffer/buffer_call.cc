@@ -15,11 +15,9 @@
 namespace hostcall {
 namespace {
 
-/// Sets the Python error for an input that was written to. on_changed raises it, so
-/// its result is always null.
+/// Sets the Python error for an input that was written to: `on_changed` raises.
 void RaiseChanged(const Plan& plan, size_t arg) {
-  Ref ignored = Ref::Steal(PyObject_CallMethod(plan.info.get(), "on_changed", "n",
-                                               static_cast<Py_ssize_t>(arg)));
+  Ask(plan.info, "on_changed", Ref::Steal(PyLong_FromSize_t(arg)));
 }
 
 /// The context and the Buffers of one row, in the order of the function's
@@ -222,12 +220,6 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
     status.row = rows.index();
   }
   return status;
-}
-
-void RaiseUnwritten(const Plan& plan, size_t result) {
-  Ref number = Ref::Steal(PyLong_FromSize_t(result));
-  PyObject* stack[] = {plan.info.get(), number.get()};
-  Ref ignored = Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
 }
 
 void RaiseStatus(const Plan& plan, const NativeStatus& status) {

@@ -30,10 +30,6 @@ struct NativeStatus {
 NativeStatus RunNative(const Plan& plan, const void* const* operands,
                        void* const* results, void* stream);
 
-/// Sets the Python error for a result that the function has not written, though it
-/// said so. The GIL is held.
-void RaiseUnwritten(const Plan& plan, size_t result);
-
 /// Sets the Python error for a status that is not ok. The GIL is held.
 void RaiseStatus(const Plan& plan, const NativeStatus& status);
 

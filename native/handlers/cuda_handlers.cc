@@ -94,7 +94,8 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
   return nullptr;
 }
 
-XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
+XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, void* stream,
+                          XLA_FFI_TypeId* type) {
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->outputs());
@@ -199,13 +200,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   }
   // Only refuses programs of a closed engine. Deliver, which runs after this
   // returns, enters the engine itself.
-  {
-    Entry entry;
-    if (!entry) {
-      return MakeError(frame->api, ClosedText(),
-                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
-    }
-  }
+  if (const Entry entry; !entry) return ClosedError(frame);
   const bool nested = tap.nested || t_delivers_taps;
   const bool blocks = tap.when_full == WhenFull::kBlock;
   if (blocks && !nested) AwaitSpace(plan, device, run);
@@ -266,7 +261,7 @@ XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
 }  // namespace
 
 XLA_FFI_Error* ExecuteCallOnCuda(XLA_FFI_CallFrame* f) {
-  return OnXlasStream(f, Call);
+  return OnXlasStream(f, CallOnHost);
 }
 XLA_FFI_Error* ExecuteTapOnCuda(XLA_FFI_CallFrame* f) {
   return OnXlasStream(f, Tap);

@@ -1,5 +1,8 @@
 #include "handlers/plan_state.h"
 
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -10,6 +13,8 @@
 #include "base/guards.h"
 #include "handlers/ffi.h"
 
+namespace nb = nanobind;
+
 namespace hostcall {
 namespace {
 
@@ -17,8 +22,11 @@ namespace {
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
-BlockMaker g_block_maker = nullptr;
-TextReader g_text_reader = nullptr;
+/// Python's function that reads texts, owned. Guarded by the GIL.
+PyObject* g_read_text = nullptr;
+
+/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
+using BufferType = std::vector<int64_t>;
 
 /// The state of a place with this plan.
 std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
@@ -33,32 +41,40 @@ std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
 }
 
 /// Asks Python for a plan, on a thread that compiles, loads or runs a program.
-/// `ask` returns the plan, or puts a text into its argument. Returns XLA's error or
-/// null.
+/// `ask` returns the plan or throws. Returns XLA's error or null.
 template <typename Ask>
 XLA_FFI_Error* AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
                          Counted<Plan>* plan, Ask ask) {
   Entry entry;
-  if (!entry) {
-    return MakeError(frame->api, ClosedText(),
-                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
-  }
+  if (!entry) return ClosedError(frame);
   // If the thread holds the GIL, so does the guard; no lock of XLA's is known to be
   // held here.
-  std::string fault;
   GilGuard gil;
-  *plan = ask(&fault);
-  return fault.empty() ? nullptr : MakeError(frame->api, fault, code);
+  try {
+    *plan = ask();
+    return nullptr;
+  } catch (nb::python_error& e) {
+    // Without the traceback, which shows hostcall's own frames only.
+    // A text may have lone surrogates, which UTF-8 can't hold.
+    const auto text = nb::cast<nb::bytes>(
+        nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
+    return MakeError(frame->api, text.size() == 0 ? e.what() : text.c_str(), code);
+  }
 }
 
 /// Asks Python to read a text. Returns XLA's error, or null with the plan in
 /// `*plan` if there are buffers.
-XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
+XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, const std::string& text,
                         bool on_cuda, const std::vector<BufferType>* buffers,
                         Counted<Plan>* plan) {
   return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, plan,
-                   [&](std::string* fault) {
-                     return g_text_reader(text, on_cuda, buffers, fault);
+                   [&]() -> Counted<Plan> {
+                     nb::object types = nb::none();
+                     if (buffers != nullptr) types = nb::cast(*buffers);
+                     const nb::object made = nb::handle(g_read_text)(
+                         nb::str(text.data(), text.size()), on_cuda, types);
+                     if (buffers == nullptr) return {};
+                     return nb::cast<PlanHandle&>(made).plan;
                    });
 }
 
@@ -151,7 +167,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   if (const XLA_FFI_ByteSpan* span = TextAttribute(frame, "text")) {
     // A program that was lowered here finds its own plan. One that was exported has
     // no name; one that was serialized elsewhere may find a plan of another call.
-    const std::string_view text(span->ptr, span->len);
+    const std::string text(span->ptr, span->len);
     if (!plan || plan->text != text) {
       plan = {};
       const bool on_cuda = type == &g_cuda_type_id;
@@ -172,20 +188,19 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
     const Counted<Plan> whole = std::move(plan);
-    XLA_FFI_Error* error = AskPython(
-        frame, XLA_FFI_Error_Code_INTERNAL, &plan, [&](std::string* fault) {
-          return g_block_maker(*whole, {block->ptr, block->len}, fault);
+    XLA_FFI_Error* error =
+        AskPython(frame, XLA_FFI_Error_Code_INTERNAL, &plan, [&] {
+          const nb::object made =
+              nb::handle(whole->info.get())
+                  .attr("plan_of_block")(nb::str(block->ptr, block->len));
+          return nb::cast<PlanHandle&>(made).plan;
         });
     if (error != nullptr) return error;
   }
   if (!state) state = StateFor(std::move(plan));
-  XLA_FFI_State_Set_Args args;
-  args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  args.type_id = type;
-  args.state = state.get();
+  XLA_FFI_State_Set_Args args = {
+      XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame->ctx,
+      XLA_FFI_ExecutionStage_INSTANTIATE, type,    state.get()};
   XLA_FFI_Error* error = frame->api->XLA_FFI_State_Set(&args);
   if (error == nullptr) (void)state.release();  // XLA owns it now
   return error;
@@ -193,8 +208,10 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
 
 }  // namespace
 
-void SetBlockMaker(BlockMaker maker) { g_block_maker = maker; }
-void SetTextReader(TextReader reader) { g_text_reader = reader; }
+void SetTextReader(PyObject* function) {
+  Py_INCREF(function);
+  Py_XSETREF(g_read_text, function);
+}
 
 LateState::~LateState() { delete made_.load(std::memory_order_relaxed); }
 
@@ -227,27 +244,19 @@ XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }
 XLA_FFI_TypeId* CudaPlanTypeId() { return &g_cuda_type_id; }
 
 const XLA_FFI_TypeInfo* PlanTypeInfo() {
-  static const XLA_FFI_TypeInfo info = [] {
-    XLA_FFI_TypeInfo made;
-    made.struct_size = XLA_FFI_TypeInfo_STRUCT_SIZE;
-    made.extension_start = nullptr;
-    // XLA calls it on any thread, maybe without the GIL. The plan's last reference
-    // then leads to the graveyard.
-    made.deleter = [](void* state) { delete static_cast<PlanState*>(state); };
-    return made;
-  }();
+  // XLA calls the deleter on any thread, maybe without the GIL. The plan's last
+  // reference then leads to the graveyard.
+  static const XLA_FFI_TypeInfo info = {
+      XLA_FFI_TypeInfo_STRUCT_SIZE, nullptr,
+      [](void* state) { delete static_cast<PlanState*>(state); }};
   return &info;
 }
 
 XLA_FFI_Error* FindState(XLA_FFI_CallFrame* frame, const PlanState** state,
                          XLA_FFI_TypeId* type) {
-  XLA_FFI_State_Get_Args get;
-  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
-  get.extension_start = nullptr;
-  get.ctx = frame->ctx;
-  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  get.type_id = type;
-  get.state = nullptr;
+  XLA_FFI_State_Get_Args get = {
+      XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame->ctx,
+      XLA_FFI_ExecutionStage_INSTANTIATE, type,    nullptr};
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
   *state = static_cast<const PlanState*>(get.state);
   if ((*state)->late) return (*state)->late->Get(frame, state);

@@ -56,10 +56,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   if (IsSkipped(plan, throttle, device, run, operands.data())) return nullptr;
   if (run == -1) run = RunId(frame);
   Entry entry;
-  if (!entry) {
-    return MakeError(frame->api, ClosedText(),
-                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
-  }
+  if (!entry) return ClosedError(frame);
   try {
     PushOrDeliver(plan, device, run, operands.data());
   } catch (const PushInterrupted&) {

@@ -83,8 +83,7 @@ bool CallLent(const Plan& plan, PyObject** lent, char* const* args,
       if (array == nullptr) return false;
       PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), array);
     }
-    PyObject* stack[] = {list.get()};
-    row.args()[n] = CallPython(plan.out_tree.get(), stack, 1, nullptr);
+    row.args()[n] = Call(plan.out_tree.get(), list).release();
     if (row.args()[n] == nullptr) return false;
   }
   Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
@@ -216,8 +215,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
     plan.counters->mine().bytes_in.Add(plan.bytes_in);
   } while (walk.Next());
   if (targets.empty()) return true;
-  PyObject* stack[] = {rows.get(), indices.get()};
-  Ref values = Ref::Steal(CallPython(plan.runner.get(), stack, 2, nullptr));
+  Ref values = Call(plan.runner.get(), rows, indices);
   if (!values) return false;
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
@@ -238,18 +236,12 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
 bool TakeItems(const Plan& plan, ActiveCall& call) {
   FeedTake& take = *call.feed;
   for (;;) {
-    FeedTake::Went went;
     {
       GilRelease unlocked;  // an item's bytes are copied in there
-      went = take.Go(0);
+      if (take.Go(0)) return true;
     }
-    if (went == FeedTake::Went::kDone) return true;
-    Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
-    PyObject* stack[] = {lane.get()};
-    Ref waited =
-        lane ? Ref::Steal(CallPython(plan.function.get(), stack, 1, nullptr))
-             : Ref();
-    if (!waited) {
+    const Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
+    if (!Call(plan.function.get(), lane)) {
       call.failed_row = take.row();
       return false;
     }
@@ -321,8 +313,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
   if (plan.elsewhere) {  // another process fills the results
-    return static_cast<bool>(
-        Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
+    return static_cast<bool>(Call(plan.function.get()));
   }
   if (plan.feed) return TakeItems(plan, call);
   // The common case: one row, nothing packed, nothing masked.
@@ -366,11 +357,10 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
       held_trace = Ref::Steal(trace);
   Ref row = TupleOf(call.failed_row);
-  PyObject* stack[] = {held.get(), plan.info.get(), row.get()};
-  Ref text = Ref::Steal(CallPython(plan.on_error.get(), stack, 3, nullptr));
+  Ref text = Ask(plan.info, "on_error", held, plan.info, row);
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) {
-    PyErr_WriteUnraisable(plan.on_error.get());
+    PyErr_WriteUnraisable(plan.info.get());
     return std::string("hostcall: a callback failed with ") +
            (held ? Py_TYPE(held.get())->tp_name : "an error") +
            ", and reporting it failed too";
@@ -382,12 +372,9 @@ void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) 
   Ref device = Ref::Steal(PyLong_FromLong(ordinal));
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
-  PyObject* stack[] = {device.get(), text.get()};
-  Ref done =
-      device && text
-          ? Ref::Steal(CallPython(plan.on_lone_failure.get(), stack, 2, nullptr))
-          : Ref();
-  if (!done) PyErr_WriteUnraisable(plan.on_lone_failure.get());
+  if (!Ask(plan.info, "on_lone_failure", device, text)) {
+    PyErr_WriteUnraisable(plan.info.get());
+  }
 }
 
 }  // namespace hostcall

@@ -80,9 +80,7 @@ bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
   const Leaf& leaf = plan.results[number];
   if (StoreFast(leaf, plan.literals, value, target)) return true;
   Ref index = Ref::Steal(PyLong_FromSize_t(number));
-  if (!index) return false;
-  PyObject* stack[] = {index.get(), value};
-  Ref array = Ref::Steal(CallPython(plan.coerce.get(), stack, 2, nullptr));
+  Ref array = Call(plan.coerce.get(), index, value);
   if (!array) return false;
   if (StoreFast(leaf, plan.literals, array.get(), target)) return true;
   PyErr_SetString(PyExc_SystemError,
@@ -116,8 +114,7 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
     case ResultForm::kTree:
       break;
   }
-  PyObject* stack[] = {value};
-  Ref leaves = Ref::Steal(CallPython(plan.flatten.get(), stack, 1, nullptr));
+  Ref leaves = Call(plan.flatten.get(), value);
   if (!leaves) return false;
   if (!PyList_CheckExact(leaves.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(leaves.get())) != n) {

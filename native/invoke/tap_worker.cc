@@ -55,8 +55,7 @@ int64_t Deliver(TapEvent& event, size_t count) {
   Flight flight(made);
   bool ok;
   {
-    ActiveCall active(plan, event.device, -1);
-    active.start = start;
+    ActiveCall active(plan, event.device, -1, start);
     active.tap = &event;
     active.taps = count;
     const CallScope scope(active);
@@ -73,7 +72,7 @@ int64_t Deliver(TapEvent& event, size_t count) {
   }
   const int64_t end = Ticks();
   plan.counters->mine().python_ticks.Add(end - start);
-  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
+  flight.Ended(end, ok);
   return NowNs();
 }
 

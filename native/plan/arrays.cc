@@ -21,8 +21,7 @@ Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
 
 bool Convert(const Leaf& leaf, PyObject** array) {
   if (!leaf.convert) return true;
-  PyObject* stack[] = {*array};
-  PyObject* converted = CallPython(leaf.convert.get(), stack, 1, nullptr);
+  PyObject* converted = Call(leaf.convert.get(), *array).release();
   Py_DECREF(*array);
   *array = converted;
   return converted != nullptr;
@@ -103,14 +102,12 @@ bool AllReturned(const Plan& plan,
   PyErr_Fetch(&type, &value, &trace);
   if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
   if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
-  PyObject* stack[] = {plan.info.get(), Py_None,
-                       value == nullptr ? Py_None : value};
-  const auto ask = [&] {
-    return static_cast<bool>(
-        Ref::Steal(CallPython(plan.on_escape.get(), stack, 3, nullptr)));
+  const auto ask = [&](PyObject* held) {
+    return static_cast<bool>(Ask(plan.info, "on_escape", plan.info, held,
+                                 value == nullptr ? Py_None : value));
   };
   Ref held = Ref::Steal(PyList_New(0));
-  bool ok = held && ask();  // asked with None first: on_escape clears the frames
+  bool ok = held && ask(Py_None);  // first with None: on_escape clears the frames
   for (size_t leaf = 0; ok && leaf < all; ++leaf) {
     if (!is_held(leaf)) continue;
     const bool out = leaf < outs;
@@ -119,10 +116,7 @@ bool AllReturned(const Plan& plan,
                       out ? Py_True : Py_False));
     ok = item && PyList_Append(held.get(), item.get()) == 0;
   }
-  if (ok && PyList_GET_SIZE(held.get()) != 0) {
-    stack[1] = held.get();
-    ok = ask();  // it raises
-  }
+  if (ok && PyList_GET_SIZE(held.get()) != 0) ok = ask(held.get());  // it raises
   if (ok) {
     PyErr_Restore(type, value, trace);
     return true;

@@ -94,4 +94,9 @@ inline bool IsHeld(PyObject*& array) {
 /// Otherwise returns false with the new error set.
 bool AllReturned(const Plan& plan, const std::function<bool(size_t leaf)>& is_held);
 
+/// Sets the Python error for a result that was not written: `on_unwritten` raises.
+inline void RaiseUnwritten(const Plan& plan, size_t number) {
+  Ask(plan.info, "on_unwritten", plan.info, Ref::Steal(PyLong_FromSize_t(number)));
+}
+
 }  // namespace hostcall

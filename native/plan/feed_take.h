@@ -13,9 +13,9 @@
 namespace hostcall {
 
 /// Takes an item into a row of the results, or fills the row at the end. Waits for
-/// one of them for at most `wait_ns`.
-inline FeedRing::Took TakeItem(const Plan& plan, size_t lane, char* const* targets,
-                               int64_t wait_ns) {
+/// one of them for at most `wait_ns`; false if neither comes.
+inline bool TakeItem(const Plan& plan, size_t lane, char* const* targets,
+                     int64_t wait_ns) {
   const FeedRing::Took took = plan.feed->ring->Take(lane, targets, wait_ns);
   const size_t last = plan.results.size() - 1;
   if (took == FeedRing::Took::kItem) {
@@ -24,39 +24,19 @@ inline FeedRing::Took TakeItem(const Plan& plan, size_t lane, char* const* targe
   } else if (took == FeedRing::Took::kEnd) {
     for (size_t i = 0; i <= last; ++i) FillRow(plan.results[i], targets[i]);
   }
-  return took;
+  return took == FeedRing::Took::kItem || took == FeedRing::Took::kEnd;
 }
 
 /// Takes an item for a plan without rows, masks and small elements, if one is
 /// ready: the common case. False: FeedTake does the rest.
 inline bool TakeNow(const Plan& plan, int device, void* const* results) {
   if (!plan.grid.empty() || plan.packed || plan.masked) return false;
-  const FeedRing::Took took = TakeItem(plan, plan.feed->LaneOf(device),
-                                       reinterpret_cast<char* const*>(results), 0);
-  return took == FeedRing::Took::kItem || took == FeedRing::Took::kEnd;
+  return TakeItem(plan, plan.feed->LaneOf(device),
+                  reinterpret_cast<char* const*>(results), 0);
 }
-
-/// Counts a device's wait for the guard's life.
-class FeedWait {
- public:
-  explicit FeedWait(FeedRing& ring) : ring_(ring) {}
-  ~FeedWait() { ring_.NoteWait(NowNs() - start_); }
-  FeedWait(const FeedWait&) = delete;
-  FeedWait& operator=(const FeedWait&) = delete;
-
- private:
-  FeedRing& ring_;
-  const int64_t start_ = NowNs();
-};
 
 class FeedTake {
  public:
-  enum class Went {
-    kDone,     ///< all rows have their items
-    kWaits,    ///< a row found nothing
-    kStopped,  ///< a row found that none will come, and Python says why
-  };
-
   FeedTake(const Plan& plan, int device, const void* const* operands,
            void* const* results)
       : plan_(plan),
@@ -65,30 +45,33 @@ class FeedTake {
         rows_(plan, plan.masked ? static_cast<const bool*>(operands[0]) : nullptr,
               view_),
         done_(plan.rows == 0) {}
+  /// Counts the wait, if a row found nothing. Takes the ring's lock: the caller
+  /// does not hold the GIL.
+  ~FeedTake() {
+    if (waits_since_ != 0) plan_.feed->ring->NoteWait(NowNs() - waits_since_);
+  }
+  FeedTake(const FeedTake&) = delete;
+  FeedTake& operator=(const FeedTake&) = delete;
 
   size_t lane() const { return lane_; }
   const std::vector<int64_t>& row() const { return rows_.index(); }
 
   /// Goes on, and waits for at most `wait_ns` at the first row that finds nothing.
-  Went Go(int64_t wait_ns) {
+  /// Whether all rows have their items; if not, none is there now, or none will
+  /// come, and Python says why.
+  bool Go(int64_t wait_ns) {
     while (!done_) {
-      if (rows_.wanted()) {
-        switch (TakeItem(plan_, lane_, rows_.targets(), wait_ns)) {
-          case FeedRing::Took::kNothing:
-            return Went::kWaits;
-          case FeedRing::Took::kStopped:
-            return Went::kStopped;
-          default:
-            break;
-        }
-      } else {
+      if (!rows_.wanted()) {
         // The count of masked rows is atomic (FillRow touches no Python).
         rows_.Fill();
+      } else if (!TakeItem(plan_, lane_, rows_.targets(), wait_ns)) {
+        if (waits_since_ == 0) waits_since_ = NowNs();
+        return false;
       }
       done_ = !rows_.Next();
       if (done_) view_.Finish();
     }
-    return Went::kDone;
+    return true;
   }
 
  private:
@@ -97,6 +80,7 @@ class FeedTake {
   HostView view_;
   Rows rows_;
   bool done_;
+  int64_t waits_since_ = 0;  ///< when a row first found nothing (NowNs); else 0
 };
 
 }  // namespace hostcall

@@ -35,7 +35,7 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
   // A tap that did not wait takes less time than a reading of the clock, which only
   // a trace needs.
   const int64_t end = pushed.waited != 0 || EventBuffer::IsOn() ? Ticks() : start;
-  flight.Ended(end, pushed.queued() ? EventState::kEnded : EventState::kFailed);
+  flight.Ended(end, pushed.queued());
   if (pushed.waited != 0) {
     plan.counts->waited.fetch_add(pushed.waited, std::memory_order_relaxed);
   }
@@ -49,7 +49,7 @@ void AwaitSpace(const Plan& plan, int device, int64_t run) {
   Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
   queue.AwaitSpace(plan.layout.bytes);
   const int64_t end = Ticks();
-  flight.Ended(end, EventState::kEnded);
+  flight.Ended(end, true);
   plan.counts->waited.fetch_add(end - start, std::memory_order_relaxed);
 }
 

@@ -147,7 +147,7 @@ void TestGuard() {
   {
     Flight flight(event);
     flight.Number(9);
-    flight.Ended(6, EventState::kEnded);
+    flight.Ended(6, true);
   }
   EventBuffer::Switch(false);
   {
