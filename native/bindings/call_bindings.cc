@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -19,9 +20,7 @@ namespace {
 
 /// A row's position as a Python tuple.
 nb::tuple IndexOf(const std::vector<int64_t>& row) {
-  nb::list index;
-  for (int64_t i : row) index.append(i);
-  return nb::tuple(index);
+  return nb::tuple(nb::cast(row));
 }
 
 /// The int64 run of each event, then the int64 position of each, as bytes: a view
@@ -81,23 +80,19 @@ nb::list Active() {
     nb::object info;
     unsigned long thread;
     int64_t start;
-    bool batched;
-    std::vector<int64_t> row;
+    std::optional<std::vector<int64_t>> row;
   };
   std::vector<Seen> seen;
   ForEachCall([&seen](const ActiveCall& call) {
-    seen.push_back({nb::borrow(call.plan->info.get()),
-                    call.thread_id,
-                    call.start,
-                    call.row != nullptr,
-                    {}});
+    seen.push_back(
+        {nb::borrow(call.plan->info.get()), call.thread_id, call.start, {}});
     if (call.row != nullptr) seen.back().row = RowWalker::Copy(*call.row);
   });
   nb::list calls;
   const int64_t now = Ticks();
   for (const Seen& call : seen) {
     nb::object row = nb::none();
-    if (call.batched) row = IndexOf(call.row);
+    if (call.row) row = IndexOf(*call.row);
     calls.append(nb::make_tuple(call.info, call.thread,
                                 TicksToSeconds(now - call.start), row));
   }

@@ -10,6 +10,7 @@
 #include "buffer/buffer_call.h"
 #include "invoke/invoke.h"
 #include "invoke/tap_worker.h"
+#include "plan/arrays.h"
 #include "plan/feed_take.h"
 
 namespace nb = nanobind;
@@ -24,16 +25,13 @@ std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
     throw nb::value_error("the number of operands differs from the plan's");
   }
   std::vector<const void*> in;
-  const size_t first = plan.masked ? 1 : 0;
+  const std::vector<size_t> sizes = plan.InputSizes();
   for (nb::handle operand : operands) {
     auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
     if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
       throw nb::type_error("operands must be row-major arrays");
     }
-    const size_t bytes = in.size() < first
-                             ? static_cast<size_t>(plan.mask_rows)
-                             : plan.args[in.size() - first].buffer_bytes();
-    if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
+    if (static_cast<size_t>(PyArray_NBYTES(array)) != sizes[in.size()]) {
       throw nb::value_error("an operand's size differs from the plan's");
     }
     in.push_back(PyArray_DATA(array));
@@ -71,13 +69,9 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   nb::list out;
   std::vector<void*> targets;
   for (const Leaf& leaf : plan.results) {
-    std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
-    dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
-    Py_INCREF(leaf.dtype.get());  // PyArray_Empty steals a reference
-    PyObject* array =
-        PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
-    if (array == nullptr) throw nb::python_error();
-    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    const nb::object array = nb::steal(ArrayOfRows(leaf, plan.grid).release());
+    if (!array.is_valid()) throw nb::python_error();
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
     // The result takes the place of the argument's memory, which stays unchanged.
     if (plan.buffers.Aliases(targets.size())) {
       const int arg = plan.buffers.aliases[targets.size()];
@@ -85,7 +79,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
       in[arg] = data;
     }
     targets.push_back(data);
-    out.append(nb::steal(array));
+    out.append(array);
   }
   if (plan.buffers.address != 0) {
     NativeStatus status;

@@ -6,11 +6,9 @@
 #include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
 #include "cuda/streams.h"
-#include "handlers/cpu_handlers.h"
-#include "handlers/cuda_handlers.h"
+#include "handlers/handlers.h"
 #include "handlers/host_callback.h"
 #include "handlers/plan_state.h"
-#include "handlers/tap_handlers.h"
 
 namespace nb = nanobind;
 
@@ -117,7 +115,6 @@ void InitHandlers(nb::module_& m) {
       },
       nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);
-  m.def("is_inside", &InsideHostCallback);
   m.def("on_foreign_thread", &OnForeignThread);
 }
 

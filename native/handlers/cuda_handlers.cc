@@ -6,8 +6,6 @@
 // A blocking tap waits for space in the tap queue here, before its copies are
 // enqueued. The driver's thread, which pushes the tap later, must never wait.
 
-#include "handlers/cuda_handlers.h"
-
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -20,9 +18,9 @@
 #include "cuda/staging.h"
 #include "cuda/streams.h"
 #include "handlers/ffi.h"
+#include "handlers/handlers.h"
 #include "handlers/plan_state.h"
 #include "handlers/run_call.h"
-#include "handlers/tap_filter.h"
 #include "invoke/tap_worker.h"
 #include "plan/push_tap.h"
 #include "queue/tap_queue.h"
@@ -42,28 +40,15 @@ struct Work {
   bool ok() const { return operands.ok() && results.ok(); }
   /// All operands on the device: the mask first, the flag `always` last.
   std::vector<Span> OperandSpans() {
-    const Plan& plan = *state.plan;
-    std::vector<Span> spans;
-    if (plan.masked) {
-      spans.push_back({operands.data()[0], static_cast<size_t>(plan.mask_rows)});
-    }
-    for (const Leaf& leaf : plan.args) {
-      spans.push_back({operands.data()[spans.size()], leaf.buffer_bytes()});
-    }
-    if (plan.inputs() > plan.operands()) {
-      spans.push_back({operands.data()[spans.size()], sizeof(bool)});
-    }
-    return spans;
+    return Spans(operands, state.plan->InputSizes());
   }
   /// All results on the device, the outcome last.
   std::vector<Span> ResultSpans() {
+    return Spans(results, state.plan->OutputSizes());
+  }
+  static std::vector<Span> Spans(Pointers& at, const std::vector<size_t>& sizes) {
     std::vector<Span> spans;
-    for (const Leaf& leaf : state.plan->results) {
-      spans.push_back({results.data()[spans.size()], leaf.buffer_bytes()});
-    }
-    if (state.plan->tells) {
-      spans.push_back({results.data()[spans.size()], kOutcomeBytes});
-    }
+    for (size_t bytes : sizes) spans.push_back({at.data()[spans.size()], bytes});
     return spans;
   }
 

@@ -19,6 +19,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 #if defined(__GLIBCXX__)
 #include <cxxabi.h>
 #endif
@@ -185,13 +186,13 @@ inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
 inline int64_t BitsOf(XLA_FFI_DataType type) {
   // By XLA's numbers. It has none for its types of 6 bits, which take a byte each.
   static constexpr uint8_t kBits[] = {
-      8,  8,  8,   16, 32, 64, 8, 16, 32, 64,  // (none), PRED, S8..S64, U8..U64
-      16, 32, 64,  0,  0,  64,                 // F16..F64, 13, 14, C64
-      16, 0,  128, 8,  8,  4,  4, 8,  // BF16, token, C128, F8E5M2, F8E4M3FN, S4,
-                                      // U4, F8E4M3B11FNUZ
-      8,  8,  2,   2,  8,  8,  1, 1,  // F8E5M2FNUZ, F8E4M3FNUZ, S2, U2, F8E4M3,
-                                      // F8E3M4, S1, U1
-      4,  8};                         // F4E2M1FN, F8E8M0FNU
+      8, 8, 8, 16, 32, 64, 8, 16, 32, 64,  // (none), PRED, S8..S64, U8..U64
+      16, 32, 64, 0, 0, 64,                // F16..F64, 13, 14, C64
+      16, 0, 128, 8, 8, 4, 4, 8,  // BF16, token, C128, F8E5M2, F8E4M3FN, S4,
+                                  // U4, F8E4M3B11FNUZ
+      8, 8, 2, 2, 8, 8, 1, 1,     // F8E5M2FNUZ, F8E4M3FNUZ, S2, U2, F8E4M3,
+                                  // F8E3M4, S1, U1
+      4, 8};                      // F4E2M1FN, F8E8M0FNU
   const auto number = static_cast<size_t>(type);
   return number < sizeof kBits ? kBits[number] : 0;
 }
@@ -203,18 +204,26 @@ inline size_t BytesOf(const XLA_FFI_Buffer& buffer) {
   return static_cast<size_t>((elements * BitsOf(buffer.dtype) + 7) / 8);
 }
 
-/// Whether the last of these buffers, the first behind a token, has so many bytes.
+/// Whether the last buffers of a list have these sizes. A number or a token that
+/// only orders the call may be in front of them.
 template <typename List>
-bool LastHas(size_t bytes, const List& list, void* const* items) {
-  return list.size > 0 &&
-         BytesOf(*static_cast<const XLA_FFI_Buffer*>(items[list.size - 1])) ==
-             bytes;
+bool Fit(const std::vector<size_t>& bytes, const List& list, void* const* items) {
+  const auto size = static_cast<size_t>(list.size);
+  if (size != bytes.size() && size != bytes.size() + 1) return false;
+  items += size - bytes.size();
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    if (BytesOf(*static_cast<const XLA_FFI_Buffer*>(items[i])) != bytes[i]) {
+      return false;
+    }
+  }
+  return true;
 }
 
 /// Null if a link has one number as operand and as result, else an error.
 inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
-  if (LastHas(sizeof(int32_t), frame->args, frame->args.args) &&
-      LastHas(sizeof(int32_t), frame->rets, frame->rets.rets)) {
+  const std::vector<size_t> number{sizeof(int32_t)};
+  if (Fit(number, frame->args, frame->args.args) &&
+      Fit(number, frame->rets, frame->rets.rets)) {
     return nullptr;
   }
   return MakeError(

@@ -26,7 +26,6 @@ struct Pending {
 };
 thread_local Pending* t_pending = nullptr;  ///< null once RunPending has taken it
 HOSTCALL_HOT int t_depth = 0;               ///< calls of RunPending on this thread
-thread_local Scout t_scout = Scout::kNone;
 
 /// The member that gives the host callbacks of a program. It is the same member
 /// under two names; newer headers have the second. The int argument prefers the
@@ -63,12 +62,9 @@ void RunPending() {
   --t_depth;
 }
 
-Scout& ScoutNow() { return t_scout; }
-
 bool AskInside() {
-  if (t_scout == Scout::kNone) return false;
-  t_scout = Scout::kAsked;
-  return true;
+  if (ScoutLooks::t_asked == nullptr) return false;
+  return *ScoutLooks::t_asked = true;
 }
 
 bool InsideHostCallback() { return t_depth > 0; }

@@ -1,8 +1,5 @@
 #include "handlers/plan_state.h"
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -13,20 +10,12 @@
 #include "base/guards.h"
 #include "handlers/ffi.h"
 
-namespace nb = nanobind;
-
 namespace hostcall {
 namespace {
 
 // XLA writes the ids when Python registers the types.
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
-
-/// Python's function that reads texts, owned. Guarded by the GIL.
-PyObject* g_read_text = nullptr;
-
-/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
-using BufferType = std::vector<int64_t>;
 
 /// The state of a place with this plan.
 std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
@@ -53,29 +42,18 @@ XLA_FFI_Error* AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
   try {
     *plan = ask();
     return nullptr;
-  } catch (nb::python_error& e) {
-    // Without the traceback, which shows hostcall's own frames only.
-    // A text may have lone surrogates, which UTF-8 can't hold.
-    const auto text = nb::cast<nb::bytes>(
-        nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
-    return MakeError(frame->api, text.size() == 0 ? e.what() : text.c_str(), code);
+  } catch (const std::exception& error) {
+    return MakeError(frame->api, error.what(), code);
   }
 }
 
 /// Asks Python to read a text. Returns XLA's error, or null with the plan in
 /// `*plan` if there are buffers.
-XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, const std::string& text,
+XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
                         bool on_cuda, const std::vector<BufferType>* buffers,
                         Counted<Plan>* plan) {
   return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, plan,
-                   [&]() -> Counted<Plan> {
-                     nb::object types = nb::none();
-                     if (buffers != nullptr) types = nb::cast(*buffers);
-                     const nb::object made = nb::handle(g_read_text)(
-                         nb::str(text.data(), text.size()), on_cuda, types);
-                     if (buffers == nullptr) return {};
-                     return nb::cast<PlanHandle&>(made).plan;
-                   });
+                   [&] { return g_plan_makers.of_text(text, on_cuda, buffers); });
 }
 
 /// The types of all operands and results that are not tokens.
@@ -93,19 +71,6 @@ std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
   add(frame->args.size, frame->args.args);
   add(frame->rets.size, frame->rets.rets);
   return all;
-}
-
-/// Whether the last buffers of a list have these sizes. A number or a token that
-/// only orders the call may be in front of them.
-bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
-  const auto wanted = static_cast<int64_t>(bytes.size());
-  if (size != wanted && size != wanted + 1) return false;
-  for (int64_t i = 0; i < wanted; ++i) {
-    const auto* buffer =
-        static_cast<const XLA_FFI_Buffer*>(items[size - wanted + i]);
-    if (BytesOf(*buffer) != bytes[static_cast<size_t>(i)]) return false;
-  }
-  return true;
 }
 
 /// The bytes that XLA passes for a leaf. An element of float0 has none here, and is
@@ -135,8 +100,8 @@ bool FitsBuffers(const Plan& plan, const XLA_FFI_CallFrame* frame) {
     for (const Leaf& leaf : plan.results) out.push_back(XlasBytes(leaf));
     if (plan.tells) out.push_back(kOutcomeBytes);
   }
-  return Fit(frame->args.size, frame->args.args, in) &&
-         Fit(frame->rets.size, frame->rets.rets, out);
+  return Fit(in, frame->args, frame->args.args) &&
+         Fit(out, frame->rets, frame->rets.rets);
 }
 
 /// Null if XLA's buffers fit the plan, else an error.
@@ -167,7 +132,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   if (const XLA_FFI_ByteSpan* span = TextAttribute(frame, "text")) {
     // A program that was lowered here finds its own plan. One that was exported has
     // no name; one that was serialized elsewhere may find a plan of another call.
-    const std::string text(span->ptr, span->len);
+    const std::string_view text(span->ptr, span->len);
     if (!plan || plan->text != text) {
       plan = {};
       const bool on_cuda = type == &g_cuda_type_id;
@@ -188,13 +153,9 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
     const Counted<Plan> whole = std::move(plan);
-    XLA_FFI_Error* error =
-        AskPython(frame, XLA_FFI_Error_Code_INTERNAL, &plan, [&] {
-          const nb::object made =
-              nb::handle(whole->info.get())
-                  .attr("plan_of_block")(nb::str(block->ptr, block->len));
-          return nb::cast<PlanHandle&>(made).plan;
-        });
+    XLA_FFI_Error* error = AskPython(
+        frame, XLA_FFI_Error_Code_INTERNAL, &plan,
+        [&] { return g_plan_makers.of_block(*whole, {block->ptr, block->len}); });
     if (error != nullptr) return error;
   }
   if (!state) state = StateFor(std::move(plan));
@@ -206,12 +167,17 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   return error;
 }
 
+/// The handler around it. `type` is the type of the states that it makes.
+XLA_FFI_Error* InstantiateAs(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type,
+                             uint32_t traits = 0) {
+  return Guarded(
+      frame, [type](XLA_FFI_CallFrame* f) { return Instantiate(f, type); }, *type,
+      traits);
+}
+
 }  // namespace
 
-void SetTextReader(PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(g_read_text, function);
-}
+PlanMakers g_plan_makers = {};
 
 LateState::~LateState() { delete made_.load(std::memory_order_relaxed); }
 
@@ -274,21 +240,14 @@ XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
 }
 
 XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {
-  return Guarded(
-      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_type_id); },
-      g_type_id);
+  return InstantiateAs(frame, &g_type_id);
 }
-
 XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame) {
-  return Guarded(
-      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
-      g_cuda_type_id);
+  return InstantiateAs(frame, &g_cuda_type_id);
 }
-
 XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame) {
-  return Guarded(
-      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
-      g_cuda_type_id, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+  return InstantiateAs(frame, &g_cuda_type_id,
+                       XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 }  // namespace hostcall

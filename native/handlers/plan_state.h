@@ -16,7 +16,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
+#include <string_view>
+#include <vector>
 
 #include "base/slot_table.h"
 #include "base/team.h"
@@ -35,13 +36,22 @@ SlotTable<Plan>& Slots(bool across);
 /// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
-/// Sets the Python function that reads the text that describes a call of registered
-/// host code (_primitives/travel.py): (text, is it for CUDA, buffers) -> the plan.
-/// Each buffer that XLA passes is [XLA_FFI_DataType, *dimensions]. Without buffers,
-/// when the program is loaded, it only checks the text and makes no plan. With
-/// them, the operands and results of a run, it makes the plan, if they are what the
-/// text says. The GIL is held.
-void SetTextReader(PyObject* function);
+/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
+using BufferType = std::vector<int64_t>;
+/// Asks Python for plans. The bindings set it once: they know Python's class of
+/// plans. The GIL is held. Throws what Python raises.
+struct PlanMakers {
+  /// The plan of a device's block of a call: from the plan of the whole call, and a
+  /// text that says which block it is (_primitives/blocks.py).
+  Counted<Plan> (*of_block)(const Plan& whole, std::string_view block);
+  /// Reads the text that describes a call of registered host code
+  /// (_primitives/travel.py). Without `buffers`, when the program is loaded, it
+  /// only checks the text, and returns null. With them, the operands and results of
+  /// a run, it makes the plan, if they are what the text says.
+  Counted<Plan> (*of_text)(std::string_view text, bool on_cuda,
+                           const std::vector<BufferType>* buffers);
+};
+extern PlanMakers g_plan_makers;
 
 struct PlanState;
 
@@ -53,8 +63,7 @@ struct PlanState;
 /// with no lock; the first to publish its state wins, and the others drop theirs.
 class LateState {
  public:
-  LateState(std::string text, bool on_cuda)
-      : text_(std::move(text)), on_cuda_(on_cuda) {}
+  LateState(std::string_view text, bool on_cuda) : text_(text), on_cuda_(on_cuda) {}
   ~LateState();
   LateState(const LateState&) = delete;
   LateState& operator=(const LateState&) = delete;

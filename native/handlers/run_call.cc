@@ -28,11 +28,6 @@ struct CallSite {
   const Before* before = nullptr;  ///< with `keep=`: the executions before this one
 };
 
-Event EventOf(const Plan& plan, EventKind kind, const CallSite& site,
-              int64_t start) {
-  return plan.NewEvent(kind, site.ordinal, site.run, start);
-}
-
 /// Calls `call`, inside a host callback if the plan says so. If a scout finds that
 /// the function computes on the client that waits for it, the call is made a second
 /// time, inside. Only pure calls have a scout, so repeating one is allowed.
@@ -51,7 +46,7 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
     {
       const ScoutLooks looks;
       call(Lookout::kScout);
-      if (!looks.asked()) return;
+      if (!ScoutLooks::HasAsked()) return;
     }
     plan.asked = true;  // later calls start inside
     inside();
@@ -82,8 +77,8 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     if (take->Go(0)) return "";
   }
   const int64_t start = Ticks();
-  Flight flight(
-      EventOf(plan, plan.feed ? EventKind::kFeed : EventKind::kCall, site, start));
+  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall,
+                              site.ordinal, site.run, start));
   if (take && take->Go(kPatienceNs)) {
     flight.Ended(Ticks(), true);
     return "";
@@ -108,7 +103,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
       ok = Invoke(plan, active, operands, results);
     }
     if (!ok) {
-      if (lookout == Lookout::kScout && ScoutNow() == Scout::kAsked) {
+      if (lookout == Lookout::kScout && ScoutLooks::HasAsked()) {
         PyErr_Clear();  // the scout's exception; MakeInside repeats the call
       } else {
         text = TakeError(plan, active);
@@ -272,7 +267,8 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
     // for. Masked executions, which are many and short, are not.
     std::optional<Flight> flight;
     if (!plan.KeepsBack(operands)) {
-      flight.emplace(EventOf(plan, EventKind::kTeam, site, Ticks()));
+      flight.emplace(
+          plan.NewEvent(EventKind::kTeam, site.ordinal, site.run, Ticks()));
     }
     Visit visit(plan, site, operands, results);
     text = state.team->Meet(site.run, visit);

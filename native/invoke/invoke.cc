@@ -289,7 +289,7 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
   RowArrays run(n);
   for (size_t i = 0; i < n; ++i) {
     const Leaf& leaf = plan.args[i];
-    run.args()[i] = ArrayOfRows(leaf, rows).release();
+    run.args()[i] = ArrayOfRows(leaf, {rows}).release();
     if (run.args()[i] == nullptr) return false;
     auto* array = reinterpret_cast<PyArrayObject*>(run.args()[i]);
     {

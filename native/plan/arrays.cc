@@ -27,8 +27,8 @@ bool Convert(const Leaf& leaf, PyObject** array) {
   return converted != nullptr;
 }
 
-Ref ArrayOfRows(const Leaf& leaf, int64_t rows) {
-  std::vector<npy_intp> dims{rows};
+Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {
+  std::vector<npy_intp> dims(grid.begin(), grid.end());
   dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
   return NewArray(leaf, dims, nullptr, 0);
 }

@@ -61,9 +61,9 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 /// null, which its owner may still release.
 bool Convert(const Leaf& leaf, PyObject** array);
 
-/// Returns an array for `rows` rows, with an axis for them in front, whose memory
+/// Returns an array for many rows, with the axes of `grid` in front, whose memory
 /// is not set. Null with a Python error set.
-Ref ArrayOfRows(const Leaf& leaf, int64_t rows);
+Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid);
 
 /// Returns an array over XLA's memory at `data`, which must outlive it, or Disown
 /// is needed. Its reference count is merged. Null with a Python error set.

@@ -21,7 +21,7 @@
 #include "base/guards.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
-#include "base/team_settings.h"
+#include "base/team.h"
 #include "plan/history.h"
 #include "plan/outcome.h"
 #include "queue/feed_ring.h"
@@ -239,6 +239,21 @@ class Plan : public TapOwner, public PlanFields {
   size_t inputs() const { return operands() + (tap && tap->always ? 1 : 0); }
   /// Results of a call that XLA expects: the function's, and the outcome, if any.
   size_t outputs() const { return results.size() + (tells ? 1 : 0); }
+
+  /// The bytes of those operands, and of those results.
+  std::vector<size_t> InputSizes() const {
+    std::vector<size_t> sizes;
+    if (masked) sizes.push_back(static_cast<size_t>(mask_rows));
+    for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
+    if (tap && tap->always) sizes.push_back(sizeof(bool));
+    return sizes;
+  }
+  std::vector<size_t> OutputSizes() const {
+    std::vector<size_t> sizes;
+    for (const Leaf& leaf : results) sizes.push_back(leaf.buffer_bytes());
+    if (tells) sizes.push_back(kOutcomeBytes);
+    return sizes;
+  }
 
   /// Whether `where` keeps all rows of these operands from the function.
   bool KeepsBack(const void* const* operands) const {

@@ -7,6 +7,7 @@ many as lines of the program that write calls, however many functions they make.
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ def number_of(callback: Callback) -> int:
             # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
             texts = (key.name, str(key.place))
             shown = [t.encode(errors="backslashreplace").decode() for t in texts]
-            _native.name_place(len(_named), *shown)
+            _native.name_place(len(_named), *shown, *map(json.dumps, shown))
             _named.append(key)
             _numbers[key] = len(_named) - 1
         return _numbers[key]
