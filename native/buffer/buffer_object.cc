@@ -34,6 +34,13 @@ bool IsOpen(const Lease::Use& use, const char* what, const char* instead) {
   throw nb::python_error();
 }
 
+/// What a method of the object returns. Python may end the thread in there, and
+/// nanobind's frames expect no such exception (base/guards.h).
+template <typename... Arguments>
+nb::object Asked(nb::handle object, const char* method, Arguments&&... arguments) {
+  return OrPark([&] { return object.attr(method)(arguments...); });
+}
+
 /// An attribute or method of a T: `get(T, call)`, if the call has not ended.
 template <typename T, typename Get>
 auto During(Get get) {
@@ -60,7 +67,7 @@ nb::object DeviceOf(T& self) {
   const auto [info, ordinal] = During<T>([](T&, const ActiveCall& call) {
     return std::pair(nb::borrow(call.plan->info.get()), call.device_ordinal);
   })(self);
-  return info.attr("device_at")(ordinal);
+  return Asked(info, "device_at", ordinal);
 }
 
 uintptr_t StreamOfGpu(const ActiveCall& call) {
@@ -155,10 +162,10 @@ nb::object ToArray(BufferObject& b, nb::object dtype, nb::object copy) {
             "hostcall: another dtype needs a copy, but copy=False" HOSTCALL_CODE(
                 "hc-buffer"));
       }
-      return array.attr("astype")(held);
+      return Asked(array, "astype", held);
     }
   }
-  if (copy.ptr() == Py_True) return array.attr("copy")();
+  if (copy.ptr() == Py_True) return Asked(array, "copy");
   return array;
 }
 

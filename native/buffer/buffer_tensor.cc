@@ -86,7 +86,8 @@ dlpack::dtype TypeOf(const Leaf& leaf, bool on_gpu) {
     }
   }
   // By name, since some dtypes of ml_dtypes have the kind of NumPy's floats ('f').
-  const nb::object name = nb::handle(leaf.dtype.get()).attr("name");
+  const nb::object name =
+      OrPark([&] { return nb::object(nb::handle(leaf.dtype.get()).attr("name")); });
   const auto text = nb::cast<const char*>(name);
   for (const NamedType& named : kNamed) {
     // DLPack packs small elements, as XLA does on a GPU. The host has each in a
