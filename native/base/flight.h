@@ -183,7 +183,7 @@ class Flight {
       : event_(event), record_(FlightRing::Get().Begin(event)) {}
   /// Without Ended, an exception has ended the event.
   ~Flight() {
-    if (event_.end == 0) Ended(event_.start, EventState::kFailed);
+    if (event_.end == 0) Ended(event_.start, false);
   }
   Flight(const Flight&) = delete;
   Flight& operator=(const Flight&) = delete;
@@ -195,9 +195,9 @@ class Flight {
     if (record_ != nullptr) record_->Enter(event_);
   }
   /// Ends the event. If somebody traces, the event buffer gets a copy.
-  void Ended(int64_t ticks, EventState state) {
+  void Ended(int64_t ticks, bool ok) {
     event_.end = ticks;
-    event_.state = state;
+    event_.state = ok ? EventState::kEnded : EventState::kFailed;
     if (record_ != nullptr) record_->End(event_);
     if (EventBuffer::IsOn()) {
       event_.thread = ThisThread();

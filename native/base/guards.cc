@@ -20,11 +20,8 @@ namespace {
 
 /// Calls `threading.name()`. Null with a Python error set.
 Ref CallThreading(const char* name) {
-  Ref threading = Ref::Steal(PyImport_ImportModule("threading"));
-  Ref function =
-      threading ? Ref::Steal(PyObject_GetAttrString(threading.get(), name)) : Ref();
-  return function ? Ref::Steal(CallPython(function.get(), nullptr, 0, nullptr))
-                  : Ref();
+  const Ref threading = Ref::Steal(PyImport_ImportModule("threading"));
+  return threading ? Ask(threading, name) : Ref();
 }
 
 /// Does for one of the two functions what TakeOverTracing says. False with a Python
@@ -37,9 +34,7 @@ bool TakeOver(const char* get, const char* set) {
   // does not know. This makes the thread known, under a name like Dummy-1.
   if (!CallThreading("current_thread")) return false;
   PyObject* setter = PySys_GetObject(set);  // borrowed
-  if (setter == nullptr) return true;
-  PyObject* stack[] = {function.get()};
-  return static_cast<bool>(Ref::Steal(CallPython(setter, stack, 1, nullptr)));
+  return setter == nullptr || Call(setter, function);
 }
 
 }  // namespace

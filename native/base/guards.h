@@ -59,7 +59,8 @@ inline PyObject* CallPython(PyObject* function, PyObject* const* args, size_t n,
 }
 
 /// Owns one reference to a Python object, or is null. The GIL is held wherever a
-/// non-null Ref is made or destroyed; moving one and reading one need no GIL.
+/// non-null Ref is made, copied or destroyed; moving one and reading one need no
+/// GIL.
 class Ref {
  public:
   Ref() = default;
@@ -70,13 +71,12 @@ class Ref {
     Py_XINCREF(object);
     return Ref(object);
   }
+  Ref(const Ref& other) : Ref(Borrow(other.object_)) {}
   Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
+  Ref& operator=(Ref other) noexcept {
     std::swap(object_, other.object_);
     return *this;
   }
-  Ref(const Ref&) = delete;
-  Ref& operator=(const Ref&) = delete;
   ~Ref() {  // the object may die, and its finalizer may run Python code
     OrPark([this] { Py_XDECREF(object_); });
   }
@@ -90,6 +90,28 @@ class Ref {
   explicit Ref(PyObject* object) : object_(object) {}
   PyObject* object_ = nullptr;
 };
+
+inline PyObject* Borrowed(PyObject* object) { return object; }
+inline PyObject* Borrowed(const Ref& object) { return object.get(); }
+
+/// function(*arguments), each a Ref or a borrowed object. Null with a Python error
+/// set, which may be the one that made an argument null.
+template <typename... Arguments>
+Ref Call(PyObject* function, const Arguments&... arguments) {
+  if ((... || (Borrowed(arguments) == nullptr))) return Ref();
+  // The place in front is for `self`, should this be a bound method.
+  PyObject* stack[] = {nullptr, Borrowed(arguments)...};
+  constexpr size_t n = sizeof...(arguments) | PY_VECTORCALL_ARGUMENTS_OFFSET;
+  return Ref::Steal(CallPython(function, stack + 1, n, nullptr));
+}
+
+/// The same for a method, by its name.
+template <typename... Arguments>
+Ref Ask(const Ref& object, const char* method, const Arguments&... arguments) {
+  if ((... || (Borrowed(arguments) == nullptr))) return Ref();
+  const Ref found = Ref::Steal(PyObject_GetAttrString(object.get(), method));
+  return found ? Call(found.get(), arguments...) : Ref();
+}
 
 /// Whether the calling thread holds the GIL.
 ///

@@ -19,28 +19,9 @@ namespace hostcall {
 struct Place {
   std::string name;       ///< the tag, or the function's name
   std::string line;       ///< "file:line in function"
-  std::string json_name;  ///< as a JSON string, with its quotes
+  std::string json_name;  ///< as JSON writes it, with its quotes
   std::string json_line;
 };
-
-/// A string as JSON writes it, with quotes.
-inline std::string Quoted(const std::string& text) {
-  static constexpr char kHex[] = "0123456789abcdef";
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      quoted += '\\';
-      quoted += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      quoted += "\\u00";
-      quoted += kHex[c >> 4 & 0xf];
-      quoted += kHex[c & 0xf];
-    } else {
-      quoted += c;  // UTF-8 may stand as it is
-    }
-  }
-  return quoted + "\"";
-}
 
 /// The places of the process.
 class Places {
@@ -49,11 +30,9 @@ class Places {
   static constexpr uint32_t kMost = 1 << 13;
 
   /// Sets the texts of a number, once. Release: a reader sees the whole text.
-  static void Name(uint32_t number, const std::string& name,
-                   const std::string& line) {
+  static void Name(uint32_t number, const Place& place) {
     if (number >= kMost || g_places[number].load() != nullptr) return;
-    g_places[number].store(new Place{name, line, Quoted(name), Quoted(line)},
-                           std::memory_order_release);
+    g_places[number].store(new Place(place), std::memory_order_release);
   }
   /// The texts of a number, or null.
   static const Place* Find(uint32_t number) {

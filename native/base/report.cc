@@ -12,8 +12,7 @@ PyObject* g_convert = nullptr;
 bool Stays(PyObject* error, PyObject* trace) {
   if (g_convert == nullptr) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(error)) != PyExc_ValueError) return true;
-  PyObject* stack[] = {error};
-  Ref other = Ref::Steal(CallPython(g_convert, stack, 1, nullptr));
+  const Ref other = Call(g_convert, error);
   if (!other) {
     // A Ctrl-C that came meanwhile is raised in its place.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;

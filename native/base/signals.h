@@ -59,12 +59,11 @@ class Signals {
   /// one, and with the GIL: signal.signal holds it too, so that a handler which it
   /// installs in between is not lost. Returns whether SIGINT is watched.
   static bool WatchInterrupt() {
-    Posted();  // initialises the semaphore, which a handler must not do
     struct sigaction found;
     if (sigaction(SIGINT, nullptr, &found) != 0) return false;
     if (found.sa_handler == &OnInterrupt) return true;
     if (!IsUnwatched(found)) return false;
-    Pythons().store(found.sa_handler);  // before ours can run, which calls it
+    g_pythons.store(found.sa_handler);  // before ours can run, which calls it
     found.sa_handler = &OnInterrupt;    // the mask and the flags stay
     return sigaction(SIGINT, &found, nullptr) == 0;
   }
@@ -78,7 +77,7 @@ class Signals {
     const int64_t passed = ticks - asked.load(std::memory_order_relaxed);
     if (passed >= 0 && passed < pause) return;
     asked.store(ticks, std::memory_order_relaxed);
-    if (Pythons().load() != nullptr) WatchInterrupt();
+    if (g_pythons.load() != nullptr) WatchInterrupt();
   }
 
   /// Watches SIGTERM if it has the default action. Returns whether it is watched.
@@ -88,8 +87,7 @@ class Signals {
     if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler != SIG_DFL) {
       return false;
     }
-    Posted();
-    Watcher().store(getpid());
+    g_watcher.store(getpid());
     struct sigaction ours = {};
     ours.sa_handler = &OnTerminate;
     ours.sa_flags = static_cast<int>(SA_RESETHAND);
@@ -99,14 +97,14 @@ class Signals {
   /// Whether SIGTERM, if it is watched, writes the flight recorder to stderr.
   static void TellAtTerminate(bool on) {
     TickNs();  // its first call initialises
-    Tells().store(on);
+    g_tells.store(on);
   }
 
   /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
   /// a Wait that the semaphore wakes finds them.
   static void Post(int event) {
-    Pending().fetch_or(event);
-    Posted().Post();
+    g_pending.fetch_or(event);
+    g_posted.Post();
   }
 
   /// Returns the events that were posted since it last returned, waiting for one
@@ -114,12 +112,12 @@ class Signals {
   static int Wait(double seconds) {
     const int64_t until = NowNs() + static_cast<int64_t>(1e9 * seconds);
     for (;;) {
-      if (const int events = Pending().exchange(0)) return events;
+      if (const int events = g_pending.exchange(0)) return events;
       // The semaphore counts posts, of which one exchange may have taken several.
       // What it counts too much makes this loop look once more in vain.
       const double left = 1e-9 * static_cast<double>(until - NowNs());
-      if (left <= 0) return Pending().exchange(0);
-      if (Posted().Wait(left < kLookSeconds ? left : kLookSeconds)) continue;
+      if (left <= 0) return g_pending.exchange(0);
+      if (g_posted.Wait(left < kLookSeconds ? left : kLookSeconds)) continue;
       struct sigaction found;
       if (sigaction(SIGINT, nullptr, &found) == 0 && IsUnwatched(found)) {
         return kUnwatched;
@@ -140,7 +138,7 @@ class Signals {
         found.sa_handler == SIG_IGN || found.sa_handler == &OnInterrupt) {
       return false;
     }
-    const Handler pythons = Pythons().load();
+    const Handler pythons = g_pythons.load();
     return pythons == nullptr || pythons == found.sa_handler;
   }
   /// Wakes the watcher, and then runs Python's handler, which sets the flag for its
@@ -149,17 +147,17 @@ class Signals {
     const int saved = errno;  // the interrupted code may be about to read it
     Post(kInterrupt);
     errno = saved;
-    Pythons().load()(signal);
+    g_pythons.load()(signal);
   }
   /// Wakes the watcher, which delivers the taps and then sends SIGTERM again. By
   /// then the action is the default one, so the process ends.
   static void OnTerminate(int signal) {
     const int saved = errno;
-    if (getpid() == Watcher().load()) {
+    if (getpid() == g_watcher.load()) {
       // Here, not on the watcher, which needs the GIL: a process is often ended
       // because something holds the GIL and hangs. And before the watcher is woken,
       // which may end the process at once.
-      if (Tells().load()) WriteFlight(STDERR_FILENO, "SIGTERM");
+      if (g_tells.load()) WriteFlight(STDERR_FILENO, "SIGTERM");
       Post(kTerminate);
     } else {
       // A forked child inherits the handler. SA_RESETHAND has restored the default
@@ -168,33 +166,15 @@ class Signals {
     }
     errno = saved;
   }
-  /// One post for each call of Post. Never destroyed: a signal may come at any
-  /// time.
-  static Semaphore& Posted() {
-    static Semaphore* posted = new Semaphore;
-    return *posted;
-  }
+  inline static Semaphore g_posted;  ///< one post for each call of Post
   /// The Event bits that Wait has not returned yet.
-  static std::atomic<int>& Pending() {
-    static std::atomic<int> pending{0};
-    return pending;
-  }
-  /// TellAtTerminate's.
-  static std::atomic<bool>& Tells() {
-    static std::atomic<bool> tells{false};
-    return tells;
-  }
+  inline static std::atomic<int> g_pending{0};
+  inline static std::atomic<bool> g_tells{false};  ///< TellAtTerminate's
   /// The process in which the watcher runs.
-  static std::atomic<pid_t>& Watcher() {
-    static std::atomic<pid_t> watcher{0};
-    return watcher;
-  }
+  inline static std::atomic<pid_t> g_watcher{0};
   /// Python's C handler, the same for all signals and for the life of the process;
   /// null before it was first seen. Set before our handler is installed.
-  static std::atomic<Handler>& Pythons() {
-    static std::atomic<Handler> pythons{nullptr};
-    return pythons;
-  }
+  inline static std::atomic<Handler> g_pythons{nullptr};
 };
 
 }  // namespace hostcall

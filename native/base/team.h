@@ -68,9 +68,19 @@
 #include <utility>
 #include <vector>
 
-#include "base/team_settings.h"
-
 namespace hostcall {
+
+/// The two ways are told above.
+enum class TeamMode { kOnce, kEach };
+
+/// How the devices of a program make one call: what its plan says.
+struct TeamSettings {
+  TeamMode mode = TeamMode::kOnce;
+  int size = 1;  ///< devices of this process that come to the call
+  /// kOnce: ordinal of the device that calls. Null: whichever comes first, for a
+  /// program that does not know its devices.
+  std::optional<int> leader;
+};
 
 /// Safe to use from several threads.
 class Team {

@@ -157,7 +157,7 @@ class TraceJson {
     *out += "\"";
     Member(",\"pid\":", track.process, out);
     Member(",\"tid\":", track.thread, out);
-    *out += ",\"args\":{\"name\":" + Quoted(name) + "}},\n";
+    *out += ",\"args\":{\"name\":\"" + name + "\"}},\n";
   }
 
   /// The arrow from a tap to its delivery, and the counter of queued taps.

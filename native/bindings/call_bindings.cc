@@ -1,12 +1,13 @@
-#include "bindings/call_bindings.h"
-
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
+#include "bindings/bindings.h"
+#include "bindings/keywords.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
 #include "plan/packing.h"
@@ -19,9 +20,7 @@ namespace {
 
 /// A row's position as a Python tuple.
 nb::tuple IndexOf(const std::vector<int64_t>& row) {
-  nb::list index;
-  for (int64_t i : row) index.append(i);
-  return nb::tuple(index);
+  return nb::tuple(nb::cast(row));
 }
 
 /// The int64 run of each event, then the int64 position of each, as bytes: a view
@@ -81,27 +80,32 @@ nb::list Active() {
     nb::object info;
     unsigned long thread;
     int64_t start;
-    bool batched;
-    std::vector<int64_t> row;
+    std::optional<std::vector<int64_t>> row;
   };
   std::vector<Seen> seen;
   ForEachCall([&seen](const ActiveCall& call) {
-    seen.push_back({nb::borrow(call.plan->info.get()),
-                    call.thread_id,
-                    call.start,
-                    call.row != nullptr,
-                    {}});
+    seen.push_back(
+        {nb::borrow(call.plan->info.get()), call.thread_id, call.start, {}});
     if (call.row != nullptr) seen.back().row = RowWalker::Copy(*call.row);
   });
   nb::list calls;
   const int64_t now = Ticks();
   for (const Seen& call : seen) {
     nb::object row = nb::none();
-    if (call.batched) row = IndexOf(call.row);
+    if (call.row) row = IndexOf(*call.row);
     calls.append(nb::make_tuple(call.info, call.thread,
                                 TicksToSeconds(now - call.start), row));
   }
   return calls;
+}
+
+template <auto kCount>
+int64_t SumOf(const Counters& counters) {
+  return counters.Sum(kCount);
+}
+template <auto kTicks>
+double SecondsOf(const Counters& counters) {
+  return TicksToSeconds(counters.Sum(kTicks));
 }
 
 void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object set,
@@ -113,11 +117,12 @@ void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object se
 }  // namespace
 
 void InitCalls(nb::module_& m) {
+  using Part = Counters::Part;
   nb::class_<Counters>(m, "Counters")
       .def(nb::init<>())
       .def_prop_ro("calls",
                    [](const Counters& c) {
-                     return c.Sum(&Counters::Part::calls) + c.native_calls.load();
+                     return c.Sum(&Part::calls) + c.native_calls.load();
                    })
       .def_prop_ro("masked",
                    [](const Counters& c) { return c.masked + c.taps.masked; })
@@ -125,22 +130,11 @@ void InitCalls(nb::module_& m) {
                    [](const Counters& c) { return c.taps.dropped.load(); })
       .def_prop_ro("skipped",
                    [](const Counters& c) { return c.taps.skipped.load(); })
-      .def_prop_ro("errors",
-                   [](const Counters& c) { return c.Sum(&Counters::Part::errors); })
-      .def_prop_ro(
-          "bytes_in",
-          [](const Counters& c) { return c.Sum(&Counters::Part::bytes_in); })
-      .def_prop_ro(
-          "bytes_out",
-          [](const Counters& c) { return c.Sum(&Counters::Part::bytes_out); })
-      .def_prop_ro("python_seconds",
-                   [](const Counters& c) {
-                     return TicksToSeconds(c.Sum(&Counters::Part::python_ticks));
-                   })
-      .def_prop_ro("gil_seconds",
-                   [](const Counters& c) {
-                     return TicksToSeconds(c.Sum(&Counters::Part::gil_ticks));
-                   })
+      .def_prop_ro("errors", &SumOf<&Part::errors>)
+      .def_prop_ro("bytes_in", &SumOf<&Part::bytes_in>)
+      .def_prop_ro("bytes_out", &SumOf<&Part::bytes_out>)
+      .def_prop_ro("python_seconds", &SecondsOf<&Part::python_ticks>)
+      .def_prop_ro("gil_seconds", &SecondsOf<&Part::gil_ticks>)
       .def_prop_ro("wait_seconds", [](const Counters& c) {
         return TicksToSeconds(c.taps.waited.load());
       });
@@ -149,11 +143,7 @@ void InitCalls(nb::module_& m) {
   m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
   m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
   m.def("interrupt_taps", &InterruptTaps);
-  nb::enum_<Ambient>(m, "Ambient")
-      .value("FIXED", Ambient::kFixed)
-      .value("DEVICE", Ambient::kDevice)
-      .value("GUARD", Ambient::kGuard)
-      .value("WITH", Ambient::kWith);
+  BindEnum<Ambient>(m, "Ambient", {"FIXED", "DEVICE", "GUARD", "WITH"});
   m.def("add_ambient_setting", &AddSetting, nb::kw_only(), nb::arg("kind"),
         nb::arg("setting"), nb::arg("swap"), nb::arg("set"), nb::arg("get"),
         nb::arg("value").none(), nb::arg("unset"));

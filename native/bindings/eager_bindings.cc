@@ -1,5 +1,3 @@
-#include "bindings/eager_bindings.h"
-
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -8,9 +6,11 @@
 #include "base/code.h"
 #include "base/engine.h"
 #include "base/flight.h"
+#include "bindings/bindings.h"
 #include "buffer/buffer_call.h"
 #include "invoke/invoke.h"
 #include "invoke/tap_worker.h"
+#include "plan/arrays.h"
 #include "plan/feed_take.h"
 
 namespace nb = nanobind;
@@ -25,16 +25,13 @@ std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
     throw nb::value_error("the number of operands differs from the plan's");
   }
   std::vector<const void*> in;
-  const size_t first = plan.masked ? 1 : 0;
+  const std::vector<size_t> sizes = plan.InputSizes();
   for (nb::handle operand : operands) {
     auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
     if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
       throw nb::type_error("operands must be row-major arrays");
     }
-    const size_t bytes = in.size() < first
-                             ? static_cast<size_t>(plan.mask_rows)
-                             : plan.args[in.size() - first].buffer_bytes();
-    if (static_cast<size_t>(PyArray_NBYTES(array)) != bytes) {
+    if (static_cast<size_t>(PyArray_NBYTES(array)) != sizes[in.size()]) {
       throw nb::value_error("an operand's size differs from the plan's");
     }
     in.push_back(PyArray_DATA(array));
@@ -72,13 +69,9 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   nb::list out;
   std::vector<void*> targets;
   for (const Leaf& leaf : plan.results) {
-    std::vector<npy_intp> dims(plan.grid.begin(), plan.grid.end());
-    dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
-    Py_INCREF(leaf.dtype.get());  // PyArray_Empty steals a reference
-    PyObject* array =
-        PyArray_Empty(static_cast<int>(dims.size()), dims.data(), leaf.descr(), 0);
-    if (array == nullptr) throw nb::python_error();
-    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    const nb::object array = nb::steal(ArrayOfRows(leaf, plan.grid).release());
+    if (!array.is_valid()) throw nb::python_error();
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
     // The result takes the place of the argument's memory, which stays unchanged.
     if (plan.buffers.Aliases(targets.size())) {
       const int arg = plan.buffers.aliases[targets.size()];
@@ -86,7 +79,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
       in[arg] = data;
     }
     targets.push_back(data);
-    out.append(nb::steal(array));
+    out.append(array);
   }
   if (plan.buffers.address != 0) {
     NativeStatus status;
@@ -104,12 +97,10 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
   }
   std::optional<FeedTake> take;
-  std::optional<FeedWait> wait;
   if (plan.feed) {
     GilRelease unlocked;
     take.emplace(plan, -1, in.data(), targets.data());
-    if (take->Go(0) == FeedTake::Went::kDone) return out;
-    wait.emplace(*plan.feed->ring);
+    if (take->Go(0)) return out;
   }
   const int64_t start = Ticks();
   Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
@@ -117,34 +108,29 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   flight.Entered(start);
   bool ok;
   {
-    ActiveCall active(plan, -1, -1);
-    active.start = start;
+    ActiveCall active(plan, -1, -1, start);
     active.before = plan.history ? &before : nullptr;
     active.feed = take ? &*take : nullptr;
     const CallScope scope(active);
     ok = Invoke(plan, active, in.data(), targets.data());
-    if (!ok) plan.counters->mine().errors.Add(1);
-    if (Engine::Get().IsLeftBehind()) {
-      // The interpreter finalizes, and this daemon thread would return into JAX's
-      // C++, which asks for the GIL. So it stays here (base/engine.h).
-      GilRelease unlocked;
-      StayForEver();
-    }
+    StayIfLeftBehind();
   }
+  Counters::Part& counters = plan.counters->mine();
+  if (!ok) counters.errors.Add(1);
   const int64_t end = Ticks();
-  if (wait) {
-    GilRelease unlocked;  // its end takes the ring's lock
-    wait.reset();
+  counters.python_ticks.Add(end - start);
+  flight.Ended(end, ok);
+  {
+    GilRelease unlocked(plan.feed.has_value());  // its end takes the ring's lock
+    take.reset();
   }
-  plan.counters->mine().python_ticks.Add(end - start);
-  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
   if (!ok) throw nb::python_error();
   return out;
 }
 
 }  // namespace
 
-void BindEager(nb::class_<PlanHandle>& plan) {
+void InitEager(nb::class_<PlanHandle>& plan) {
   plan.def("invoke", &InvokeEagerly, nb::arg("operands"))
       .def("push", &PushEagerly, nb::arg("operands"));
 }

@@ -1,5 +1,4 @@
-#include "bindings/feed_bindings.h"
-
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -7,7 +6,9 @@
 
 #include "base/guards.h"
 #include "base/numpy_api.h"
+#include "bindings/bindings.h"
 #include "bindings/keywords.h"
+#include "plan/plan.h"
 
 namespace nb = nanobind;
 
@@ -16,8 +17,7 @@ namespace {
 
 /// Copies an item into the ring: for each lane, the arrays of its leaves. False if
 /// the ring was closed. Reserve has made space.
-bool Push(const FeedHandle& handle, nb::list arrays) {
-  FeedRing& ring = *handle.ring;
+bool Push(FeedRing& ring, nb::list arrays) {
   const size_t n = ring.leaves().size();
   if (arrays.size() != n * ring.lanes()) {
     throw nb::value_error("the number of arrays differs from the ring's");
@@ -43,11 +43,11 @@ bool Push(const FeedHandle& handle, nb::list arrays) {
   return ring.Commit();
 }
 
-nb::dict CountsOf(const FeedHandle& handle) {
+nb::dict CountsOf(const FeedRing& ring) {
   FeedRing::Counts counts;
   {
     GilRelease unlocked;
-    counts = handle.ring->counts();
+    counts = ring.counts();
   }
   nb::dict state;
   state["taken"] = counts.taken;
@@ -63,80 +63,37 @@ nb::dict CountsOf(const FeedHandle& handle) {
 }  // namespace
 
 void InitFeeds(nb::module_& m) {
-  nb::enum_<FeedRing::Ending>(m, "FeedEnding")
-      .value("NONE", FeedRing::Ending::kNone)
-      .value("END", FeedRing::Ending::kEnd)
-      .value("STOPPED", FeedRing::Ending::kStopped);
-  nb::enum_<FeedRing::Took>(m, "FeedFound")
-      .value("ITEM", FeedRing::Took::kItem)
-      .value("NOTHING", FeedRing::Took::kNothing)
-      .value("END", FeedRing::Took::kEnd)
-      .value("STOPPED", FeedRing::Took::kStopped);
+  BindEnum<FeedRing::Ending>(m, "FeedEnding", {"NONE", "END", "STOPPED"});
+  BindEnum<FeedRing::Took>(m, "FeedFound", {"ITEM", "NOTHING", "END", "STOPPED"});
   // Each method takes the ring's lock, so none holds the GIL: a thread that copies
   // may need it. GilRelease, not nanobind's guard, since the feed's thread is a
   // daemon, and Python may end it where it takes the GIL again (base/guards.h).
-  nb::class_<FeedHandle>(m, "FeedRing")
-      .def(
-          "__init__",
-          [](FeedHandle* self, std::vector<size_t> leaves, size_t lanes,
-             size_t capacity) {
-            new (self) FeedHandle{
-                std::make_shared<FeedRing>(std::move(leaves), lanes, capacity)};
-          },
-          nb::arg("leaves"), nb::arg("lanes"), nb::arg("capacity"))
-      .def_prop_ro("lanes",
-                   [](const FeedHandle& self) { return self.ring->lanes(); })
-      .def("reserve",
-           [](const FeedHandle& self) {
-             GilRelease unlocked;
-             return self.ring->Reserve();
-           })
+  const nb::call_guard<GilRelease> unlocked;
+  nb::class_<FeedRing>(m, "FeedRing")
+      .def(nb::init<std::vector<size_t>, size_t, size_t>(), nb::arg("leaves"),
+           nb::arg("lanes"), nb::arg("capacity"))
+      .def_prop_ro("lanes", &FeedRing::lanes)
+      .def("reserve", &FeedRing::Reserve, unlocked)
       .def("push", &Push, nb::arg("arrays"))
-      .def("idle",
-           [](const FeedHandle& self) {
-             GilRelease unlocked;
-             self.ring->Idle();
-           })
+      .def("idle", &FeedRing::Idle, unlocked)
+      .def("finish", &FeedRing::Finish, nb::arg("ending"), unlocked)
       .def(
-          "finish",
-          [](const FeedHandle& self, FeedRing::Ending ending) {
-            GilRelease unlocked;
-            self.ring->Finish(ending);
-          },
-          nb::arg("ending"))
-      .def("clear",
-           [](const FeedHandle& self) {
-             GilRelease unlocked;
-             self.ring->Clear();
-           })
+          "clear", [](FeedRing& ring) { ring.Clear(); }, unlocked)
       .def(
-          "drop",
-          [](const FeedHandle& self, int64_t n) {
-            GilRelease unlocked;
-            return self.ring->Drop(n);
-          },
-          nb::arg("n"))
-      .def("wake",
-           [](const FeedHandle& self) {
-             GilRelease unlocked;
-             self.ring->Wake();
-           })
-      .def("close",
-           [](const FeedHandle& self) {
-             GilRelease unlocked;
-             self.ring->Close();
-           })
+          "drop", [](FeedRing& ring, int64_t n) { return ring.Drop(n); },
+          nb::arg("n"), unlocked)
+      .def("wake", &FeedRing::Wake, unlocked)
+      .def("close", &FeedRing::Close, unlocked)
       .def(
           "wait",
-          [](const FeedHandle& self, size_t lane, double seconds) {
-            GilRelease unlocked;
-            return self.ring->Await(lane, static_cast<int64_t>(seconds * 1e9));
+          [](FeedRing& ring, size_t lane, double seconds) {
+            return ring.Await(lane, static_cast<int64_t>(seconds * 1e9));
           },
-          nb::arg("lane"), nb::arg("seconds"))
+          nb::arg("lane"), nb::arg("seconds"), unlocked)
       .def("counts", &CountsOf);
-  BindStruct(m, Keywords<FeedSpec>("FeedSettings")
-                    .Field<&FeedSpec::ring>("ring")
-                    .Field<&FeedSpec::devices>("devices"));
+  BindStruct(m, Keywords<FeedSettings>("FeedSettings")
+                    .Field<&FeedSettings::ring>("ring")
+                    .Field<&FeedSettings::devices>("devices"));
 }
 
 }  // namespace hostcall

@@ -1,17 +1,14 @@
-#include "bindings/handler_bindings.h"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
 
+#include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
 #include "cuda/streams.h"
-#include "handlers/cpu_handlers.h"
-#include "handlers/cuda_handlers.h"
+#include "handlers/handlers.h"
 #include "handlers/host_callback.h"
 #include "handlers/plan_state.h"
-#include "handlers/tap_handlers.h"
 
 namespace nb = nanobind;
 
@@ -59,11 +56,11 @@ nb::dict Handlers() {
 }
 
 /// The limit and statistics of a pool of pinned memory; None if it was never used.
-nb::object PinnedState(const PinnedPool* pool) {
-  if (pool == nullptr) return nb::none();
-  const PinnedPool::Stats stats = pool->stats();
+nb::object PinnedState(const PinnedPool& pool) {
+  const PinnedPool::Stats stats = pool.stats();
+  if (stats.allocations == 0) return nb::none();
   nb::dict state;
-  state["limit"] = pool->limit();
+  state["limit"] = pool.limit();
   state["allocated"] = stats.allocated_bytes;
   state["in_use"] = stats.in_use_bytes;
   state["pending"] = stats.pending_bytes;
@@ -82,14 +79,12 @@ void InitHandlers(nb::module_& m) {
   m.def("cuda_missing", &CudaMissing);
   m.def(
       "copy_into",
-      [](nb::object buffer, uintptr_t address, size_t bytes,
+      [](BufferObject& to, uintptr_t address, size_t bytes,
          std::optional<uintptr_t> stream) {
-        if (!IsBuffer(buffer.ptr())) throw nb::type_error("not a Buffer");
-        BufferObject* to = AsBuffer(buffer.ptr());
-        const Lease::Use use(to->lease);
-        if (!CheckOpen(use)) throw nb::python_error();
-        if (!to->writeable || !use->on_gpu() || to->leaf->bits != 0 ||
-            bytes != static_cast<size_t>(to->leaf->row_bytes)) {
+        const Lease::Use use(to.lease);
+        if (!BufferObject::Check(use)) throw nb::python_error();
+        if (!to.writeable || !use->on_gpu() || to.leaf->bits != 0 ||
+            bytes != static_cast<size_t>(to.leaf->row_bytes)) {
           throw nb::value_error("not an output of that size on a GPU");
         }
         const void* from = reinterpret_cast<const void*>(address);
@@ -97,14 +92,16 @@ void InitHandlers(nb::module_& m) {
           // The copy may wait for streams, and what these wait for may need the
           // GIL.
           GilRelease unlocked;
-          CopyOnStream(use->stream, to->data, from, bytes, stream);
+          CopyOnStream(use->stream, to.data, from, bytes, stream);
         }
       },
       nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
       nb::arg("stream").none());
   m.def("pinned_pools", [] {
-    return nb::make_tuple(PinnedState(PinnedForCalls()),
-                          PinnedState(PinnedForTaps()));
+    const Gpus* gpus = Gpus::IfUsed();
+    if (gpus == nullptr) return nb::make_tuple(nb::none(), nb::none());
+    return nb::make_tuple(PinnedState(gpus->for_calls),
+                          PinnedState(gpus->for_taps));
   });
   // Without the GIL: a lower limit frees pinned memory, and the driver may be slow.
   m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
@@ -118,7 +115,6 @@ void InitHandlers(nb::module_& m) {
       },
       nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);
-  m.def("is_inside", &InsideHostCallback);
   m.def("on_foreign_thread", &OnForeignThread);
 }
 

@@ -8,11 +8,17 @@
 
 #include <nanobind/nanobind.h>
 
+#include <initializer_list>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "base/guards.h"
+
 namespace hostcall {
+
+/// Of a field for which Python may give None, which leaves it as it was made.
+constexpr bool kOrNone = true;
 
 /// The table of the fields of T. Used with the GIL held.
 template <typename T>
@@ -21,13 +27,15 @@ class Keywords {
   /// `type` is Python's name of the struct, which errors begin with; not owned.
   explicit Keywords(const char* type) : type_(type) {}
 
-  /// Adds a field.
+  /// Adds a field of a type that nanobind converts.
   template <auto kMember>
-  Keywords& Field(const char* name) {
-    // Interned, as the names in calls are, so that looking a field up only compares
-    // addresses.
-    fields_.push_back({PyUnicode_InternFromString(name), &Set<kMember>});
-    return *this;
+  Keywords& Field(const char* name, bool or_none = false) {
+    return Add(name, &Set<kMember>, or_none);
+  }
+  /// Adds a Ref, to an object for which `kFits` is true.
+  template <auto kMember, auto kFits>
+  Keywords& Object(const char* name, bool or_none = false) {
+    return Add(name, &SetObject<kMember, kFits>, or_none);
   }
 
   const char* type() const { return type_; }
@@ -39,6 +47,7 @@ class Keywords {
     for (const Entry& field : fields_) {
       PyObject* value = PyDict_GetItemWithError(given.ptr(), field.name);
       if (value == nullptr) Refuse("needs the field", field.name);
+      if (field.or_none && value == Py_None) continue;
       if (!field.set(made, value)) RefuseValue(field.name, value);
     }
     if (given.size() != fields_.size()) RefuseUnknown(given);
@@ -50,7 +59,15 @@ class Keywords {
     PyObject* name;  ///< owned, and never released, since tables live for ever
     /// Converts the value into its member; false if it has a wrong type.
     bool (*set)(T& to, nanobind::handle value);
+    bool or_none;
   };
+
+  Keywords& Add(const char* name, decltype(Entry::set) set, bool or_none) {
+    // Interned, as the names in calls are, so that looking a field up only compares
+    // addresses.
+    fields_.push_back({PyUnicode_InternFromString(name), set, or_none});
+    return *this;
+  }
 
   template <auto kMember>
   static bool Set(T& to, nanobind::handle value) {
@@ -58,6 +75,11 @@ class Keywords {
     // An enum is not converted: nanobind would accept a bare number for it.
     constexpr bool kConvert = !std::is_enum_v<Member>;
     return nanobind::try_cast(value, to.*kMember, kConvert);
+  }
+  template <auto kMember, auto kFits>
+  static bool SetObject(T& to, nanobind::handle value) {
+    to.*kMember = Ref::Borrow(value.ptr());
+    return kFits(value.ptr());
   }
 
   [[noreturn]] void Refuse(const char* what, PyObject* name) const {
@@ -95,6 +117,15 @@ nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<T> fields) {
       .def("__init__", [kept](T* self, nanobind::kwargs given) {
         new (self) T(kept->Read(given));
       });
+}
+
+/// Adds an enum whose values count from 0, by the names that Python has for them.
+template <typename T>
+void BindEnum(nanobind::module_& m, const char* type,
+              std::initializer_list<const char*> names) {
+  nanobind::enum_<T> made(m, type);
+  int value = 0;
+  for (const char* name : names) made.value(name, static_cast<T>(value++));
 }
 
 }  // namespace hostcall

@@ -8,12 +8,7 @@
 #include "base/report.h"
 #include "base/signals.h"
 #include "base/slot_table.h"
-#include "bindings/call_bindings.h"
-#include "bindings/feed_bindings.h"
-#include "bindings/handler_bindings.h"
-#include "bindings/plan_bindings.h"
-#include "bindings/tap_bindings.h"
-#include "bindings/trace_bindings.h"
+#include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
@@ -65,7 +60,7 @@ bool AdmitsLate() {
 #endif
   if (finalizing || Py_IsInitialized() == 0) return false;
   const GilGuard gil;
-  const Ref answer = Ref::Steal(CallPython(g_admits, nullptr, 0, nullptr));
+  const Ref answer = Call(g_admits);
   if (!answer) PyErr_WriteUnraisable(g_admits);
   return answer.get() == Py_True;
 }
@@ -122,7 +117,7 @@ NB_MODULE(_native, m) {
   InitSignals(m);
   InitTraces(m);
   InitEngine(m);
-  if (!InitBuffers(m.ptr())) throw nb::python_error();
+  InitBuffers(m);
   m.def(
       "set_buffer_names",
       [](nb::object stage, nb::object ended, nb::object stream) {

@@ -1,5 +1,3 @@
-#include "bindings/tap_bindings.h"
-
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,13 +5,13 @@
 #include <string>
 #include <utility>
 
+#include "bindings/bindings.h"
 #include "bindings/keywords.h"
 #include "cuda/streams.h"
 #include "invoke/tap_worker.h"
 #include "plan/plan.h"
 #include "plan/throttle.h"
 #include "queue/tap_queue.h"
-#include "queue/tap_thread.h"
 
 namespace nb = nanobind;
 
@@ -52,10 +50,7 @@ nb::dict QueueState() {
 }  // namespace
 
 void InitTaps(nb::module_& m) {
-  nb::enum_<WhenFull>(m, "WhenFull")
-      .value("BLOCK", WhenFull::kBlock)
-      .value("DROP_NEWEST", WhenFull::kDropNewest)
-      .value("DROP_OLDEST", WhenFull::kDropOldest);
+  BindEnum<WhenFull>(m, "WhenFull", {"BLOCK", "DROP_NEWEST", "DROP_OLDEST"});
   BindStruct(m, Keywords<TapSettings>("TapSettings")
                     .Field<&TapSettings::when_full>("when_full")
                     .Field<&TapSettings::nested>("nested")
@@ -68,38 +63,39 @@ void InitTaps(nb::module_& m) {
                     .Field<&TapSettings::always>("always")
                     .Field<&TapSettings::batch>("batch"));
   m.def("run_tap_worker", &RunTapWorker);
-  m.def("on_tap_worker", &TapThread::IsThis);
+  m.def("on_tap_worker", [] { return t_delivers_taps; });
   // The functions that lock the queue release the GIL, so that Python goes on if
   // they have to wait. flush_taps must release it: it waits for the worker, which
   // needs it.
-  m.def(
-      "stop_taps", [] { TapQueue::Get().Stop(); },
-      nb::call_guard<nb::gil_scoped_release>());
+  const nb::call_guard<nb::gil_scoped_release> unlocked;
+  m.def("stop_taps", [] { TapQueue::Get().Stop(); }, unlocked);
   m.def(
       "set_tap_limit", [](int64_t bytes) { TapQueue::Get().SetLimit(bytes); },
-      nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "discard_taps", [] { TapQueue::Get().Discard(); },
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("bytes"), unlocked);
+  m.def("discard_taps", [] { TapQueue::Get().Discard(); }, unlocked);
   m.def(
       "interrupt_pushes",
       [](std::string text) { return TapQueue::Get().Interrupt(std::move(text)); },
-      nb::arg("text"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("text"), unlocked);
   m.def("tap_mark", [] { return TapQueue::Get().Mark(); });
   m.def(
       "flush_taps",
       [](int64_t mark, double seconds) {
         return TapQueue::Get().Flush(mark, seconds);
       },
-      nb::arg("mark"), nb::arg("seconds"),
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def("await_taps_of_gpus", &AwaitTapsOfGpus, nb::arg("seconds"),
-        nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("mark"), nb::arg("seconds"), unlocked);
+  m.def(
+      "await_taps_of_gpus",
+      [](double seconds) {
+        Gpus* gpus = Gpus::IfUsed();
+        return gpus == nullptr || gpus->streams.Await(seconds);
+      },
+      nb::arg("seconds"), unlocked);
   m.def("tap_queue", &QueueState);
   nb::class_<OnePlace>(m, "Throttle")
       .def(nb::init<const TapSettings&>(), nb::arg("settings"))
       .def("lets", &OnePlace::Lets, nb::arg("counters"), nb::arg("always"),
-           nb::call_guard<nb::gil_scoped_release>());
+           unlocked);
 }
 
 }  // namespace hostcall

@@ -1,7 +1,5 @@
 #include "buffer/buffer_call.h"
 
-#include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -10,17 +8,16 @@
 
 #include "base/code.h"
 #include "buffer/buffer_object.h"
+#include "buffer/marks.h"
 #include "plan/arrays.h"
 #include "plan/rows.h"
 
 namespace hostcall {
 namespace {
 
-/// Sets the Python error for an input that was written to. on_changed raises it, so
-/// its result is always null.
+/// Sets the Python error for an input that was written to: `on_changed` raises.
 void RaiseChanged(const Plan& plan, size_t arg) {
-  Ref ignored = Ref::Steal(PyObject_CallMethod(plan.info.get(), "on_changed", "n",
-                                               static_cast<Py_ssize_t>(arg)));
+  Ask(plan.info, "on_changed", Ref::Steal(PyLong_FromSize_t(arg)));
 }
 
 /// The context and the Buffers of one row, in the order of the function's
@@ -32,30 +29,26 @@ class OpenBuffers {
   OpenBuffers(const Plan& plan, const ActiveCall& call)
       : plan_(plan), call_(call), outs_(plan.results.size()), stack_(size()) {}
 
-  /// Closes what Close has not seen, if an exception or an error came before it.
-  /// Buffers that were kept must not reach XLA's memory.
-  ~OpenBuffers() {
-    for (size_t i = 1; i < size(); ++i) {
-      if (stack()[i] != nullptr) CloseBuffer(AsBuffer(stack()[i]));
-    }
-    if (stack()[0] != nullptr) AsContext(stack()[0])->lease.End();
-  }
-  OpenBuffers(const OpenBuffers&) = delete;
-  OpenBuffers& operator=(const OpenBuffers&) = delete;
-
-  /// Opens all over the memory of one row. False with a Python error set.
+  /// Opens all over the memory of one row. False with a Python error set. Close is
+  /// called in any case: Buffers that were kept must not reach XLA's memory.
   bool Open(char* const* args, char* const* targets) {
     for (size_t i = 0; i < size(); ++i) {
-      PyObject* spare = plan_.spares[i].Take().release();
-      if (spare == nullptr) spare = i == 0 ? NewContext() : NewBuffer();
-      stack()[i] = spare;
-      if (spare == nullptr) return false;
-    }
-    AsContext(stack()[0])->lease.Begin(call_);
-    for (size_t i = 1; i < size(); ++i) {
-      const bool out = IsOut(i);
-      OpenBuffer(AsBuffer(stack()[i]), call_, LeafOf(i),
-                 out ? targets[i - 1] : args[i - 1 - outs_], out);
+      PyObject* object = plan_.spares[i].Take().release();
+      if (object == nullptr) {
+        object = i == 0 ? New<ContextObject>() : New<BufferObject>();
+      }
+      if (object == nullptr) return false;
+      stack()[i] = object;
+      opened_ = i + 1;
+      if (i == 0) {
+        AsContext(object)->lease.Begin(call_);
+        continue;
+      }
+      const bool out = i <= outs_;
+      const size_t number = out ? i - 1 : i - 1 - outs_;
+      OpenBuffer(AsBuffer(object), call_,
+                 out ? plan_.results[number] : plan_.args[number],
+                 out ? targets[number] : args[number], out);
     }
     return true;
   }
@@ -67,23 +60,21 @@ class OpenBuffers {
   bool Close(bool ok) {
     // First, so that no new view comes into being while those that were kept are
     // looked for.
-    for (size_t i = 1; i < size(); ++i) {
-      if (stack()[i] != nullptr) AsBuffer(stack()[i])->lease.End();
-    }
-    if (AnyHeld()) ok = Report() && ok;
+    for (size_t i = 1; i < opened_; ++i) AsBuffer(stack()[i])->lease.End();
+    const auto lent = [this](size_t leaf) {
+      return 1 + leaf < opened_ && IsLent(stack()[1 + leaf]);
+    };
+    ok = AllReturned(plan_, lent) && ok;
     // WasChanged first: it restores the values of every input, even after an error.
-    for (size_t i = 1 + outs_; i < size(); ++i) {
-      if (stack()[i] == nullptr || !WasChanged(AsBuffer(stack()[i])) || !ok)
-        continue;
+    for (size_t i = 1 + outs_; i < opened_; ++i) {
+      if (!WasChanged(AsBuffer(stack()[i])) || !ok) continue;
       RaiseChanged(plan_, i - 1 - outs_);
       ok = false;
     }
-    if (stack()[0] != nullptr) {
-      AsContext(stack()[0])->lease.End();
-      if (!IsHeldElsewhere(stack()[0])) Keep(0);
-    }
-    for (size_t i = 1; i < size(); ++i) {
-      if (stack()[i] != nullptr && CloseBuffer(AsBuffer(stack()[i]))) Keep(i);
+    for (size_t i = 0; i < opened_; ++i) {
+      if (i == 0) AsContext(stack()[0])->lease.End();
+      if (i == 0 ? IsHeldElsewhere(stack()[0]) : !CloseBuffer(stack()[i])) continue;
+      plan_.spares[i].Keep(Ref::Steal(std::exchange(stack()[i], nullptr)));
     }
     return ok;
   }
@@ -92,37 +83,10 @@ class OpenBuffers {
   size_t size() const { return 1 + outs_ + plan_.args.size(); }
 
  private:
-  bool IsOut(size_t i) const { return i <= outs_; }
-  const Leaf& LeafOf(size_t i) const {
-    return IsOut(i) ? plan_.results[i - 1] : plan_.args[i - 1 - outs_];
-  }
-  /// Returns an object to the plan for the next call.
-  void Keep(size_t i) {
-    plan_.spares[i].Keep(Ref::Steal(std::exchange(stack()[i], nullptr)));
-  }
-  bool AnyHeld() {
-    for (size_t i = 1; i < size(); ++i) {
-      if (stack()[i] != nullptr && IsHeld(AsBuffer(stack()[i]))) return true;
-    }
-    return false;
-  }
-
-  /// Sets the Python error if views are still held after the frames of a failed
-  /// call were cleared. Returns whether none are.
-  bool Report() {
-    return ReportEscapes(plan_, [this](PyObject* held) {
-      for (size_t i = 1; i < size(); ++i) {
-        if (stack()[i] == nullptr || !IsHeld(AsBuffer(stack()[i]))) continue;
-        const bool out = IsOut(i);
-        if (!AddEscape(held, out ? i - 1 : i - 1 - outs_, out)) return false;
-      }
-      return true;
-    });
-  }
-
   const Plan& plan_;
   const ActiveCall& call_;
-  size_t outs_;  ///< number of results
+  size_t outs_;        ///< number of results
+  size_t opened_ = 0;  ///< so many objects are open, from the first
   RowArrays stack_;
 };
 
@@ -139,29 +103,19 @@ bool ReturnedNothing(PyObject* value) {
   return false;
 }
 
-/// Debug mode on the host: fills the outputs with a pattern, and copies the inputs.
-///
-/// If a word of the pattern is left, the function has not written there. A word is
-/// 8 bytes, which no result contains by chance, or 4 bytes for floats and small
-/// outputs; as a float it is a NaN with a payload of its own. Outputs of less than
-/// 4 bytes are only cleared.
+/// Debug mode on the host: fills the outputs with marks, and copies the inputs.
 class Watch {
  public:
-  Watch(const Plan& plan, char* const* args, char* const* targets)
-      : plan_(plan), args_(args), targets_(targets) {
-    // A new pattern for each call. Atomic: native code runs without the GIL.
-    static std::atomic<uint64_t> count{1};
-    const uint64_t seed = count.fetch_add(1) * 0x9E3779B97F4A7C15ull;
-    const uint64_t half = 0xFFE5'0000ull | (seed >> 48);
-    mark_ = half << 32 | half;
+  Watch(const Plan& plan, char* const* args, char* const* targets) : args_(args) {
     for (size_t i = 0; i < plan.results.size(); ++i) {
-      const int64_t bytes = plan.results[i].row_bytes;
+      const Leaf& leaf = plan.results[i];
+      const int64_t bytes = leaf.row_bytes;
+      marks_.emplace_back();
       if (plan.buffers.Aliases(i)) continue;  // it holds an argument's values
-      for (int64_t at = 0; at < bytes; at += 8) {
-        const auto length = static_cast<size_t>(std::min<int64_t>(8, bytes - at));
-        std::memcpy(targets[i] + at, &mark_, length);
-      }
-      if (bytes < 4) std::memset(targets[i], 0, static_cast<size_t>(bytes));
+      std::memset(targets[i], bytes < 4 ? 0 : 0xE5, static_cast<size_t>(bytes));
+      const bool floats =
+          leaf.descr()->kind == 'f' && PyDataType_ELSIZE(leaf.descr()) == 4;
+      marks_[i] = Marks(targets[i], bytes, floats || bytes < 8 ? 4 : 8, bytes);
     }
     for (size_t i = 0; i < plan.args.size(); ++i) {
       const int64_t bytes = plan.buffers.Shares(i) ? 0 : plan.args[i].row_bytes;
@@ -181,31 +135,15 @@ class Watch {
       found.changed = static_cast<int>(i);
       return found;
     }
-    for (size_t i = 0; i < plan_.results.size(); ++i) {
-      if (plan_.buffers.Aliases(i) || Written(plan_.results[i], targets_[i]))
-        continue;
-      found.unwritten = static_cast<int>(i);
-      return found;
+    for (size_t i = 0; found.ok() && i < marks_.size(); ++i) {
+      if (!marks_[i].Overwritten()) found.unwritten = static_cast<int>(i);
     }
     return found;
   }
 
  private:
-  /// Whether no word of the pattern is left in the output.
-  bool Written(const Leaf& leaf, const char* data) const {
-    const bool floats = leaf.descr()->kind == 'f' && leaf.row_bytes % 4 == 0 &&
-                        PyDataType_ELSIZE(leaf.descr()) == 4;
-    const int64_t unit = floats || leaf.row_bytes < 8 ? 4 : 8;
-    for (int64_t at = 0; at + unit <= leaf.row_bytes; at += unit) {
-      if (std::memcmp(data + at, &mark_, static_cast<size_t>(unit)) == 0)
-        return false;
-    }
-    return true;
-  }
-  const Plan& plan_;
   char* const* args_;
-  char* const* targets_;
-  uint64_t mark_;  ///< the pattern, twice the same 4 bytes
+  std::vector<Marks> marks_;  ///< of the outputs
   /// Copies of the inputs; empty for one that shares a result's memory.
   std::vector<std::vector<char>> before_;
 };
@@ -290,10 +228,7 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
     return;
   }
   if (status.unwritten >= 0) {
-    Ref number = Ref::Steal(PyLong_FromLong(status.unwritten));
-    PyObject* stack[] = {plan.info.get(), number.get()};
-    Ref ignored =
-        Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
+    RaiseUnwritten(plan, static_cast<size_t>(status.unwritten));
     return;
   }
   std::string row;

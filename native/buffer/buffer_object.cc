@@ -1,266 +1,233 @@
 #include "buffer/buffer_object.h"
 
 #include <cstring>
-#include <exception>
 #include <mutex>
-#include <new>
-#include <string>
 #include <utility>
 
 #include "base/code.h"
-#include "buffer/buffer_types.h"
 #include "cuda/streams.h"
 #include "plan/arrays.h"
+
+namespace nb = nanobind;
 
 namespace hostcall {
 namespace {
 
-/// Set by InitBuffers; lives as long as the process.
-PyTypeObject* g_buffer_type = nullptr;
+// References that live as long as the process, set when hostcall is imported.
+PyObject* g_stage = nullptr;         // ExecutionStage.EXECUTE
+PyObject* g_ended_error = nullptr;   // raised when something is used after its call
+PyObject* g_stream_error = nullptr;  // raised for `stream` on a CPU, as JAX does
 
-/// The shape of one row; a new reference.
-PyObject* ShapeTuple(const Leaf& leaf) {
-  PyObject* shape = PyTuple_New(static_cast<Py_ssize_t>(leaf.dims.size()));
-  for (size_t i = 0; shape != nullptr && i < leaf.dims.size(); ++i) {
-    PyTuple_SET_ITEM(shape, static_cast<Py_ssize_t>(i),
-                     PyLong_FromSsize_t(leaf.dims[i]));
-  }
-  return shape;
-}
-
-// --- Attributes ----------------------------------------------------------------
-
-/// `get(buffer, call)` of an open Buffer; of a closed one null with a Python error
-/// set.
-template <typename Get>
-PyObject* IfOpen(PyObject* self, Get get) {
-  BufferObject* buffer = AsBuffer(self);
-  const Lease::Use use(buffer->lease);
-  return CheckOpen(use) ? get(buffer, *use) : nullptr;
-}
-
-PyObject* GetShape(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
-    return ShapeTuple(*b->leaf);
-  });
-}
-PyObject* GetDtype(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
-    Py_INCREF(b->leaf->dtype.get());
-    return b->leaf->dtype.get();
-  });
-}
-PyObject* GetNdim(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
-    return PyLong_FromSize_t(b->leaf->dims.size());
-  });
-}
-PyObject* GetSize(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
-    return PyLong_FromLongLong(b->leaf->count);
-  });
-}
-PyObject* GetNbytes(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall& call) {
-    const Leaf& leaf = *b->leaf;
-    // Small elements are packed on a GPU; the host sees an unpacked copy.
-    const bool packed = call.on_gpu() && leaf.bits != 0;
-    return PyLong_FromLongLong(packed ? (leaf.count * leaf.bits + 7) / 8
-                                      : leaf.row_bytes);
-  });
-}
-PyObject* GetWriteable(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
-    return PyBool_FromLong(b->writeable);
-  });
-}
-PyObject* GetPtr(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall&) {
-    return PyLong_FromVoidPtr(b->data);
-  });
-}
-
-PyObject* GetDevice(PyObject* self, void*) {
-  return DeviceOf(AsBuffer(self)->lease, &CheckOpen);
-}
-
-PyObject* GetCudaInterface(PyObject* self, void*) {
-  return IfOpen(self, [](BufferObject* b, const ActiveCall& call) -> PyObject* {
-    if (!call.on_gpu() || b->leaf->bits != 0) {
-      PyErr_SetString(
-          PyExc_AttributeError,
-          !call.on_gpu()
-              ? "hostcall: this Buffer is CPU memory, which has no "
-                "__cuda_array_interface__: use numpy.asarray or "
-                "DLPack" HOSTCALL_CODE("hc-buffer")
-              : "hostcall: __cuda_array_interface__ can't describe "
-                "elements smaller than a byte" HOSTCALL_CODE("hc-buffer"));
-      return nullptr;
-    }
-    Ref shape = Ref::Steal(ShapeTuple(*b->leaf));
-    Ref typestr = Ref::Steal(PyObject_GetAttrString(b->leaf->dtype.get(), "str"));
-    if (!shape || !typestr) return nullptr;
-    b->interface_read = true;
-    // Who reads a stream here waits for it (CuPy does), which ends a recording.
-    // There it is None: the function works on the context's stream, and need not
-    // wait.
-    bool captured = false;
-    try {
-      captured = IsCaptured(call.stream);
-    } catch (const std::exception& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      return nullptr;
-    }
-    // The interface forbids 0; the legacy default stream is called 1.
-    auto stream = reinterpret_cast<uintptr_t>(call.stream);
-    return Py_BuildValue(
-        "{sOsOs(NO)sOsisN}", "shape", shape.get(), "typestr", typestr.get(), "data",
-        PyLong_FromVoidPtr(b->leaf->count == 0 ? nullptr : b->data),
-        b->writeable ? Py_False : Py_True, "strides", Py_None, "version", 3,
-        "stream",
-        captured ? Ref::Borrow(Py_None).release()
-                 : PyLong_FromSize_t(stream == 0 ? 1 : stream));
-  });
-}
-
-// --- Methods -------------------------------------------------------------------
-
-/// A new view of the Buffer's one array. Null with a Python error set. Each reader
-/// gets a view, and may change its shape and flags. It holds a reference to the
-/// array, which is how IsHeld counts it.
-Ref ViewOf(BufferObject* b) {
-  const Lease::Use use(b->lease);
-  if (!OnHost(use)) return Ref();
-  Ref made,
-      lost;  // by whoever comes first; a second one, destroyed without the lock
-  {
-    const std::lock_guard<AttachedMutex> lock(b->mutex);
-    made = Ref::Borrow(b->array);
-  }
-  if (!made) {
-    made = LentArray(*b->leaf, b->data, b->writeable);
-    if (!made) return Ref();
-    const std::lock_guard<AttachedMutex> lock(b->mutex);
-    if (b->array == nullptr) {
-      b->array = Ref::Borrow(made.get()).release();
-    } else {  // only views of the one array are counted
-      lost = std::exchange(made, Ref::Borrow(b->array));
-    }
-  }
-  auto* whole = reinterpret_cast<PyArrayObject*>(made.get());
-  Ref view = Ref::Steal(PyArray_View(whole, nullptr, nullptr));
-  // Else it might be freed long after its last reference has gone, by this thread.
-  if (view) Merge(view.get());
-  return view;
-}
-
-/// __array__(dtype=None, copy=None)
-PyObject* ToArray(PyObject* self, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"dtype", "copy", nullptr};
-  PyObject *dtype = Py_None, *copy = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO", const_cast<char**>(names),
-                                   &dtype, &copy)) {
-    return nullptr;
-  }
-  Ref array = ViewOf(AsBuffer(self));
-  if (!array) return nullptr;
-  if (dtype != Py_None) {
-    PyArray_Descr* wanted = nullptr;
-    if (PyArray_DescrConverter(dtype, &wanted) == 0) return nullptr;
-    Ref held = Ref::Steal(reinterpret_cast<PyObject*>(wanted));
-    if (!PyArray_EquivTypes(
-            wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.get())))) {
-      if (copy == Py_False) {
-        PyErr_SetString(
-            PyExc_ValueError,
-            "hostcall: another dtype needs a copy, but copy=False" HOSTCALL_CODE(
-                "hc-buffer"));
-        return nullptr;
-      }
-      return PyObject_CallMethod(array.get(), "astype", "O", held.get());
-    }
-  }
-  if (copy == Py_True) return PyObject_CallMethod(array.get(), "copy", nullptr);
-  return array.release();
-}
-
-PyObject* DLPackMethod(PyObject* self, PyObject* const* args, Py_ssize_t n,
-                       PyObject* names) {
-  BufferObject* b = AsBuffer(self);
-  const Lease::Use use(b->lease);
-  return CheckOpen(use) ? ExportTensor(b, *use, args, n, names) : nullptr;
-}
-
-PyObject* DLPackDevice(PyObject* self, PyObject*) {
-  return IfOpen(self, [](BufferObject*, const ActiveCall& call) {
-    return Py_BuildValue("(ii)", call.on_gpu() ? 2 : 1,
-                         call.on_gpu() ? call.device_ordinal : 0);
-  });
-}
-
-PyObject* BufferRepr(PyObject* self) {
-  BufferObject* b = AsBuffer(self);
-  Ref shape, dtype;
-  {
-    const Lease::Use use(b->lease);
-    if (!use) return PyUnicode_FromString("<Buffer of a call that ended>");
-    shape = Ref::Steal(ShapeTuple(*b->leaf));
-    dtype = Ref::Borrow(b->leaf->dtype.get());
-  }
-  if (!shape) return nullptr;
-  return PyUnicode_FromFormat("<Buffer %S%S, %s>", dtype.get(), shape.get(),
-                              b->writeable ? "writeable" : "read-only");
-}
-
-void DeallocBuffer(PyObject* self) {
-  BufferObject* b = AsBuffer(self);
-  Py_XDECREF(b->array);
-  delete b->tensors;
-  delete b->before;
-  delete b->layout;
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyGetSetDef buffer_attributes[] = {
-    {"shape", GetShape, nullptr, "Sizes, as a tuple.", nullptr},
-    {"dtype", GetDtype, nullptr, "NumPy's dtype of the elements.", nullptr},
-    {"ndim", GetNdim, nullptr, "Number of dimensions.", nullptr},
-    {"size", GetSize, nullptr, "Number of elements.", nullptr},
-    {"nbytes", GetNbytes, nullptr, "Bytes of all elements.", nullptr},
-    {"writeable", GetWriteable, nullptr, "True for outputs.", nullptr},
-    {"device", GetDevice, nullptr, "The jax.Device whose memory it is.", nullptr},
-    {"ptr", GetPtr, nullptr, "Address of the first element, row-major.", nullptr},
-    {"__cuda_array_interface__", GetCudaInterface, nullptr,
-     "On a GPU: version 3, with the stream to work on.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyMethodDef buffer_methods[] = {
-    {"__array__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ToArray)),
-     METH_VARARGS | METH_KEYWORDS, "__array__(dtype=None, copy=None)"},
-    {"__dlpack__",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(DLPackMethod)),
-     METH_FASTCALL | METH_KEYWORDS,
-     "__dlpack__(*, stream=None, max_version=None, dl_device=None, copy=None)"},
-    {"__dlpack_device__", DLPackDevice, METH_NOARGS,
-     "(device type, device number)"},
-    {nullptr, nullptr, 0, nullptr}};
-
-}  // namespace
-
-bool CheckOpen(const Lease::Use& use) {
+/// Whether a call goes on; else sets the error for a `what` (Buffer or context)
+/// that is used after its call. `instead` says what to do.
+bool IsOpen(const Lease::Use& use, const char* what, const char* instead) {
   if (use) return true;
-  RaiseEnded("Buffer", "Keep a copy: numpy.array(buffer)");
+  PyErr_Format(g_ended_error != nullptr ? g_ended_error : PyExc_RuntimeError,
+               "hostcall: this %s belongs to a call that has ended; its memory is "
+               "XLA's again. %s",
+               what, instead);
   return false;
 }
 
-bool IsBuffer(PyObject* object) { return Py_TYPE(object) == g_buffer_type; }
-PyObject* NewBuffer() {
-  PyObject* made = g_buffer_type->tp_alloc(g_buffer_type, 0);
-  if (made != nullptr) Merge(made);
+[[noreturn]] void Raise(PyObject* type, const char* text) {
+  PyErr_SetString(type, text);
+  throw nb::python_error();
+}
+
+/// What a method of the object returns. Python may end the thread in there, and
+/// nanobind's frames expect no such exception (base/guards.h).
+template <typename... Arguments>
+nb::object Asked(nb::handle object, const char* method, Arguments&&... arguments) {
+  return OrPark([&] { return object.attr(method)(arguments...); });
+}
+
+/// An attribute or method of a T: `get(T, call)`, if the call has not ended.
+template <typename T, typename Get>
+auto During(Get get) {
+  return [get](T& self) {
+    const Lease::Use use(self.lease);
+    if (!T::Check(use)) throw nb::python_error();
+    return get(self, *use);
+  };
+}
+template <typename Get>
+auto OfBuffer(Get get) {
+  return During<BufferObject>(get);
+}
+template <typename Get>
+auto OfContext(Get get) {
+  return During<ContextObject>(
+      [get](ContextObject&, const ActiveCall& call) { return get(call); });
+}
+
+/// The jax.Device that runs the program of the call. Python code answers, so it is
+/// asked after the use.
+template <typename T>
+nb::object DeviceOf(T& self) {
+  const auto [info, ordinal] = During<T>([](T&, const ActiveCall& call) {
+    return std::pair(nb::borrow(call.plan->info.get()), call.device_ordinal);
+  })(self);
+  return Asked(info, "device_at", ordinal);
+}
+
+uintptr_t StreamOfGpu(const ActiveCall& call) {
+  if (!call.on_gpu()) {
+    Raise(g_stream_error, "XLA FFI GPU context is not available");
+  }
+  return reinterpret_cast<uintptr_t>(call.stream);
+}
+
+/// The shape of one row.
+nb::object ShapeOf(const Leaf& leaf) {
+  nb::object shape = nb::steal(TupleOf(leaf.dims).release());
+  if (!shape.is_valid()) throw nb::python_error();
+  return shape;
+}
+
+int64_t BytesOf(const BufferObject& b, const ActiveCall& call) {
+  // Small elements are packed on a GPU; the host sees an unpacked copy.
+  const bool packed = call.on_gpu() && b.leaf->bits != 0;
+  return packed ? (b.leaf->count * b.leaf->bits + 7) / 8 : b.leaf->row_bytes;
+}
+
+nb::dict CudaInterface(BufferObject& b, const ActiveCall& call) {
+  if (!call.on_gpu()) {
+    throw nb::attribute_error(
+        "hostcall: this Buffer is CPU memory, which has no "
+        "__cuda_array_interface__: use numpy.asarray or DLPack" HOSTCALL_CODE(
+            "hc-buffer"));
+  }
+  if (b.leaf->bits != 0) {
+    throw nb::attribute_error(
+        "hostcall: __cuda_array_interface__ can't describe elements smaller than a "
+        "byte" HOSTCALL_CODE("hc-buffer"));
+  }
+  nb::dict made;
+  made["shape"] = ShapeOf(*b.leaf);
+  made["typestr"] = nb::handle(b.leaf->dtype.get()).attr("str");
+  const char* data = b.leaf->count == 0 ? nullptr : b.data;
+  made["data"] = nb::make_tuple(reinterpret_cast<uintptr_t>(data), !b.writeable);
+  made["strides"] = nb::none();
+  made["version"] = 3;
+  b.interface_read = true;
+  // Who reads a stream here waits for it (CuPy does), which ends a recording. There
+  // it is None: the function works on the context's stream, and need not wait.
+  made["stream"] = nb::none();
+  // The interface forbids 0; the legacy default stream is called 1.
+  const auto stream = reinterpret_cast<uintptr_t>(call.stream);
+  if (!IsCaptured(call.stream)) made["stream"] = stream == 0 ? 1 : stream;
   return made;
 }
+
+/// A new view of the Buffer's one array. Each reader gets a view, and may change
+/// its shape and flags. It holds a reference to the array, which is how IsLent
+/// counts it.
+nb::object ViewOf(BufferObject& b) {
+  const Lease::Use use(b.lease);
+  if (!OnHost(use)) throw nb::python_error();
+  Ref made,
+      lost;  // by whoever comes first; a second one, destroyed without the lock
+  {
+    const std::lock_guard<AttachedMutex> lock(b.mutex);
+    made = Ref::Borrow(b.array);
+  }
+  if (!made) {
+    made = LentArray(*b.leaf, b.data, b.writeable);
+    if (!made) throw nb::python_error();
+    const std::lock_guard<AttachedMutex> lock(b.mutex);
+    if (b.array == nullptr) {
+      b.array = Ref::Borrow(made.get()).release();
+    } else {  // only views of the one array are counted
+      lost = std::exchange(made, Ref::Borrow(b.array));
+    }
+  }
+  auto* whole = reinterpret_cast<PyArrayObject*>(made.get());
+  nb::object view = nb::steal(PyArray_View(whole, nullptr, nullptr));
+  if (!view.is_valid()) throw nb::python_error();
+  // Else it might be freed long after its last reference has gone, by this thread.
+  Merge(view.ptr());
+  return view;
+}
+
+nb::object ToArray(BufferObject& b, nb::object dtype, nb::object copy) {
+  nb::object array = ViewOf(b);
+  if (!dtype.is_none()) {
+    PyArray_Descr* wanted = nullptr;
+    if (PyArray_DescrConverter(dtype.ptr(), &wanted) == 0) throw nb::python_error();
+    nb::object held = nb::steal(reinterpret_cast<PyObject*>(wanted));
+    if (!PyArray_EquivTypes(
+            wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.ptr())))) {
+      if (copy.ptr() == Py_False) {
+        throw nb::value_error(
+            "hostcall: another dtype needs a copy, but copy=False" HOSTCALL_CODE(
+                "hc-buffer"));
+      }
+      return Asked(array, "astype", held);
+    }
+  }
+  if (copy.ptr() == Py_True) return Asked(array, "copy");
+  return array;
+}
+
+nb::str TextOf(BufferObject& b) {
+  nb::object dtype, shape;
+  {
+    const Lease::Use use(b.lease);
+    if (!use) return nb::str("<Buffer of a call that ended>");
+    shape = ShapeOf(*b.leaf);
+    dtype = nb::borrow(b.leaf->dtype.get());
+  }
+  return nb::steal<nb::str>(
+      PyUnicode_FromFormat("<Buffer %S%S, %s>", dtype.ptr(), shape.ptr(),
+                           b.writeable ? "writeable" : "read-only"));
+}
+
+void InitBuffer(nb::module_& m) {
+  static PyType_Slot slots[] = {
+      {Py_bf_getbuffer, reinterpret_cast<void*>(&GetBuffer)},
+      {Py_bf_releasebuffer, reinterpret_cast<void*>(&ReleaseBuffer)},
+      {0, nullptr}};
+  using B = BufferObject&;
+  using Call = const ActiveCall&;
+  nb::class_<BufferObject> type(
+      m, "Buffer", nb::type_slots(slots), nb::is_final(),
+      "An array of XLA, for as long as its callback runs.\n\n"
+      "Read it with numpy.asarray, as a memoryview, with DLPack "
+      "(torch.from_dlpack), on a GPU with __cuda_array_interface__; write to "
+      "an output in the same ways (numpy.asarray(out)[...] = values). A view "
+      "that is kept after the call is an error.");
+  const auto add = [&type](const char* name, const char* doc, auto get) {
+    type.def_prop_ro(name, OfBuffer(get), doc);
+  };
+  add("shape", "Sizes, as a tuple.", [](B b, Call) { return ShapeOf(*b.leaf); });
+  add("dtype", "NumPy's dtype of the elements.",
+      [](B b, Call) { return nb::borrow(b.leaf->dtype.get()); });
+  add("ndim", "Number of dimensions.",
+      [](B b, Call) { return b.leaf->dims.size(); });
+  add("size", "Number of elements.", [](B b, Call) { return b.leaf->count; });
+  add("nbytes", "Bytes of all elements.", &BytesOf);
+  add("writeable", "True for outputs.", [](B b, Call) { return b.writeable; });
+  add("ptr", "Address of the first element, row-major.",
+      [](B b, Call) { return reinterpret_cast<uintptr_t>(b.data); });
+  add("__cuda_array_interface__",
+      "On a GPU: version 3, with the stream to work on.", &CudaInterface);
+  type.def_prop_ro("device", &DeviceOf<BufferObject>,
+                   "The jax.Device whose memory it is.")
+      .def("__array__", &ToArray, nb::arg("dtype") = nb::none(),
+           nb::arg("copy") = nb::none())
+      .def("__dlpack__", &ExportTensor, nb::kw_only(),
+           nb::arg("stream") = nb::none(), nb::arg("max_version") = nb::none(),
+           nb::arg("dl_device") = nb::none(), nb::arg("copy") = nb::none())
+      .def("__dlpack_device__", OfBuffer([](BufferObject&, Call call) {
+             return std::pair(call.on_gpu() ? 2 : 1,
+                              call.on_gpu() ? call.device_ordinal : 0);
+           }),
+           "(device type, device number)")
+      .def("__repr__", &TextOf)
+      .attr("__module__") = "hostcall";
+}
+
+}  // namespace
 
 void OpenBuffer(BufferObject* b, const ActiveCall& call, const Leaf& leaf,
                 char* data, bool writeable) {
@@ -270,40 +237,34 @@ void OpenBuffer(BufferObject* b, const ActiveCall& call, const Leaf& leaf,
   b->lease.Begin(call);
 }
 
-bool IsHeld(BufferObject* b) {
-  if (b->array != nullptr && DropIfLast(b->array)) b->array = nullptr;
-  return b->array != nullptr || b->exports.value() != 0 ||
-         (b->tensors != nullptr && (*b->tensors)->load() != 0) ||
-         (b->interface_read && IsHeldElsewhere(reinterpret_cast<PyObject*>(b)));
-}
-
-bool KeepBefore(BufferObject* b, const ActiveCall& call) {
-  const int64_t bytes = b->leaf->row_bytes;
-  if (b->writeable || call.on_gpu() || bytes > kWatchedBytes) return true;
-  if (call.plan->buffers.Shares(b->leaf - call.plan->args.data())) return true;
-  const std::lock_guard<AttachedMutex> lock(b->mutex);
-  try {
-    if (b->before == nullptr) b->before = new std::vector<char>();
-    if (b->before->empty()) b->before->assign(b->data, b->data + bytes);
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-    return false;
-  }
-  return true;
+void KeepBefore(BufferObject& b, const ActiveCall& call) {
+  const int64_t bytes = b.leaf->row_bytes;
+  if (b.writeable || call.on_gpu() || bytes > kWatchedBytes) return;
+  if (call.plan->buffers.Shares(b.leaf - call.plan->args.data())) return;
+  const std::lock_guard<AttachedMutex> lock(b.mutex);
+  if (b.before.empty()) b.before.assign(b.data, b.data + bytes);
 }
 
 bool WasChanged(BufferObject* b) {
-  if (b->before == nullptr || b->before->empty()) return false;
-  const bool same = std::memcmp(b->data, b->before->data(), b->before->size()) == 0;
-  if (!same) std::memcpy(b->data, b->before->data(), b->before->size());
-  b->before->clear();
+  if (b->before.empty()) return false;
+  const bool same = std::memcmp(b->data, b->before.data(), b->before.size()) == 0;
+  if (!same) std::memcpy(b->data, b->before.data(), b->before.size());
+  b->before.clear();
   return !same;
 }
 
-bool CloseBuffer(BufferObject* b) {
+bool IsLent(PyObject* self) {
+  BufferObject* b = AsBuffer(self);
+  return IsHeld(b->array) || b->exports.value() != 0 ||
+         (b->tensors && b->tensors->load() != 0) ||
+         (b->interface_read && IsHeldElsewhere(self));
+}
+
+bool CloseBuffer(PyObject* self) {
+  BufferObject* b = AsBuffer(self);
   b->lease.End();
-  // IsHeld first: it lets go of the array.
-  const bool alone = !IsHeld(b) && !IsHeldElsewhere(reinterpret_cast<PyObject*>(b));
+  // IsLent first: it lets go of the array.
+  const bool alone = !IsLent(self) && !IsHeldElsewhere(self);
   if (b->array != nullptr) {  // somebody holds it
     if (b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);
@@ -313,22 +274,52 @@ bool CloseBuffer(BufferObject* b) {
   return alone;
 }
 
-bool InitBuffers(PyObject* module) {
-  g_buffer_type = MakeType(
-      module, "Buffer",
-      "An array of XLA, for as long as its callback runs.\n\n"
-      "Read it with numpy.asarray, as a memoryview, with DLPack "
-      "(torch.from_dlpack), on a GPU with __cuda_array_interface__; write to "
-      "an output in the same ways (numpy.asarray(out)[...] = values). A view "
-      "that is kept after the call is an error.",
-      sizeof(BufferObject),
-      {{Py_tp_dealloc, Function(DeallocBuffer)},
-       {Py_tp_repr, Function(BufferRepr)},
-       {Py_tp_getset, buffer_attributes},
-       {Py_tp_methods, buffer_methods},
-       {Py_bf_getbuffer, Function(GetBuffer)},
-       {Py_bf_releasebuffer, Function(ReleaseBuffer)}});
-  return g_buffer_type != nullptr && InitContexts(module);
+bool BufferObject::Check(const Lease::Use& use) {
+  return IsOpen(use, "Buffer", "Keep a copy: numpy.array(buffer)");
+}
+bool ContextObject::Check(const Lease::Use& use) {
+  return IsOpen(use, "context", "Take what you need during the call.");
+}
+
+void InitBuffers(nb::module_& m) {
+  InitBuffer(m);
+  nb::class_<ContextObject>(
+      m, "ExecutionContext", nb::is_final(),
+      "What a buffer callback can ask about the call it is in.\n\n"
+      "Attributes:\n"
+      "    stage: ExecutionStage.EXECUTE.\n"
+      "    stream: on a GPU the address of XLA's stream, on which to work.\n"
+      "        On a CPU it raises JaxRuntimeError (`hc.current().stream` is\n"
+      "        None there).\n"
+      "    device: the jax.Device that runs the program.\n"
+      "    run: XLA's number of this execution; -1 for an eager call.")
+      .def_prop_ro("stage",
+                   OfContext([](const ActiveCall&) { return nb::borrow(g_stage); }),
+                   "ExecutionStage.EXECUTE.")
+      .def_prop_ro("stream", OfContext(&StreamOfGpu),
+                   "On a GPU the address of XLA's stream (a CUstream), on which to "
+                   "work. Raises jax.errors.JaxRuntimeError on a CPU.")
+      .def_prop_ro("device", &DeviceOf<ContextObject>,
+                   "The jax.Device that runs the program.")
+      .def_prop_ro("run",
+                   OfContext([](const ActiveCall& call) { return call.run; }),
+                   "XLA's number of this execution; -1 for an eager call.")
+      // What cuda.core, CuPy and others ask an object for whose stream they shall
+      // use: the protocol's version, and the address.
+      .def(
+          "__cuda_stream__", OfContext([](const ActiveCall& call) {
+            return std::pair(0, StreamOfGpu(call));
+          }),
+          "(0, stream): cupy.cuda.Stream.from_external(ctx) works on XLA's stream.")
+      .attr("__module__") = "hostcall";
+}
+
+void SetBufferNames(PyObject* stage, PyObject* ended_error,
+                    PyObject* stream_error) {
+  for (PyObject* name : {stage, ended_error, stream_error}) Py_INCREF(name);
+  Py_XSETREF(g_stage, stage);
+  Py_XSETREF(g_ended_error, ended_error);
+  Py_XSETREF(g_stream_error, stream_error);
 }
 
 }  // namespace hostcall

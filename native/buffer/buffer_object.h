@@ -25,11 +25,19 @@
 //     From then on only the call's thread touches the fields, but for `exports`.
 //   * Until then, `mutex` guards the fields that are made when first needed.
 //   * The counts of references are merged, so that the call's thread can read them.
+//
+// The GIL is held in all functions.
 #pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "buffer/lease.h"
@@ -38,73 +46,91 @@
 
 namespace hostcall {
 
-/// The Python object `Buffer`. The leaf is not owned, and valid only during a use.
+/// What a Python `Buffer` holds. The leaf is not owned, and valid only during a
+/// use.
 struct BufferObject {
-  PyObject_HEAD Lease lease;         ///< of the call that lends the memory
-  AttachedMutex mutex;               ///< guards array, tensors, before and layout
-  const Leaf* leaf;                  ///< dtype and shape
-  char* data;                        ///< the first element of the row, XLA's memory
-  bool writeable;                    ///< it is an output
-  std::atomic<bool> interface_read;  ///< __cuda_array_interface__ was read
-  Tally exports;                     ///< unreleased, of the buffer protocol
-  PyObject* array;  ///< what __array__ returns views of; owned, or null
+  Lease lease;                 ///< of the call that lends the memory
+  AttachedMutex mutex;         ///< guards array, tensors, before and layout
+  const Leaf* leaf = nullptr;  ///< dtype and shape
+  char* data = nullptr;        ///< the first element of the row, XLA's memory
+  bool writeable = false;      ///< it is an output
+  std::atomic<bool> interface_read{false};  ///< __cuda_array_interface__ was read
+  Tally exports;                            ///< unreleased, of the buffer protocol
+  PyObject* array = nullptr;  ///< what __array__ returns views of; owned, or null
   /// The number of living DLPack tensors, shared with them; null before the first.
-  std::shared_ptr<std::atomic<int64_t>>* tensors;
-  /// A copy of an input that somebody might write to; null or empty if there is
-  /// none.
-  std::vector<char>* before;
-  /// Shape and strides for the buffer protocol, which points into it; null before
+  std::shared_ptr<std::atomic<int64_t>> tensors;
+  /// A copy of an input that somebody might write to; else empty.
+  std::vector<char> before;
+  /// Shape and strides for the buffer protocol, which points into it; empty before
   /// use.
-  std::vector<Py_ssize_t>* layout;
+  std::vector<Py_ssize_t> layout;
+
+  /// Whether a use has begun before the end of the call; false with a Python error
+  /// set if not.
+  static bool Check(const Lease::Use& use);
 };
 
-/// The Python object `ExecutionContext`.
+/// What a Python `ExecutionContext` holds.
 struct ContextObject {
-  PyObject_HEAD Lease lease;
+  Lease lease;
+  static bool Check(const Lease::Use& use);  ///< as a Buffer's
 };
 
-/// Whether a Python object is a Buffer.
-bool IsBuffer(PyObject* object);
-/// New objects, closed; null with a Python error set.
-PyObject* NewBuffer();
-PyObject* NewContext();
-
+/// A new Python object with a T, closed; null with a Python error set.
+template <typename T>
+PyObject* New() {
+  try {
+    nanobind::object made = nanobind::inst_alloc(nanobind::type<T>());
+    new (nanobind::inst_ptr<T>(made)) T();
+    nanobind::inst_mark_ready(made);
+    Merge(made.ptr());
+    return made.release().ptr();
+  } catch (nanobind::python_error& error) {
+    error.restore();
+    return nullptr;
+  }
+}
 inline BufferObject* AsBuffer(PyObject* object) {
-  return reinterpret_cast<BufferObject*>(object);
+  return nanobind::inst_ptr<BufferObject>(object);
 }
 inline ContextObject* AsContext(PyObject* object) {
-  return reinterpret_cast<ContextObject*>(object);
+  return nanobind::inst_ptr<ContextObject>(object);
 }
 
 /// Opens a Buffer over the row at `data`.
 void OpenBuffer(BufferObject* buffer, const ActiveCall& call, const Leaf& leaf,
                 char* data, bool writeable);
 /// Copies the values of a small input that goes to a consumer of DLPack, since
-/// every tensor of PyTorch can be written to, whatever the protocol says. False
-/// with a Python error set.
-bool KeepBefore(BufferObject* buffer, const ActiveCall& call);
+/// every tensor of PyTorch can be written to, whatever the protocol says. Throws
+/// std::bad_alloc.
+void KeepBefore(BufferObject& buffer, const ActiveCall& call);
 
 // The following are for the call's thread, after the lease has ended.
 
 /// Whether an input has been written to since KeepBefore; restores its values.
 bool WasChanged(BufferObject* buffer);
-/// Whether a view of the memory exists. Lets go of the array that `__array__` has
-/// made, if nobody else holds it.
-bool IsHeld(BufferObject* buffer);
+/// Whether a view of the memory of the Buffer `self` exists. Lets go of the array
+/// that `__array__` has made, if nobody else holds it.
+bool IsLent(PyObject* self);
 /// Lets go of the memory; also ends the lease. True if nobody else holds the Buffer
 /// or a view, so that it can be opened again for another call.
-bool CloseBuffer(BufferObject* buffer);
+bool CloseBuffer(PyObject* self);
 
-/// Implements `__dlpack__` of an open Buffer, with its arguments.
-PyObject* ExportTensor(BufferObject* buffer, const ActiveCall& call,
-                       PyObject* const* args, Py_ssize_t n, PyObject* names);
+/// Whether a Buffer is open, and the host can read its memory; false with a Python
+/// error set.
+bool OnHost(const Lease::Use& use);
+/// The slots of the buffer protocol.
+int GetBuffer(PyObject* self, Py_buffer* view, int flags);
+void ReleaseBuffer(PyObject* self, Py_buffer* view);
 
-/// Whether a use has begun before the end of the call; false with a Python error
-/// set if not.
-bool CheckOpen(const Lease::Use& use);
+/// Implements `__dlpack__`, with its arguments.
+nanobind::object ExportTensor(BufferObject& buffer, std::optional<int64_t> stream,
+                              std::optional<std::pair<int, int>> version,
+                              std::optional<std::pair<int, int>> device,
+                              std::optional<bool> copy);
 
-/// Adds the types to the module. False with a Python error set.
-bool InitBuffers(PyObject* module);
+/// Adds the types to the module.
+void InitBuffers(nanobind::module_& m);
 
 /// Sets what the types take from Python: ExecutionStage.EXECUTE, and the errors
 /// that they raise after the end of a call and for `stream` on a CPU.

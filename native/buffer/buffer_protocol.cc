@@ -10,50 +10,30 @@
 #include <algorithm>
 #include <mutex>
 #include <new>
+#include <string_view>
 #include <vector>
 
 #include "base/code.h"
 #include "buffer/buffer_object.h"
-#include "buffer/buffer_types.h"
 
 namespace hostcall {
 namespace {
 
 /// The letter of the struct module for a dtype, or NumPy's for complex numbers;
 /// null if there is none.
-const char* FormatOf(PyArray_Descr* descr) {
-  switch (descr->type_num) {
-    case NPY_BOOL:
-      return "?";
-    case NPY_BYTE:
-      return "b";
-    case NPY_UBYTE:
-      return "B";
-    case NPY_SHORT:
-      return "h";
-    case NPY_USHORT:
-      return "H";
-    case NPY_INT:
-      return "i";
-    case NPY_UINT:
-      return "I";
-    case NPY_LONG:
-      return "l";
-    case NPY_ULONG:
-      return "L";
-    case NPY_HALF:
-      return "e";
-    case NPY_FLOAT:
-      return "f";
-    case NPY_DOUBLE:
-      return "d";
-    case NPY_CFLOAT:
-      return "Zf";
-    case NPY_CDOUBLE:
-      return "Zd";
-    default:
-      return nullptr;
-  }
+const char* FormatOf(const PyArray_Descr* descr) {
+  constexpr std::string_view kTypes = "?bBhHiIlLefdFD";
+  static constexpr const char* kFormats[] = {"?", "b", "B", "h", "H", "i",  "I",
+                                             "l", "L", "e", "f", "d", "Zf", "Zd"};
+  if (descr->type_num >= NPY_USERDEF) return nullptr;  // it has letters too
+  const size_t at = kTypes.find(descr->type);
+  return at == kTypes.npos ? nullptr : kFormats[at];
+}
+
+/// Sets the Python error; returns what a slot returns then.
+int Refuse(const char* text) {
+  PyErr_SetString(PyExc_BufferError, text);
+  return -1;
 }
 
 /// Whether a row-major array of this shape is column-major too.
@@ -82,7 +62,7 @@ std::vector<Py_ssize_t> LayoutOf(const Leaf& leaf) {
 }  // namespace
 
 bool OnHost(const Lease::Use& use) {
-  if (!CheckOpen(use)) return false;
+  if (!BufferObject::Check(use)) return false;
   if (!use->on_gpu()) return true;
   PyErr_SetString(
       PyExc_TypeError,
@@ -103,35 +83,32 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
   if (asks(PyBUF_FORMAT) && format == nullptr) {
     // NumPy then asks for __array__. A constant text, since NumPy comes here for
     // every array of such a dtype, and formatting would cost.
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: Python's struct module has no letter for this "
-                    "Buffer's dtype, so the buffer protocol can't describe it; use "
-                    "numpy.asarray" HOSTCALL_CODE("hc-buffer"));
-    return -1;
+    return Refuse(
+        "hostcall: Python's struct module has no letter for this "
+        "Buffer's dtype, so the buffer protocol can't describe it; use "
+        "numpy.asarray" HOSTCALL_CODE("hc-buffer"));
   }
   if (asks(PyBUF_WRITABLE) && !b->writeable) {
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is an input, which can't be written "
-                    "to" HOSTCALL_CODE("hc-buffer"));
-    return -1;
+    return Refuse(
+        "hostcall: this Buffer is an input, which can't be written "
+        "to" HOSTCALL_CODE("hc-buffer"));
   }
   const bool column_major = asks(PyBUF_F_CONTIGUOUS);
   if (column_major && !IsColumnMajor(leaf)) {
-    PyErr_SetString(PyExc_BufferError,
-                    "hostcall: this Buffer is row-major, so it has no column-major "
-                    "view" HOSTCALL_CODE("hc-buffer"));
-    return -1;
+    return Refuse(
+        "hostcall: this Buffer is row-major, so it has no column-major "
+        "view" HOSTCALL_CODE("hc-buffer"));
   }
   const size_t ndim = leaf.dims.size();
   // Exports point into the layout, so it is made once. All have the same one.
   const std::lock_guard<AttachedMutex> lock(b->mutex);
   try {
-    if (b->layout == nullptr) b->layout = new std::vector(LayoutOf(leaf));
+    if (b->layout.empty()) b->layout = LayoutOf(leaf);
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
     return -1;
   }
-  Py_ssize_t* shape = b->layout->data();
+  Py_ssize_t* shape = b->layout.data();
   view->buf = b->data;
   view->len = leaf.row_bytes;
   view->itemsize = PyDataType_ELSIZE(leaf.descr());

@@ -12,8 +12,8 @@
 
 namespace hostcall {
 
-/// What a Python object may use of a call, until the call ends. The objects' memory
-/// is zeroed, which makes it an ended one.
+/// What a Python object may use of a call, until the call ends. A new one has
+/// ended.
 class Lease {
  public:
   /// Begins a call. Called while nobody else has the object.
@@ -68,8 +68,8 @@ class Lease {
   /// end is counted. The GIL needs no order.
   static constexpr auto kOrder =
       kFreeThreads ? std::memory_order_seq_cst : std::memory_order_relaxed;
-  std::atomic<const ActiveCall*> call_;  ///< not owned; null: ended
-  std::atomic<int32_t> uses_;            ///< under way
+  std::atomic<const ActiveCall*> call_{nullptr};  ///< not owned; null: ended
+  std::atomic<int32_t> uses_{0};                  ///< under way
 };
 
 }  // namespace hostcall

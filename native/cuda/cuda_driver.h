@@ -98,11 +98,45 @@ struct CudaDriver {
     if (code != kCudaSuccess) Throw(code, function);
   }
 
+  // Each enqueues work on a stream, but none for 0 bytes. They throw CudaError.
+
+  void CopyToHost(CudaStream on, void* to, const void* from, size_t bytes) const {
+    if (bytes == 0) return;
+    Check(cuMemcpyDtoHAsync_v2(to, Ptr(from), bytes, on), "cuMemcpyDtoHAsync");
+  }
+  void CopyToDevice(CudaStream on, void* to, const void* from, size_t bytes) const {
+    if (bytes == 0) return;
+    Check(cuMemcpyHtoDAsync_v2(Ptr(to), from, bytes, on), "cuMemcpyHtoDAsync");
+  }
+  void CopyOnDevice(CudaStream on, void* to, const void* from, size_t bytes) const {
+    if (bytes == 0) return;
+    Check(cuMemcpyDtoDAsync_v2(Ptr(to), Ptr(from), bytes, on), "cuMemcpyDtoDAsync");
+  }
+  void Fill(CudaStream on, void* to, unsigned char value, size_t bytes) const {
+    if (bytes == 0) return;
+    Check(cuMemsetD8Async(Ptr(to), value, bytes, on), "cuMemsetD8Async");
+  }
+
+  /// Waits until what is enqueued on the stream has ended. Throws CudaError.
+  void Synchronize(CudaStream on) const {
+    Check(cuStreamSynchronize(on), "cuStreamSynchronize");
+  }
+  /// Whether the work on the stream is being recorded into a CUDA graph. Throws
+  /// CudaError.
+  bool IsCaptured(CudaStream on) const {
+    int status = 0;
+    Check(cuStreamIsCapturing(on, &status), "cuStreamIsCapturing");
+    return status != 0;
+  }
+
 #define HOSTCALL_CUDA_MEMBER(name, parameters) int(*name) parameters = nullptr;
   HOSTCALL_CUDA_FUNCTIONS(HOSTCALL_CUDA_MEMBER)
 #undef HOSTCALL_CUDA_MEMBER
 
  private:
+  static CudaDevicePtr Ptr(const void* address) {
+    return reinterpret_cast<CudaDevicePtr>(address);
+  }
   [[noreturn]] void Throw(int code, const char* function) const;
 };
 

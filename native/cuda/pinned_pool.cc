@@ -1,7 +1,7 @@
 #include "cuda/pinned_pool.h"
 
 #include <algorithm>
-#include <memory>
+#include <utility>
 
 namespace hostcall {
 namespace {
@@ -12,42 +12,14 @@ constexpr std::chrono::microseconds kPoll{100};
 
 }  // namespace
 
-// --- Lists ----------------------------------------------------------------------
-
-void PinnedPool::List::Append(PinnedMemory* memory) {
-  memory->next = nullptr;
-  (last != nullptr ? last->next : first) = memory;
-  last = memory;
-}
-
-void PinnedPool::List::Prepend(List others) {
-  if (others.first == nullptr) return;
-  others.last->next = first;
-  first = others.first;
-  if (last == nullptr) last = others.last;
-}
-
-PinnedMemory* PinnedPool::List::Pop() {
-  PinnedMemory* memory = first;
-  if (memory == nullptr) return nullptr;
-  first = memory->next;
-  if (first == nullptr) last = nullptr;
-  return memory;
-}
-
 // --- Blocks ---------------------------------------------------------------------
 
 void PinnedBlock::Release() noexcept {
-  // Emptied first, so that a second Release does nothing.
-  PinnedMemory* memory = std::exchange(memory_, nullptr);
-  size_ = 0;
-  if (memory != nullptr) pool_->Give(memory);
+  if (*this) pool_->Give(Empty());
 }
 
 void PinnedBlock::ReleaseAfter(CudaStream stream) {
-  PinnedMemory* memory = std::exchange(memory_, nullptr);
-  size_ = 0;
-  if (memory != nullptr) pool_->GiveAfter(memory, stream);
+  if (*this) pool_->GiveAfter(Empty(), stream);
 }
 
 // --- Taking ---------------------------------------------------------------------
@@ -94,19 +66,14 @@ size_t PinnedPool::CapacityFor(size_t bytes) {
   return capacity;
 }
 
-PinnedBlock PinnedPool::Acquire(size_t bytes) { return Take(bytes, true); }
-
-PinnedBlock PinnedPool::TryAcquire(size_t bytes) { return Take(bytes, false); }
-
-/// Acquire and TryAcquire. A request that is not served at once waits for its turn,
-/// collects what has come back, waits until it fits, and then takes or allocates a
-/// block.
-PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
+/// A request that is not served at once waits for its turn, collects what has come
+/// back, waits until it fits, and then takes or allocates a block.
+PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
   const size_t capacity = CapacityFor(bytes);
   Lock lock(mutex_);
   // The steady state: nobody is before this request, and nothing has to be evicted.
   if (serving_ == tickets_ && Fits(capacity) && stats_.allocated_bytes <= limit_) {
-    if (PinnedMemory* memory = PopIdle(capacity)) return HandOut(memory, bytes);
+    if (PinnedBlock block = Reuse(capacity)) return block;
   }
   Turn turn(*this, lock, may_wait);
   if (!turn) return {};
@@ -120,17 +87,12 @@ PinnedBlock PinnedPool::Take(size_t bytes, bool may_wait) {
   }
   // From here on the bytes in use only shrink: nobody takes a block before the turn
   // ends. So Fits, once true, stays true while the lock is released below.
-  PinnedMemory* memory = PopIdle(capacity);
-  if (memory != nullptr) {
-    PinnedBlock block = HandOut(memory, bytes);
-    // After an overrun, or below a new limit, more may be allocated than allowed.
-    Evict(lock, limit_);
-    return block;
-  }
-  // Frees idle blocks first, so that the limit holds while the new one is
-  // allocated.
-  Evict(lock, limit_ - std::min(limit_, capacity));
-  return PinnedBlock(this, Allocate(lock, capacity), bytes);
+  PinnedBlock block = Reuse(capacity);
+  // Frees idle blocks first, so that the limit holds while a new one is allocated.
+  // After an overrun, or below a new limit, more may be allocated than allowed.
+  Evict(lock, block ? limit_ : limit_ - std::min(limit_, capacity));
+  if (!block) block = PinnedBlock(this, Allocate(lock, capacity));
+  return block;
 }
 
 /// Whether a block of this capacity may be handed out. Idle blocks do not count:
@@ -140,39 +102,36 @@ bool PinnedPool::Fits(size_t capacity) const {
   return out == 0 || out + capacity <= limit_;
 }
 
-/// An idle block of exactly this capacity, or null. The lock is held.
-PinnedMemory* PinnedPool::PopIdle(size_t capacity) {
-  const auto found = idle_.find(capacity);
-  if (found == idle_.end() || found->second == nullptr) return nullptr;
-  return std::exchange(found->second, found->second->next);
-}
-
-/// Makes a recycled block the caller's. The lock is held.
-PinnedBlock PinnedPool::HandOut(PinnedMemory* memory, size_t bytes) {
+/// Makes an idle block of exactly this capacity the caller's; empty if there is
+/// none. The lock is held.
+PinnedBlock PinnedPool::Reuse(size_t capacity) {
+  const auto idle = idle_.find(capacity);
+  if (idle == idle_.end() || idle->second.empty()) return {};
+  PinnedList memory;
+  memory.splice(memory.begin(), idle->second, idle->second.begin());
   ++stats_.reuses;
-  stats_.in_use_bytes += memory->capacity;
-  return PinnedBlock(this, memory, bytes);
+  stats_.in_use_bytes += capacity;
+  return PinnedBlock(this, std::move(memory));
 }
 
 /// Moves the pending blocks with ended events to the idle ones. If an event can't
 /// be queried, its block stays pending: the device may still use it.
 void PinnedPool::Collect(Lock& lock) {
-  List asked = std::exchange(pending_, List());
-  if (asked.first == nullptr) return;
-  List ended, others;
+  if (pending_.empty()) return;
+  PinnedList asked = std::exchange(pending_, {}), ended;
   // Without the lock the list `asked` is safe: only the holder of the turn
   // collects.
   lock.unlock();
-  while (PinnedMemory* memory = asked.Pop()) {
-    const bool done = driver_.cuEventQuery(memory->event) == kCudaSuccess;
-    (done ? ended : others).Append(memory);
+  for (auto at = asked.begin(); at != asked.end();) {
+    const auto memory = at++;
+    if (driver_.cuEventQuery(memory->event) == kCudaSuccess) {
+      ended.splice(ended.end(), asked, memory);
+    }
   }
   lock.lock();
-  pending_.Prepend(others);  // they are older than those that came meanwhile
-  while (PinnedMemory* memory = ended.Pop()) {
-    stats_.pending_bytes -= memory->capacity;
-    MakeIdle(memory);
-  }
+  pending_.splice(pending_.begin(), asked);  // older than what came meanwhile
+  for (const PinnedMemory& memory : ended) stats_.pending_bytes -= memory.capacity;
+  MakeIdle(std::move(ended));
 }
 
 /// Waits until a block comes back, or the limit changes. False if that does not
@@ -181,7 +140,7 @@ bool PinnedPool::WaitForReturn(Lock& lock) {
   const uint64_t before = returns_;
   const auto until = std::chrono::steady_clock::now() + grace_;
   full_ = true;
-  changed_.notify_all();  // a TryAcquire that waits for this turn gives up
+  changed_.notify_all();  // a request that may not wait gives up
   while (returns_ == before && std::chrono::steady_clock::now() < until) {
     // A Release notifies; the end of an event does not, so it is polled.
     changed_.wait_for(lock, kPoll, [&] { return returns_ != before; });
@@ -194,40 +153,40 @@ bool PinnedPool::WaitForReturn(Lock& lock) {
 /// Frees idle blocks, the largest first, until at most `most` bytes are allocated
 /// or no idle block is left.
 void PinnedPool::Evict(Lock& lock, size_t most) {
-  List doomed;
+  PinnedList doomed;
   for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
-    while (at->second != nullptr && stats_.allocated_bytes > most) {
-      PinnedMemory* memory = std::exchange(at->second, at->second->next);
+    while (!at->second.empty() && stats_.allocated_bytes > most) {
       // Counted as freed now: only the holder of the turn, this thread, allocates.
-      stats_.allocated_bytes -= memory->capacity;
-      doomed.Append(memory);
+      stats_.allocated_bytes -= at->first;
+      doomed.splice(doomed.end(), at->second, at->second.begin());
     }
   }
-  if (doomed.first == nullptr) return;
+  if (doomed.empty()) return;
   lock.unlock();
-  while (PinnedMemory* memory = doomed.Pop()) Free(memory);
+  for (PinnedMemory& memory : doomed) Free(memory);
   lock.lock();
 }
 
 /// Allocates a block in the current context. Throws CudaError, without the lock.
-PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
-  idle_.try_emplace(capacity, nullptr);  // here, since MakeIdle must not allocate
+PinnedList PinnedPool::Allocate(Lock& lock, size_t capacity) {
+  idle_.try_emplace(capacity);  // here, since MakeIdle must not allocate
   for (;;) {
     lock.unlock();
-    auto memory = std::make_unique<PinnedMemory>();
+    PinnedList made(1);
+    PinnedMemory& memory = made.front();
     void* data = nullptr;
-    driver_.Check(driver_.cuCtxGetCurrent(&memory->context), "cuCtxGetCurrent");
+    driver_.Check(driver_.cuCtxGetCurrent(&memory.context), "cuCtxGetCurrent");
     const int code =
         driver_.cuMemHostAlloc(&data, capacity, kCudaHostAllocPortable);
     lock.lock();
     if (code == kCudaSuccess) {
-      memory->data = static_cast<char*>(data);
-      memory->capacity = capacity;
+      memory.data = static_cast<char*>(data);
+      memory.capacity = capacity;
       ++stats_.allocations;
       stats_.in_use_bytes += capacity;
       stats_.allocated_bytes += capacity;
       stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.allocated_bytes);
-      return memory.release();
+      return made;
     }
     // Without memory, the idle blocks go first; if there were any, it is worth a
     // retry.
@@ -241,39 +200,42 @@ PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
 
 // --- Giving back ----------------------------------------------------------------
 
-/// Puts a block that nobody uses among the idle ones. The lock is held.
-void PinnedPool::MakeIdle(PinnedMemory* memory) noexcept {
-  PinnedMemory*& first = idle_.find(memory->capacity)->second;
-  memory->next = first;
-  first = memory;
-  ++returns_;
+/// Puts blocks that nobody uses among the idle ones. The lock is held.
+void PinnedPool::MakeIdle(PinnedList blocks) noexcept {
+  if (blocks.empty()) return;
+  while (!blocks.empty()) {
+    PinnedList& idle = idle_.find(blocks.front().capacity)->second;
+    idle.splice(idle.begin(), blocks, blocks.begin());
+    ++returns_;
+  }
   if (serving_ != tickets_) changed_.notify_all();  // somebody has a turn, or waits
 }
 
 /// Takes back a block that nobody uses. Must not call the driver: host functions
 /// call this.
-void PinnedPool::Give(PinnedMemory* memory) noexcept {
+void PinnedPool::Give(PinnedList memory) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  stats_.in_use_bytes -= memory->capacity;
-  MakeIdle(memory);
+  stats_.in_use_bytes -= memory.front().capacity;
+  MakeIdle(std::move(memory));
 }
 
 /// Takes back a block that work on the stream may still use. The driver is called
-/// without the lock: the block is in no list yet, so only this thread knows it.
-void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
-  if (Record(memory, stream)) {
+/// without the lock: the block is in no list of the pool's yet, so only this thread
+/// knows it.
+void PinnedPool::GiveAfter(PinnedList memory, CudaStream stream) {
+  if (Record(memory.front(), stream)) {
     std::lock_guard<std::mutex> lock(mutex_);
-    stats_.in_use_bytes -= memory->capacity;
-    stats_.pending_bytes += memory->capacity;
-    pending_.Append(memory);
+    stats_.in_use_bytes -= memory.front().capacity;
+    stats_.pending_bytes += memory.front().capacity;
+    pending_.splice(pending_.end(), memory);
     return;
   }
   // No event could be recorded. Waiting for the stream tells the same, but slowly.
   const int code = driver_.cuStreamSynchronize(stream);
-  if (code == kCudaSuccess) return Give(memory);
+  if (code == kCudaSuccess) return Give(std::move(memory));
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    lost_.Append(memory);
+    lost_.splice(lost_.end(), memory);
   }
   driver_.Check(code, "cuStreamSynchronize");
 }
@@ -281,16 +243,16 @@ void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
 /// Records the block's event on the stream; false if that fails. A block keeps its
 /// event, but an event can't be recorded in another context, so there it gets a new
 /// one.
-bool PinnedPool::Record(PinnedMemory* memory, CudaStream stream) const {
+bool PinnedPool::Record(PinnedMemory& memory, CudaStream stream) const {
   try {
     ScopedContext current(driver_, stream);
-    if (memory->event_context != current.context()) DestroyEvent(memory);
-    if (memory->event == nullptr) {
-      driver_.Check(driver_.cuEventCreate(&memory->event, kCudaEventDisableTiming),
+    if (memory.event_context != current.context()) DestroyEvent(memory);
+    if (memory.event == nullptr) {
+      driver_.Check(driver_.cuEventCreate(&memory.event, kCudaEventDisableTiming),
                     "cuEventCreate");
-      memory->event_context = current.context();
+      memory.event_context = current.context();
     }
-    return driver_.cuEventRecord(memory->event, stream) == kCudaSuccess;
+    return driver_.cuEventRecord(memory.event, stream) == kCudaSuccess;
   } catch (const CudaError&) {
     return false;  // the caller waits for the stream instead, and reports its error
   }
@@ -299,34 +261,25 @@ bool PinnedPool::Record(PinnedMemory* memory, CudaStream stream) const {
 // --- The whole ------------------------------------------------------------------
 
 /// Destroys a block's event, in the context in which it was made.
-void PinnedPool::DestroyEvent(PinnedMemory* memory) const noexcept {
-  if (memory->event == nullptr) return;
+void PinnedPool::DestroyEvent(PinnedMemory& memory) const noexcept {
+  if (memory.event == nullptr) return;
   try {
-    ScopedContext current(driver_, memory->event_context);
-    driver_.cuEventDestroy_v2(memory->event);
+    ScopedContext current(driver_, memory.event_context);
+    driver_.cuEventDestroy_v2(memory.event);
   } catch (const CudaError&) {  // the context is gone, and its events with it
   }
-  memory->event = nullptr;
-  memory->event_context = nullptr;
+  memory.event = nullptr;
+  memory.event_context = nullptr;
 }
 
 /// Returns a block to the system. Called without the lock.
-void PinnedPool::Free(PinnedMemory* memory) const noexcept {
-  const std::unique_ptr<PinnedMemory> owned(memory);
+void PinnedPool::Free(PinnedMemory& memory) const noexcept {
   DestroyEvent(memory);
   try {
-    ScopedContext current(driver_, memory->context);
-    driver_.cuMemFreeHost(memory->data);
+    ScopedContext current(driver_, memory.context);
+    driver_.cuMemFreeHost(memory.data);
   } catch (const CudaError&) {  // the context is gone, and its memory with it
   }
-}
-
-void PinnedPool::Trim() {
-  Lock lock(mutex_);
-  Turn turn(*this, lock, false);
-  if (!turn) return;  // a request waits for a block, and evicts what is idle
-  Collect(lock);
-  Evict(lock, 0);
 }
 
 void PinnedPool::set_limit(size_t bytes) {
@@ -337,7 +290,9 @@ void PinnedPool::set_limit(size_t bytes) {
   ++returns_;
   changed_.notify_all();
   Turn turn(*this, lock, false);
-  if (turn) Evict(lock, limit_);
+  if (!turn) return;
+  Collect(lock);
+  Evict(lock, limit_);
 }
 
 size_t PinnedPool::limit() const {
@@ -348,23 +303,6 @@ size_t PinnedPool::limit() const {
 PinnedPool::Stats PinnedPool::stats() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return stats_;
-}
-
-PinnedPool::~PinnedPool() {
-  // The lock is held over calls of the driver here, which is safe: nobody else is
-  // left.
-  Lock lock(mutex_);
-  while (PinnedMemory* memory = pending_.Pop()) {
-    try {
-      ScopedContext current(driver_, memory->event_context);
-      driver_.cuEventSynchronize(memory->event);
-    } catch (const CudaError&) {  // the context is gone, and nothing runs in it
-    }
-    MakeIdle(memory);
-  }
-  Evict(lock, 0);
-  // Only the headers: a device may still write to the memory of a lost block.
-  while (PinnedMemory* memory = lost_.Pop()) delete memory;
 }
 
 }  // namespace hostcall

@@ -18,10 +18,9 @@
 //   * In the steady state Acquire takes one lock, at most queries the pending
 //     events, and allocates nothing.
 //
-// The lock. No call of the driver is made under it (except in the destructor, which
-// nobody races), and Release makes no call of the driver at all. Therefore a block
-// may be released in a host function, where CUDA is forbidden. The ring that this
-// breaks:
+// The lock. No call of the driver is made under it, and Release makes no call of
+// the driver at all. Therefore a block may be released in a host function, where
+// CUDA is forbidden. The ring that this breaks:
 //
 //   1. dispatching thread: is inside cuMemHostAlloc or cuMemFreeHost, which wait
 //                          for the device
@@ -50,6 +49,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -61,33 +61,36 @@ namespace hostcall {
 class PinnedPool;
 
 /// One piece of pinned memory, and the event that tells when its last use has
-/// ended. Owned by a PinnedBlock, or by the one list of the pool that it is in.
+/// ended. It goes from list to list: that of a PinnedBlock, or one of the pool's.
+/// So giving it back allocates nothing, and can't fail.
 struct PinnedMemory {
   char* data = nullptr;           ///< the pinned bytes; owned
   size_t capacity = 0;            ///< bytes at `data`
   CudaContext context = nullptr;  ///< the context it was allocated in
   CudaEvent event = nullptr;      ///< owned; null before the first ReleaseAfter
   CudaContext event_context = nullptr;  ///< the context the event was made in
-  PinnedMemory* next = nullptr;         ///< the next in its list
 };
+using PinnedList = std::list<PinnedMemory>;
 
 /// Owns a block, or is empty. Its destructor releases the block. The pool outlives
 /// it.
 class PinnedBlock {
  public:
   PinnedBlock() = default;
-  PinnedBlock(PinnedBlock&& other) noexcept { Swap(other); }
+  PinnedBlock(PinnedBlock&& other) noexcept
+      : pool_(other.pool_), memory_(other.Empty()) {}
   PinnedBlock& operator=(PinnedBlock&& other) noexcept {
-    PinnedBlock(std::move(other)).Swap(*this);
+    Release();
+    pool_ = other.pool_;
+    memory_ = other.Empty();
     return *this;
   }
   PinnedBlock(const PinnedBlock&) = delete;
   PinnedBlock& operator=(const PinnedBlock&) = delete;
   ~PinnedBlock() { Release(); }
 
-  char* data() const { return memory_ != nullptr ? memory_->data : nullptr; }
-  size_t size() const { return size_; }  ///< as requested
-  explicit operator bool() const { return memory_ != nullptr; }
+  char* data() const { return memory_.empty() ? nullptr : memory_.front().data; }
+  explicit operator bool() const { return !memory_.empty(); }
 
   /// Returns the block to the pool now: nobody uses its memory any more. Makes no
   /// CUDA call, so a host function may do it.
@@ -101,19 +104,16 @@ class PinnedBlock {
 
  private:
   friend class PinnedPool;
-  PinnedBlock(PinnedPool* pool, PinnedMemory* memory, size_t size)
-      : pool_(pool), memory_(memory), size_(size) {}
-  void Swap(PinnedBlock& other) noexcept {
-    std::swap(pool_, other.pool_);
-    std::swap(memory_, other.memory_);
-    std::swap(size_, other.size_);
-  }
+  PinnedBlock(PinnedPool* pool, PinnedList memory)
+      : pool_(pool), memory_(std::move(memory)) {}
+  /// Empties this; returns what it had.
+  PinnedList Empty() noexcept { return std::exchange(memory_, {}); }
   PinnedPool* pool_ = nullptr;
-  PinnedMemory* memory_ = nullptr;
-  size_t size_ = 0;
+  PinnedList memory_;  ///< one piece, or none
 };
 
-/// Safe to use from several threads.
+/// Safe to use from several threads. A process never destroys its pools; if a pool
+/// is destroyed, no block of it is in use or pending.
 class PinnedPool {
  public:
   static constexpr size_t kLeast = size_t{4} << 10;  ///< the smallest capacity
@@ -135,25 +135,20 @@ class PinnedPool {
   PinnedPool(const CudaDriver& driver, size_t limit,
              std::chrono::milliseconds grace = kGrace)
       : driver_(driver), grace_(grace), limit_(limit) {}
-  /// Waits for pending events. No PinnedBlock exists any more.
-  ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
   /// Returns a block of at least `bytes`, with undefined content. Waits if the pool
   /// is full. A context must be current (ScopedContext). Throws CudaError if the
   /// driver has no memory.
-  PinnedBlock Acquire(size_t bytes);
+  ///
+  /// Without `may_wait`, returns an empty block instead of waiting for a block to
+  /// come back, or for other requests that do so. It may still wait for an
+  /// allocation that is under way, and may allocate.
+  PinnedBlock Acquire(size_t bytes, bool may_wait = true);
 
-  /// As Acquire, but returns an empty block instead of waiting for a block to come
-  /// back, or for other requests that do so. May wait for an allocation that is
-  /// under way, and may allocate.
-  PinnedBlock TryAcquire(size_t bytes);
-
-  /// Frees the blocks that are neither in use nor pending. Needs no context. Does
-  /// nothing while a request waits for a block.
-  void Trim();
-  /// Sets the limit in bytes. Frees idle blocks above a lower limit.
+  /// Sets the limit in bytes. Frees blocks above a lower limit that are neither in
+  /// use nor pending, unless a request waits for a block. Needs no context.
   void set_limit(size_t bytes);
   size_t limit() const;
   Stats stats() const;
@@ -165,36 +160,24 @@ class PinnedPool {
  private:
   friend class PinnedBlock;
   using Lock = std::unique_lock<std::mutex>;
-
-  /// A list, oldest first. Linked through the memory itself, so that Release can't
-  /// fail.
-  struct List {
-    PinnedMemory* first = nullptr;
-    PinnedMemory* last = nullptr;
-    void Append(PinnedMemory* memory);
-    void Prepend(List others);
-    PinnedMemory* Pop();
-  };
   class Turn;
 
-  PinnedBlock Take(size_t bytes, bool may_wait);
   bool Fits(size_t capacity) const;
-  PinnedMemory* PopIdle(size_t capacity);
-  PinnedBlock HandOut(PinnedMemory* memory, size_t bytes);
+  PinnedBlock Reuse(size_t capacity);
 
   // Called by the thread whose turn it is, with the lock, which they release while
   // they call the driver. Nobody else takes blocks out of the pool meanwhile.
   void Collect(Lock& lock);
   bool WaitForReturn(Lock& lock);
   void Evict(Lock& lock, size_t most);
-  PinnedMemory* Allocate(Lock& lock, size_t capacity);
+  PinnedList Allocate(Lock& lock, size_t capacity);
 
-  void Give(PinnedMemory* memory) noexcept;
-  void GiveAfter(PinnedMemory* memory, CudaStream stream);
-  bool Record(PinnedMemory* memory, CudaStream stream) const;
-  void MakeIdle(PinnedMemory* memory) noexcept;
-  void DestroyEvent(PinnedMemory* memory) const noexcept;
-  void Free(PinnedMemory* memory) const noexcept;
+  void Give(PinnedList memory) noexcept;
+  void GiveAfter(PinnedList memory, CudaStream stream);
+  bool Record(PinnedMemory& memory, CudaStream stream) const;
+  void MakeIdle(PinnedList memory) noexcept;
+  void DestroyEvent(PinnedMemory& memory) const noexcept;
+  void Free(PinnedMemory& memory) const noexcept;
 
   const CudaDriver& driver_;
   const std::chrono::milliseconds grace_;
@@ -208,9 +191,9 @@ class PinnedPool {
   size_t limit_;
   /// Free blocks by capacity, the last used first. Every capacity that was ever
   /// allocated keeps its entry, so that returning a block allocates nothing.
-  std::map<size_t, PinnedMemory*> idle_;
-  List pending_;  ///< behind an event, oldest first
-  List lost_;     ///< may be in use by a device for ever; only the header is freed
+  std::map<size_t, PinnedList> idle_;
+  PinnedList pending_;  ///< behind an event, oldest first
+  PinnedList lost_;     ///< may be in use by a device for ever; never freed
   Stats stats_;
   uint64_t tickets_ = 0;  ///< turns that were requested; the next ticket
   uint64_t serving_ = 0;  ///< the ticket that has the turn; none if tickets_

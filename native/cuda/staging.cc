@@ -1,7 +1,8 @@
 #include "cuda/staging.h"
 
-#include <atomic>
+#include <chrono>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "base/code.h"
@@ -9,6 +10,8 @@
 namespace hostcall {
 namespace {
 
+/// Time between two looks of Await: what a barrier may take longer than its taps.
+constexpr std::chrono::microseconds kPoll{50};
 /// Enough for cache lines and vector registers; NumPy and XLA require no more.
 constexpr size_t kAlignment = 64;
 
@@ -39,14 +42,8 @@ char* Place(const std::vector<Span>& spans, char* at, std::vector<void*>& places
   return at;
 }
 
-CudaDevicePtr Address(const Span& span) {
-  return reinterpret_cast<CudaDevicePtr>(span.device);
-}
-
 void RefuseCapture(const CudaDriver& driver, CudaStream stream) {
-  int status = 0;
-  driver.Check(driver.cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
-  if (status == 0) return;
+  if (!driver.IsCaptured(stream)) return;
   throw CudaError(
       "hostcall: the stream is being captured into a CUDA graph, in which the host "
       "can't be called. Keep XLA from capturing: set "
@@ -60,11 +57,8 @@ void CopyToHost(const CudaDriver& driver, CudaStream stream,
                 const std::vector<Span>& spans, const std::vector<void*>& places,
                 bool* enqueued) {
   for (size_t i = 0; i < spans.size(); ++i) {
-    if (spans[i].bytes == 0) continue;
-    *enqueued = true;
-    driver.Check(driver.cuMemcpyDtoHAsync_v2(places[i], Address(spans[i]),
-                                             spans[i].bytes, stream),
-                 "cuMemcpyDtoHAsync");
+    *enqueued |= spans[i].bytes != 0;
+    driver.CopyToHost(stream, places[i], spans[i].device, spans[i].bytes);
   }
 }
 
@@ -106,19 +100,16 @@ void StagedCall::Fetch() {
   ScopedContext current(driver_, stream_);
   CopyToHost(driver_, stream_, operands_, operand_data_, &in_flight_);
   if (!in_flight_) return;
-  driver_.Check(driver_.cuStreamSynchronize(stream_), "cuStreamSynchronize");
+  driver_.Synchronize(stream_);
   in_flight_ = false;
 }
 
 void StagedCall::Store() {
   ScopedContext current(driver_, stream_);
   for (size_t i = 0; i < results_.size(); ++i) {
-    if (results_[i].bytes == 0) continue;
-    in_flight_ = true;
-    driver_.Check(
-        driver_.cuMemcpyHtoDAsync_v2(Address(results_[i]), result_data_[i],
-                                     results_[i].bytes, stream_),
-        "cuMemcpyHtoDAsync");
+    in_flight_ |= results_[i].bytes != 0;
+    driver_.CopyToDevice(stream_, results_[i].device, result_data_[i],
+                         results_[i].bytes);
   }
   if (in_flight_) {
     block_.ReleaseAfter(stream_);
@@ -129,16 +120,56 @@ void StagedCall::Store() {
 
 // --- Taps -----------------------------------------------------------------------
 
+void TapStreams::RunBehind(CudaContext context, CudaStream stream,
+                           CudaHostFn function, void* data) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Behind& behind = behind_[context];
+  if (behind.event == nullptr) {
+    driver_.Check(driver_.cuEventCreate(&behind.event, kCudaEventDisableTiming),
+                  "cuEventCreate");
+  }
+  if (behind.stream == nullptr) {
+    driver_.Check(driver_.cuStreamCreate(&behind.stream, kCudaStreamNonBlocking),
+                  "cuStreamCreate");
+  }
+  driver_.Check(driver_.cuEventRecord(behind.event, stream), "cuEventRecord");
+  // The wait is for this recording, also when the event is recorded again.
+  driver_.Check(driver_.cuStreamWaitEvent(behind.stream, behind.event, 0),
+                "cuStreamWaitEvent");
+  driver_.Check(driver_.cuLaunchHostFunc(behind.stream, function, data),
+                "cuLaunchHostFunc");
+}
+
+bool TapStreams::Await(double seconds) {
+  const auto until =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  std::map<CudaContext, Behind> behind;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    behind = behind_;
+  }
+  for (const auto& [context, one] : behind) {
+    if (one.stream == nullptr) continue;
+    try {
+      ScopedContext current(driver_, context);
+      while (driver_.cuStreamQuery(one.stream) == kCudaNotReady) {
+        if (std::chrono::steady_clock::now() >= until) return false;
+        std::this_thread::sleep_for(kPoll);
+      }
+    } catch (const CudaError&) {  // the context is gone, and its taps with it
+    }
+  }
+  return true;
+}
+
 namespace {
 
-std::atomic<int64_t> g_failed_deliveries{0};
-
 /// What a tap needs on the driver's thread. Members are destroyed in reverse order,
-/// so everything that `deliver` holds is gone before the block goes back.
+/// so everything that the receiver holds is gone before the block goes back.
 struct TapJob {
   PinnedBlock block;
   std::vector<void*> data;
-  Deliver deliver;
+  Receiver receiver;
 };
 
 /// Called by the driver when the copies have ended. Makes no CUDA call: destroying
@@ -146,25 +177,25 @@ struct TapJob {
 void RunTap(void* adopted) {
   const std::unique_ptr<TapJob> job(static_cast<TapJob*>(adopted));
   try {
-    job->deliver(job->data.data());
+    job->receiver.deliver(job->data.data());
   } catch (...) {
-    g_failed_deliveries.fetch_add(1, std::memory_order_relaxed);
+    job->receiver.lose();
   }
 }
 
 }  // namespace
 
-bool StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
+void StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
               CudaStream stream, const std::vector<Span>& spans, bool may_wait,
-              Deliver deliver) {
+              Receiver receiver) {
   ScopedContext current(driver, stream);
   RefuseCapture(driver, stream);
   auto job = std::make_unique<TapJob>();
-  job->deliver = std::move(deliver);
+  job->receiver = std::move(receiver);
   const size_t bytes = Total(spans);
   if (bytes != 0) {
-    job->block = may_wait ? pool.Acquire(bytes) : pool.TryAcquire(bytes);
-    if (!job->block) return false;
+    job->block = pool.Acquire(bytes, may_wait);
+    if (!job->block) return job->receiver.lose();
   }
   Place(spans, job->block ? job->block.data() : Nowhere(), job->data);
   bool enqueued = false;
@@ -177,11 +208,6 @@ bool StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
   }
   // RunTap owns the job now, and may already have freed it, so nothing may be read.
   (void)job.release();
-  return true;
-}
-
-int64_t FailedDeliveries() {
-  return g_failed_deliveries.load(std::memory_order_relaxed);
 }
 
 }  // namespace hostcall

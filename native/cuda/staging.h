@@ -9,7 +9,7 @@
 //     function has returned, and nobody waits for that.
 //   * A tap never waits for the device, unless the pool is full and `may_wait` is
 //     set. The device never waits for a tap: on XLA's stream it only finds a copy
-//     and an event (tap_streams.h). The taps of one device are delivered in the
+//     and an event (TapStreams). The taps of one device are delivered in the
 //     order of their StageTap calls. They may be delivered after the program has
 //     ended.
 //   * Each call or tap takes one block of pinned memory. Whatever fails, the block
@@ -35,11 +35,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
-#include "cuda/tap_streams.h"
 
 namespace hostcall {
 
@@ -86,30 +87,80 @@ class StagedCall {
   bool in_flight_ = false;  ///< some enqueued copies may not have ended
 };
 
-/// Receives a tap's values: their addresses on the host, aligned to 64 bytes, valid
-/// while it runs.
+/// Streams of hostcall's own, one for each device, on which the host functions of
+/// taps run. Safe to use from several threads.
 ///
-/// It runs on a thread of the driver. It must not call CUDA, nor wait for a thread
-/// that does: the taps of all devices go on only when it returns. It should do no
-/// more than copy the values into a queue. An exception
-/// from it is caught and counted (FailedDeliveries): above it are only frames of
-/// the driver, which an exception must not cross, and the program that sent the tap
-/// has gone on.
-using Deliver = std::function<void(const void* const* data)>;
+/// A host function on XLA's stream would stop the device until the driver's thread
+/// has run it: 25 us a tap on an H200, where the copy of a scalar takes 2. So XLA's
+/// stream only records an event behind the copies of a tap, and goes on; a stream
+/// of hostcall's waits for the event, and runs the function. That costs the
+/// dispatching thread 3 us, and the device nothing.
+///
+/// Guarantees
+///   * Functions of one device run one after the other, in the order of the calls
+///     of RunBehind, each when what was enqueued on its stream before has ended.
+///   * After an error of the whole context its functions never run. Await then does
+///     not wait for them.
+///
+/// The lock. Two threads may enqueue on one device. The lock keeps the recording of
+/// an event and the wait for it together, since the event is one for each device.
+/// It is held during calls of the driver, which may wait for host functions to
+/// return; these never take it.
+class TapStreams {
+ public:
+  /// `driver` outlives this object. Streams and events are never destroyed: the
+  /// driver's threads use them until the process ends.
+  explicit TapStreams(const CudaDriver& driver) : driver_(driver) {}
+  TapStreams(const TapStreams&) = delete;
+  TapStreams& operator=(const TapStreams&) = delete;
 
-/// Sends values to the host, where `deliver` receives them when the device reaches
-/// this point of the stream. Returns false, with nothing enqueued, if the pool is
-/// full and `may_wait` is not set. Throws CudaError; `deliver` is then never
+  /// Calls `function(data)` on a thread of the driver, once everything that is
+  /// enqueued on `stream` by now has ended. `context` is the stream's, and current.
+  /// Throws CudaError; the function is then never called.
+  void RunBehind(CudaContext context, CudaStream stream, CudaHostFn function,
+                 void* data);
+
+  /// Waits until all functions that were given before have returned, at most so
+  /// many seconds; false if they have not. Needs no current context. It polls: the
+  /// driver has no wait with a limit.
+  bool Await(double seconds);
+
+ private:
+  struct Behind {
+    CudaStream stream = nullptr;
+    CudaEvent event = nullptr;
+  };
+
+  const CudaDriver& driver_;
+  std::mutex mutex_;
+  std::map<CudaContext, Behind> behind_;
+};
+
+/// Gets a tap's values, or learns that they are lost.
+struct Receiver {
+  /// Receives the values: their addresses on the host, aligned to 64 bytes, valid
+  /// while it runs.
+  ///
+  /// It runs on a thread of the driver. It must not call CUDA, nor wait for a
+  /// thread that does: the taps of all devices go on only when it returns. It
+  /// should do no more than copy the values into a queue.
+  std::function<void(const void* const* data)> deliver;
+  /// Called in place of `deliver` if the values can't be sent, or after it has
+  /// thrown: above it are only frames of the driver, which an exception must not
+  /// cross, and the program that sent the tap has gone on. It counts the loss; it
+  /// must not throw, and may do no more than `deliver` may.
+  std::function<void()> lose;
+};
+
+/// Sends values to the host, where the receiver gets them when the device reaches
+/// this point of the stream. They are lost, and nothing is enqueued, if the pool is
+/// full and `may_wait` is not set. Throws CudaError; the receiver is then never
 /// called.
 ///
 /// After an error of the whole context the driver calls no host functions any more:
 /// the values and the block are then lost with the context.
-[[nodiscard]] bool StageTap(const CudaDriver& driver, PinnedPool& pool,
-                            TapStreams& streams, CudaStream stream,
-                            const std::vector<Span>& spans, bool may_wait,
-                            Deliver deliver);
-
-/// The number of deliveries in this process that threw.
-int64_t FailedDeliveries();
+void StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
+              CudaStream stream, const std::vector<Span>& spans, bool may_wait,
+              Receiver receiver);
 
 }  // namespace hostcall

@@ -7,34 +7,12 @@
 namespace hostcall {
 namespace {
 
-/// One of the two pools, and its limit before it is made.
-struct Place {
-  explicit Place(size_t bytes) : limit(bytes) {}
-  std::atomic<PinnedPool*> pool{nullptr};  ///< null until first used; never freed
-  size_t limit;                            ///< in bytes; guarded by g_mutex
-};
-
-Place g_for_calls{1'000'000'000}, g_for_taps{256'000'000};
-std::atomic<TapStreams*> g_streams{
-    nullptr};  ///< null until first used; never freed
-// Guards the limits, and the making of the pools. Without it, a thread could make a
-// pool with the old limit while another thread sets a new one and sees no pool to
-// apply it to. Finding a pool that exists takes no lock.
+std::atomic<Gpus*> g_gpus{nullptr};  ///< null until first used; never freed
+// Guards the limits, and the making of the pools. Without it, a thread could make
+// the pools with old limits while another thread sets new ones and sees no pools to
+// apply them to. Finding pools that exist takes no lock.
 std::mutex g_mutex;
-
-/// Returns the pool, made at first use. It is never destroyed, since the driver's
-/// threads return blocks until the process ends.
-PinnedPool& PoolAt(Place& place) {
-  if (PinnedPool* pool = place.pool.load()) return *pool;
-  const CudaDriver& driver = Driver();  // may throw
-  std::lock_guard<std::mutex> lock(g_mutex);
-  PinnedPool* pool = place.pool.load();
-  if (pool == nullptr) {
-    pool = new PinnedPool(driver, place.limit);
-    place.pool.store(pool);
-  }
-  return *pool;
-}
+size_t g_for_calls = 1'000'000'000, g_for_taps = 256'000'000;  ///< limits in bytes
 
 }  // namespace
 
@@ -50,28 +28,27 @@ std::string CudaMissing() {
   return CudaDriver::Get(&why) != nullptr ? "" : why;
 }
 
-PinnedPool& PoolForCalls() { return PoolAt(g_for_calls); }
-PinnedPool& PoolForTaps() { return PoolAt(g_for_taps); }
-PinnedPool* PinnedForCalls() { return g_for_calls.pool.load(); }
-PinnedPool* PinnedForTaps() { return g_for_taps.pool.load(); }
-
-TapStreams& StreamsForTaps() {
-  static TapStreams* const streams = new TapStreams(Driver());
-  g_streams.store(streams);
-  return *streams;
+Gpus& Gpus::Get() {
+  static Gpus* const gpus = [] {
+    const CudaDriver& driver = Driver();
+    std::lock_guard<std::mutex> lock(g_mutex);
+    g_gpus.store(
+        new Gpus{{driver, g_for_calls}, {driver, g_for_taps}, TapStreams(driver)});
+    return g_gpus.load();
+  }();
+  return *gpus;
 }
 
-bool AwaitTapsOfGpus(double seconds) {
-  TapStreams* streams = g_streams.load();
-  return streams == nullptr || streams->Await(seconds);
-}
+Gpus* Gpus::IfUsed() { return g_gpus.load(); }
 
 void LimitPinned(size_t for_calls, size_t for_taps) {
   std::lock_guard<std::mutex> lock(g_mutex);
-  g_for_calls.limit = for_calls;
-  g_for_taps.limit = for_taps;
-  if (PinnedPool* pool = PinnedForCalls()) pool->set_limit(for_calls);
-  if (PinnedPool* pool = PinnedForTaps()) pool->set_limit(for_taps);
+  g_for_calls = for_calls;
+  g_for_taps = for_taps;
+  if (Gpus* gpus = Gpus::IfUsed()) {
+    gpus->for_calls.set_limit(for_calls);
+    gpus->for_taps.set_limit(for_taps);
+  }
 }
 
 void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
@@ -86,32 +63,25 @@ void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
     // 1 and 2 stand for the default streams, and are valid handles for the driver:
     // CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
     const auto theirs = reinterpret_cast<CudaStream>(*made_on);
-    driver.Check(driver.cuStreamSynchronize(theirs), "cuStreamSynchronize");
+    driver.Synchronize(theirs);
   }
-  driver.Check(
-      driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(to),
-                                  reinterpret_cast<CudaDevicePtr>(from), bytes, on),
-      "cuMemcpyDtoDAsync");
+  driver.CopyOnDevice(on, to, from, bytes);
   // The source's owner orders its reuse on its own stream, not on this one, and may
   // free it as soon as this returns. On the same stream the reuse comes after the
   // copy anyway.
-  if (!same) driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
+  if (!same) driver.Synchronize(on);
 }
 
 bool IsCaptured(void* stream) {
-  const CudaDriver& driver = Driver();
   const auto on = static_cast<CudaStream>(stream);
-  ScopedContext current(driver, on);
-  int status = 0;
-  driver.Check(driver.cuStreamIsCapturing(on, &status), "cuStreamIsCapturing");
-  return status != 0;
+  ScopedContext current(Driver(), on);
+  return Driver().IsCaptured(on);
 }
 
 void WaitForStream(void* stream) {
-  const CudaDriver& driver = Driver();
   const auto on = static_cast<CudaStream>(stream);
-  ScopedContext current(driver, on);
-  driver.Check(driver.cuStreamSynchronize(on), "cuStreamSynchronize");
+  ScopedContext current(Driver(), on);
+  Driver().Synchronize(on);
 }
 
 }  // namespace hostcall

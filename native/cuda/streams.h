@@ -11,7 +11,7 @@
 
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
-#include "cuda/tap_streams.h"
+#include "cuda/staging.h"
 
 namespace hostcall {
 
@@ -21,21 +21,21 @@ const CudaDriver& Driver();
 /// The reason why there is no driver; empty if there is one.
 std::string CudaMissing();
 
-/// The pinned memory of calls and of taps, made at first use. There are two pools
-/// because a tap holds its block until its device has reached it, and a call must
-/// not wait for that. Throws std::runtime_error if there is no driver.
-PinnedPool& PoolForCalls();
-PinnedPool& PoolForTaps();
-/// The same pools, or null before their first use.
-PinnedPool* PinnedForCalls();
-PinnedPool* PinnedForTaps();
-/// The streams of taps, made at first use. Throws std::runtime_error if there is no
-/// driver.
-TapStreams& StreamsForTaps();
-/// Waits until all taps that GPUs have been given so far are in the tap queue, at
-/// most so many seconds. False if they are not. True at once without such taps.
-bool AwaitTapsOfGpus(double seconds);
-/// Sets the limits of both pools in bytes, also of a pool that is made later.
+/// What the process has for its GPUs. Made at first use, and never destroyed: the
+/// driver's threads return blocks until the process ends.
+struct Gpus {
+  /// The pinned memory of calls and of taps. There are two pools because a tap
+  /// holds its block until its device has reached it, and a call must not wait for
+  /// that.
+  PinnedPool for_calls, for_taps;
+  TapStreams streams;  ///< of taps
+
+  /// Throws std::runtime_error if there is no driver.
+  static Gpus& Get();
+  /// The same, or null before the first use.
+  static Gpus* IfUsed();
+};
+/// Sets the limits of both pools in bytes, also of pools that are made later.
 void LimitPinned(size_t for_calls, size_t for_taps);
 
 /// Copies inside a GPU's memory, on `stream`. `made_on` is the stream on which the

@@ -6,8 +6,6 @@
 // A blocking tap waits for space in the tap queue here, before its copies are
 // enqueued. The driver's thread, which pushes the tap later, must never wait.
 
-#include "handlers/cuda_handlers.h"
-
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -20,13 +18,12 @@
 #include "cuda/staging.h"
 #include "cuda/streams.h"
 #include "handlers/ffi.h"
+#include "handlers/handlers.h"
 #include "handlers/plan_state.h"
 #include "handlers/run_call.h"
-#include "handlers/tap_filter.h"
 #include "invoke/tap_worker.h"
 #include "plan/push_tap.h"
 #include "queue/tap_queue.h"
-#include "queue/tap_thread.h"
 
 namespace hostcall {
 namespace {
@@ -43,28 +40,15 @@ struct Work {
   bool ok() const { return operands.ok() && results.ok(); }
   /// All operands on the device: the mask first, the flag `always` last.
   std::vector<Span> OperandSpans() {
-    const Plan& plan = *state.plan;
-    std::vector<Span> spans;
-    if (plan.masked) {
-      spans.push_back({operands.data()[0], static_cast<size_t>(plan.mask_rows)});
-    }
-    for (const Leaf& leaf : plan.args) {
-      spans.push_back({operands.data()[spans.size()], leaf.buffer_bytes()});
-    }
-    if (plan.inputs() > plan.operands()) {
-      spans.push_back({operands.data()[spans.size()], sizeof(bool)});
-    }
-    return spans;
+    return Spans(operands, state.plan->InputSizes());
   }
   /// All results on the device, the outcome last.
   std::vector<Span> ResultSpans() {
+    return Spans(results, state.plan->OutputSizes());
+  }
+  static std::vector<Span> Spans(Pointers& at, const std::vector<size_t>& sizes) {
     std::vector<Span> spans;
-    for (const Leaf& leaf : state.plan->results) {
-      spans.push_back({results.data()[spans.size()], leaf.buffer_bytes()});
-    }
-    if (state.plan->tells) {
-      spans.push_back({results.data()[spans.size()], kOutcomeBytes});
-    }
+    for (size_t bytes : sizes) spans.push_back({at.data()[spans.size()], bytes});
     return spans;
   }
 
@@ -88,19 +72,15 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, const char* why) {
   ScopedContext current(Driver(), work.stream);
   const std::vector<Span> results = work.ResultSpans();
   for (const Span& span : results) {
-    if (span.bytes == 0) continue;
-    const auto address = reinterpret_cast<CudaDevicePtr>(span.device);
-    Driver().Check(Driver().cuMemsetD8Async(address, 0, span.bytes, work.stream),
-                   "cuMemsetD8Async");
+    Driver().Fill(work.stream, span.device, 0, span.bytes);
   }
   // The first byte of an outcome is 1 if the call failed.
-  const auto outcome = reinterpret_cast<CudaDevicePtr>(results.back().device);
-  Driver().Check(Driver().cuMemsetD8Async(outcome, 1, 1, work.stream),
-                 "cuMemsetD8Async");
+  Driver().Fill(work.stream, results.back().device, 1, 1);
   return nullptr;
 }
 
-XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type) {
+XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, void* stream,
+                          XLA_FFI_TypeId* type) {
   const PlanState* state = nullptr;
   if (XLA_FFI_Error* error = StateOf(frame, &state, type)) return error;
   Work work(frame, *state, stream, state->plan->outputs());
@@ -109,7 +89,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
   std::optional<StagedCall> staged;
   try {
     const std::vector<Span> operands = work.OperandSpans();
-    staged.emplace(driver, PoolForCalls(), work.stream, operands,
+    staged.emplace(driver, Gpus::Get().for_calls, work.stream, operands,
                    work.ResultSpans());
     staged->Fetch();
     // Without operand bytes Fetch has waited for nothing. A call with an effect
@@ -122,7 +102,7 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type
                     [](const Span& span) { return span.bytes != 0; });
     if (effect && !waited) {
       ScopedContext current(driver, work.stream);
-      driver.Check(driver.cuStreamSynchronize(work.stream), "cuStreamSynchronize");
+      driver.Synchronize(work.stream);
     }
   } catch (const std::exception& e) {
     if (state->plan->tells) return TellThatNoneWasMade(work, e.what());
@@ -143,8 +123,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* typ
   const XLA_FFI_Buffer* told = OutcomeIn(frame, *state->plan);
   if (told == nullptr) return BufferMismatch(frame);
   const std::vector<Span> outcome{{told->data, kOutcomeBytes}};
-  StagedCall staged(Driver(), PoolForCalls(), static_cast<CudaStream>(stream),
-                    outcome, {});
+  StagedCall staged(Driver(), Gpus::Get().for_calls,
+                    static_cast<CudaStream>(stream), outcome, {});
   staged.Fetch();
   return ErrorOfOutcome(frame, *state->plan, staged.operands()[0]);
 }
@@ -186,18 +166,11 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
     const Span& in = spans[i + (plan.masked ? 1 : 0)];
     void* out = work.results.data()[i];
-    if (out == in.device || in.bytes == 0) continue;
-    driver.Check(
-        driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(out),
-                                    reinterpret_cast<CudaDevicePtr>(in.device),
-                                    in.bytes, work.stream),
-        "cuMemcpyDtoDAsync");
+    if (out != in.device)
+      driver.CopyOnDevice(work.stream, out, in.device, in.bytes);
   }
   if (tap.linked) {
-    driver.Check(driver.cuMemsetD8Async(
-                     reinterpret_cast<CudaDevicePtr>(work.results.data()[0]), 0,
-                     sizeof(int32_t), work.stream),
-                 "cuMemsetD8Async");
+    driver.Fill(work.stream, work.results.data()[0], 0, sizeof(int32_t));
   }
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(plan, device)) return nullptr;
@@ -212,32 +185,28 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId* type)
   }
   // Only refuses programs of a closed engine. Deliver, which runs after this
   // returns, enters the engine itself.
-  {
-    Entry entry;
-    if (!entry) {
-      return MakeError(frame->api, ClosedText(),
-                       XLA_FFI_Error_Code_FAILED_PRECONDITION);
-    }
-  }
-  const bool nested = tap.nested || TapThread::IsThis();
+  if (const Entry entry; !entry) return ClosedError(frame);
+  const bool nested = tap.nested || t_delivers_taps;
   const bool blocks = tap.when_full == WhenFull::kBlock;
   if (blocks && !nested) AwaitSpace(plan, device, run);
   // Holds references to the plan and the throttle, since XLA may destroy the state
   // before the driver's thread runs this. If it drops the plan's last reference,
   // the plan goes to the graveyard: the driver's thread must not wait for the GIL.
-  Deliver deliver = [plan = state->plan, later, device,
-                     run](const void* const* data) {
+  Receiver receiver;
+  receiver.deliver = [plan = state->plan, later, device,
+                      run](const void* const* data) {
     Entry entry;
     if (!entry || IsMasked(*plan, data)) return;
     if (IsSkipped(*plan, later.get(), device, run, data)) return;
     PushOrDeliver(*plan, device, run, data, true);
   };
-  const bool sent = StageTap(driver, PoolForTaps(), StreamsForTaps(), work.stream,
-                             spans, blocks, std::move(deliver));
-  if (!sent) {
-    plan.counts->dropped.fetch_add(1, std::memory_order_relaxed);
+  receiver.lose = [plan = state->plan] {
+    plan->counts->dropped.fetch_add(1, std::memory_order_relaxed);
     TapQueue::Get().CountDropped();
-  }
+  };
+  Gpus& gpus = Gpus::Get();
+  StageTap(driver, gpus.for_taps, gpus.streams, work.stream, spans, blocks,
+           std::move(receiver));
   return nullptr;
 }
 
@@ -248,13 +217,9 @@ XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, void* stream, XLA_FFI_TypeId*) {
   if (!in.ok() || !out.ok()) {
     return MakeError(frame->api, "hostcall: a link has one operand and one result");
   }
-  const CudaDriver& driver = Driver();
-  ScopedContext current(driver, static_cast<CudaStream>(stream));
-  driver.Check(
-      driver.cuMemcpyDtoDAsync_v2(reinterpret_cast<CudaDevicePtr>(out.data()[0]),
-                                  reinterpret_cast<CudaDevicePtr>(in.data()[0]),
-                                  sizeof(int32_t), static_cast<CudaStream>(stream)),
-      "cuMemcpyDtoDAsync");
+  const auto on = static_cast<CudaStream>(stream);
+  ScopedContext current(Driver(), on);
+  Driver().CopyOnDevice(on, out.data()[0], in.data()[0], sizeof(int32_t));
   return nullptr;
 }
 
@@ -281,7 +246,7 @@ XLA_FFI_Error* OnXlasStream(XLA_FFI_CallFrame* frame, Body body,
 }  // namespace
 
 XLA_FFI_Error* ExecuteCallOnCuda(XLA_FFI_CallFrame* f) {
-  return OnXlasStream(f, Call);
+  return OnXlasStream(f, CallOnHost);
 }
 XLA_FFI_Error* ExecuteTapOnCuda(XLA_FFI_CallFrame* f) {
   return OnXlasStream(f, Tap);

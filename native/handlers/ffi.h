@@ -19,6 +19,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 #if defined(__GLIBCXX__)
 #include <cxxabi.h>
 #endif
@@ -26,6 +27,7 @@
 #include "base/code.h"
 #include "base/detached.h"
 #include "base/engine.h"
+#include "base/few.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -34,11 +36,8 @@ namespace hostcall {
 inline XLA_FFI_Error* MakeError(
     const XLA_FFI_Api* api, const std::string& text,
     XLA_FFI_Error_Code code = XLA_FFI_Error_Code_INTERNAL) {
-  XLA_FFI_Error_Create_Args args;
-  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.message = text.c_str();
-  args.errc = code;
+  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr,
+                                    text.c_str(), code};
   return api->XLA_FFI_Error_Create(&args);
 }
 
@@ -164,10 +163,8 @@ inline const XLA_FFI_ByteSpan* TextAttribute(const XLA_FFI_CallFrame* frame,
 /// Destroys an error that is not to be reported. Returns whether there was one.
 inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   if (error == nullptr) return false;
-  XLA_FFI_Error_Destroy_Args args;
-  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.error = error;
+  XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE,
+                                     nullptr, error};
   api->XLA_FFI_Error_Destroy(&args);
   return true;
 }
@@ -175,11 +172,8 @@ inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
 /// The ordinal of the device that the program runs on. Never -1, which the engine
 /// uses for eager calls. Throws.
 inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DeviceOrdinal_Get_Args args;
-  args.struct_size = XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.device_ordinal = -1;
+  XLA_FFI_DeviceOrdinal_Get_Args args = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE,
+                                         nullptr, frame->ctx, -1};
   XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
   if (error != nullptr) throw XlaError{error};
   if (args.device_ordinal < 0) {
@@ -190,50 +184,17 @@ inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
 
 /// Bits of one element; 0 for a type that no call takes.
 inline int64_t BitsOf(XLA_FFI_DataType type) {
-  switch (type) {
-    case XLA_FFI_DataType_S1:
-    case XLA_FFI_DataType_U1:
-      return 1;
-    case XLA_FFI_DataType_S2:
-    case XLA_FFI_DataType_U2:
-      return 2;
-    case XLA_FFI_DataType_S4:
-    case XLA_FFI_DataType_U4:
-    case XLA_FFI_DataType_F4E2M1FN:
-      return 4;
-    // XLA has no name for its types of 6 bits, which take a byte each.
-    case XLA_FFI_DataType_INVALID:
-    case XLA_FFI_DataType_PRED:
-    case XLA_FFI_DataType_S8:
-    case XLA_FFI_DataType_U8:
-    case XLA_FFI_DataType_F8E5M2:
-    case XLA_FFI_DataType_F8E3M4:
-    case XLA_FFI_DataType_F8E4M3:
-    case XLA_FFI_DataType_F8E4M3FN:
-    case XLA_FFI_DataType_F8E4M3B11FNUZ:
-    case XLA_FFI_DataType_F8E5M2FNUZ:
-    case XLA_FFI_DataType_F8E4M3FNUZ:
-    case XLA_FFI_DataType_F8E8M0FNU:
-      return 8;
-    case XLA_FFI_DataType_S16:
-    case XLA_FFI_DataType_U16:
-    case XLA_FFI_DataType_F16:
-    case XLA_FFI_DataType_BF16:
-      return 16;
-    case XLA_FFI_DataType_S32:
-    case XLA_FFI_DataType_U32:
-    case XLA_FFI_DataType_F32:
-      return 32;
-    case XLA_FFI_DataType_S64:
-    case XLA_FFI_DataType_U64:
-    case XLA_FFI_DataType_F64:
-    case XLA_FFI_DataType_C64:
-      return 64;
-    case XLA_FFI_DataType_C128:
-      return 128;
-    default:
-      return 0;
-  }
+  // By XLA's numbers. It has none for its types of 6 bits, which take a byte each.
+  static constexpr uint8_t kBits[] = {
+      8, 8, 8, 16, 32, 64, 8, 16, 32, 64,  // (none), PRED, S8..S64, U8..U64
+      16, 32, 64, 0, 0, 64,                // F16..F64, 13, 14, C64
+      16, 0, 128, 8, 8, 4, 4, 8,  // BF16, token, C128, F8E5M2, F8E4M3FN, S4,
+                                  // U4, F8E4M3B11FNUZ
+      8, 8, 2, 2, 8, 8, 1, 1,     // F8E5M2FNUZ, F8E4M3FNUZ, S2, U2, F8E4M3,
+                                  // F8E3M4, S1, U1
+      4, 8};                      // F4E2M1FN, F8E8M0FNU
+  const auto number = static_cast<size_t>(type);
+  return number < sizeof kBits ? kBits[number] : 0;
 }
 
 /// Bytes of a buffer in XLA's layout.
@@ -243,18 +204,26 @@ inline size_t BytesOf(const XLA_FFI_Buffer& buffer) {
   return static_cast<size_t>((elements * BitsOf(buffer.dtype) + 7) / 8);
 }
 
-/// Whether the last of these buffers, the first behind a token, has so many bytes.
+/// Whether the last buffers of a list have these sizes. A number or a token that
+/// only orders the call may be in front of them.
 template <typename List>
-bool LastHas(size_t bytes, const List& list, void* const* items) {
-  return list.size > 0 &&
-         BytesOf(*static_cast<const XLA_FFI_Buffer*>(items[list.size - 1])) ==
-             bytes;
+bool Fit(const std::vector<size_t>& bytes, const List& list, void* const* items) {
+  const auto size = static_cast<size_t>(list.size);
+  if (size != bytes.size() && size != bytes.size() + 1) return false;
+  items += size - bytes.size();
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    if (BytesOf(*static_cast<const XLA_FFI_Buffer*>(items[i])) != bytes[i]) {
+      return false;
+    }
+  }
+  return true;
 }
 
 /// Null if a link has one number as operand and as result, else an error.
 inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
-  if (LastHas(sizeof(int32_t), frame->args, frame->args.args) &&
-      LastHas(sizeof(int32_t), frame->rets, frame->rets.rets)) {
+  const std::vector<size_t> number{sizeof(int32_t)};
+  if (Fit(number, frame->args, frame->args.args) &&
+      Fit(number, frame->rets, frame->rets.rets)) {
     return nullptr;
   }
   return MakeError(
@@ -264,40 +233,32 @@ inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
       "it" HOSTCALL_CODE("hc-load"));
 }
 
-/// The data pointers of a call's buffers, on the stack if they are few. An ordered
-/// call has a token before its operands and results. A token has no data, and is
-/// skipped.
+/// The data pointers of a call's buffers. An ordered call has a token before its
+/// operands and results. A token has no data, and is skipped.
 class Pointers {
  public:
   template <typename List>
-  Pointers(const List& list, void* const* items, size_t wanted) {
+  Pointers(const List& list, void* const* items, size_t wanted) : data_(wanted) {
     const size_t size = static_cast<size_t>(list.size);
     ok_ = size == wanted || size == wanted + 1;
-    if (!ok_) return;
     const size_t first = size - wanted;
-    if (wanted > kInline) heap_.reset(new void*[wanted]);
-    for (size_t i = 0; i < wanted; ++i) {
+    for (size_t i = 0; ok_ && i < wanted; ++i) {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
   /// False if XLA passes a different number of buffers; `data` is then not set.
   bool ok() const { return ok_; }
-  void** data() { return heap_ ? heap_.get() : inline_; }
+  void** data() { return data_.data(); }
 
  private:
-  static constexpr size_t kInline = 8;
   bool ok_;
-  void* inline_[kInline];
-  std::unique_ptr<void*[]> heap_;
+  Few<void*, 8> data_;
 };
 
 /// XLA's number of this execution of the program. Throws.
 inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_RunId_Get_Args args;
-  args.struct_size = XLA_FFI_RunId_Get_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.run_id = 0;
+  XLA_FFI_RunId_Get_Args args = {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr,
+                                 frame->ctx, 0};
   XLA_FFI_Error* error = frame->api->XLA_FFI_RunId_Get(&args);
   if (error != nullptr) throw XlaError{error};
   return args.run_id;
@@ -305,11 +266,8 @@ inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
 
 /// XLA's stream on a GPU; null if the platform has none.
 inline void* StreamOf(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Stream_Get_Args args;
-  args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.stream = nullptr;
+  XLA_FFI_Stream_Get_Args args = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, nullptr,
+                                  frame->ctx, nullptr};
   if (Drop(frame->api, frame->api->XLA_FFI_Stream_Get(&args))) return nullptr;
   return args.stream;
 }
@@ -325,6 +283,12 @@ inline const char* ClosedText() {
                "called any more. Wait for your programs "
                "(jax.block_until_ready) before the script ends" HOSTCALL_CODE(
                    "hc-closed");
+}
+
+/// The error of a call that the engine refuses.
+inline XLA_FFI_Error* ClosedError(const XLA_FFI_CallFrame* frame) {
+  return MakeError(frame->api, ClosedText(),
+                   XLA_FFI_Error_Code_FAILED_PRECONDITION);
 }
 
 /// The last `catch` of a list, for everything that is not a std::exception: native

@@ -1,11 +1,9 @@
 #include "handlers/host_callback.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <exception>
-#include <mutex>
 #include <utility>
 
 namespace hostcall {
@@ -19,13 +17,6 @@ constexpr size_t kMore = 128;  // zeros behind a frame, for members of newer XLA
 XLA_FFI_Handler* g_handler = nullptr;  ///< JAX's handler; null until it is set
 void* g_callbacks[kWords];             ///< the list of callbacks: RunPending
 void* g_answer[kWords];                ///< what GetterOf's function answers
-std::mutex g_api_mutex;  ///< guards the writing of g_api, some nanoseconds
-/// The interface that g_api is a copy of; null before the first.
-std::atomic<const XLA_FFI_Api*> g_api_of{nullptr};
-/// The copy. A handler may still use it while its body has released the GIL, so it
-/// is written again only for another interface. Only programs for the CPU come
-/// here, and they all have the interface of jaxlib.
-alignas(std::max_align_t) unsigned char g_api[kLargest];
 
 /// A call on its way through JAX's handler. Lives on the stack of
 /// RunInsideHostCallback.
@@ -35,7 +26,6 @@ struct Pending {
 };
 thread_local Pending* t_pending = nullptr;  ///< null once RunPending has taken it
 HOSTCALL_HOT int t_depth = 0;               ///< calls of RunPending on this thread
-thread_local Scout t_scout = Scout::kNone;
 
 /// The member that gives the host callbacks of a program. It is the same member
 /// under two names; newer headers have the second. The int argument prefers the
@@ -47,24 +37,6 @@ auto GetterOf(Api* api, int) -> decltype(&api->XLA_FFI_ExecutionContext_Get) {
 template <typename Api>
 auto GetterOf(Api* api, long) -> decltype(&api->XLA_FFI_InvokeContext_Get) {
   return &api->XLA_FFI_InvokeContext_Get;
-}
-
-/// A copy of XLA's interface that answers with g_answer. Null if the interface is
-/// larger than expected. The GIL is held.
-const XLA_FFI_Api* Interface(const XLA_FFI_Api* api) {
-  if (api->struct_size > kLargest) return nullptr;
-  auto* copy = reinterpret_cast<XLA_FFI_Api*>(g_api);
-  if (g_api_of.load(std::memory_order_acquire) == api) return copy;
-  const std::lock_guard<std::mutex> lock(g_api_mutex);
-  if (g_api_of.load(std::memory_order_relaxed) != api) {
-    std::memcpy(g_api, api, api->struct_size);
-    *GetterOf(copy, 0) = [](auto* args) -> XLA_FFI_Error* {
-      args->data = g_answer;
-      return nullptr;
-    };
-    g_api_of.store(api, std::memory_order_release);
-  }
-  return copy;
 }
 
 }  // namespace
@@ -90,28 +62,33 @@ void RunPending() {
   --t_depth;
 }
 
-Scout& ScoutNow() { return t_scout; }
-
 bool AskInside() {
-  if (t_scout == Scout::kNone) return false;
-  t_scout = Scout::kAsked;
-  return true;
+  if (ScoutLooks::t_asked == nullptr) return false;
+  return *ScoutLooks::t_asked = true;
 }
 
 bool InsideHostCallback() { return t_depth > 0; }
 
 void RunInsideHostCallback(const XLA_FFI_CallFrame* frame,
                            const std::function<void()>& body) {
-  const XLA_FFI_Api* api = Interface(frame->api);
-  const size_t size = frame->struct_size;
+  const size_t size = frame->struct_size, api_size = frame->api->struct_size;
   // JAX's handler enters Python by PyGILState_Ensure, which knows only the first
   // thread state that was made for this thread. If another one is current, it would
   // wait for the GIL that its own thread holds.
   const bool known = PyGILState_GetThisThreadState() == PyThreadState_Get();
-  if (g_handler == nullptr || api == nullptr || size > kLargest - kMore || !known) {
+  if (g_handler == nullptr || api_size > kLargest || size > kLargest - kMore ||
+      !known) {
     body();
     return;
   }
+  // A copy of the interface, which answers with g_answer.
+  alignas(std::max_align_t) unsigned char interface[kLargest];
+  std::memcpy(interface, frame->api, api_size);
+  auto* api = reinterpret_cast<XLA_FFI_Api*>(interface);
+  *GetterOf(api, 0) = [](auto* args) -> XLA_FFI_Error* {
+    args->data = g_answer;
+    return nullptr;
+  };
   alignas(std::max_align_t) unsigned char storage[kLargest];
   std::memcpy(storage, frame, size);
   // XLA does not count the last members, such as `future`, in `struct_size`.

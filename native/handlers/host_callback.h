@@ -52,27 +52,26 @@ void RunPending();
 /// Whether a call of this thread runs inside a host callback.
 bool InsideHostCallback();
 
-/// What the scout of the calling thread's call has found (host_device.py says why).
-enum class Scout {
-  kNone,   ///< no call has a scout, though its guard may still be set on the thread
-  kLooks,  ///< the call under way has a scout, which has found nothing
-  kAsked,  ///< the scout has asked for the call to be made inside
-};
-/// The calling thread's state. MakeInside sets it around a call with a scout.
-Scout& ScoutNow();
-
-/// Around a call with a scout. What the thread had before is put back even if the
-/// call throws: it would answer for other callbacks on this thread.
+/// Around a call with a scout (host_device.py says why): holds what the scout
+/// finds. What the thread had before is put back even if the call throws: it would
+/// answer for other callbacks on this thread.
 class ScoutLooks {
  public:
-  ScoutLooks() : outer_(std::exchange(ScoutNow(), Scout::kLooks)) {}
-  ~ScoutLooks() { ScoutNow() = outer_; }
+  ScoutLooks() : outer_(std::exchange(t_asked, &asked_)) {}
+  ~ScoutLooks() { t_asked = outer_; }
   ScoutLooks(const ScoutLooks&) = delete;
   ScoutLooks& operator=(const ScoutLooks&) = delete;
-  bool asked() const { return ScoutNow() == Scout::kAsked; }
+  /// Whether the innermost scout of the calling thread has asked for its call to be
+  /// made inside.
+  static bool HasAsked() { return *t_asked; }
 
  private:
-  const Scout outer_;
+  friend bool AskInside();
+  /// The innermost one's `asked_`. Null: no call of this thread has a scout, though
+  /// its guard may still be set on the thread.
+  inline static thread_local bool* t_asked = nullptr;
+  bool asked_ = false;
+  bool* const outer_;
 };
 
 /// Asks for the call under way to be repeated inside a host callback. Returns false

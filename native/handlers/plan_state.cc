@@ -17,9 +17,6 @@ namespace {
 XLA_FFI_TypeId g_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 XLA_FFI_TypeId g_cuda_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
 
-BlockMaker g_block_maker = nullptr;
-TextReader g_text_reader = nullptr;
-
 /// The state of a place with this plan.
 std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
   auto state = std::make_unique<PlanState>();
@@ -33,22 +30,21 @@ std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
 }
 
 /// Asks Python for a plan, on a thread that compiles, loads or runs a program.
-/// `ask` returns the plan, or puts a text into its argument. Returns XLA's error or
-/// null.
+/// `ask` returns the plan or throws. Returns XLA's error or null.
 template <typename Ask>
 XLA_FFI_Error* AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
                          Counted<Plan>* plan, Ask ask) {
   Entry entry;
-  if (!entry) {
-    return MakeError(frame->api, ClosedText(),
-                     XLA_FFI_Error_Code_FAILED_PRECONDITION);
-  }
+  if (!entry) return ClosedError(frame);
   // If the thread holds the GIL, so does the guard; no lock of XLA's is known to be
   // held here.
-  std::string fault;
   GilGuard gil;
-  *plan = ask(&fault);
-  return fault.empty() ? nullptr : MakeError(frame->api, fault, code);
+  try {
+    *plan = ask();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return MakeError(frame->api, error.what(), code);
+  }
 }
 
 /// Asks Python to read a text. Returns XLA's error, or null with the plan in
@@ -57,9 +53,7 @@ XLA_FFI_Error* ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
                         bool on_cuda, const std::vector<BufferType>* buffers,
                         Counted<Plan>* plan) {
   return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, plan,
-                   [&](std::string* fault) {
-                     return g_text_reader(text, on_cuda, buffers, fault);
-                   });
+                   [&] { return g_plan_makers.of_text(text, on_cuda, buffers); });
 }
 
 /// The types of all operands and results that are not tokens.
@@ -77,19 +71,6 @@ std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
   add(frame->args.size, frame->args.args);
   add(frame->rets.size, frame->rets.rets);
   return all;
-}
-
-/// Whether the last buffers of a list have these sizes. A number or a token that
-/// only orders the call may be in front of them.
-bool Fit(int64_t size, void* const* items, const std::vector<size_t>& bytes) {
-  const auto wanted = static_cast<int64_t>(bytes.size());
-  if (size != wanted && size != wanted + 1) return false;
-  for (int64_t i = 0; i < wanted; ++i) {
-    const auto* buffer =
-        static_cast<const XLA_FFI_Buffer*>(items[size - wanted + i]);
-    if (BytesOf(*buffer) != bytes[static_cast<size_t>(i)]) return false;
-  }
-  return true;
 }
 
 /// The bytes that XLA passes for a leaf. An element of float0 has none here, and is
@@ -119,8 +100,8 @@ bool FitsBuffers(const Plan& plan, const XLA_FFI_CallFrame* frame) {
     for (const Leaf& leaf : plan.results) out.push_back(XlasBytes(leaf));
     if (plan.tells) out.push_back(kOutcomeBytes);
   }
-  return Fit(frame->args.size, frame->args.args, in) &&
-         Fit(frame->rets.size, frame->rets.rets, out);
+  return Fit(in, frame->args, frame->args.args) &&
+         Fit(out, frame->rets, frame->rets.rets);
 }
 
 /// Null if XLA's buffers fit the plan, else an error.
@@ -173,28 +154,30 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   if (block != nullptr && plan) {
     const Counted<Plan> whole = std::move(plan);
     XLA_FFI_Error* error = AskPython(
-        frame, XLA_FFI_Error_Code_INTERNAL, &plan, [&](std::string* fault) {
-          return g_block_maker(*whole, {block->ptr, block->len}, fault);
-        });
+        frame, XLA_FFI_Error_Code_INTERNAL, &plan,
+        [&] { return g_plan_makers.of_block(*whole, {block->ptr, block->len}); });
     if (error != nullptr) return error;
   }
   if (!state) state = StateFor(std::move(plan));
-  XLA_FFI_State_Set_Args args;
-  args.struct_size = XLA_FFI_State_Set_Args_STRUCT_SIZE;
-  args.extension_start = nullptr;
-  args.ctx = frame->ctx;
-  args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  args.type_id = type;
-  args.state = state.get();
+  XLA_FFI_State_Set_Args args = {
+      XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame->ctx,
+      XLA_FFI_ExecutionStage_INSTANTIATE, type,    state.get()};
   XLA_FFI_Error* error = frame->api->XLA_FFI_State_Set(&args);
   if (error == nullptr) (void)state.release();  // XLA owns it now
   return error;
 }
 
+/// The handler around it. `type` is the type of the states that it makes.
+XLA_FFI_Error* InstantiateAs(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type,
+                             uint32_t traits = 0) {
+  return Guarded(
+      frame, [type](XLA_FFI_CallFrame* f) { return Instantiate(f, type); }, *type,
+      traits);
+}
+
 }  // namespace
 
-void SetBlockMaker(BlockMaker maker) { g_block_maker = maker; }
-void SetTextReader(TextReader reader) { g_text_reader = reader; }
+PlanMakers g_plan_makers = {};
 
 LateState::~LateState() { delete made_.load(std::memory_order_relaxed); }
 
@@ -227,27 +210,19 @@ XLA_FFI_TypeId* PlanTypeId() { return &g_type_id; }
 XLA_FFI_TypeId* CudaPlanTypeId() { return &g_cuda_type_id; }
 
 const XLA_FFI_TypeInfo* PlanTypeInfo() {
-  static const XLA_FFI_TypeInfo info = [] {
-    XLA_FFI_TypeInfo made;
-    made.struct_size = XLA_FFI_TypeInfo_STRUCT_SIZE;
-    made.extension_start = nullptr;
-    // XLA calls it on any thread, maybe without the GIL. The plan's last reference
-    // then leads to the graveyard.
-    made.deleter = [](void* state) { delete static_cast<PlanState*>(state); };
-    return made;
-  }();
+  // XLA calls the deleter on any thread, maybe without the GIL. The plan's last
+  // reference then leads to the graveyard.
+  static const XLA_FFI_TypeInfo info = {
+      XLA_FFI_TypeInfo_STRUCT_SIZE, nullptr,
+      [](void* state) { delete static_cast<PlanState*>(state); }};
   return &info;
 }
 
 XLA_FFI_Error* FindState(XLA_FFI_CallFrame* frame, const PlanState** state,
                          XLA_FFI_TypeId* type) {
-  XLA_FFI_State_Get_Args get;
-  get.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
-  get.extension_start = nullptr;
-  get.ctx = frame->ctx;
-  get.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  get.type_id = type;
-  get.state = nullptr;
+  XLA_FFI_State_Get_Args get = {
+      XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame->ctx,
+      XLA_FFI_ExecutionStage_INSTANTIATE, type,    nullptr};
   if (XLA_FFI_Error* error = frame->api->XLA_FFI_State_Get(&get)) return error;
   *state = static_cast<const PlanState*>(get.state);
   if ((*state)->late) return (*state)->late->Get(frame, state);
@@ -265,21 +240,14 @@ XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
 }
 
 XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {
-  return Guarded(
-      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_type_id); },
-      g_type_id);
+  return InstantiateAs(frame, &g_type_id);
 }
-
 XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame) {
-  return Guarded(
-      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
-      g_cuda_type_id);
+  return InstantiateAs(frame, &g_cuda_type_id);
 }
-
 XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame) {
-  return Guarded(
-      frame, [](XLA_FFI_CallFrame* f) { return Instantiate(f, &g_cuda_type_id); },
-      g_cuda_type_id, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+  return InstantiateAs(frame, &g_cuda_type_id,
+                       XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 }  // namespace hostcall

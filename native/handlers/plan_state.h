@@ -36,25 +36,22 @@ SlotTable<Plan>& Slots(bool across);
 /// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
-/// Makes the plan of a device's block of a call: from the plan of the whole call,
-/// and a text that says which block it is (_primitives/blocks.py). The GIL is held.
-/// Null with a text in `*error`. Set once, by the bindings, which know Python's
-/// class of plans.
-using BlockMaker = Counted<Plan> (*)(const Plan& whole, std::string_view block,
-                                     std::string* error);
-void SetBlockMaker(BlockMaker maker);
-
 /// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
 using BufferType = std::vector<int64_t>;
-/// Reads the text that describes a call of registered host code
-/// (_primitives/travel.py). Without `buffers`, when the program is loaded, it only
-/// checks the text and makes no plan. With them, the operands and results of a run,
-/// it makes the plan, if they are what the text says. An empty `*error` means
-/// success. The GIL is held. Set once, by the bindings.
-using TextReader = Counted<Plan> (*)(std::string_view text, bool on_cuda,
-                                     const std::vector<BufferType>* buffers,
-                                     std::string* error);
-void SetTextReader(TextReader reader);
+/// Asks Python for plans. The bindings set it once: they know Python's class of
+/// plans. The GIL is held. Throws what Python raises.
+struct PlanMakers {
+  /// The plan of a device's block of a call: from the plan of the whole call, and a
+  /// text that says which block it is (_primitives/blocks.py).
+  Counted<Plan> (*of_block)(const Plan& whole, std::string_view block);
+  /// Reads the text that describes a call of registered host code
+  /// (_primitives/travel.py). Without `buffers`, when the program is loaded, it
+  /// only checks the text, and returns null. With them, the operands and results of
+  /// a run, it makes the plan, if they are what the text says.
+  Counted<Plan> (*of_text)(std::string_view text, bool on_cuda,
+                           const std::vector<BufferType>* buffers);
+};
+extern PlanMakers g_plan_makers;
 
 struct PlanState;
 

@@ -28,11 +28,6 @@ struct CallSite {
   const Before* before = nullptr;  ///< with `keep=`: the executions before this one
 };
 
-Event EventOf(const Plan& plan, EventKind kind, const CallSite& site,
-              int64_t start) {
-  return plan.NewEvent(kind, site.ordinal, site.run, start);
-}
-
 /// Calls `call`, inside a host callback if the plan says so. If a scout finds that
 /// the function computes on the client that waits for it, the call is made a second
 /// time, inside. Only pure calls have a scout, so repeating one is allowed.
@@ -51,7 +46,7 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
     {
       const ScoutLooks looks;
       call(Lookout::kScout);
-      if (!looks.asked()) return;
+      if (!ScoutLooks::HasAsked()) return;
     }
     plan.asked = true;  // later calls start inside
     inside();
@@ -79,18 +74,14 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   if (plan.feed) {
     if (TakeNow(plan, site.ordinal, results)) return "";
     take.emplace(plan, site.ordinal, operands, results);
-    if (take->Go(0) == FeedTake::Went::kDone) return "";
+    if (take->Go(0)) return "";
   }
   const int64_t start = Ticks();
-  Flight flight(
-      EventOf(plan, plan.feed ? EventKind::kFeed : EventKind::kCall, site, start));
-  std::optional<FeedWait> wait;
-  if (take) {
-    wait.emplace(*plan.feed->ring);
-    if (take->Go(kPatienceNs) == FeedTake::Went::kDone) {
-      flight.Ended(Ticks(), EventState::kEnded);
-      return "";
-    }
+  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall,
+                              site.ordinal, site.run, start));
+  if (take && take->Go(kPatienceNs)) {
+    flight.Ended(Ticks(), true);
+    return "";
   }
   GilGuard gil;
   const PlainFloats plain;
@@ -99,8 +90,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   Signals::Keep(attached);  // the thread that dispatched may wait for this call
   std::string text;
   const auto call = [&](Lookout lookout) {
-    ActiveCall active(plan, site.ordinal, site.run);
-    active.start = start;
+    ActiveCall active(plan, site.ordinal, site.run, start);
     active.counted = true;
     active.stream = site.stream;
     active.before = site.before;
@@ -113,18 +103,13 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
       ok = Invoke(plan, active, operands, results);
     }
     if (!ok) {
-      if (lookout == Lookout::kScout && ScoutNow() == Scout::kAsked) {
+      if (lookout == Lookout::kScout && ScoutLooks::HasAsked()) {
         PyErr_Clear();  // the scout's exception; MakeInside repeats the call
       } else {
         text = TakeError(plan, active);
       }
     }
-    // The interpreter finalizes, and this daemon thread would return into JAX's
-    // C++, which asks for the GIL (base/engine.h).
-    if (!OnForeignThread() && Engine::Get().IsLeftBehind()) {
-      GilRelease unlocked;
-      StayForEver();
-    }
+    if (!OnForeignThread()) StayIfLeftBehind();
   };
   MakeInside(plan, site, call);
   if (!text.empty()) WatchForReport(ReturnsToPython());
@@ -132,7 +117,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
   counters.gil_ticks.Add(attached - start);
   const int64_t end = Ticks();
   counters.python_ticks.Add(end - attached);
-  flight.Ended(end, text.empty() ? EventState::kEnded : EventState::kFailed);
+  flight.Ended(end, text.empty());
   return text;
 }
 
@@ -150,29 +135,35 @@ std::string TextOfRun(const Plan& plan, const CallSite& site,
   HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
 }
 
-/// A device's part of a call that several devices make.
+/// Makes one device's call, unless `where` keeps all rows back. Returns as
+/// TextOfRun.
+std::string MakeOne(const Plan& plan, CallSite site, void* const* operands,
+                    void* const* results) {
+  Before before;
+  if (Masked(plan, site.ordinal, site.run, operands, results, &before)) return "";
+  if (plan.history) site.before = &before;
+  return TextOfRun(plan, site, operands, results);
+}
+
+/// A device's part of a call that several devices make. With a `fault`, the device
+/// can't make its call, and only lets the others go on: its own program gets the
+/// fault.
 class Visit final : public Team::Member {
  public:
   Visit(const Plan& plan, const CallSite& site, void* const* operands,
-        void* const* results)
+        void* const* results, Team::Error fault = "")
       : Member(site.ordinal),
         plan_(plan),
         site_(site),
         operands_(operands),
-        results_(results) {}
+        results_(results),
+        fault_(std::move(fault)) {}
 
   Team::Error Call() override {
-    Before before;
-    if (Masked(plan_, site_.ordinal, site_.run, operands_, results_, &before)) {
-      return "";
-    }
-    CallSite site = site_;
-    if (plan_.history) site.before = &before;
-    return TextOfRun(plan_, site, operands_, results_);
+    return fault_.empty() ? MakeOne(plan_, site_, operands_, results_) : fault_;
   }
   void CopyFrom(const Member& leader) override {
-    // The leader is a Visit: a FailedVisit that leads has an error, and then nobody
-    // copies.
+    if (!fault_.empty()) return;
     void* const* from = static_cast<const Visit&>(leader).results_;
     for (size_t i = 0; i < plan_.results.size(); ++i) {
       std::memcpy(results_[i], from[i], plan_.results[i].buffer_bytes());
@@ -180,7 +171,7 @@ class Visit final : public Team::Member {
   }
   void FailsAlone(const Team::Error& error) override {
     Entry entry;
-    if (!entry) return;
+    if (!entry || !fault_.empty()) return;
     GilGuard gil;
     WarnOfLoneFailure(plan_, site_.ordinal, error);
   }
@@ -190,27 +181,18 @@ class Visit final : public Team::Member {
   const CallSite& site_;
   void* const* operands_;
   void* const* results_;
+  const Team::Error fault_;
 };
 
-/// The part of a device that can't make its call.
-class FailedVisit final : public Team::Member {
- public:
-  FailedVisit(int device, const Team::Error& error)
-      : Member(device), error_(error) {}
-  Team::Error Call() override { return error_; }
-  void CopyFrom(const Member&) override {}
-  void FailsAlone(const Team::Error&) override {}  // its program gets the error
-
- private:
-  const Team::Error& error_;
-};
-
-/// Ends a call that tells its outcome. XLA gets no error, even if the call failed
-/// (plan/outcome.h).
-XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
-                    void* const* results) {
+/// Ends a call with its error, or "". If it tells its outcome, XLA gets no error,
+/// even if the call failed (plan/outcome.h).
+XLA_FFI_Error* Ended(const Plan& plan, const CallSite& site,
+                     const std::string& error, void* const* results) {
+  if (!plan.tells) {
+    return error.empty() ? nullptr : MakeError(site.frame->api, error);
+  }
   if (!error.empty()) {
-    plan.failures.Note(run, error);
+    plan.failures.Note(site.run, error);
     for (size_t i = 0; i < plan.results.size(); ++i) {
       std::memset(results[i], 0, plan.results[i].buffer_bytes());
     }
@@ -224,13 +206,10 @@ XLA_FFI_Error* Told(const Plan& plan, int64_t run, const std::string& error,
 std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_ours) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
-  PyObject* stack[] = {text.get(), is_ours ? Py_True : Py_False};
-  Ref error = text
-                  ? Ref::Steal(CallPython(plan.on_verdict.get(), stack, 2, nullptr))
-                  : Ref();
+  Ref error = Ask(plan.info, "on_verdict", text, is_ours ? Py_True : Py_False);
   const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
   if (utf8 != nullptr) return utf8;
-  PyErr_WriteUnraisable(plan.on_verdict.get());  // the caller can't raise
+  PyErr_WriteUnraisable(plan.info.get());  // the caller can't raise
   return said;
 }
 
@@ -266,8 +245,9 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
 
 XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
                             const std::string& text) {
-  FailedVisit visit(DeviceOrdinal(frame), text);
-  state.team->Meet(RunId(frame), visit);
+  const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), nullptr};
+  Visit visit(*state.plan, site, nullptr, nullptr, text);
+  state.team->Meet(site.run, visit);
   return MakeError(frame->api, text);
 }
 
@@ -278,35 +258,27 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
   // leader's results.
   const bool together = state.team && stream == nullptr;
   if (!together && !plan.history && FilledForMask(plan, operands, results)) {
-    return plan.tells ? Told(plan, -1, "", results) : nullptr;
+    return Ended(plan, CallSite{frame, -1, -1, stream}, "", results);
   }
-  CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
-  Before before;
-  if (!together && plan.history) {
-    if (Masked(plan, site.ordinal, site.run, operands, results, &before)) {
-      return plan.tells ? Told(plan, -1, "", results) : nullptr;
-    }
-    site.before = &before;
-  }
+  const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), stream};
   std::string text;
   if (together) {
     // Recorded for each device: a device that does not come is what the others wait
     // for. Masked executions, which are many and short, are not.
     std::optional<Flight> flight;
     if (!plan.KeepsBack(operands)) {
-      flight.emplace(EventOf(plan, EventKind::kTeam, site, Ticks()));
+      flight.emplace(
+          plan.NewEvent(EventKind::kTeam, site.ordinal, site.run, Ticks()));
     }
     Visit visit(plan, site, operands, results);
     text = state.team->Meet(site.run, visit);
-    if (flight) {
-      flight->Ended(Ticks(),
-                    text.empty() ? EventState::kEnded : EventState::kFailed);
-    }
+    if (flight) flight->Ended(Ticks(), text.empty());
+  } else if (plan.history) {
+    text = MakeOne(plan, site, operands, results);
   } else {
     text = TextOfRun(plan, site, operands, results);
   }
-  if (plan.tells) return Told(plan, site.run, text, results);
-  return text.empty() ? nullptr : MakeError(frame->api, text);
+  return Ended(plan, site, text, results);
 }
 
 }  // namespace hostcall

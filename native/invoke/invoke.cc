@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "buffer/buffer_call.h"
-#include "invoke/results.h"
+#include "buffer/marks.h"
 #include "plan/arrays.h"
 #include "plan/feed_take.h"
 #include "plan/rows.h"
@@ -42,62 +42,80 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   return true;
 }
 
-/// Runs one row on the arrays of a loan, which the caller ends. The return value
-/// and all references of its own are dropped before it returns, or the loan would
-/// take them for escapes.
-bool CallLent(const Plan& plan, Loan& loan, char* const* args,
+/// The marks for a lent result, which also clear it if it is small.
+Marks MarksIn(const Leaf& leaf, char* data) {
+  const int64_t bytes = leaf.row_bytes, size = PyDataType_ELSIZE(leaf.descr());
+  const bool small = bytes <= kZeroBytes;
+  if (small) std::memset(data, 0, static_cast<size_t>(bytes));
+  // Elements of less than 4 bytes can't be told from marks one by one.
+  if (bytes < 8 || (size < 4 && small)) return Marks();
+  return Marks(data, bytes, size == 4 ? 4 : 8, Marks::kSome);
+}
+
+/// Makes an array over the row at `data` that the function borrows. `*lent` keeps
+/// it. Returns a second reference; null with a Python error set.
+PyObject* Lend(PyObject** lent, const Leaf& leaf, char* data, bool writeable) {
+  *lent = LentArray(leaf, data, writeable).release();
+  Py_XINCREF(*lent);
+  return *lent;
+}
+
+/// Runs one row on arrays that the function borrows, the results first, then the
+/// arguments. The return value and all other references are dropped before it
+/// returns, or the caller would take them for escapes.
+bool CallLent(const Plan& plan, PyObject** lent, char* const* args,
               char* const* targets) {
-  const size_t n = plan.args.size();
+  const size_t n = plan.args.size(), outs = plan.results.size();
+  const bool out = plan.lend == Lend::kOut;
   RowArrays row(n);
   for (size_t i = 0; i < n; ++i) {
-    PyObject* array = loan.Lend(i, false, args[i]);
-    if (array == nullptr) return false;
-    Py_INCREF(array);
-    row.args()[i] = array;
+    row.args()[i] = Lend(&lent[outs + i], plan.args[i], args[i], false);
+    if (row.args()[i] == nullptr) return false;
     if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
-  std::vector<Canaries> canaries;  // marks in the `out` arrays (plan/arrays.h)
-  Ref outs;
-  if (plan.lend == Lend::kOut) {
-    outs = Ref::Steal(PyList_New(static_cast<Py_ssize_t>(plan.results.size())));
-    if (!outs) return false;
-    for (size_t i = 0; i < plan.results.size(); ++i) {
-      const Leaf& leaf = plan.results[i];
-      canaries.emplace_back(targets[i], leaf.row_bytes,
-                            PyDataType_ELSIZE(leaf.descr()));
-      PyObject* array = loan.Lend(i, true, targets[i]);
+  std::vector<Marks> marks;
+  if (out) {
+    Ref list = Ref::Steal(PyList_New(static_cast<Py_ssize_t>(outs)));
+    if (!list) return false;
+    for (size_t i = 0; i < outs; ++i) {
+      marks.push_back(MarksIn(plan.results[i], targets[i]));
+      PyObject* array = Lend(&lent[i], plan.results[i], targets[i], true);
       if (array == nullptr) return false;
-      Py_INCREF(array);
-      PyList_SET_ITEM(outs.get(), static_cast<Py_ssize_t>(i), array);
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), array);
     }
-    PyObject* stack[] = {outs.get()};
-    row.args()[n] = CallPython(plan.out_tree.get(), stack, 1, nullptr);
+    row.args()[n] = Call(plan.out_tree.get(), list).release();
     if (row.args()[n] == nullptr) return false;
   }
-  Ref value = Ref::Steal(CallPython(
-      plan.function.get(), row.args(), n | PY_VECTORCALL_ARGUMENTS_OFFSET,
-      plan.lend == Lend::kOut ? g_out_keyword : nullptr));
+  Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
+                                    n | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                                    out ? g_out_keyword : nullptr));
   if (!value) return false;
-  if (plan.lend == Lend::kOut && value.get() == Py_None) {
-    for (size_t i = 0; i < canaries.size(); ++i) {
-      if (canaries[i].Overwritten()) continue;
-      Ref number = Ref::Steal(PyLong_FromSize_t(i));
-      PyObject* stack[] = {plan.info.get(), number.get()};
-      // It raises, so its result is null.
-      Ref ignored =
-          Ref::Steal(CallPython(plan.on_unwritten.get(), stack, 2, nullptr));
-      return false;
-    }
-    return true;
+  if (!out || value.get() != Py_None) {
+    return StoreResults(plan, value.get(), targets);
   }
-  return StoreResults(plan, value.get(), targets);
+  for (size_t i = 0; i < outs; ++i) {
+    if (marks[i].Overwritten()) continue;
+    RaiseUnwritten(plan, i);
+    return false;
+  }
+  return true;
 }
 
 /// Runs one row with lent arguments (Lend::kArgs and kOut).
 bool RunLent(const Plan& plan, char* const* args, char* const* targets) {
-  Loan loan(plan);
-  const bool ok = CallLent(plan, loan, args, targets);
-  return loan.End() && ok;  // End runs in any case: it looks for escaped views
+  const size_t outs = plan.results.size();
+  RowArrays lent(outs + plan.args.size());
+  const bool ok = CallLent(plan, lent.args(), args, targets);
+  // In any case, since views may have escaped.
+  const auto held = [&lent](size_t leaf) { return IsHeld(lent.args()[leaf]); };
+  if (AllReturned(plan, held)) return ok;
+  // While the values are still there.
+  for (size_t i = 0; i < outs + plan.args.size(); ++i) {
+    PyObject* array = lent.args()[i];
+    if (array == nullptr) continue;
+    Disown(array, i < outs ? plan.results[i] : plan.args[i - outs]);
+  }
+  return false;
 }
 
 /// Runs the function on one row. False with a Python error set.
@@ -148,17 +166,6 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
   return ok;
 }
 
-/// A position as a Python tuple. Null with a Python error set.
-Ref IndexTuple(const std::vector<int64_t>& index) {
-  Ref tuple = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(index.size())));
-  for (size_t i = 0; tuple && i < index.size(); ++i) {
-    PyObject* item = PyLong_FromLongLong(index[i]);
-    if (item == nullptr) return Ref();
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), item);
-  }
-  return tuple;
-}
-
 /// Arguments of fewer bytes than this are sent with each row.
 constexpr int64_t kSharedBytes = 32 * 1024;
 
@@ -197,7 +204,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
       }
       PyTuple_SET_ITEM(row.get(), static_cast<Py_ssize_t>(i), array);
     }
-    Ref index = IndexTuple(walk.index());
+    Ref index = TupleOf(walk.index());
     if (!index || PyList_Append(rows.get(), row.get()) != 0 ||
         PyList_Append(indices.get(), index.get()) != 0) {
       return false;
@@ -208,8 +215,7 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
     plan.counters->mine().bytes_in.Add(plan.bytes_in);
   } while (walk.Next());
   if (targets.empty()) return true;
-  PyObject* stack[] = {rows.get(), indices.get()};
-  Ref values = Ref::Steal(CallPython(plan.runner.get(), stack, 2, nullptr));
+  Ref values = Call(plan.runner.get(), rows, indices);
   if (!values) return false;
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
@@ -230,18 +236,12 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
 bool TakeItems(const Plan& plan, ActiveCall& call) {
   FeedTake& take = *call.feed;
   for (;;) {
-    FeedTake::Went went;
     {
       GilRelease unlocked;  // an item's bytes are copied in there
-      went = take.Go(0);
+      if (take.Go(0)) return true;
     }
-    if (went == FeedTake::Went::kDone) return true;
-    Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
-    PyObject* stack[] = {lane.get()};
-    Ref waited =
-        lane ? Ref::Steal(CallPython(plan.function.get(), stack, 1, nullptr))
-             : Ref();
-    if (!waited) {
+    const Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
+    if (!Call(plan.function.get(), lane)) {
       call.failed_row = take.row();
       return false;
     }
@@ -289,7 +289,7 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
   RowArrays run(n);
   for (size_t i = 0; i < n; ++i) {
     const Leaf& leaf = plan.args[i];
-    run.args()[i] = ArrayOfRows(leaf, rows).release();
+    run.args()[i] = ArrayOfRows(leaf, {rows}).release();
     if (run.args()[i] == nullptr) return false;
     auto* array = reinterpret_cast<PyArrayObject*>(run.args()[i]);
     {
@@ -313,8 +313,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
   const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
   if (plan.elsewhere) {  // another process fills the results
-    return static_cast<bool>(
-        Ref::Steal(CallPython(plan.function.get(), nullptr, 0, nullptr)));
+    return static_cast<bool>(Call(plan.function.get()));
   }
   if (plan.feed) return TakeItems(plan, call);
   // The common case: one row, nothing packed, nothing masked.
@@ -357,12 +356,11 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   if (trace != nullptr) PyException_SetTraceback(value, trace);
   Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
       held_trace = Ref::Steal(trace);
-  Ref row = IndexTuple(call.failed_row);
-  PyObject* stack[] = {held.get(), plan.info.get(), row.get()};
-  Ref text = Ref::Steal(CallPython(plan.on_error.get(), stack, 3, nullptr));
+  Ref row = TupleOf(call.failed_row);
+  Ref text = Ask(plan.info, "on_error", held, plan.info, row);
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) {
-    PyErr_WriteUnraisable(plan.on_error.get());
+    PyErr_WriteUnraisable(plan.info.get());
     return std::string("hostcall: a callback failed with ") +
            (held ? Py_TYPE(held.get())->tp_name : "an error") +
            ", and reporting it failed too";
@@ -374,12 +372,9 @@ void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) 
   Ref device = Ref::Steal(PyLong_FromLong(ordinal));
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
-  PyObject* stack[] = {device.get(), text.get()};
-  Ref done =
-      device && text
-          ? Ref::Steal(CallPython(plan.on_lone_failure.get(), stack, 2, nullptr))
-          : Ref();
-  if (!done) PyErr_WriteUnraisable(plan.on_lone_failure.get());
+  if (!Ask(plan.info, "on_lone_failure", device, text)) {
+    PyErr_WriteUnraisable(plan.info.get());
+  }
 }
 
 }  // namespace hostcall

@@ -29,6 +29,10 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count);
 bool FilledForMask(const Plan& plan, const void* const* operands,
                    void* const* results);
 
+/// Takes a return value apart, and copies its leaves to `targets`. The GIL is held,
+/// and released for large copies. False with a Python error set.
+bool StoreResults(const Plan& plan, PyObject* value, char* const* targets);
+
 /// FilledForMask, which also notes the execution in the plan's history, if it has
 /// one. If some row is wanted, `before` gets the executions before this one. With a
 /// history, the GIL is not held.

@@ -1,8 +1,9 @@
-#include "invoke/results.h"
+// How a function's return value is stored in XLA's buffers.
 
 #include <algorithm>
 #include <cstring>
 
+#include "invoke/invoke.h"
 #include "plan/arrays.h"
 
 namespace hostcall {
@@ -14,6 +15,13 @@ bool IsSame(const PyArray_Descr* type, const PyArray_Descr* want) {
   return type == want ||
          (type->type_num == want->type_num && PyDataType_ISNOTSWAPPED(type) &&
           (PyTypeNum_ISNUMBER(type->type_num) || type->type_num == NPY_BOOL));
+}
+
+/// Stores a scalar. Always true.
+template <typename T>
+bool Put(char* target, T value) {
+  std::memcpy(target, &value, sizeof value);
+  return true;
 }
 
 /// Stores a value that needs no conversion. Returns false, without a Python error,
@@ -41,43 +49,27 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
   }
   if (!leaf.dims.empty() || !literals) return false;
   switch (want->type_num) {
-    case NPY_DOUBLE: {
-      if (!PyFloat_Check(value)) return false;  // true for np.float64, a subclass
-      const double x = PyFloat_AS_DOUBLE(value);
-      std::memcpy(target, &x, sizeof x);
-      return true;
-    }
-    case NPY_FLOAT: {
-      float x;
+    case NPY_DOUBLE:  // PyFloat_Check is true for np.float64, a subclass
+      return PyFloat_Check(value) && Put(target, PyFloat_AS_DOUBLE(value));
+    case NPY_FLOAT:
       if (PyArray_IsScalar(value, Float)) {
-        x = PyArrayScalar_VAL(value, Float);
-      } else if (PyFloat_Check(value)) {
-        x = static_cast<float>(PyFloat_AS_DOUBLE(value));
-      } else {
-        return false;
+        return Put(target, PyArrayScalar_VAL(value, Float));
       }
-      std::memcpy(target, &x, sizeof x);
-      return true;
-    }
+      return PyFloat_Check(value) &&
+             Put(target, static_cast<float>(PyFloat_AS_DOUBLE(value)));
     case NPY_INT: {
-      int x;
       if (PyArray_IsScalar(value, Int)) {
-        x = PyArrayScalar_VAL(value, Int);
-      } else if (PyLong_CheckExact(value)) {
-        int overflow;
-        const long wide = PyLong_AsLongAndOverflow(value, &overflow);
-        if (overflow != 0 || wide != static_cast<int>(wide)) return false;
-        x = static_cast<int>(wide);
-      } else {
-        return false;
+        return Put(target, PyArrayScalar_VAL(value, Int));
       }
-      std::memcpy(target, &x, sizeof x);
-      return true;
+      if (!PyLong_CheckExact(value)) return false;
+      int overflow;
+      const long wide = PyLong_AsLongAndOverflow(value, &overflow);
+      const int x = static_cast<int>(wide);
+      return overflow == 0 && wide == x && Put(target, x);
     }
     case NPY_BOOL:
-      if (value != Py_True && value != Py_False) return false;
-      *target = value == Py_True;
-      return true;
+      return (value == Py_True || value == Py_False) &&
+             Put(target, value == Py_True);
     default:
       return false;
   }
@@ -88,9 +80,7 @@ bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
   const Leaf& leaf = plan.results[number];
   if (StoreFast(leaf, plan.literals, value, target)) return true;
   Ref index = Ref::Steal(PyLong_FromSize_t(number));
-  if (!index) return false;
-  PyObject* stack[] = {index.get(), value};
-  Ref array = Ref::Steal(CallPython(plan.coerce.get(), stack, 2, nullptr));
+  Ref array = Call(plan.coerce.get(), index, value);
   if (!array) return false;
   if (StoreFast(leaf, plan.literals, array.get(), target)) return true;
   PyErr_SetString(PyExc_SystemError,
@@ -124,8 +114,7 @@ bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
     case ResultForm::kTree:
       break;
   }
-  PyObject* stack[] = {value};
-  Ref leaves = Ref::Steal(CallPython(plan.flatten.get(), stack, 1, nullptr));
+  Ref leaves = Call(plan.flatten.get(), value);
   if (!leaves) return false;
   if (!PyList_CheckExact(leaves.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(leaves.get())) != n) {

@@ -6,16 +6,14 @@
 #include <exception>
 #include <mutex>
 #include <thread>
-#include <vector>
 
+#include "base/few.h"
 #include "base/flight.h"
 #include "base/guards.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
 #include "plan/push_tap.h"
 #include "queue/tap_queue.h"
-#include "queue/tap_run.h"
-#include "queue/tap_thread.h"
 
 namespace hostcall {
 namespace {
@@ -34,30 +32,13 @@ constexpr int64_t kSlowNs = 50'000;
 
 /// Runs the function on one event; false with a Python error set.
 bool InvokeOne(const Plan& plan, ActiveCall& call, TapEvent& event) {
-  constexpr size_t kInline = 8;
-  const void* inline_operands[kInline];
-  std::vector<const void*> more;
-  const void** operands = inline_operands;
   const size_t n = plan.layout.offsets.size();
-  if (n > kInline) {
-    more.resize(n);
-    operands = more.data();
-  }
+  Few<const void*, 8> operands(n);
   for (size_t i = 0; i < n; ++i) {
-    operands[i] = event.payload() + plan.layout.offsets[i];
+    operands.data()[i] = event.payload() + plan.layout.offsets[i];
   }
   // The plan has no result leaves: nobody takes a tap's return value.
-  return Invoke(plan, call, operands, nullptr);
-}
-
-Event NewDelivery(const Plan& plan, const TapEvent& event, size_t count,
-                  int64_t start) {
-  Event made = plan.NewEvent(EventKind::kDelivery, event.device, event.run, start);
-  made.state = EventState::kRunning;  // the worker holds the GIL already
-  made.number = event.sequence;
-  made.count = static_cast<int64_t>(std::max<size_t>(count, 1));
-  made.bytes *= made.count;
-  return made;
+  return Invoke(plan, call, operands.data(), nullptr);
 }
 
 /// Runs the function on an event, or on a run of `count` events from this one on; 0
@@ -66,11 +47,15 @@ Event NewDelivery(const Plan& plan, const TapEvent& event, size_t count,
 int64_t Deliver(TapEvent& event, size_t count) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
-  Flight flight(NewDelivery(plan, event, count, start));
+  Event made = plan.NewEvent(EventKind::kDelivery, event.device, event.run, start);
+  made.state = EventState::kRunning;  // the worker holds the GIL already
+  made.number = event.sequence;
+  made.count = static_cast<int64_t>(std::max<size_t>(count, 1));
+  made.bytes *= made.count;
+  Flight flight(made);
   bool ok;
   {
-    ActiveCall active(plan, event.device, -1);
-    active.start = start;
+    ActiveCall active(plan, event.device, -1, start);
     active.tap = &event;
     active.taps = count;
     const CallScope scope(active);
@@ -87,14 +72,14 @@ int64_t Deliver(TapEvent& event, size_t count) {
   }
   const int64_t end = Ticks();
   plan.counters->mine().python_ticks.Add(end - start);
-  flight.Ended(end, ok ? EventState::kEnded : EventState::kFailed);
+  flight.Ended(end, ok);
   return NowNs();
 }
 
 }  // namespace
 
 void RunTapWorker() {
-  const TapThread mark;
+  t_delivers_taps = true;
   TapQueue& queue = TapQueue::Get();
   size_t want = 1;
   for (;;) {
@@ -150,13 +135,14 @@ void RunTapWorker() {
                   : std::min(want * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
+  t_delivers_taps = false;
 }
 
 bool PushOrDeliver(const Plan& plan, int device, int64_t run,
                    const void* const* operands, bool at_once) {
   const bool queued = PushTap(plan, device, run, operands, at_once);
   // A tap inside a delivery is delivered after it, by this thread's loop below.
-  if (!TapQueue::Get().stopped() || TapThread::IsThis()) return queued;
+  if (!TapQueue::Get().stopped() || t_delivers_taps) return queued;
   // One at a time, as one worker delivers. A thread that waits for its turn is not
   // attached, since the deliveries need the GIL.
   static std::mutex* turn = new std::mutex;

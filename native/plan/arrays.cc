@@ -1,5 +1,9 @@
 #include "plan/arrays.h"
 
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
 namespace hostcall {
 namespace {
 
@@ -17,15 +21,14 @@ Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
 
 bool Convert(const Leaf& leaf, PyObject** array) {
   if (!leaf.convert) return true;
-  PyObject* stack[] = {*array};
-  PyObject* converted = CallPython(leaf.convert.get(), stack, 1, nullptr);
+  PyObject* converted = Call(leaf.convert.get(), *array).release();
   Py_DECREF(*array);
   *array = converted;
   return converted != nullptr;
 }
 
-Ref ArrayOfRows(const Leaf& leaf, int64_t rows) {
-  std::vector<npy_intp> dims{rows};
+Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {
+  std::vector<npy_intp> dims(grid.begin(), grid.end());
   dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
   return NewArray(leaf, dims, nullptr, 0);
 }
@@ -87,56 +90,33 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
   return array;
 }
 
-PyObject* Loan::Lend(size_t number, bool is_result, char* data) {
-  const Leaf& leaf = is_result ? plan_.results[number] : plan_.args[number];
-  Ref array = LentArray(leaf, data, is_result);
-  if (!array) return nullptr;
-  PyObject* borrowed = array.get();
-  entries_.push_back({number, is_result, std::move(array)});
-  return borrowed;
-}
-
-bool Loan::End() {
-  const bool ok = !AnyHeld() || ReportEscapes(plan_, [this](PyObject* held) {
-    for (Entry& entry : entries_) {
-      if (!Held(entry)) continue;
-      // Before the error is raised, while the values are still there.
-      Disown(entry.array.get(), entry.is_result ? plan_.results[entry.number]
-                                                : plan_.args[entry.number]);
-      if (!AddEscape(held, entry.number, entry.is_result)) return false;
-    }
-    return true;
-  });
-  return ok && PyErr_Occurred() == nullptr;
-}
-
-bool AddEscape(PyObject* held, size_t number, bool is_result) {
-  Ref item = Ref::Steal(Py_BuildValue("(nO)", static_cast<Py_ssize_t>(number),
-                                      is_result ? Py_True : Py_False));
-  return item && PyList_Append(held, item.get()) == 0;
-}
-
-bool ReportEscapes(const Plan& plan,
-                   const std::function<bool(PyObject* held)>& collect) {
+bool AllReturned(const Plan& plan,
+                 const std::function<bool(size_t leaf)>& is_held) {
+  const size_t outs = plan.results.size(), all = outs + plan.args.size();
+  bool any = false;  // all are asked
+  for (size_t leaf = 0; leaf < all; ++leaf) any |= is_held(leaf);
+  if (!any) return true;
   // The error is taken away while Python code runs below, which must not see it
   // set.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
   if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
-  PyObject* stack[] = {plan.info.get(), Py_None,
-                       value == nullptr ? Py_None : value};
-  const auto ask = [&] {
-    return static_cast<bool>(
-        Ref::Steal(CallPython(plan.on_escape.get(), stack, 3, nullptr)));
+  const auto ask = [&](PyObject* held) {
+    return static_cast<bool>(Ask(plan.info, "on_escape", plan.info, held,
+                                 value == nullptr ? Py_None : value));
   };
   Ref held = Ref::Steal(PyList_New(0));
-  // Asked with None first: on_escape clears the frames.
-  bool ok = held && ask() && collect(held.get());
-  if (ok && PyList_GET_SIZE(held.get()) != 0) {
-    stack[1] = held.get();
-    ok = ask();  // it raises
+  bool ok = held && ask(Py_None);  // first with None: on_escape clears the frames
+  for (size_t leaf = 0; ok && leaf < all; ++leaf) {
+    if (!is_held(leaf)) continue;
+    const bool out = leaf < outs;
+    Ref item = Ref::Steal(
+        Py_BuildValue("(nO)", static_cast<Py_ssize_t>(out ? leaf : leaf - outs),
+                      out ? Py_True : Py_False));
+    ok = item && PyList_Append(held.get(), item.get()) == 0;
   }
+  if (ok && PyList_GET_SIZE(held.get()) != 0) ok = ask(held.get());  // it raises
   if (ok) {
     PyErr_Restore(type, value, trace);
     return true;

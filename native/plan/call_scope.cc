@@ -92,6 +92,11 @@ bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
   }
   return there == Engine::Get().in_flight();
 }
+void StayIfLeftBehind() {
+  if (!Engine::Get().IsLeftBehind()) return;
+  GilRelease unlocked;
+  StayForEver();
+}
 void ForgetCallsAfterFork() {
   // New lists: a thread of the parent may have held a mutex.
   for (CallList& list : g_calls) new (&list) CallList();
@@ -125,7 +130,7 @@ CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
     list.newest = &call_;
   }
   if (plan.enter) {
-    entered_ = Ref::Steal(CallPython(plan.enter.get(), nullptr, 0, nullptr));
+    entered_ = Call(plan.enter.get());
     if (!entered_) PyErr_WriteUnraisable(plan.enter.get());
   }
   // Whether the settings stay set after the call (see t_device).
@@ -159,8 +164,7 @@ CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
     if (fixed && plan.keeps_mesh) continue;
     if (fixed && !stays) {
       if (!meshes) continue;
-      PyObject* stack[] = {setting.self};
-      Ref now = Ref::Steal(CallPython(setting.get, stack, 1, nullptr));
+      const Ref now = Call(setting.get, setting.self);
       if (!now) PyErr_Clear();
       if (now.get() == setting.unset) {
         if (setting.kind == Ambient::kFixed) {  // then kWith is unset too
@@ -170,8 +174,7 @@ CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
         continue;
       }
     }
-    PyObject* stack[] = {setting.self, value};
-    Ref before = Ref::Steal(CallPython(setting.swap, stack, 2, nullptr));
+    Ref before = Call(setting.swap, setting.self, value);
     // If it fails, the call goes on with the setting as it was, which is better
     // than no call.
     if (!before) PyErr_WriteUnraisable(setting.swap);
@@ -187,14 +190,13 @@ CallScope::~CallScope() {
   if (failed) PyErr_Fetch(&type, &value, &trace);
   for (size_t i = g_ambient_count; i-- > 0;) {
     if (!saved_[i]) continue;  // was left alone, or stays set
-    PyObject* stack[] = {g_ambient[i].self, saved_[i].get()};
-    Ref done = Ref::Steal(CallPython(g_ambient[i].set, stack, 2, nullptr));
-    if (!done) PyErr_WriteUnraisable(g_ambient[i].set);
+    const Setting& setting = g_ambient[i];
+    if (!Call(setting.set, setting.self, saved_[i])) {
+      PyErr_WriteUnraisable(setting.set);
+    }
   }
-  if (entered_) {
-    PyObject* stack[] = {entered_.get()};
-    Ref done = Ref::Steal(CallPython(call_.plan->leave.get(), stack, 1, nullptr));
-    if (!done) PyErr_WriteUnraisable(call_.plan->leave.get());
+  if (entered_ && !Call(call_.plan->leave.get(), entered_)) {
+    PyErr_WriteUnraisable(call_.plan->leave.get());
   }
   if (failed) PyErr_Restore(type, value, trace);
   t_current = call_.outer;

@@ -24,8 +24,8 @@ class FeedTake;  // plan/feed_take.h
 /// What other threads read does not change while it is in the list, but for `row`
 /// and `interrupted`, which the group's mutex guards.
 struct ActiveCall {
-  ActiveCall(const Plan& its_plan, int ordinal, int64_t its_run)
-      : plan(&its_plan), device_ordinal(ordinal), run(its_run) {}
+  ActiveCall(const Plan& its_plan, int ordinal, int64_t its_run, int64_t its_start)
+      : plan(&its_plan), device_ordinal(ordinal), run(its_run), start(its_start) {}
 
   const Plan* plan;  ///< outlives the call; not owned
   /// The position of the row that the function runs on now; null if rows are not
@@ -35,7 +35,7 @@ struct ActiveCall {
   std::vector<int64_t> failed_row;  ///< the position of the row that failed
   int device_ordinal;               ///< -1 if no program runs (an eager call)
   int64_t run;                      ///< XLA's number of the execution; -1 if none
-  int64_t start = 0;                ///< when it began, in ticks (clock.h)
+  int64_t start;                    ///< when it began, in ticks (clock.h)
   unsigned long thread_id = 0;      ///< Python's identifier of the thread
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
@@ -151,6 +151,11 @@ void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* s
 
 /// Whether the calling thread is XLA's: a guard has made its thread state.
 inline bool OnForeignThread() { return t_made_state != nullptr; }
+
+/// Never returns if Python started the calling thread, and finalizes: the thread is
+/// a daemon, and would return into JAX's C++, which asks for the GIL
+/// (base/engine.h).
+void StayIfLeftBehind();
 
 /// Whether the calling thread returns to Python code, where JAX may raise what a
 /// call failed with: it is one of Python's, or one of XLA's with a callback around

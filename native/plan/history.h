@@ -4,7 +4,6 @@
 // Does not depend on Python (tests/native/history_test.cc).
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -12,6 +11,8 @@
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "plan/run_counts.h"
 
 namespace hostcall {
 
@@ -57,7 +58,7 @@ class History {
   void Pass(int device, int64_t run, const void* const* args, Before* before) {
     Place& place = places_[static_cast<unsigned>(device + 1) % places_.size()];
     std::lock_guard<std::mutex> lock(place.mutex);
-    const int64_t step = Count(place, run);
+    const int64_t step = place.runs.Count(run);
     if (before != nullptr) {
       before->step = step;
       for (size_t i = 0; i < place.ring.size(); ++i) {
@@ -84,37 +85,14 @@ class History {
   }
 
  private:
-  /// Runs that are remembered besides the newest. One that comes back after that
-  /// many others begins at 0 again.
-  static constexpr size_t kRuns = 64;
-
   struct alignas(64) Place {
     // Guards all fields, for as long as the arguments are copied. Its parties are
     // threads that run the same program on the same device, mostly one at a time.
     std::mutex mutex;
-    int64_t run = -1;                                 ///< the run that came last
-    int64_t count = 0;                                ///< its executions so far
-    std::vector<std::pair<int64_t, int64_t>> others;  ///< runs before: (run, count)
+    RunCounts runs;
     std::vector<std::shared_ptr<Kept>> ring;
     size_t next = 0;  ///< the oldest in a full ring, which is replaced next
   };
-
-  /// Counts an execution of a run; returns how many there were before. The place is
-  /// locked.
-  static int64_t Count(Place& place, int64_t run) {
-    if (place.run != run) {
-      const auto same = [run](const auto& other) { return other.first == run; };
-      auto& others = place.others;
-      const auto found = std::find_if(others.begin(), others.end(), same);
-      const int64_t count = found == others.end() ? 0 : found->second;
-      if (found != others.end()) others.erase(found);
-      if (place.count > 0) others.emplace_back(place.run, place.count);
-      if (others.size() > kRuns) others.erase(others.begin());
-      place.run = run;
-      place.count = count;
-    }
-    return place.count++;
-  }
 
   void Fill(Kept& kept, int device, int64_t run, int64_t step,
             const void* const* args) const {

@@ -1,48 +1,99 @@
 #include "plan/plan.h"
 
 #include <memory>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace hostcall {
+namespace {
 
-void Plan::Seal() {
-  rows = 1;
-  for (int64_t size : grid) rows *= size;
-  spares.reset(new Spare[lend == Lend::kBuffers ? 1 + results.size() + args.size()
-                                                : args.size()]);
-  mask_rows = 1;
-  for (size_t axis = 0; masked && axis < grid.size(); ++axis) {
-    if (mask_strides[axis] != 0) mask_rows *= grid[axis];
+/// The product of `product` and the sizes, those without a flag left out. The sizes
+/// of a loaded program come from a file, so none is trusted: throws if one is
+/// negative, or the product is no number of bytes that an array can have. A size of
+/// 0 does not hide others.
+template <typename Size>
+int64_t Product(const std::vector<Size>& sizes, int64_t product,
+                const std::vector<bool>* flags = nullptr) {
+  constexpr int64_t kMost = int64_t{1} << 60;
+  bool empty = false;
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    const int64_t size = sizes[axis];
+    if (flags != nullptr && !(*flags)[axis]) continue;
+    if (size < 0) throw std::invalid_argument("a size of a call is negative");
+    if (size == 0) {
+      empty = true;
+    } else if (product > kMost / size) {
+      throw std::invalid_argument("the sizes of a call are too large for an array");
+    } else {
+      product *= size;
+    }
   }
-  packed = false;
-  bytes_in = bytes_out = 0;
+  return empty ? 0 : product;
+}
+
+/// For a buffer that has only the flagged batch axes, returns how many of its rows
+/// one step along each axis of the grid takes (Leaf::grid_strides).
+std::vector<int64_t> GridStrides(const std::vector<int64_t>& grid,
+                                 const std::vector<bool>& batched) {
+  if (batched.size() != grid.size()) {
+    throw std::invalid_argument("a leaf needs one flag per batch axis");
+  }
+  std::vector<int64_t> strides(grid.size(), 0);
+  int64_t step = 1;
+  for (size_t axis = grid.size(); axis-- > 0;) {
+    if (!batched[axis]) continue;
+    strides[axis] = step;
+    step *= grid[axis];
+  }
+  return strides;
+}
+
+void Derive(const std::vector<int64_t>& grid, Leaf& leaf) {
+  leaf.grid_strides = GridStrides(grid, leaf.batched);
+  leaf.count = Product(leaf.dims, 1);
+  leaf.row_bytes = Product(leaf.dims, PyDataType_ELSIZE(leaf.descr()));
+  // The engine copies a fill of this size into each masked row.
+  if (leaf.fill && PyBytes_GET_SIZE(leaf.fill.get()) != leaf.row_bytes) {
+    throw std::invalid_argument(
+        "a fill should have the bytes of one row of its result");
+  }
+  leaf.rows = Product(grid, 1, &leaf.batched);
+  Product(grid, std::max<int64_t>(leaf.row_bytes, 1), &leaf.batched);
+}
+
+}  // namespace
+
+Plan::Plan(PlanFields fields) : PlanFields(std::move(fields)) {
+  if (keep && *keep < 0) throw std::invalid_argument("keep is negative");
+  if (team && team->size < 1) throw std::invalid_argument("a team is empty");
+  if (feed && !feed->ring) throw std::invalid_argument("a feed has no ring");
+  rows = Product(grid, 1);
   for (auto* leaves : {&args, &results}) {
     for (Leaf& leaf : *leaves) {
-      leaf.count = 1;
-      for (npy_intp dim : leaf.dims) leaf.count *= dim;
-      leaf.row_bytes = leaf.count * PyDataType_ELSIZE(leaf.descr());
-      leaf.rows = 1;
-      for (size_t axis = 0; axis < grid.size(); ++axis) {
-        if (leaf.grid_strides[axis] != 0) leaf.rows *= grid[axis];
-      }
+      Derive(grid, leaf);
       packed |= leaf.bits != 0;
       (leaves == &args ? bytes_in : bytes_out) += leaf.row_bytes;
     }
   }
-  if (keep) {
-    std::vector<size_t> sizes;
-    for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
-    history = std::make_unique<History>(static_cast<size_t>(*keep), sizes);
+  masked = mask.has_value();
+  if (masked) {
+    mask_strides = GridStrides(grid, *mask);
+    mask_rows = Product(grid, 1, &*mask);
   }
+  counts = &counters->taps;
+  spares.reset(new Spare[lend == Lend::kBuffers ? 1 + results.size() + args.size()
+                                                : args.size()]);
+  std::vector<size_t> sizes;
+  for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
+  if (keep) history = std::make_unique<History>(static_cast<size_t>(*keep), sizes);
   if (!tap) return;
-  layout = {};
-  const auto place = [this](size_t bytes) {
+  if (masked) sizes.insert(sizes.begin(), static_cast<size_t>(mask_rows));
+  for (const size_t bytes : sizes) {
     layout.offsets.push_back(layout.bytes);
     // A multiple of 16 suits the alignment of every element type, up to complex128.
     layout.bytes += (bytes + 15) / 16 * 16;
-  };
-  if (masked) place(static_cast<size_t>(mask_rows));
-  for (const Leaf& leaf : args) place(leaf.buffer_bytes());
+  }
 }
 
 }  // namespace hostcall

@@ -1,5 +1,5 @@
 // What a compiled program knows about one of its calls. Python makes a Plan when
-// the program is lowered; after Seal it changes only in the members marked
+// the program is lowered; from then on it changes only in the members marked
 // `mutable`.
 //
 // Threads. Handlers read a plan on any thread, without the GIL, but they touch its
@@ -21,7 +21,7 @@
 #include "base/guards.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
-#include "base/team_settings.h"
+#include "base/team.h"
 #include "plan/history.h"
 #include "plan/outcome.h"
 #include "queue/feed_ring.h"
@@ -33,16 +33,19 @@ namespace hostcall {
 struct Leaf {
   Ref dtype;                   ///< the PyArray_Descr of the elements on the host
   std::vector<npy_intp> dims;  ///< shape of one row
-  int64_t count = 1;           ///< elements in one row; set by Seal
-  int64_t row_bytes = 0;       ///< bytes of one row on the host; set by Seal
   int bits = 0;            ///< 1, 2 or 4 if XLA packs elements into bytes; else 0
   bool is_signed = false;  ///< whether packed elements are signed
-  int64_t rows = 1;        ///< rows in the buffer; set by Seal
+  std::vector<bool> batched;  ///< for each batch axis, whether the buffer has it
+  Ref convert;  ///< makes the function's argument from the array; null: the array
+  Ref fill;     ///< the bytes of a result's masked row; null: zeros
+
+  // Derived by Plan.
+  int64_t count = 1;      ///< elements in one row
+  int64_t row_bytes = 0;  ///< bytes of one row on the host
+  int64_t rows = 1;       ///< rows in the buffer
   /// For each batch axis, how many rows of the buffer one step along it takes; 0 if
   /// the buffer lacks the axis.
   std::vector<int64_t> grid_strides;
-  Ref convert;  ///< makes the function's argument from the array; null: the array
-  Ref fill;     ///< the bytes of a result's masked row; null: zeros
 
   /// Bytes of the whole buffer in XLA's layout.
   size_t buffer_bytes() const {
@@ -163,68 +166,72 @@ struct FeedSettings {
   }
 };
 
-/// A plan owns its Python objects. Signatures of the functions among them are
-/// written (arguments) -> result.
-class Plan : public TapOwner {
- public:
+/// What Python gives of a plan (bindings/plan_bindings.cc). Signatures of the
+/// functions among its objects are written (arguments) -> result.
+struct PlanFields {
   Ref function;  ///< one argument for each leaf -> the value
-  Ref runner;  ///< (rows, indices) -> list of values, for all rows at once; or null
-  Ref flatten;    ///< (value) -> list of leaves; raises for a wrong structure
-  Ref coerce;     ///< (leaf number, value) -> array of the leaf's dtype and shape
-  Ref on_error;   ///< (exception, info, row) -> text of XLA's error
-  Ref on_escape;  ///< (info, leaf numbers, exception): raises if views are still
-                  ///< held
-  Ref on_unwritten;  ///< (info, leaf number): raises, since `out` was not written
-  Ref on_lone_failure;  ///< (ordinal, text): one device failed, the others go on
-  Ref on_verdict;      ///< (what is said of a failure, is it ours) -> text of XLA's
-                       ///< error
-  Ref out_tree;        ///< (list of result arrays) -> the `out` argument; or null
-  Ref info;            ///< Python's description of the call, for errors and status
-  Ref device;          ///< the device that host code finds as its default
-  Ref enter;           ///< () -> the former values: sets JAX's settings of the
-                       ///< trace; null if those were the process's own
-  Ref leave;           ///< (the former values): sets them; null if `enter` is
-  Ref guard;           ///< refuses programs that would wait for this one; or null
-  Ref scout;           ///< replaces `guard` on XLA's threads until `asked`; or null
-  Ref counters_owner;  ///< the Python object that `counters` points into
-  Counters* counters = nullptr;  ///< alive as long as `counters_owner`
-
   std::vector<Leaf> args;
   std::vector<Leaf> results;
-  /// For each argument, an array of an earlier call that nobody kept. With
-  /// kBuffers, the context and a Buffer for each result and argument instead.
-  std::unique_ptr<Spare[]> spares;
-  std::vector<int64_t> grid;          ///< sizes of the batch axes, outermost first
-  int64_t rows = 1;                   ///< product of grid; set by Seal
-  bool masked = false;                ///< whether the first operand is the mask
-  std::vector<int64_t> mask_strides;  ///< the mask's Leaf::grid_strides
-  int64_t mask_rows = 1;              ///< bools in the mask's buffer; set by Seal
+  std::vector<int64_t> grid;  ///< sizes of the batch axes, outermost first
+  /// Which of them the mask has, the first operand; null: there is none.
+  std::optional<std::vector<bool>> mask;
   ResultForm form = ResultForm::kTree;
-  bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
   Lend lend = Lend::kCopy;
-  std::optional<TapSettings> tap;    ///< null: the plan is a call's
-  TapLayout layout;                  ///< set by Seal for a tap, else empty
-  std::optional<FeedSettings> feed;  ///< null: not a feed's, or made elsewhere
-  /// How many executions `keep=` keeps the arguments of; null: none are counted.
-  std::optional<int64_t> keep;
-  std::string text;  ///< describes a call of registered host code; else empty
-  std::unique_ptr<History> history;  ///< set by Seal if `keep` is, else null
-  BufferSettings buffers;            ///< all defaults unless `lend` is kBuffers
-  bool packed = false;  ///< whether XLA packs some leaf's elements; set by Seal
-  std::optional<TeamSettings> team;  ///< null: each device calls alone
-  Inside inside = Inside::kNever;
+  Ref runner;  ///< (rows, indices) -> list of values, for all rows at once; or null
+  Ref out_tree;  ///< (list of result arrays) -> the `out` argument; or null
+  Ref info;      ///< Python's description of the call, which answers questions
+  Ref device;    ///< the device that host code finds as its default
+  Ref enter;     ///< () -> the former values: sets JAX's settings of the
+                 ///< trace; null if those were the process's own
+  Ref leave;     ///< (the former values): sets them; null if `enter` is
+  Ref counters_owner;            ///< the Python object that `counters` points into
+  Counters* counters = nullptr;  ///< alive as long as `counters_owner`
+  uint32_t place = 0;            ///< the number of the call's place (base/places.h)
+  /// One more result, the outcome, tells all processes whether the call failed.
+  bool tells = false;
   /// Another process makes the call. Here `function` takes no arguments, and only
   /// raises if the program may not go on.
   bool elsewhere = false;
-  bool sends = false;       ///< whether the runner sends rows to other processes
+  bool sends = false;  ///< whether the runner sends rows to other processes
+  std::optional<TeamSettings> team;  ///< null: each device calls alone
+  Ref guard;  ///< refuses programs that would wait for this one; or null
+  Ref scout;  ///< replaces `guard` on XLA's threads until `asked`; or null
+  Inside inside = Inside::kNever;
   bool keeps_mesh = false;  ///< host code sees the dispatching thread's meshes
+  bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
+  std::optional<TapSettings> tap;  ///< null: the plan is a call's
+  BufferSettings buffers;          ///< all defaults unless `lend` is kBuffers
+  /// How many executions `keep=` keeps the arguments of; null: none are counted.
+  std::optional<int64_t> keep;
+  std::optional<FeedSettings> feed;  ///< null: not a feed's, or made elsewhere
+  std::string text;  ///< describes a call of registered host code; else empty
+};
+
+/// A plan owns its Python objects.
+class Plan : public TapOwner, public PlanFields {
+ public:
+  /// Derives what follows from the fields. Throws std::invalid_argument if they
+  /// contradict each other. The GIL is held.
+  explicit Plan(PlanFields fields);
+
+  // `info` is asked for these once, as looking up a method takes longer than a
+  // small call. For what happens only after a failure it is asked then.
+  Ref flatten;  ///< (value) -> list of leaves; raises for a wrong structure
+  Ref coerce;   ///< (leaf number, value) -> array of the leaf's dtype and shape
+  /// For each argument, an array of an earlier call that nobody kept. With
+  /// kBuffers, the context and a Buffer for each result and argument instead.
+  std::unique_ptr<Spare[]> spares;
+  int64_t rows = 1;                     ///< product of grid
+  bool masked = false;                  ///< whether the first operand is the mask
+  std::vector<int64_t> mask_strides;    ///< the mask's Leaf::grid_strides
+  int64_t mask_rows = 1;                ///< bools in the mask's buffer
+  bool packed = false;                  ///< whether XLA packs some leaf's elements
+  int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row
+  TapLayout layout;                     ///< empty unless the plan is a tap's
+  std::unique_ptr<History> history;     ///< null unless `keep` is set
   /// Whether the scout has asked. A call that misses it asks again.
   mutable std::atomic<bool> asked{false};
-  /// One more result, the outcome, tells all processes whether the call failed.
-  bool tells = false;
   mutable Failures failures;  ///< errors of recent runs; used only if `tells`
-  int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row; set by Seal
-  uint32_t place = 0;  ///< the number of the call's place (base/places.h)
 
   /// Operands with data that XLA passes: the mask, if any, and the arguments.
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
@@ -232,6 +239,21 @@ class Plan : public TapOwner {
   size_t inputs() const { return operands() + (tap && tap->always ? 1 : 0); }
   /// Results of a call that XLA expects: the function's, and the outcome, if any.
   size_t outputs() const { return results.size() + (tells ? 1 : 0); }
+
+  /// The bytes of those operands, and of those results.
+  std::vector<size_t> InputSizes() const {
+    std::vector<size_t> sizes;
+    if (masked) sizes.push_back(static_cast<size_t>(mask_rows));
+    for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
+    if (tap && tap->always) sizes.push_back(sizeof(bool));
+    return sizes;
+  }
+  std::vector<size_t> OutputSizes() const {
+    std::vector<size_t> sizes;
+    for (const Leaf& leaf : results) sizes.push_back(leaf.buffer_bytes());
+    if (tells) sizes.push_back(kOutcomeBytes);
+    return sizes;
+  }
 
   /// Whether `where` keeps all rows of these operands from the function.
   bool KeepsBack(const void* const* operands) const {
@@ -254,10 +276,13 @@ class Plan : public TapOwner {
     event.number = -1;
     return event;
   }
+};
 
-  /// Computes the fields that follow from the others. Called once, when those are
-  /// set.
-  void Seal();
+/// Python's reference to a plan.
+struct PlanHandle {
+  Counted<Plan> plan;
+  /// Python destroys it, with the GIL: an eager call is the only use of its plan.
+  ~PlanHandle() { plan.DropHere(); }
 };
 
 }  // namespace hostcall

@@ -1,11 +1,24 @@
-// Copies a tap's operands into the queue.
+// What becomes of an execution of a tap: whether it goes through, and how its
+// operands come into the queue. Needs no GIL.
 #pragma once
 
 #include <cstdint>
 
 #include "plan/plan.h"
+#include "plan/throttle.h"
 
 namespace hostcall {
+
+/// Whether this device taps.
+bool IsWanted(const Plan& plan, int device);
+/// Whether the tap has a `where` of one value, which is False; counts it then. The
+/// operands are on the host.
+bool IsMasked(const Plan& plan, const void* const* operands);
+/// Whether `every` or `sample` leaves this execution out; counts it then. A null
+/// throttle leaves none out, and the flag `always`, which is the last operand,
+/// overrules it. The operands are on the host.
+bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run,
+               const void* const* operands);
 
 /// Queues a tap of these operands, which are copied before this returns. Returns
 /// false if the tap was dropped. Calls no Python. May wait for the worker, which

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/few.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
 
@@ -15,30 +16,26 @@ namespace hostcall {
 /// a scratch block with unpacked elements.
 using Bases = std::vector<char*>;
 
-/// The Python arguments of one row; owns a reference to each that is set. On the
-/// stack if they are few. The GIL is held at its destruction.
+/// The Python arguments of one row; owns a reference to each that is set. The GIL
+/// is held at its destruction.
 class RowArrays {
  public:
-  explicit RowArrays(size_t n) : n_(n) {
-    // One place before the arguments for args(), one behind them for `out=`.
-    if (n + 2 > kInline) heap_.reset(new PyObject*[n + 2]);
-    std::fill(all(), all() + n + 2, nullptr);
+  /// With one place before the arguments for args(), one behind them for `out=`.
+  explicit RowArrays(size_t n) : n_(n + 2), all_(n_) {
+    std::fill_n(all_.data(), n_, nullptr);
   }
   ~RowArrays() {
-    for (size_t i = 0; i < n_ + 2; ++i) Py_XDECREF(all()[i]);
+    for (size_t i = 0; i < n_; ++i) Py_XDECREF(all_.data()[i]);
   }
   RowArrays(const RowArrays&) = delete;
   RowArrays& operator=(const RowArrays&) = delete;
   /// The first argument. There is a free place before it, which a vectorcall with
   /// PY_VECTORCALL_ARGUMENTS_OFFSET may use for `self`.
-  PyObject** args() { return all() + 1; }
+  PyObject** args() { return all_.data() + 1; }
 
  private:
-  static constexpr size_t kInline = 10;
-  PyObject** all() { return heap_ ? heap_.get() : inline_; }
-  size_t n_;
-  PyObject* inline_[kInline];
-  std::unique_ptr<PyObject*[]> heap_;
+  const size_t n_;
+  Few<PyObject*, 10> all_;
 };
 
 /// The buffers of a call as the host sees them: XLA's memory, or unpacked copies of

@@ -4,18 +4,16 @@
 // Does not depend on Python (tests/native/throttle_test.cc).
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
+#include "plan/run_counts.h"
 
 namespace hostcall {
 
@@ -74,26 +72,14 @@ class Throttle {
   }
 
  private:
-  /// What is known of one run.
-  struct Run {
-    int64_t seen = 0;  ///< executions of the tap in this run
-    int64_t last = 0;  ///< the last of them, counted in executions of the place
-  };
-  /// The number of runs that are remembered at least. XLA does not say when a run
-  /// has ended, so old ones are forgotten; a run that comes back after that many
-  /// others have come begins at 0 again.
-  static constexpr size_t kRuns = 128;
-
   struct alignas(64) Place {
     // Guards the fields up to `apart`, for some nanoseconds. Its parties are
     // threads that run the same program on the same device, mostly one at a time.
     // The counts depend on each other, so atomics would not do.
     std::mutex mutex;
-    std::unordered_map<int64_t, Run> runs;  ///< by XLA's number of the run
-    int64_t newest_number = 0;              ///< the key of `newest`
-    Run* newest = nullptr;  ///< in `runs`: the run that came last; null before one
-    int64_t together = 0;   ///< executions of this place so far
-    bool apart = false;  ///< a run came here more than `every` times; never reset
+    RunCounts runs;
+    int64_t together = 0;  ///< executions of this place so far
+    bool apart = false;    ///< a run came here more than `every` times; never reset
     /// From when on the next execution may go through.
     std::atomic<int64_t> next_ns{std::numeric_limits<int64_t>::min()};
     // In ticks: when the clock was read last, and for how long it need not be read.
@@ -114,39 +100,12 @@ class Throttle {
   }
 
   /// Whether `every=` lets this execution through.
-  bool Counts(Place& place, int64_t number) const {
+  bool Counts(Place& place, int64_t run) const {
     std::lock_guard<std::mutex> lock(place.mutex);
-    Run& run = RunOf(place, number);
-    const int64_t before = run.seen++;
-    run.last = place.together++;
+    const int64_t before = place.runs.Count(run);
+    const int64_t together = place.together++;
     if (before == steps_) place.apart = true;
-    return (place.apart ? before : run.last) % steps_ == 0;
-  }
-
-  /// The entry of a run, new if needed. The place is locked.
-  static Run& RunOf(Place& place, int64_t number) {
-    // A loop comes here again and again: it needs no look-up.
-    if (place.newest != nullptr && place.newest_number == number) {
-      return *place.newest;
-    }
-    Run& run = place.runs[number];
-    run.last = place.together;  // or Forget would take a new run for the oldest
-    if (place.runs.size() > 2 * kRuns) Forget(place);
-    place.newest_number = number;
-    place.newest = &run;
-    return run;
-  }
-
-  /// Forgets all but the kRuns runs that came last. Called about once in kRuns new
-  /// runs, so a run costs constant time on average. The place is locked.
-  static void Forget(Place& place) {
-    std::vector<int64_t> times;
-    for (const auto& [number, run] : place.runs) times.push_back(run.last);
-    const auto cut = times.end() - kRuns;
-    std::nth_element(times.begin(), cut, times.end());
-    for (auto it = place.runs.begin(); it != place.runs.end();) {
-      it = it->second.last < *cut ? place.runs.erase(it) : std::next(it);
-    }
+    return (place.apart ? before : together) % steps_ == 0;
   }
 
   /// Whether `sample=` lets this execution through: splitmix64 of the number of the

@@ -104,7 +104,6 @@ class FeedRing {
 
   const std::vector<size_t>& leaves() const { return leaves_; }
   size_t lanes() const { return taken_.size(); }
-  size_t capacity() const { return capacity_; }
 
   // --- The producer's side. Called by one thread.
 
@@ -195,11 +194,7 @@ class FeedRing {
   /// Waits for one of them for at most `wait_ns`; 0 does not wait.
   Took Take(size_t lane, char* const* targets, int64_t wait_ns = 0) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (wait_ns > 0 && NothingFor(lane)) {
-      items_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
-                      [&] { return !NothingFor(lane); });
-    }
-    const Took found = Found(lane);
+    const Took found = Look(lock, lane, wait_ns);
     if (found == Took::kItem) CopyNext(lane, targets, lock);
     if (found == Took::kEnd) {
       ++ends_[lane];
@@ -207,19 +202,10 @@ class FeedRing {
     }
     return found;
   }
-  /// Takes an item if one is ready, and no notice of the end.
-  bool TakeItem(size_t lane, char* const* targets) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (Found(lane) != Took::kItem) return false;
-    CopyNext(lane, targets, lock);
-    return true;
-  }
   /// What the lane would find, after a wait of at most `wait_ns` for something.
   Took Await(size_t lane, int64_t wait_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
-    items_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
-                    [&] { return !NothingFor(lane); });
-    return Found(lane);
+    return Look(lock, lane, wait_ns);
   }
   /// Counts a wait of a device.
   void NoteWait(int64_t ns) {
@@ -251,6 +237,15 @@ class FeedRing {
     if (ending_ == Ending::kNone) return Took::kNothing;
     return ending_ == Ending::kEnd ? Took::kEnd : Took::kStopped;
   }
+  /// What the lane finds, after a wait of at most `wait_ns` for something.
+  Took Look(std::unique_lock<std::mutex>& lock, size_t lane, int64_t wait_ns) {
+    Took found = Found(lane);
+    if (found == Took::kNothing && wait_ns > 0) {
+      items_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
+                      [&] { return (found = Found(lane)) != Took::kNothing; });
+    }
+    return found;
+  }
   /// Items and ends that the lane has seen since Clear or Drop.
   int64_t At(size_t lane) const { return taken_[lane] + ends_[lane]; }
   void DrawLine() {
@@ -280,7 +275,6 @@ class FeedRing {
     if (unlocks) lock.lock();
     Copied(item);
   }
-  bool NothingFor(size_t lane) const { return Found(lane) == Took::kNothing; }
   char* Part(int64_t item, size_t lane) const {
     const size_t slot = static_cast<size_t>(item) % capacity_;
     return memory_ + part_ * (slot * lanes() + lane);

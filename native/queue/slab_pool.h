@@ -16,7 +16,7 @@
 
 namespace hostcall {
 
-/// The free slabs of all lanes. Safe to use from several threads.
+/// The free slabs of all lanes. Never destroyed. Safe to use from several threads.
 class SlabPool {
  public:
   static constexpr size_t kSlabBytes = size_t{1} << 18;
@@ -31,8 +31,6 @@ class SlabPool {
     bool filling = true;  ///< whether its lane may add more events
     char* data() { return reinterpret_cast<char*>(this) + kHeader; }
   };
-
-  ~SlabPool() { Trim(0); }
 
   /// Returns a slab of at least `bytes`; the caller owns it until Give. Throws
   /// std::bad_alloc.
@@ -78,23 +76,16 @@ class SlabPool {
     Free(slab);
   }
 
-  /// Frees cached slabs, the newest first, until at most `bytes` stay cached.
-  void Trim(size_t bytes) {
+  /// Bounds the bytes that the pool keeps for reuse. Frees cached slabs above that,
+  /// the newest first.
+  void set_most_cached(size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
+    most_cached_ = bytes;
     while (cached_ > bytes) {
       cached_ -= free_.back()->capacity;
       Free(free_.back());
       free_.pop_back();
     }
-  }
-
-  /// Bounds the bytes that the pool keeps for reuse, and trims to that bound.
-  void set_most_cached(size_t bytes) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      most_cached_ = bytes;
-    }
-    Trim(bytes);
   }
 
  private:

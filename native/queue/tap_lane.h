@@ -83,6 +83,48 @@ struct TapBatch {
   explicit operator bool() const { return first != nullptr; }
 };
 
+// Runs: events of one tap, which its function gets together (hc.tap(batch=...)).
+
+/// The first events of a batch, all of one owner.
+struct TapRun {
+  TapEvent* last;  ///< the youngest; the first one is the batch's
+  size_t count;
+};
+
+/// Moves later events of the batch's first owner up, right behind the first one, so
+/// that they are `most` together with it. Leaves events where they are that
+/// `unwanted(event)` names. The events of the run keep their order, and so do the
+/// others, whose first one is then the oldest of the batch that is not in the run.
+///
+/// Taps that alternate in a loop would otherwise make runs of one event each. The
+/// search goes a few times as far as the run may be long, so that a rare tap
+/// between many others costs each of those one look.
+template <typename Unwanted>
+TapRun GatherRun(TapBatch& batch, size_t most, Unwanted unwanted) {
+  constexpr size_t kLooks = 4;
+  TapRun run{batch.first, 1};
+  TapEvent* before = batch.first;
+  for (size_t looks = kLooks * most; looks != 0 && run.count < most; --looks) {
+    TapEvent* event = before->next;
+    if (event == nullptr) break;
+    if (event->owner != batch.first->owner || unwanted(*event)) {
+      before = event;
+      continue;
+    }
+    if (before == run.last) {
+      before = event;  // it is in its place already
+    } else {
+      before->next = event->next;
+      if (batch.last == event) batch.last = before;
+      event->next = run.last->next;
+      run.last->next = event;
+    }
+    run.last = event;
+    ++run.count;
+  }
+  return run;
+}
+
 /// On cache lines of its own, so that devices do not slow each other down.
 class alignas(64) TapLane {
  public:
@@ -222,11 +264,7 @@ class alignas(64) TapLane {
     } else {
       before->next = event->next;
     }
-    const int64_t charge = event->charge();
-    event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
-    event->owner->Release();
-    Forget(pool, event);
-    return charge;
+    return Drop(pool, event);
   }
 
   /// Drops the queued events before `mark`. Returns their charge, and adds their
@@ -240,11 +278,8 @@ class alignas(64) TapLane {
         TapEvent* event = head_;
         if (event == nullptr || event->sequence >= mark) return charge;
         SetHead(event->next);
-        charge += event->charge();
+        charge += Drop(pool, event);
         ++*events;
-        event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
-        event->owner->Release();
-        Forget(pool, event);
       }
     }
   }
@@ -253,12 +288,6 @@ class alignas(64) TapLane {
   bool DoneBefore(int64_t mark) {
     std::lock_guard<std::mutex> lock(mutex_);
     return under_way_ >= mark && (head_ == nullptr || head_->sequence >= mark);
-  }
-
-  /// Returns the open slab when the queue is destroyed; no events are left.
-  void GiveSlabTo(SlabPool& pool) {
-    if (open_ != nullptr) pool.Give(open_);
-    open_ = nullptr;
   }
 
  private:
@@ -307,6 +336,14 @@ class alignas(64) TapLane {
     if (event == nullptr) tail_ = nullptr;
     first_.store(event == nullptr ? kNone : event->sequence);
   }
+  /// Drops an event that is in the list no more; returns its charge.
+  int64_t Drop(SlabPool& pool, TapEvent* event) {
+    const int64_t charge = event->charge();
+    event->owner->counts->dropped.fetch_add(1, std::memory_order_relaxed);
+    event->owner->Release();
+    Forget(pool, event);
+    return charge;
+  }
   /// Ends the life of an event's memory; the event must not be read afterwards.
   void Forget(SlabPool& pool, TapEvent* event) {
     SlabPool::Slab* slab = event->slab;
@@ -332,7 +369,7 @@ class alignas(64) TapLane {
   int device_ = kNoDevice;          ///< device of the first event ever pushed here
   bool one_device_ = true;          ///< all events so far came from device_
   /// head_'s sequence, or kNone. Sequentially consistent, for the race with a
-  /// worker that goes to sleep (tap_delivery.h).
+  /// worker that goes to sleep (tap_queue.h).
   std::atomic<int64_t> first_{kNone};
 };
 

@@ -35,9 +35,33 @@
 // looks at the heads of the other lanes while it holds that lane's lock, and takes
 // nothing younger than they are.
 //
-// The two races of the queue are told where their code is: a full queue and its
-// relief in tap_admission.h, the sleep of the worker in tap_delivery.h. These
-// headers hold the longer members, and are included below.
+// A full queue and its relief. Admission is a compare-and-swap on the number of
+// bytes, before the event is written: the limit holds at every moment, and only
+// what is let in is counted.
+//
+//   1. device: reads bytes_, finds too many; locks space_, adds itself to its
+//              waiters, then reads bytes_ again
+//   2. worker: subtracts from bytes_, then reads the waiters
+//
+// All four are sequentially consistent: either the device reads the smaller number,
+// or the worker sees a waiter, takes the lock (so the device is asleep) and wakes
+// it.
+//
+// The sleep of the worker. A wake-up costs the device a system call. And every time
+// that the worker takes the GIL from a Python thread that dispatches programs, it
+// costs that thread some 300 us (measured: 24 us a dispatch with naps of 1 ms, 9 us
+// with 5 ms). So a worker that has emptied the queue naps before it looks again,
+// and then finds more at once. A flush, a push that waits for space, and a queue
+// longer than kWakeBytes end the nap. After kAwake of naps in vain the worker
+// sleeps until it is woken:
+//
+//   1. device: links its event (under the lane's lock), then reads rest_
+//   2. worker: sets rest_ to kAsleep, then looks into the lanes
+//
+// All of these are sequentially consistent, so at least one sees the other: the
+// device wakes the worker, or the worker finds the event. The end of a nap is
+// decided in the same way, with bytes_ and flushing_ in place of the lanes
+// (Hurried).
 #pragma once
 
 #include <algorithm>
@@ -69,39 +93,64 @@ enum class WhenFull {
 
 /// How a push went.
 struct Pushed {
-  int64_t sequence =
-      -1;              ///< the event's position in the queue; -1 if it was dropped
-  int64_t waited = 0;  ///< ticks of waiting for space
+  int64_t sequence = -1;  ///< the event's position in the queue; -1: it was dropped
+  int64_t waited = 0;     ///< ticks of waiting for space
+  bool queued() const { return sequence >= 0; }
 };
+
+/// Whether the calling thread is the one that delivers taps. A tap that it pushes
+/// (from inside a delivery) must never wait for space, since only this thread makes
+/// space.
+inline thread_local bool t_delivers_taps = false;
 
 class TapQueue {
  public:
   static constexpr int kLanes = 64;
   static constexpr size_t kMostAtOnce = 256;
 
-  /// The queue of the process. Never destroyed: threads of XLA may push during
-  /// static destruction.
+  /// The queue of the process. A queue is never destroyed: threads of XLA may push
+  /// during static destruction.
   static TapQueue& Get() {
     static TapQueue* queue = new TapQueue;
     return *queue;
   }
 
-  /// Only for the queues of tests, which are empty by then.
-  ~TapQueue() {
-    for (TapLane& lane : lanes_) lane.GiveSlabTo(pool_);
-  }
-
-  // --- For devices (tap_admission.h)
-  // ----------------------------------------------
+  // --- For devices
 
   /// Queues an event of `bytes` payload bytes, which `fill(char*)` writes, maybe
-  /// under a lock. Returns false if the event was dropped. `run` is XLA's number of
-  /// the execution; `nested` says that the push comes from inside a delivery, or
-  /// that its thread must not wait. `pushed`, if not null, learns how it went.
-  /// Throws std::bad_alloc or PushInterrupted.
+  /// under a lock. `run` is XLA's number of the execution; `nested` says that the
+  /// push comes from inside a delivery, or that its thread must not wait. Throws
+  /// std::bad_alloc or PushInterrupted.
   template <typename Fill>
-  bool Push(int device, int64_t run, TapOwner& owner, size_t bytes,
-            WhenFull when_full, bool nested, Fill fill, Pushed* pushed = nullptr);
+  Pushed Push(int device, int64_t run, TapOwner& owner, size_t bytes,
+              WhenFull when_full, bool nested, Fill fill) {
+    Pushed pushed;
+    TapLane& lane = LaneOf(device);
+    UseLane(static_cast<int>(&lane - lanes_));
+    const size_t lines = TapEvent::LinesFor(bytes);
+    if (lines > std::numeric_limits<uint32_t>::max()) throw std::bad_alloc();
+    const auto charge = static_cast<int64_t>(lines * TapEvent::kLine);
+    if (!Admit(lane, charge, when_full, nested, &pushed.waited)) {
+      owner.counts->dropped.fetch_add(1, std::memory_order_relaxed);
+      CountDropped();
+      return pushed;
+    }
+    try {
+      const bool droppable = when_full == WhenFull::kDropOldest;
+      pushed.sequence = lane.Store(pool_, sequence_,
+                                   {device, run, owner, lines, droppable}, fill);
+    } catch (...) {  // no memory for a slab
+      Free(charge);
+      throw;
+    }
+    // Read after the event is linked: the device's half of the race with a worker
+    // that goes to sleep. A napping worker is left alone, since it
+    // wakes up by itself, unless the queue grows long.
+    const int rest = rest_.load();
+    if (rest == kAsleep || (rest == kNapping && bytes_.load() > WakeBytes()))
+      Wake();
+    return pushed;
+  }
 
   /// Whether an event of `bytes` would be let in now.
   bool HasSpace(size_t bytes) const { return Fits(bytes_.load(), ChargeOf(bytes)); }
@@ -117,21 +166,88 @@ class TapQueue {
   /// Counts an event that was given up before it was pushed.
   void CountDropped() { dropped_.fetch_add(1, std::memory_order_relaxed); }
 
-  // --- For the worker (tap_delivery.h)
-  // --------------------------------------------
+  // --- For the worker
 
   /// Waits for events, and takes up to `most` of one device; with kMostAtOnce, all
   /// that are queued if only one device is at work. An empty batch means that the
   /// queue was stopped and is empty.
-  TapBatch Wait(size_t most);
+  TapBatch Wait(size_t most) {
+    std::chrono::microseconds idle{0};
+    bool rested = !drained_;
+    for (;;) {
+      if (rested || Hurried()) {
+        if (const TapBatch taken = Take(most)) return taken;
+      }
+      std::unique_lock<std::mutex> lock(wake_mutex_);
+      if (stopped_) {  // what was pushed before Stop is in its lane by now
+        lock.unlock();
+        return Take(most);
+      }
+      if (idle < kAwake) {
+        // Hurried is asked after rest_ is set, see above. A Wake that comes in
+        // between waits for the mutex, and sets rest_ once wait_for has released
+        // it.
+        rest_.store(kNapping);
+        if (!Hurried()) {
+          wake_.wait_for(lock, kNap, [this] { return rest_.load() == kAwakeNow; });
+        }
+        rest_.store(kAwakeNow);
+        idle += kNap;
+        rested = true;
+        continue;
+      }
+      rest_.store(kAsleep);
+      // The lanes are locked without wake_mutex_, so that a device in Wake does not
+      // wait for a device in Push. A Wake in the gap sets rest_, which wait()
+      // checks first.
+      lock.unlock();
+      const TapBatch taken = Take(most);
+      lock.lock();
+      if (!taken) {
+        wake_.wait(lock, [this] { return rest_.load() == kAwakeNow || stopped_; });
+        idle = std::chrono::microseconds(0);
+      }
+      rest_.store(kAwakeNow);
+      if (taken) return taken;
+    }
+  }
 
   /// Ends the delivery of a batch's events from `first` up to, but without, `rest`;
   /// null means all up to the end. Their memory must not be used afterwards.
-  void Finish(TapEvent* first, TapEvent* rest);
+  void Finish(TapEvent* first, TapEvent* rest) {
+    TapLane& lane = LaneOf(first->device);
+    int64_t charge = 0, events = 0;
+    for (TapEvent* event = first; event != rest;) {
+      // Neighbours mostly have the same owner. Its count is a cache line that
+      // devices write too, so it is changed once for all of them.
+      TapOwner* owner = event->owner;
+      int64_t same = 0;
+      for (; event != rest && event->owner == owner; event = event->next) {
+        charge += event->charge();
+        ++same;
+      }
+      owner->Release(same);
+      events += same;
+    }
+    // In this order: a Flush ends when the lane says that nothing is under way, and
+    // who flushed may then read `delivered` and `bytes`.
+    delivered_.fetch_add(events, std::memory_order_relaxed);
+    Free(charge);
+    lane.Finish(pool_, first, rest);
+    // A Flush that begins after this load looks at the lanes itself. Locking lets
+    // one that has just looked get to sleep before it is notified.
+    if (flushing_.load() != 0) {
+      std::lock_guard<std::mutex> lock(flush_mutex_);
+      flushed_.notify_all();
+    }
+  }
 
   /// Puts the rest of a batch back at the head of its lane. A slow worker does so
   /// that drop_oldest can reach these events.
-  void GiveBack(TapBatch rest);
+  void GiveBack(TapBatch rest) {
+    LaneOf(rest.first->device).GiveBack(rest);
+    drained_ = false;
+  }
 
   /// Whether Discard was called after this event was pushed. The worker asks before
   /// each delivery.
@@ -148,17 +264,46 @@ class TapQueue {
   }
 
   // --- For everybody
-  // ---------------------------------------------------------------
 
   /// A number above the sequence of every event pushed so far.
   int64_t Mark() const { return sequence_.load(); }
 
   /// Waits until all events before `mark` are done, for at most `seconds`. Returns
   /// whether they are. The caller does not hold the GIL: the worker needs it.
-  bool Flush(int64_t mark, double seconds);
+  bool Flush(int64_t mark, double seconds) {
+    const auto until = std::chrono::steady_clock::now() +
+                       std::chrono::duration_cast<std::chrono::nanoseconds>(
+                           std::chrono::duration<double>(seconds));
+    flushing_.fetch_add(
+        1);  // from here on the worker neither naps nor forgets to notify
+    Wake();
+    bool done;
+    {
+      std::unique_lock<std::mutex> lock(flush_mutex_);
+      while (!(done = DoneBefore(mark)) &&
+             std::chrono::steady_clock::now() < until) {
+        // In slices, since dropping an event notifies nobody.
+        flushed_.wait_for(lock, std::chrono::milliseconds(10));
+      }
+    }
+    flushing_.fetch_sub(1);
+    return done;
+  }
 
   /// Drops what is queued.
-  void Discard();
+  void Discard() {
+    const int64_t mark = Mark();
+    // Before the lanes are emptied, for the events that the worker has already
+    // taken: it asks IsDiscarded before each delivery.
+    discarded_before_.store(mark);
+    for (TapLane& lane : lanes_) {
+      int64_t events = 0;
+      const int64_t charge = lane.DropBefore(pool_, mark, &events);
+      CountEvicted(events);
+      if (charge != 0) Free(charge);
+    }
+    Wake();
+  }
 
   /// Sets the limit in bytes. What is queued above a lower limit stays.
   void SetLimit(int64_t bytes) {
@@ -191,7 +336,7 @@ class TapQueue {
   int64_t blocked() const { return space_.waiters(); }
 
  private:
-  /// How the worker rests (tap_delivery.h).
+  /// How the worker rests.
   enum Rest { kAwakeNow, kNapping, kAsleep };
   static constexpr std::chrono::microseconds kNap{5'000};  ///< length of a nap
   static constexpr std::chrono::microseconds kAwake{
@@ -201,7 +346,26 @@ class TapQueue {
   TapLane& LaneOf(int device) {
     return lanes_[static_cast<unsigned>(device + 1) % kLanes];  // -1 is eager
   }
-  void UseLane(int number);
+  /// Makes the worker look at this lane from now on. Called before the lane's first
+  /// event is linked, so that no event lies in a lane that the worker skips.
+  ///
+  /// Sequentially consistent, also for a device that finds its lane in use already:
+  ///
+  ///   1. device A: adds the lane to lanes_used_
+  ///   2. device B: reads that, links an event, then reads rest_
+  ///   3. worker:   sets rest_ to asleep, then reads lanes_used_ and looks at the
+  ///   lanes
+  ///
+  /// If the worker read the old number, its read comes before 1 in the one order of
+  /// such operations. B's read comes after 1, and B's read of rest_ after that, so
+  /// B finds the worker asleep and wakes it. A weaker read of B's has no place in
+  /// that order: both could read the old values, and the event would lie there
+  /// until the next push. It costs nothing on x86, and a load-acquire on Arm.
+  void UseLane(int number) {
+    int used = lanes_used_.load();
+    while (used <= number && !lanes_used_.compare_exchange_weak(used, number + 1)) {
+    }
+  }
 
   static int64_t ChargeOf(size_t bytes) {
     return static_cast<int64_t>(TapEvent::LinesFor(bytes) * TapEvent::kLine);
@@ -209,10 +373,48 @@ class TapQueue {
   bool Fits(int64_t before, int64_t charge) const {
     return before + charge <= limit_.load() || before == 0;
   }
+  /// Reserves `charge` bytes, by the policy if the queue is full. False: the event
+  /// is to be dropped. Adds the ticks of waiting to `*waited`.
   bool Admit(TapLane& lane, int64_t charge, WhenFull when_full, bool nested,
-             int64_t* waited);
-  void WaitForSpace(int64_t charge);
-  bool DropOne(TapLane& lane);
+             int64_t* waited) {
+    for (;;) {
+      int64_t before = bytes_.load();
+      const bool anyway = nested && when_full == WhenFull::kBlock;
+      while (anyway || Fits(before, charge)) {
+        if (bytes_.compare_exchange_weak(before, before + charge)) return true;
+      }
+      switch (when_full) {
+        case WhenFull::kDropNewest:
+          return false;
+        case WhenFull::kDropOldest:
+          // Such an event fits only an empty queue. Dropping all that this lane may
+          // drop is rarely enough for that, so the others would go in vain.
+          if (charge > limit_.load()) return false;
+          // If nothing could be dropped, space may still have been freed meanwhile.
+          if (!DropOne(lane) && !Fits(bytes_.load(), charge)) return false;
+          break;
+        case WhenFull::kBlock:
+          const int64_t start = Ticks();
+          WaitForSpace(charge);
+          *waited += std::max<int64_t>(Ticks() - start, 1);
+          if (stopped_.load()) return false;
+      }
+    }
+  }
+  /// Returns when `charge` would fit, or the queue is stopped. Another push may
+  /// take the space first, so the caller tries again.
+  void WaitForSpace(int64_t charge) {
+    Wake();  // a napping worker would let the device wait for the rest of its nap
+    space_.Wait([&] { return Fits(bytes_.load(), charge) || stopped_.load(); });
+  }
+  /// Drops the oldest droppable event of the lane. False if it finds none.
+  bool DropOne(TapLane& lane) {
+    const int64_t charge = lane.DropOldest(pool_);
+    if (charge == 0) return false;
+    CountEvicted(1);
+    Free(charge);
+    return true;
+  }
   /// Takes the charge of events off the queue, and wakes pushes that wait for
   /// space.
   void Free(int64_t charge) {
@@ -224,10 +426,51 @@ class TapQueue {
     dropped_.fetch_add(events, std::memory_order_relaxed);
   }
 
-  TapBatch Take(size_t most);
-  int Oldest(int but) const;
-  bool Hurried() const;
-  void Wake();
+  /// Takes a batch from the lane with the oldest event; empty if all lanes are.
+  TapBatch Take(size_t most) {
+    for (;;) {
+      const int oldest = Oldest(-1);
+      drained_ = oldest < 0;
+      if (oldest < 0) return {};
+      int64_t second = TapLane::kNone;
+      const TapBatch batch = lanes_[oldest].Take(most, most >= kMostAtOnce, [&] {
+        const int next = Oldest(oldest);
+        if (next >= 0) second = lanes_[next].first();
+        return second;
+      });
+      // The lane's head was dropped before it was locked, or another lane's is
+      // older.
+      if (!batch) continue;
+      drained_ = second == TapLane::kNone && lanes_[oldest].first() == second;
+      return batch;
+    }
+  }
+  /// The lane with the oldest head, leaving out lane `but`; -1 if all are empty.
+  /// Reads without locks: Take confirms the answer under the lane's lock.
+  int Oldest(int but) const {
+    int oldest = -1;
+    int64_t first = TapLane::kNone;
+    const int used = lanes_used_.load();
+    for (int i = 0; i < used; ++i) {
+      const int64_t head = lanes_[i].first();
+      if (i == but || head >= first) continue;
+      first = head;
+      oldest = i;
+    }
+    return oldest;
+  }
+  /// Whether the worker should not nap: somebody waits for it, or will soon.
+  bool Hurried() const {
+    return flushing_.load() != 0 || stopped_.load() || bytes_.load() > WakeBytes();
+  }
+  /// Ends the worker's rest.
+  void Wake() {
+    // Under the lock, or the notification could fall between the worker's check of
+    // rest_ and its wait, and be lost.
+    std::lock_guard<std::mutex> lock(wake_mutex_);
+    rest_.store(kAwakeNow);
+    wake_.notify_all();
+  }
   /// Bytes in the queue that end a nap.
   int64_t WakeBytes() const { return std::min(limit_.load() / 2, kWakeBytes); }
   bool DoneBefore(int64_t mark) {
@@ -263,6 +506,3 @@ class TapQueue {
 };
 
 }  // namespace hostcall
-
-#include "queue/tap_admission.h"
-#include "queue/tap_delivery.h"

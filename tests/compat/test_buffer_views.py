@@ -215,9 +215,9 @@ def test_dlpack_in_detail():
                 x.__dlpack__(**options)
         with pytest.raises(BufferError, match="DLPack has no type for int4"):
             narrow.__dlpack__()
-        with pytest.raises(TypeError, match="keywords only"):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
             x.__dlpack__(1)
-        with pytest.raises(TypeError, match="no keyword other"):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
             x.__dlpack__(other=1)
         kept.append(copied)
 
@@ -484,7 +484,7 @@ def test_kept_buffers_are_not_opened_again():
 
 def test_no_types_to_make():
     for kind in (hc.buffers.Buffer, hc.buffers.ExecutionContext):
-        with pytest.raises(TypeError, match="cannot create"):
+        with pytest.raises(TypeError, match="no constructor"):
             kind()
 
 

@@ -1,5 +1,6 @@
-// Packed elements and rows, compared with plain loops.
+// Packed elements and rows, compared with plain loops; and marks.
 #undef NDEBUG
+#include <algorithm>
 #include <cassert>
 #include <cstdint>
 #include <cstdio>
@@ -7,8 +8,10 @@
 #include <thread>
 #include <vector>
 
+#include "buffer/marks.h"
 #include "plan/packing.h"
 
+using hostcall::Marks;
 using hostcall::PackBits;
 using hostcall::RowWalker;
 using hostcall::UnpackBits;
@@ -112,6 +115,26 @@ void ManyReadersOfOneBuffer() {
   for (std::thread& thread : threads) thread.join();
 }
 
+/// Every mark is found until its element is written; nothing else is touched.
+void MarksTellWhatWasWritten(int64_t unit, int64_t bytes, int64_t most) {
+  std::vector<char> data(static_cast<size_t>(bytes) + 8, 1);
+  const Marks marks(data.data(), bytes, unit, most);
+  const int64_t places = bytes / unit;
+  int64_t marked = 0;
+  for (int64_t at = 0; at < places; ++at) {
+    const bool mark = data[static_cast<size_t>(at * unit + unit - 1)] != 1;
+    assert(mark || (at != 0 && at != places - 1) || most == 0);
+    assert(marks.Overwritten() == (marked == std::min(places, most)));
+    marked += mark;
+    for (int64_t i = 0; i < unit; ++i) data[static_cast<size_t>(at * unit + i)] = 2;
+  }
+  assert(marked == std::min(places, most) && marks.Overwritten());
+  for (int64_t at = places * unit; at < bytes + 8; ++at) {
+    assert(data[static_cast<size_t>(at)] == 1);
+  }
+  assert(Marks().Overwritten());
+}
+
 }  // namespace
 
 int main() {
@@ -128,5 +151,12 @@ int main() {
   RowsFollowTheNestedLoop();
   NoAxesAreOneRow();
   ManyReadersOfOneBuffer();
+  for (int64_t unit : {4, 8}) {
+    for (int64_t bytes : {0, 3, 4, 8, 20, 1000, 4096}) {
+      for (int64_t most : {int64_t{0}, Marks::kSome, bytes}) {
+        MarksTellWhatWasWritten(unit, bytes, most);
+      }
+    }
+  }
   std::puts("buffers: ok");
 }

@@ -70,11 +70,18 @@ inline long Waits() {
   return fakeCount("cuStreamSynchronize") + fakeCount("cuEventSynchronize");
 }
 
+/// Frees the blocks that are neither in use nor pending.
+inline void Trim(PinnedPool& pool) {
+  const size_t limit = pool.limit();
+  pool.set_limit(0);
+  pool.set_limit(limit);
+}
+
 /// Asserts that nothing is left behind: no block, no pinned memory, no current
 /// context.
 inline void AssertClean(PinnedPool& pool) {
   fakeReset();
-  pool.Trim();
+  Trim(pool);
   const PinnedPool::Stats stats = pool.stats();
   assert(stats.in_use_bytes == 0 && stats.pending_bytes == 0);
   assert(stats.allocated_bytes == 0 && fakePinnedBytes() == 0);

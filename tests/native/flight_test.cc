@@ -147,7 +147,7 @@ void TestGuard() {
   {
     Flight flight(event);
     flight.Number(9);
-    flight.Ended(6, EventState::kEnded);
+    flight.Ended(6, true);
   }
   EventBuffer::Switch(false);
   {
@@ -163,8 +163,8 @@ void TestGuard() {
 }
 
 void TestText() {
-  Places::Name(5, "lo\"ss\n", "a.py:3 in f");
-  Places::Name(5, "another", "");  // a number keeps its first name
+  Places::Name(5, {"lo\"ss\n", "a.py:3 in f", "\"lo\\\"ss\\u000a\"", "\"\""});
+  Places::Name(5, {"another", "", "", ""});  // a number keeps its first name
   auto scratch = std::make_unique<FlightScratch>();
   std::string text;
   FlightLines(*scratch, "a test",

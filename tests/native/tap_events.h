@@ -28,6 +28,13 @@ inline OwnerPtr MakeOwner() { return OwnerPtr::Adopt(new Owner); }
 
 constexpr int64_t kSmall = TapEvent::LinesFor(64) * TapEvent::kLine;
 
+/// A queue, which is never destroyed, like the engine's.
+inline TapQueue* NewQueue() {
+  static auto* const queues = new std::vector<TapQueue*>;  // so that none is leaked
+  queues->push_back(new TapQueue);
+  return queues->back();
+}
+
 /// Takes a batch into an array; returns its size.
 inline size_t Take(TapQueue& queue, TapEvent** batch, size_t most) {
   size_t n = 0;
@@ -49,11 +56,13 @@ inline bool Send(TapQueue& queue, const OwnerPtr& owner, int device, int number,
                  size_t bytes = 64, WhenFull when_full = WhenFull::kBlock,
                  bool nested = false) {
   bytes = std::max(bytes, sizeof(Value));
-  return queue.Push(device, 7, *owner, bytes, when_full, nested, [&](char* to) {
-    const Value value{device, number, bytes};
-    std::memset(to, static_cast<char>(device + number), bytes);
-    std::memcpy(to, &value, sizeof value);
-  });
+  const Pushed pushed =
+      queue.Push(device, 7, *owner, bytes, when_full, nested, [&](char* to) {
+        const Value value{device, number, bytes};
+        std::memset(to, static_cast<char>(device + number), bytes);
+        std::memcpy(to, &value, sizeof value);
+      });
+  return pushed.queued();
 }
 
 inline Value Read(TapEvent* event) {

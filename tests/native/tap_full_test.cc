@@ -15,7 +15,7 @@ namespace hostcall {
 namespace {
 
 void BlockingLosesNothing() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(10 * kSmall);
   OwnerPtr owner = MakeOwner();
   Worker worker(*queue, 4, 20);
@@ -38,7 +38,7 @@ void BlockingLosesNothing() {
 }
 
 void AValueAboveTheLimitGoesAlone() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(1000);
   OwnerPtr owner = MakeOwner();
   Worker worker(*queue);
@@ -52,7 +52,7 @@ void AValueAboveTheLimitGoesAlone() {
 }
 
 void DropNewest() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(5 * kSmall);
   OwnerPtr owner = MakeOwner();
   int let_in = 0;
@@ -69,7 +69,7 @@ void DropNewest() {
 }
 
 void DropOldest() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(5 * kSmall);
   OwnerPtr owner = MakeOwner();
   for (int i = 0; i < 20; ++i) {
@@ -99,7 +99,7 @@ void DropOldest() {
 }
 
 void NestedPushesAreLetIn() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(200);
   OwnerPtr owner = MakeOwner();
   for (int i = 0; i < 10; ++i) {
@@ -114,7 +114,7 @@ void NestedPushesAreLetIn() {
 /// Threads that await space and then push without waiting, as a GPU's taps do. The
 /// queue exceeds its limit by at most what is between the two.
 void AwaitedSpace() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(10 * kSmall);
   OwnerPtr owner = MakeOwner();
   Worker worker(*queue, 4, 20);
@@ -149,7 +149,7 @@ void AwaitedSpace() {
 
 /// Stop ends the waits for space, and what is queued is still delivered.
 void StopWithAFullQueue() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(200);
   OwnerPtr owner = MakeOwner();
   assert(Send(*queue, owner, 0, 0));
@@ -163,7 +163,7 @@ void StopWithAFullQueue() {
 }
 
 void DiscardMakesSpaceForWaitingPushes() {
-  TapQueue queue;
+  TapQueue& queue = *NewQueue();
   queue.SetLimit(2 * kSmall);
   const OwnerPtr owner = MakeOwner();
   Send(queue, owner, 0, 0);
@@ -180,7 +180,7 @@ void DiscardMakesSpaceForWaitingPushes() {
 }
 
 void AnInterruptEndsTheWaitsUnderWay() {
-  TapQueue queue;
+  TapQueue& queue = *NewQueue();
   queue.SetLimit(kSmall);
   const OwnerPtr owner = MakeOwner();
   assert(!queue.Interrupt("nobody waits, and nobody is told later"));

@@ -11,14 +11,13 @@
 #include <thread>
 #include <vector>
 
-#include "queue/tap_run.h"
 #include "tap_events.h"
 
 namespace hostcall {
 namespace {
 
 void OrderOfEachDevice(int devices, int count, size_t most = 16) {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   OwnerPtr owner = MakeOwner();
   Worker worker(*queue, most);
   std::vector<std::thread> threads;
@@ -50,7 +49,7 @@ void OrderOfEachDevice(int devices, int count, size_t most = 16) {
 
 /// Devices that push in turns are delivered in the order of their turns.
 void OrderBetweenDevices() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   OwnerPtr owner = MakeOwner();
   for (int i = 0; i < 3000; ++i) Send(*queue, owner, i % 3, i / 3);
   Worker worker(*queue);
@@ -66,7 +65,7 @@ void OrderBetweenDevices() {
 /// Many senders, all policies, a tight queue: every event is delivered or dropped,
 /// and each device's are delivered in order.
 void Stress() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   queue->SetLimit(20'000);
   OwnerPtr owner = MakeOwner();
   Worker worker(*queue, TapQueue::kMostAtOnce);
@@ -101,7 +100,7 @@ void Stress() {
 
 /// A sleeping worker is woken, and an event that is pushed during a nap is found.
 void Waking() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   OwnerPtr owner = MakeOwner();
   Worker worker(*queue);
   std::mt19937 random(5);
@@ -116,7 +115,7 @@ void Waking() {
 }
 
 void FlushTimesOutIfNobodyDelivers() {
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   OwnerPtr owner = MakeOwner();
   assert(queue->Flush(queue->Mark(), 0));
   Send(*queue, owner, 0, 0);
@@ -135,7 +134,7 @@ void FlushTimesOutIfNobodyDelivers() {
 void AnOwnerLivesUntilItsEventsAreDelivered() {
   Graveyard::Get().Bury();
   const int before = g_buried;
-  auto queue = std::make_unique<TapQueue>();
+  TapQueue* queue = NewQueue();
   {
     OwnerPtr owner = MakeOwner();
     Send(*queue, owner, 0, 0);
@@ -150,7 +149,7 @@ void AnOwnerLivesUntilItsEventsAreDelivered() {
 }
 
 void DiscardDropsWhatIsQueued() {
-  TapQueue queue;
+  TapQueue& queue = *NewQueue();
   const OwnerPtr owner = MakeOwner();
   for (int i = 0; i < 300; ++i) Send(queue, owner, i % 3, i);
   TapBatch batch = queue.Wait(4);
@@ -178,7 +177,7 @@ void DiscardDropsWhatIsQueued() {
 /// other events in order, whether the rest is delivered or given back.
 void RunsOfOneOwner(uint32_t seed) {
   std::mt19937 random(seed);
-  TapQueue queue;
+  TapQueue& queue = *NewQueue();
   const std::vector<OwnerPtr> owners{MakeOwner(), MakeOwner(), MakeOwner()};
   std::vector<std::vector<int>> sent(3), got(3);
   constexpr int kEvents = 500;
@@ -231,7 +230,7 @@ void RunsOfOneOwner(uint32_t seed) {
 
 /// The search ends when the run is full, or far from its last event.
 void RunsEnd() {
-  TapQueue queue;
+  TapQueue& queue = *NewQueue();
   const OwnerPtr mine = MakeOwner(), other = MakeOwner();
   const auto all = [](TapEvent&) { return false; };
   for (int i = 0; i < 10; ++i) Send(queue, mine, 0, i);

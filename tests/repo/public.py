@@ -28,7 +28,9 @@ _SECTION = re.compile(
 # The module of the bases by which hostcall knows its own objects.
 _PRIVATE = "hostcall._core.host_code"
 # Made by functions that are listed: their constructors are not for users.
-_MADE = ("Current", "Exported", "Feed", "HostFunction", "Run")
+_MADE = (
+    "Buffer", "Current", "ExecutionContext", "Exported", "Feed", "HostFunction", "Run"
+)  # fmt: skip
 _SPECIAL = ("__call__", "__enter__", "__iter__", "__getitem__", "__len__", "__bool__")
 
 

@@ -315,8 +315,8 @@ def _signatures() -> dict[str, tuple[ast.FunctionDef, ast.FunctionDef]]:
     """Name -> (the stub's, the module's) of what nanobind knows a signature of.
 
     mypy's stubtest takes no function of nanobind's for one; nanobind's own tool that
-    writes stubs reads the same attribute. Left out are the types of buffer/, which are
-    written on Python's C interface, and structs: those read their fields themselves.
+    writes stubs reads the same attribute. Left out are structs: those read their fields
+    themselves.
     """
     found = {}
     for name, node in STUB.items():
@@ -367,7 +367,7 @@ def _parameters(of: ast.arguments) -> tuple[object, ...]:
 
 def _fits(ours: str, theirs: str) -> bool:
     """Whether a type of the stub is one of the module's, or says more of it."""
-    theirs = theirs.replace("hostcall._native.", "").replace("collections.abc.", "")
+    theirs = re.sub(r"hostcall\.(_native\.)?|collections\.abc\.", "", theirs)
     vague = {"object", "object | None", "typing_extensions.CapsuleType"}
     return ours == theirs or theirs in vague or ours.split("[")[0] == theirs
 

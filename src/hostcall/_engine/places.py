@@ -8,6 +8,7 @@ many as lines of the program that write calls, however many functions they make.
 from __future__ import annotations
 
 import itertools
+import json
 from typing import NamedTuple
 
 from hostcall import _native
@@ -46,7 +47,7 @@ class _Places:
         # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
         texts = (key.name, str(key.place))
         shown = [t.encode(errors="backslashreplace").decode() for t in texts]
-        _native.name_place(number, *shown)
+        _native.name_place(number, *shown, *map(json.dumps, shown))
         return self._numbers.setdefault(key, number)
 
     def named(self, number: int) -> Named | None:

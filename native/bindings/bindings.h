@@ -1,0 +1,25 @@
+// Each function binds one part of the engine to Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace hostcall {
+
+struct PlanHandle;  // plan/plan.h
+
+/// The calls under way, and JAX's settings around them.
+void InitCalls(nanobind::module_& m);
+/// The methods of a plan that run it without a compiled program.
+void InitEager(nanobind::class_<PlanHandle>& plan);
+/// The rings of feeds.
+void InitFeeds(nanobind::module_& m);
+/// The handlers that XLA calls, and what they use of GPUs and host callbacks.
+void InitHandlers(nanobind::module_& m);
+/// Plans with their settings, and the slots that hold them.
+void InitPlans(nanobind::module_& m);
+/// Taps and their queue.
+void InitTaps(nanobind::module_& m);
+/// The flight recorder, and events for traces.
+void InitTraces(nanobind::module_& m);
+
+}  // namespace hostcall

@@ -1,0 +1,46 @@
+// How often each run of a program has come to one of its places.
+//
+// Does not depend on Python (tests/native/throttle_test.cc, history_test.cc).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace hostcall {
+
+/// The owner has a lock around it.
+///
+/// XLA does not say when a run has ended, so old ones are forgotten: one that comes
+/// back after kRuns others begins at 0 again.
+class RunCounts {
+ public:
+  /// Counts an execution of the run with this number; returns how many there were
+  /// before.
+  int64_t Count(int64_t run) {
+    // A loop comes here again and again: it needs no look-up.
+    if (newest_.first != run) {
+      const auto found =
+          std::find_if(others_.begin(), others_.end(),
+                       [run](const auto& other) { return other.first == run; });
+      const int64_t seen = found == others_.end() ? 0 : found->second;
+      if (found != others_.end()) others_.erase(found);
+      if (newest_.second > 0) others_.push_back(newest_);
+      if (others_.size() > kRuns) others_.erase(others_.begin());
+      newest_ = {run, seen};
+    }
+    return newest_.second++;
+  }
+
+ private:
+  /// Runs that are remembered besides the newest.
+  static constexpr size_t kRuns = 128;
+  using Run = std::pair<int64_t, int64_t>;  ///< its number, its executions so far
+
+  Run newest_{-1, 0};        ///< the run that came last
+  std::vector<Run> others_;  ///< the one that came least recently first
+};
+
+}  // namespace hostcall
