@@ -7,7 +7,8 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from hostcall._engine.params.equation import Callback, Equation
+from hostcall._core.callback import Callback
+from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters
 
 

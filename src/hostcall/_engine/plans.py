@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core.callback import Callback
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits
 from hostcall._engine import targets
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Callback, Equation
+from hostcall._engine.params.equation import Equation
 from hostcall._native import Inside, Lend, ResultForm
 from hostcall._runtime import context, host_device, workers
 from hostcall._runtime.workers import Bound, Row, run_with_timeout
