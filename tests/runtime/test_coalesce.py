@@ -16,7 +16,7 @@ from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
 from hostcall._core import wait
-from hostcall._engine import coalescing
+from hostcall._policies import merged as merging
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -225,7 +225,7 @@ def test_a_wait_for_a_turn_is_named_in_the_log(monkeypatch, caplog):
 
 
 def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
-    meeting = coalescing.Meeting(4, 0.01)
+    meeting = merging.Meeting(4, 0.01)
     entered, end, sizes = threading.Event(), threading.Event(), []
 
     def together(entries):
@@ -264,7 +264,7 @@ def test_a_merged_function_that_runs_a_program_with_itself():
 
 
 def test_an_interrupt_right_after_a_batch_was_opened():
-    meeting = coalescing.Meeting(4, 0.01)
+    meeting = merging.Meeting(4, 0.01)
     join, interrupts = meeting._join, [KeyboardInterrupt()]
 
     def joins(*given):
@@ -293,7 +293,7 @@ def test_a_follower_on_the_thread_of_the_loop():
     leader = threading.Thread(target=lambda: merged(1.0))
     leader.start()
     assert holds_in_time(
-        lambda: any(m._open for m in list(coalescing._meetings.values()))
+        lambda: any(m._open for m in list(merging.places.meetings.values()))
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="await asyncio.to_thread"):
         program(2.0).block_until_ready()

@@ -77,14 +77,25 @@ class CallInfo:
         results = self.callback.results
         return coerce.take_apart(value, results.treedef, self.name, results.avals)
 
-    def coerce(self, number: int, value: Any) -> np.ndarray:
+    def coerce(
+        self,
+        number: int,
+        value: Any,
+        shape: tuple[int, ...] | None = None,
+        words: str = "",
+    ) -> np.ndarray:
+        """A result of the function as an array; by default of one row's shape.
+
+        `words` say, behind the result's name in messages, what it is a result of.
+        """
         aval = self.params.avals[number]
+        want = aval.shape if shape is None else shape
         return coerce.coerce(
             value,
             aval.dtype,
-            aval.shape,
-            lambda: self.result(number),
-            lambda got: self.shape_hint(number, aval.shape, got),
+            want,
+            lambda: self.result(number) + words,
+            lambda got: self.shape_hint(number, want, got),
         )
 
     def result(self, number: int) -> str:

@@ -39,8 +39,8 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.sendable import Sent, at_its_name
 from hostcall._host_function.site import Site
 from hostcall._host_function.trees import Trees
+from hostcall._policies.on_loop import run_one
 from hostcall._primitives.call.make import make
-from hostcall._runtime.tasks import run_one
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 

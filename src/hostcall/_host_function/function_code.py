@@ -33,8 +33,9 @@ from hostcall._host_function.primitive import Arrays, Tangents, Value
 from hostcall._host_function.residuals import say_that_it_runs_again, store
 from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.trees import pick, spread
+from hostcall._policies import executors
+from hostcall._policies.layer import same
 from hostcall._primitives.call.make import make
-from hostcall._runtime import executors, workers
 
 # (function to run, its arguments, function that makes arrays of its value).
 Steps = tuple[Callable[..., Any], Any, Callable[[Any], Any]]
@@ -212,7 +213,7 @@ class FunctionCode(Value, HostCode):
     def split(self, args: Any, kwargs: Any) -> Steps:
         del kwargs
         if self.kind == "value":
-            return self._code("value"), args, workers.same
+            return self._code("value"), args, same
         run, sent, finish = getattr(self, f"_{self.kind}")(args)
         return run, sent, lambda value: tuple(finish(value))
 

@@ -18,7 +18,7 @@ from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.spec import is_array_like
-from hostcall._runtime.tasks import run_one
+from hostcall._policies.on_loop import run_one
 
 tree = jax.tree_util
 

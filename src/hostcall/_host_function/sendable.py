@@ -23,8 +23,8 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
 from hostcall._host_function.rules import RULES, forward_pair
 from hostcall._host_function.trees import is_pair
-from hostcall._runtime import executors
-from hostcall._runtime.workers import same
+from hostcall._policies import executors
+from hostcall._policies.layer import same
 
 Steps: TypeAlias = Generator[Any, Any, Any]
 

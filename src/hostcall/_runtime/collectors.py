@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, Protocol
-
-from hostcall._core.spec import Template
 
 
 class Collector(Protocol):
@@ -29,17 +26,11 @@ def remove(collector: Collector) -> None:
         _active = tuple(c for c in _active if c is not collector)
 
 
-def seen_by(
-    tag: str, template: Template, whole: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps `whole` so that the active collectors see its arguments first.
+def shown(tag: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """(args, kwargs), which the active collectors have seen.
 
     Reads `_active` without the lock: `add` and `remove` replace the tuple.
     """
-
-    def call(*leaves: Any) -> None:
-        for collector in _active:
-            collector.take(tag, *template.fill(leaves))
-        whole(*leaves)
-
-    return call
+    for collector in _active:
+        collector.take(tag, args, kwargs)
+    return args, kwargs

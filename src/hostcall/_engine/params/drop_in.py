@@ -151,7 +151,14 @@ class DropInInfo(CallInfo):
             )
         return leaves
 
-    def coerce(self, number: int, value: Any) -> np.ndarray:
+    def coerce(
+        self,
+        number: int,
+        value: Any,
+        shape: tuple[int, ...] | None = None,
+        words: str = "",
+    ) -> np.ndarray:
+        del shape, words  # of layers, which no drop-in has
         aval = self.params.avals[number]
         plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
         if len(self.params.avals) == 1 and not plain:

@@ -89,22 +89,15 @@ class Equation(abc.ABC):
         """The operands that Python reads: the mask, if any, and the arguments."""
         return operands
 
-    def seen(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, after those that see its arguments first."""
-        return whole
-
     @abc.abstractmethod
-    def finish(
-        self, whole: Callable[..., Any], info: Any, compressed: bool
-    ) -> tuple[Callable[..., Any], _native.ResultForm]:
-        """The function that the engine calls, and the form of what it returns.
+    def form(self) -> _native.ResultForm:
+        """The form of what the function returns."""
 
-        Args:
-            whole: the user's function, of one array per leaf.
-            info: the `CallInfo`.
-            compressed: whether `whole` gets a batch without the rows that `where`
-                drops.
+    def axes(self) -> list[tuple[tuple[bool, ...], int]]:
+        """For each batch axis that a tap sees, the outermost first: whether each
+        operand has it, and its size. Empty for a call, whose function has them all.
         """
+        return []
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""
