@@ -15,8 +15,8 @@ import pytest
 from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
-from hostcall._runtime import loop as event_loop
 from hostcall._policies import on_loop
+from hostcall._runtime import loop as event_loop
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
