@@ -21,6 +21,7 @@ from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, parse_result
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
+from hostcall._native import ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries
 from hostcall._policies.stores import Cache, Part
@@ -203,7 +204,12 @@ class Case:
             self.kind == "parallel"
             or (self.kind == "sequential" and self.policy.coalesce is not None)
         )
-        layers = made.flat or self.awaits or self.policy.timeout or made.runner
+        layers = (
+            (made.form is ResultForm.TUPLE)
+            or self.awaits
+            or self.policy.timeout
+            or made.runner
+        )
         assert layers or (made.function is fn) == self.flat
         return made
 
@@ -211,7 +217,9 @@ class Case:
         outs = [np.full(self.xs.shape, fill) for fill in FILLS]
 
         def store(where: Any, value: Any) -> None:
-            leaves = value if made.flat else (value["a"], value["b"])
+            leaves = (
+                value if (made.form is ResultForm.TUPLE) else (value["a"], value["b"])
+            )
             for out, leaf in zip(outs, leaves, strict=True):
                 out[where] = leaf
 

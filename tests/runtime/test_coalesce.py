@@ -293,7 +293,10 @@ def test_a_follower_on_the_thread_of_the_loop():
     leader = threading.Thread(target=lambda: merged(1.0))
     leader.start()
     assert holds_in_time(
-        lambda: any(m._open for m in list(merging.places.meetings.values()))
+        lambda: any(
+            isinstance(each, merging.Meeting) and each._open
+            for each in list(merging.shared.things.values())
+        )
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="await asyncio.to_thread"):
         program(2.0).block_until_ready()

@@ -22,6 +22,7 @@ import hostcall as hc
 from hostcall._core.callback import Policy
 from hostcall._core.spec import Static, Template
 from hostcall._engine import plans
+from hostcall._native import ResultForm
 from hostcall._policies.cached import Cached
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Site
@@ -396,7 +397,7 @@ def test_what_the_engine_calls(name):
     made = entries(choices_of(fn, policy=Policy(**policy), **options))
     assert (made.function is fn) == (want == "itself")
     assert (made.runner is not None) == ("together" in want)
-    assert made.flat == ("flat" in want)
+    assert (made.form is ResultForm.TUPLE) == ("flat" in want)
     assert not made.sends
     if want in ("itself", "closure", "stack") and fn is add and "tap" not in name:
         assert made.function(1, 2) == 3

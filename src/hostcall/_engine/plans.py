@@ -19,7 +19,7 @@ from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Inside, Lend, ResultForm
 from hostcall._policies.layer import Choices
-from hostcall._policies.stack import entries
+from hostcall._policies.stack import Entries, entries
 from hostcall._runtime import host_device
 
 if TYPE_CHECKING:
@@ -103,24 +103,6 @@ class _Arguments(NamedTuple):
     compressed: bool
 
 
-class _Called(NamedTuple):
-    """What the engine calls, and the form of what it returns."""
-
-    function: Callable[..., Any]
-    form: ResultForm
-    runner: Callable[..., Any] | None = None
-    buffers: _native.BufferSettings | None = None
-    feed: _native.FeedSettings | None = None
-    sends: bool = False
-
-    def until_failure(self, job: Failures | None) -> _Called:
-        """The same, refused after a failure of a program over several processes."""
-        if job is None:
-            return self
-        runner = self.runner and job.until_failure(self.runner)
-        return self._replace(function=job.until_failure(self.function), runner=runner)
-
-
 def make_plan(
     equation: Equation, operands: Sequence[Any], info: CallInfo, entry: Entrance
 ) -> _native.Plan:
@@ -138,12 +120,14 @@ def make_plan(
     if together is not None:
         info.guard = host_device.of_several(together)
     choices = _choices(equation, info, entry.device, arguments)
-    called = _called(equation, choices, entry).until_failure(info.job)
+    called, buffers, feed = _called(equation, choices, entry.elsewhere)
     traced, lend = callback.traced, _LENDS[callback.lend]
     note(equation)
     return _native.Plan(
-        **called._asdict(),
+        **_until_failure(called, info.job)._asdict(),
         **entry.settings(),
+        buffers=buffers,
+        feed=feed,
         args=_leaves(arguments, choices, entry),
         results=_results(equation, entry),
         grid=equation.grid,
@@ -241,6 +225,7 @@ def _choices(
         parallel=equation.vmap_method == "parallel",
         once=equation.order != "pure",
         compressed=arguments.compressed,
+        form=equation.form(),
         tap=equation.is_tap,
         batch=equation.axes(),
         count=tally_of(callback).add if cached else None,
@@ -254,52 +239,58 @@ def _leaves(
     converters = [None] * len(arguments.shapes) if choices.plain else choices.converters
     each = zip(arguments.shapes, arguments.batched, converters, strict=True)
     return [
-        _leaf(dtype, shape, entry.packed, flags, convert=convert)
+        _native.Leaf(
+            dtype=dtype,
+            shape=shape,
+            batched=flags,
+            convert=convert,
+            fill=None,
+            **_bits(dtype, entry),
+        )
         for (shape, dtype), flags, convert in each
     ]
 
 
 def _results(equation: Equation, entry: Entrance) -> list[_native.Leaf]:
-    every = [True] * len(equation.grid)
-    leaves = []
-    for aval, fill in zip(equation.avals, equation.callback.fills, strict=True):
-        row_fill = _tile(fill, aval, equation.levels)
-        dtype = np.dtype(aval.dtype)
-        leaves.append(_leaf(dtype, aval.shape, entry.packed, every, fill=row_fill))
-    return leaves
+    each = zip(equation.avals, equation.callback.fills, strict=True)
+    return [
+        _native.Leaf(
+            dtype=np.dtype(aval.dtype),
+            shape=aval.shape,
+            batched=[True] * len(equation.grid),
+            convert=None,
+            fill=_tile(fill, aval, equation.levels),
+            **_bits(np.dtype(aval.dtype), entry),
+        )
+        for aval, fill in each
+    ]
 
 
-def _called(equation: Equation, choices: Choices, entry: Entrance) -> _Called:
+def _called(
+    equation: Equation, choices: Choices, elsewhere: bool
+) -> tuple[Entries, _native.BufferSettings | None, _native.FeedSettings | None]:
+    """What the engine calls, and what it needs in place of arguments or results."""
     in_place = equation.in_place()
     buffers = None if in_place is None else in_place[1]
-    if entry.elsewhere:
-        return _Called(_nothing, ResultForm.NOTHING, buffers=buffers)
+    if elsewhere:
+        return Entries(_nothing, ResultForm.NOTHING), buffers, None
     if in_place is not None:
-        return _Called(in_place[0], ResultForm.IGNORED, buffers=buffers)
-    made = entries(choices)
-    form = ResultForm.TUPLE if made.flat else equation.form()
-    feed, sends = equation.fed(), made.sends
-    return _Called(made.function, form, made.runner, feed=feed, sends=sends)
+        return Entries(in_place[0], ResultForm.IGNORED), buffers, None
+    return entries(choices), None, equation.fed()
 
 
-def _leaf(
-    dtype: np.dtype,
-    shape: Sequence[int],
-    packed: bool,
-    batched: Sequence[bool],
-    convert: Callable[[Any], Any] | None = None,
-    fill: bytes | None = None,
-) -> _native.Leaf:
-    bits, is_signed = packed_bits(dtype) if packed else (0, False)
-    return _native.Leaf(
-        dtype=dtype,
-        shape=shape,
-        bits=bits,
-        is_signed=is_signed,
-        batched=batched,
-        convert=convert,
-        fill=fill,
-    )
+def _until_failure(called: Entries, job: Failures | None) -> Entries:
+    """The same, refused after a failure of a program over several processes."""
+    if job is None:
+        return called
+    runner = called.runner and job.until_failure(called.runner)
+    return called._replace(function=job.until_failure(called.function), runner=runner)
+
+
+def _bits(dtype: np.dtype, entry: Entrance) -> dict[str, Any]:
+    """How a leaf's elements are packed."""
+    bits, is_signed = packed_bits(dtype) if entry.packed else (0, False)
+    return {"bits": bits, "is_signed": is_signed}
 
 
 def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:

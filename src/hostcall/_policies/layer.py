@@ -28,6 +28,7 @@ from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.host_code import own
 from hostcall._core.source import name_of
+from hostcall._native import ResultForm
 from hostcall._runtime import context, flights
 from hostcall._runtime.workers import Settings
 
@@ -91,12 +92,10 @@ class Results(Protocol):
 
     def flatten(self, value: Any) -> list[Any]: ...
 
-    def coerce(
-        self,
-        number: int,
-        value: Any,
-        shape: tuple[int, ...] | None = None,
-        words: str = "",
+    def coerce(self, number: int, value: Any) -> np.ndarray: ...
+
+    def shaped(
+        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
     ) -> np.ndarray: ...
 
 
@@ -118,6 +117,7 @@ class Choices:
         once: whether no row may run twice.
         compressed: whether the function gets a batch without the rows that `where`
             drops.
+        form: of what the function returns.
         tap: whether results are ignored.
         batch: of a tap: for each vmap, the outermost first, whether each operand has
             its axis, and its size.
@@ -136,6 +136,7 @@ class Choices:
     parallel: bool = False
     once: bool = False
     compressed: bool = False
+    form: ResultForm = ResultForm.TREE
     tap: bool = False
     batch: Sequence[tuple[Sequence[bool], int]] = ()
     count: Callable[[int, int], object] | None = None

@@ -107,10 +107,13 @@ class Meeting:
             while entries:
                 entries = self._join(entries, parts, leads)
                 if leads and not leads[-1].done.is_set():
-                    self._lead(leads[-1], together)
+                    wait(leads[-1].full.wait, self._wait)
+                    self._close(leads[-1])
+                    leads[-1].finish(together)
         finally:
             if leads and not leads[-1].done.is_set():  # this thread was interrupted
-                self._leave(leads[-1])
+                self._close(leads[-1])
+                leads[-1].finish(_interrupted)
         values, error = _gathered(parts)
         if error is None:
             return values
@@ -148,16 +151,6 @@ class Meeting:
                 batch.full.set()
         return entries[len(taken) :]
 
-    def _lead(self, batch: _Batch, together: Together) -> None:
-        wait(batch.full.wait, self._wait)
-        self._close(batch)
-        batch.finish(together)
-
-    def _leave(self, batch: _Batch) -> None:
-        self._close(batch)
-        batch.error = batch.error or KeyboardInterrupt()
-        batch.done.set()
-
     def _close(self, batch: _Batch) -> None:
         with self._lock:
             if self._open is batch:
@@ -177,38 +170,28 @@ def _gathered(
     return values, None
 
 
-class _Places(Owned):
-    """Where calls meet, and the turns of functions, while a program has such a call."""
+def _interrupted(entries: list[Any]) -> Sequence[Any]:
+    raise KeyboardInterrupt
+
+
+class _Shared(Owned):
+    """What calls share, while a program has such a call: meetings, and turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # two programs may be lowered at once
-        self.meetings: weakref.WeakValueDictionary[Any, Meeting]
-        self.meetings = weakref.WeakValueDictionary()
-        self._turns: weakref.WeakValueDictionary[Any, _Turn]
-        self._turns = weakref.WeakValueDictionary()
+        self.things: weakref.WeakValueDictionary[Any, Any]
+        self.things = weakref.WeakValueDictionary()
         super().__init__()
 
-    def meeting(self, choices: Choices, size: int, seconds: float) -> Meeting:
-        """The key has the options and the shapes, so that entries can be stacked."""
-        shapes = tuple((shape, str(dtype)) for shape, dtype in choices.shapes)
-        key = choices.callback, shapes
+    def one(self, key: Any, make: Callable[[], Any]) -> Any:
         with self._lock:
-            found = self.meetings.get(key)
+            found = self.things.get(key)
             if found is None:
-                found = self.meetings[key] = Meeting(size, seconds)
-            return found
-
-    def turn(self, choices: Choices) -> _Turn:
-        """The turn of a function on one rung."""
-        key = choices.callback.fn, choices.device
-        with self._lock:
-            found = self._turns.get(key)
-            if found is None:
-                found = self._turns[key] = _Turn(choices.results.name)
+                found = self.things[key] = make()
             return found
 
 
-places = _Places()
+shared = _Shared()
 
 
 class _Turn:
@@ -245,11 +228,17 @@ class Merged:
     ) -> None:
         self._inner, self._results = inner, choices.results
         self._avals = choices.avals
-        self._meeting = places.meeting(choices, size, seconds)
         callback = choices.callback
+        # With the options and the shapes, so that entries can be stacked.
+        shapes = tuple((shape, str(dtype)) for shape, dtype in choices.shapes)
+        self._meeting: Meeting
+        self._meeting = shared.one((callback, shapes), lambda: Meeting(size, seconds))
         self._awaits = callback.function if callback.awaits else None
+        name, key = choices.results.name, (callback.fn, choices.device)  # of a rung
         self._turn = (
-            contextlib.nullcontext() if callback.awaits else places.turn(choices)
+            contextlib.nullcontext()
+            if callback.awaits
+            else shared.one(key, lambda: _Turn(name))
         )
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
@@ -258,16 +247,14 @@ class Merged:
         return self._meeting.call(rows, self._together)
 
     def _together(self, entries: list[Leaves]) -> list[Flat]:
-        n, leaves = (
-            len(entries),
-            [np.stack(each) for each in zip(*entries, strict=True)],
-        )
+        n = len(entries)
+        leaves = [np.stack(each) for each in zip(*entries, strict=True)]
         words = f", called for {n} with coalesce=,"
         with self._turn:
             (values,) = self._inner.rows([leaves], Site())
             # Copies: the function may write its buffer before all entries are read.
             outs = [
-                self._results.coerce(i, value, (n, *aval.shape), words).copy()
+                self._results.shaped(i, value, (n, *aval.shape), words).copy()
                 for i, (value, aval) in enumerate(zip(values, self._avals, strict=True))
             ]
         return list(zip(*outs, strict=True))

@@ -33,7 +33,7 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
@@ -44,7 +44,7 @@ from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
-from hostcall._policies.layer import Bound, Current, Row, Site, apply, same
+from hostcall._policies.layer import Bound, Current, Row, Site, apply
 from hostcall._runtime import loop as loops
 from hostcall._runtime import waits, workers
 
@@ -82,10 +82,26 @@ class OnLoop:
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
         loop, here = free_loop(self.bound.fn), site.here()
+        part, there, finish = self.bound.split(rows)
         with contextlib.ExitStack() as held:
-            part, there, finish = _prepared(self.bound, rows, here, held)
+            # The objects of all rows are locked by this thread, in row order, until
+            # they have ended. Another thread that enters them does so in that order.
+            entered = list(self._entered(rows, here, held))
+            if entered:
+                part, there = apply, [((entry,), {}) for entry in entered]
             values = _Run(self, loop, part, there, here).wait(rows[0])
         return [end(value) for end, value in zip(finish, values, strict=True)]
+
+    def _entered(
+        self, rows: Sequence[Row], here: Current, held: contextlib.ExitStack
+    ) -> Iterator[Callable[..., Any]]:
+        mine = own(self.bound.fn)
+        for number, row in enumerate(rows):
+            if mine is None:
+                return
+            entry = mine.enter(here(number), held, *row)
+            if entry is not None:
+                yield entry
 
 
 def free_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
@@ -103,24 +119,6 @@ def free_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
             " asyncio.to_thread(program, x)"
         )
     return loop
-
-
-def _prepared(
-    bound: Bound, rows: Sequence[Row], here: Current, held: contextlib.ExitStack
-) -> tuple[Any, Sequence[Row], list[Callable[[Any], Any]]]:
-    """`Bound.split`. A method of an object enters the objects of all rows first.
-
-    The rows' objects are locked by this thread, in row order, until `held` is closed.
-    Another thread that enters the same objects does so in the same order.
-    """
-    mine = own(bound.fn)
-    entered: list[Row] = []
-    for number, row in enumerate(rows):
-        entry = None if mine is None else mine.enter(here(number), held, *row)
-        if entry is None:
-            return bound.split(rows)
-        entered.append(((entry,), {}))
-    return apply, entered, [same] * len(entered)
 
 
 def run_one(fn: Callable[..., Any], *args: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Choices, Index, Leaves, Runs, Site
 from hostcall._policies.trees import Checked, Trees, filled
@@ -22,15 +23,15 @@ class Entries(NamedTuple):
 
     Attributes:
         function: takes the leaves of one row.
+        form: of what it returns.
         runner: takes the leaves of several rows, and their indices in the batch; None
             if the engine calls the function for each.
-        flat: whether both return plain arrays, one for each result.
         sends: whether the runner sends rows to other processes.
     """
 
     function: Callable[..., Any]
+    form: ResultForm
     runner: Callable[[list[Leaves], list[Index]], list[Any]] | None = None
-    flat: bool = False
     sends: bool = False
 
 
@@ -38,7 +39,7 @@ def entries(choices: Choices) -> Entries:
     """The function with its layers. Without any, it is the user's function itself."""
     policy, run = choices.callback.policy, _runs(choices)
     if isinstance(run, Here) and not choices.plain:
-        return Entries(_direct(choices))
+        return Entries(_direct(choices), choices.form)
     # Innermost is what runs the function and waits for it, so what has the limit. It
     # gets (args, kwargs), which can be sent elsewhere; no treedef can.
     layer: Any = Trees(run, choices)
@@ -69,8 +70,9 @@ def entries(choices: Choices) -> Entries:
         return layer.rows(rows, Site(indices))  # type: ignore[no-any-return]
 
     together = choices.grid and (choices.parallel or policy.coalesce is not None)
-    flat = choices.plain and not choices.tap
-    return Entries(function, runner if together else None, flat, run.sends)
+    flat = choices.plain and not choices.tap  # one plain array for each result
+    form = ResultForm.TUPLE if flat else choices.form
+    return Entries(function, form, runner if together else None, run.sends)
 
 
 def _runs(choices: Choices) -> Runs:

@@ -56,7 +56,7 @@ class Unmasked:
         for i, (out, value) in enumerate(zip(outs, values, strict=True)):
             rest = out.shape[levels:]
             want = (seen, *ones, *rest) if arrays else rest
-            leaf = self._results.coerce(i, value, want)
+            leaf = self._results.shaped(i, value, want)
             out[rows] = leaf.reshape((seen, *rest))
         return tuple(outs)
 
@@ -99,8 +99,11 @@ class UnmaskedTap:
         for i, array in enumerate(row[1:], start=1):
             own = any(flags[i] for flags, _ in self._levels)
             leaves.append(self._full(i, array)[kept] if own else array)
-        with context.only_rows(kept):
+        before = context.kept_rows.set(kept)
+        try:
             self._inner.rows([leaves], site)
+        finally:
+            context.kept_rows.reset(before)
 
     def _full(self, number: int, array: np.ndarray) -> np.ndarray:
         """The array broadcast to all batch axes, the outermost first."""

@@ -151,14 +151,7 @@ class DropInInfo(CallInfo):
             )
         return leaves
 
-    def coerce(
-        self,
-        number: int,
-        value: Any,
-        shape: tuple[int, ...] | None = None,
-        words: str = "",
-    ) -> np.ndarray:
-        del shape, words  # of layers, which no drop-in has
+    def coerce(self, number: int, value: Any) -> np.ndarray:
         aval = self.params.avals[number]
         plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
         if len(self.params.avals) == 1 and not plain:
