@@ -294,6 +294,45 @@ def test_merged(size, count, sizes):
     assert inner.sites == []  # a merged call is no row of a batch
 
 
+def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
+    entered, end = threading.Event(), threading.Event()
+
+    def result(row):
+        if len(row[0]) == 4:
+            entered.set()
+            assert end.wait(HANG_SECONDS)
+        return row
+
+    inner = Inner(result)
+    layer = Merged(inner, choices_of(lambda x, y: x), 4, 0.01)
+    rows = [(F32(i), F32(i)) for i in range(5)]
+    with ThreadPoolExecutor(1) as pool:
+        five = pool.submit(layer.rows, rows, Site())
+        assert entered.wait(HANG_SECONDS)
+        assert layer.rows([(F32(9), F32(9))], Site()) == [(9, 9)]
+        end.set()
+        assert five.result(HANG_SECONDS) == rows
+    assert [len(row[0]) for row in inner.given] == [4, 1, 1]
+
+
+class Interrupted(list):
+    """Rows of which none is left behind the first: an interrupt comes before."""
+
+    def __getitem__(self, which):
+        if which.start:
+            raise KeyboardInterrupt
+        return super().__getitem__(which)
+
+
+def test_an_interrupt_right_after_a_batch_was_opened():
+    layer = Merged(Inner(), choices_of(lambda x, y: x), 4, 0.01)
+    with pytest.raises(KeyboardInterrupt):
+        layer.rows(Interrupted([(F32(1), F32(1))]), Site())
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(layer.rows, [(F32(2), F32(2))], Site())
+        assert other.result(HANG_SECONDS) == [(4, 2)]
+
+
 def test_merged_checks_the_results():
     layer = Merged(Inner(lambda row: [row[0][:1], row[1]]), choices_of(print), 2, 0.0)
     with pytest.raises(hc.errors.ResultError, match="called for 2 with coalesce="):
