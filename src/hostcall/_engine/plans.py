@@ -120,14 +120,11 @@ def make_plan(
     if together is not None:
         info.guard = host_device.of_several(together)
     choices = _choices(equation, info, entry.device, arguments)
-    called, buffers, feed = _called(equation, choices, entry.elsewhere)
     traced, lend = callback.traced, _LENDS[callback.lend]
     note(equation)
     return _native.Plan(
-        **_until_failure(called, info.job)._asdict(),
+        **_called(equation, choices, entry.elsewhere, info.job),
         **entry.settings(),
-        buffers=buffers,
-        feed=feed,
         args=_leaves(arguments, choices, entry),
         results=_results(equation, entry),
         grid=equation.grid,
@@ -267,24 +264,22 @@ def _results(equation: Equation, entry: Entrance) -> list[_native.Leaf]:
 
 
 def _called(
-    equation: Equation, choices: Choices, elsewhere: bool
-) -> tuple[Entries, _native.BufferSettings | None, _native.FeedSettings | None]:
+    equation: Equation, choices: Choices, elsewhere: bool, job: Failures | None
+) -> dict[str, Any]:
     """What the engine calls, and what it needs in place of arguments or results."""
-    in_place = equation.in_place()
-    buffers = None if in_place is None else in_place[1]
+    in_place, feed = equation.in_place(), None
     if elsewhere:
-        return Entries(_nothing, ResultForm.NOTHING), buffers, None
-    if in_place is not None:
-        return Entries(in_place[0], ResultForm.IGNORED), buffers, None
-    return entries(choices), None, equation.fed()
-
-
-def _until_failure(called: Entries, job: Failures | None) -> Entries:
-    """The same, refused after a failure of a program over several processes."""
-    if job is None:
-        return called
-    runner = called.runner and job.until_failure(called.runner)
-    return called._replace(function=job.until_failure(called.function), runner=runner)
+        called = Entries(_nothing, ResultForm.NOTHING)
+    elif in_place is not None:
+        called = Entries(in_place[0], ResultForm.IGNORED)
+    else:
+        called, feed = entries(choices), equation.fed()
+    if job is not None:  # refused after a failure of a program over several processes
+        runner = called.runner and job.until_failure(called.runner)
+        function = job.until_failure(called.function)
+        called = called._replace(function=function, runner=runner)
+    buffers = None if in_place is None else in_place[1]
+    return {**called._asdict(), "buffers": buffers, "feed": feed}
 
 
 def _bits(dtype: np.dtype, entry: Entrance) -> dict[str, Any]:
