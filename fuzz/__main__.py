@@ -18,7 +18,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-NAMES = ("prints", "specs", "buffers", "exports", "records")
+NAMES = ("prints", "specs", "buffers", "exports", "records", "stacks")
 # Seconds for one input, and MB of memory for the process.
 LONGEST, MOST_MEMORY = 60, 8000
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._engine import caching
+from hostcall._policies import stores
 
 X = np.array([0.5, -1.0, 0.5, 2.0], np.float32)
 ran, rule_ran = [], []
@@ -122,7 +122,7 @@ def test_the_file_of_a_cache_is_emptied_for_one_function(disk):
     f, other = host(sine, disk(), 1), host(sine, disk(), 2)
     for each in (f, other):
         each(X)
-    if hasattr(disk(), "check_call_in_cache") or not caching.is_dictionary(disk()):
+    if hasattr(disk(), "check_call_in_cache") or not stores.is_dictionary(disk()):
         with pytest.raises(hc.errors.SpecError, match=r"joblib.Memory can't drop the"):
             f.cache_clear()
         return

@@ -34,7 +34,10 @@ print("ran", runs == len(seeds) + 20)
 """
 
 
-@pytest.mark.parametrize("name", ["prints", "specs", "buffers", "exports", "records"])
+NAMES = ["prints", "specs", "buffers", "exports", "records", "stacks"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_fuzzers_find_nothing_in_their_seeds(run_python, name):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])

@@ -25,6 +25,7 @@ WINGS: list[tuple[str, ...]] = [
     ("_jax",),
     ("_core",),
     ("_runtime",),
+    ("_policies",),
     ("_job",),
     ("_engine",),
     ("_primitives",),

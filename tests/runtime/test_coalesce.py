@@ -16,7 +16,6 @@ from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
 from hostcall._core import wait
-from hostcall._engine import coalescing
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -224,29 +223,6 @@ def test_a_wait_for_a_turn_is_named_in_the_log(monkeypatch, caplog):
     assert on_threads([lambda: float(f(1.0)), second]) == [1, 2]
 
 
-def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
-    meeting = coalescing.Meeting(4, 0.01)
-    entered, end, sizes = threading.Event(), threading.Event(), []
-
-    def together(entries):
-        sizes.append(len(entries))
-        if len(entries) == 4:
-            entered.set()
-            assert end.wait(HANG_SECONDS)
-        return entries
-
-    def alone():
-        assert entered.wait(HANG_SECONDS)
-        try:
-            return meeting.call([9], together)
-        finally:
-            end.set()
-
-    rows = list(range(5))
-    assert on_threads([lambda: meeting.call(rows, together), alone]) == [rows, [9]]
-    assert sizes == [4, 1, 1]
-
-
 def test_a_merged_function_that_runs_a_program_with_itself():
     def call(x):
         return hc.call(hc.host(less, coalesce=4, wait=0.002), F32, x)
@@ -263,22 +239,6 @@ def test_a_merged_function_that_runs_a_program_with_itself():
 # --- Errors --------------------------------------------------------------------------
 
 
-def test_an_interrupt_right_after_a_batch_was_opened():
-    meeting = coalescing.Meeting(4, 0.01)
-    join, interrupts = meeting._join, [KeyboardInterrupt()]
-
-    def joins(*given):
-        left = join(*given)
-        if interrupts:
-            raise interrupts.pop()
-        return left
-
-    meeting._join = joins
-    with pytest.raises(KeyboardInterrupt):
-        meeting.call([1], list)
-    assert on_threads([lambda: meeting.call([2], list)]) == [[2]]
-
-
 def test_a_follower_on_the_thread_of_the_loop():
     """It would block the loop that the leader's call needs."""
 
@@ -292,9 +252,7 @@ def test_a_follower_on_the_thread_of_the_loop():
     program = jax.jit(lambda x: hc.call(outer, F32, x))
     leader = threading.Thread(target=lambda: merged(1.0))
     leader.start()
-    assert holds_in_time(
-        lambda: any(m._open for m in list(coalescing._meetings.values()))
-    )
+    assert holds_in_time(hc.monitor.status)
     with pytest.raises(jax.errors.JaxRuntimeError, match="await asyncio.to_thread"):
         program(2.0).block_until_ready()
     leader.join(HANG_SECONDS)

@@ -15,8 +15,8 @@ import pytest
 from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
+from hostcall._policies import on_loop
 from hostcall._runtime import loop as event_loop
-from hostcall._runtime import tasks as on_loop
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -229,7 +229,7 @@ def test_a_loop_of_the_users_runs_the_coroutines():
 
 def test_nothing_is_left_behind():
     jax.jit(rows(twice))(jnp.arange(4.0)).block_until_ready()
-    assert holds_in_time(lambda: not on_loop.lanes_of)
+    assert holds_in_time(lambda: not on_loop.lanes.of)
     assert holds_in_time(lambda: not asyncio.all_tasks(event_loop.current()))
 
 

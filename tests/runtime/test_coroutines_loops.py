@@ -11,7 +11,7 @@ import pytest
 from limits import HANG_SECONDS
 
 import hostcall as hc
-from hostcall._runtime import tasks as on_loop
+from hostcall._policies import on_loop
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -48,7 +48,7 @@ def test_a_loop_that_is_closed_while_a_call_runs(timeout):
         assert not caller.is_alive()
     finally:
         hc.configure(loop="own")
-    assert loop not in on_loop.lanes_of
+    assert loop not in on_loop.lanes.of
     (text,) = outcome
     assert "the event loop was closed before the coroutine function" in text
     assert "Keep the loop of hc.configure(loop=) open until the programs" in text

@@ -19,8 +19,8 @@ import pytest
 
 import hostcall as hc
 from hostcall._host_function.residuals import store
-from hostcall._runtime import executors as kinds
-from hostcall._runtime import rows
+from hostcall._policies import executors as kinds
+from hostcall._policies import on_executor
 
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
 PID = jax.ShapeDtypeStruct((), np.int32)
@@ -349,7 +349,7 @@ def test_a_row_in_another_process_of_the_same_number():
             [((0.5,), {}), ((0.2,), {})],
         )
     )
-    assert rows.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
+    assert on_executor.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
 
 
 def test_an_error_in_a_pool_of_threads_of_multiprocessing():

@@ -20,7 +20,7 @@ from limits import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc
-from hostcall._runtime import executors
+from hostcall._policies import executors
 
 X = np.arange(40, dtype=np.float32)
 

@@ -9,13 +9,13 @@ import jax
 
 from hostcall._core import mistakes
 from hostcall._core.arguments import check_function, parse_mask, parse_on
+from hostcall._core.callback import Arrays, Fail, Lend
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.host_code import HostCode, handle
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._engine.options import POLICY, check
-from hostcall._engine.params.equation import Arrays, Fail, Lend
 from hostcall._primitives.call.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.

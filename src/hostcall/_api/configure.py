@@ -77,9 +77,9 @@ def configure(
         changes["loop"] = None if isinstance(loop, str) else loop  # "own"
     vars(config.settings).update(changes)
     if cache_bytes is not None:
-        from hostcall._engine import caching  # most programs have none
+        from hostcall._policies import stores  # most programs have none
 
-        caching.kept.fit()
+        stores.kept.fit()
     if flight is not None:
         flights.apply()
     if not _native.forked():

@@ -10,12 +10,12 @@ import jax
 
 from hostcall._core import mistakes
 from hostcall._core.arguments import check_function, parse_mask, parse_on_of_tap
+from hostcall._core.callback import Arrays, Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.options import TAP, check
-from hostcall._engine.params.equation import Arrays, Callback
 from hostcall._engine.params.tap import On, Remat, Rows, TapParams, WhenFull
 from hostcall._primitives.tap import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.tap.primitive import bind

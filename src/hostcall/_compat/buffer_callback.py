@@ -12,6 +12,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
 from hostcall._core.arguments import check_function, wrong
+from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
@@ -19,7 +20,6 @@ from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
 from hostcall._engine.options import WHOLE, check
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
-from hostcall._engine.params.equation import Callback
 from hostcall._primitives.buffer import bind
 
 

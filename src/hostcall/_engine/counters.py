@@ -8,7 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from hostcall import _native
-from hostcall._engine.params.equation import Callback, Equation
+from hostcall._core.callback import Callback
+from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters
 from hostcall._runtime.waits import WAIT
 

@@ -36,6 +36,8 @@ class CallInfo:
         of_program: the devices of its program, those of other processes too; None if
             there is one, empty if they are not known.
         tells: whether a failure reaches all processes by the program's own reduction.
+        places: in a tap with on="shards", the global index of each array's block, by
+            device ordinal; else None.
         origins: if each device makes a call and all fail together, the process of each
             device of the program; empty if they are not known. Else None.
     """
@@ -44,6 +46,7 @@ class CallInfo:
     of_program: tuple[Any, ...] | None = None
     caller: int | None = None
     tells = False
+    places: dict[int, tuple[Any, ...]] | None = None
     origins: list[int] | None = None
 
     def __init__(
@@ -78,13 +81,22 @@ class CallInfo:
         return coerce.take_apart(value, results.treedef, self.name, results.avals)
 
     def coerce(self, number: int, value: Any) -> np.ndarray:
-        aval = self.params.avals[number]
+        """A result of one row as an array."""
+        return self.shaped(number, value, self.params.avals[number].shape)
+
+    def shaped(
+        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
+    ) -> np.ndarray:
+        """A result of several rows as an array of another shape.
+
+        `words` say, behind the result's name in messages, what it is a result of.
+        """
         return coerce.coerce(
             value,
-            aval.dtype,
-            aval.shape,
-            lambda: self.result(number),
-            lambda got: self.shape_hint(number, aval.shape, got),
+            self.params.avals[number].dtype,
+            shape,
+            lambda: self.result(number) + words,
+            lambda got: self.shape_hint(number, shape, got),
         )
 
     def result(self, number: int) -> str:
@@ -245,14 +257,7 @@ class CallInfo:
 
 
 class TapInfo(CallInfo):
-    """The description of one tap, with the hooks that native code calls.
-
-    Attributes:
-        places: in a tap with on="shards", the global index of each array's block,
-            by device ordinal; else None.
-    """
-
-    places: dict[int, tuple[Any, ...]] | None = None
+    """The description of one tap, with the hooks that native code calls."""
 
     @classmethod
     def of_whole(

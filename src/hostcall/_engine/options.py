@@ -60,13 +60,13 @@ def count(what: str) -> Option:
 
 def _is_executor(value: Any) -> bool:
     # Imported here, since most programs have none.
-    from hostcall._runtime.executors import is_executor
+    from hostcall._policies.executors import is_executor
 
     return is_executor(value)
 
 
 def _is_cache(value: Any) -> bool:
-    from hostcall._engine.caching import is_cache
+    from hostcall._policies.stores import is_cache
 
     return is_cache(value)
 

@@ -12,8 +12,8 @@ import json
 from typing import NamedTuple
 
 from hostcall import _native
+from hostcall._core.callback import Callback
 from hostcall._core.source import Place
-from hostcall._engine.params.equation import Callback
 
 
 class Named(NamedTuple):

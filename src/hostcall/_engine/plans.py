@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,21 +16,18 @@ from hostcall._core.spec import packed_bits
 from hostcall._engine import targets
 from hostcall._engine.counters import costs
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Callback, Equation
+from hostcall._engine.params.equation import Equation
 from hostcall._native import Inside, Lend, ResultForm
-from hostcall._runtime import context, host_device, workers
-from hostcall._runtime.workers import Bound, Row, run_with_timeout
+from hostcall._policies.layer import Choices
+from hostcall._policies.stack import Entries, entries
+from hostcall._runtime import host_device
 
 if TYPE_CHECKING:
     from hostcall._job.failures import Failures
 
 logger = logging.getLogger("hostcall")
 
-# Most programs have no cache, merged calls, coroutines or parallel rows, so what these
-# need is imported when a plan has one.
-
 Converter = Callable[[Any], Any] | None
-Runner = Callable[[list[Any], list[Any]], list[Any]]  # of rows, and their indices
 
 _LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT, "buffers": Lend.BUFFERS}
 
@@ -91,40 +87,20 @@ class Entrance:
 
 
 class _Arguments(NamedTuple):
-    """What the engine knows of a plan's arguments.
+    """What a plan says of the operands that it has as arguments.
 
     Attributes:
-        leaves: of each operand but a mask that the engine reads.
-        mask: which axes of the grid that mask has; None if there is none.
+        mask: which axes of the grid the mask has, if the engine reads it; else None.
+        batched: the same for each argument.
         shapes: (shape, dtype) of each argument of one row.
-        compressed: whether the function's batch has no rows that `where` drops.
-        converters: how each argument becomes what the function gets, if a layer (a
-            cache, a merged call, a batch without some rows) wants plain arrays before.
-            Else the engine converts them.
+        compressed: whether the function's batch has no rows that `where` drops. Then
+            the mask is an argument.
     """
 
-    leaves: list[_native.Leaf]
     mask: list[bool] | None
-    shapes: list[Any]
+    batched: list[list[bool]]
+    shapes: list[tuple[tuple[int, ...], np.dtype[Any]]]
     compressed: bool
-    converters: list[Converter] | None
-
-
-class _Called(NamedTuple):
-    """What the engine calls, and the form of what it returns."""
-
-    function: Callable[..., Any]
-    form: ResultForm
-    runner: Any = None
-    buffers: _native.BufferSettings | None = None
-    feed: _native.FeedSettings | None = None
-
-    def until_failure(self, job: Failures | None) -> _Called:
-        """The same, refused after a failure of a program over several processes."""
-        if job is None:
-            return self
-        runner = self.runner and job.until_failure(self.runner)
-        return self._replace(function=job.until_failure(self.function), runner=runner)
 
 
 def make_plan(
@@ -139,19 +115,17 @@ def make_plan(
         entry: how the engine is entered.
     """
     callback = equation.callback
-    operands = equation.read(operands)
-    arguments = _arguments(equation, operands, entry)
+    arguments = _arguments(equation, operands)
     together = None if entry.team is None else frozenset(info.devices.values())
     if together is not None:
         info.guard = host_device.guard(together)
-    asks = entry.inside is Inside.ASKED
-    code = _code(equation, operands, arguments, info, entry).until_failure(info.job)
+    choices = _choices(equation, info, entry.device, arguments)
     traced, lend = callback.traced, _LENDS[callback.lend]
     costs.note(equation)
     return _native.Plan(
-        **code._asdict(),
+        **_called(equation, choices, entry.elsewhere, info.job),
         **entry.settings(),
-        args=arguments.leaves,
+        args=_leaves(arguments, choices, entry),
         results=_results(equation, entry),
         grid=equation.grid,
         mask=arguments.mask,
@@ -162,9 +136,12 @@ def make_plan(
         leave=None if traced is None else traced.leave,
         counters=costs.counters_of(callback),
         place=info.number,
-        sends=code.runner is not None and _sends(callback.policy.pool),
         guard=info.guard,
-        scout=host_device.guard(together, scouts=True) if asks else None,
+        scout=(
+            host_device.guard(together, scouts=True)
+            if entry.inside is Inside.ASKED
+            else None
+        ),
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         literals=equation.literals,
         keep=equation.keep,
@@ -214,97 +191,105 @@ def _calls_inside(platforms: tuple[str, ...], params: Any) -> Inside:
     return Inside.XLAS_THREADS
 
 
-def _arguments(
-    equation: Equation, operands: Sequence[Any], entry: Entrance
-) -> _Arguments:
-    callback, grid, batched = equation.callback, equation.grid, equation.batched
-    compressed = equation.compresses(operands)
-    mask = None
+def _arguments(equation: Equation, operands: Sequence[Any]) -> _Arguments:
+    operands = equation.read(operands)
+    flags: Sequence[Sequence[bool]] = equation.batched if equation.grid else ()
+    batched = [list(flags[i]) if flags else [] for i in range(len(operands))]
+    compressed, mask = equation.compresses(operands), None
     if equation.masked and not compressed:  # the engine reads the mask
-        mask = list(batched[0]) if grid else []
-        operands, batched = operands[1:], batched[1:]
-    converters = [
-        _converter(callback.arrays, key, entry.device) for key in callback.template.keys
+        mask, *batched = batched
+        operands = operands[1:]
+    shapes = [
+        (operand.shape[sum(axes) :], np.dtype(operand.dtype))
+        for operand, axes in zip(operands, batched, strict=True)
     ]
-    later = bool(compressed or callback.policy.cache or callback.policy.coalesce)
-    by_engine = [None] * len(operands) if later else converters
-    leaves, shapes = [], []
-    for i, (operand, convert) in enumerate(zip(operands, by_engine, strict=True)):
-        flags = list(batched[i]) if grid else []
-        dtype = np.dtype(operand.dtype)
-        shape = operand.shape[sum(flags) :]
-        shapes.append((shape, dtype))
-        leaves.append(_leaf(dtype, shape, entry.packed, flags, convert=convert))
-    return _Arguments(leaves, mask, shapes, compressed, converters if later else None)
+    return _Arguments(mask, batched, shapes, compressed)
+
+
+def _choices(
+    equation: Equation, info: CallInfo, device: Any, arguments: _Arguments
+) -> Choices:
+    callback = equation.callback
+    cached = callback.policy.cache is not None
+    return Choices(
+        callback=callback,
+        results=info,
+        device=device,
+        guard=info.guard,
+        shapes=arguments.shapes,
+        converters=[
+            _converter(callback.arrays, key, device) for key in callback.template.keys
+        ],
+        avals=equation.avals,
+        levels=equation.levels,
+        grid=bool(equation.grid),
+        parallel=equation.vmap_method == "parallel",
+        once=equation.order != "pure",
+        compressed=arguments.compressed,
+        form=equation.form(),
+        tap=equation.is_tap,
+        batch=equation.axes(),
+        count=costs.tally_of(callback).add if cached else None,
+    )
+
+
+def _leaves(
+    arguments: _Arguments, choices: Choices, entry: Entrance
+) -> list[_native.Leaf]:
+    # A layer that reads arrays converts them afterwards.
+    converters = [None] * len(arguments.shapes) if choices.plain else choices.converters
+    each = zip(arguments.shapes, arguments.batched, converters, strict=True)
+    return [
+        _native.Leaf(
+            dtype=dtype,
+            shape=shape,
+            batched=flags,
+            convert=convert,
+            fill=None,
+            **_bits(dtype, entry),
+        )
+        for (shape, dtype), flags, convert in each
+    ]
 
 
 def _results(equation: Equation, entry: Entrance) -> list[_native.Leaf]:
-    every = [True] * len(equation.grid)
-    leaves = []
-    for aval, fill in zip(equation.avals, equation.callback.fills, strict=True):
-        row_fill = _tile(fill, aval, equation.levels)
-        dtype = np.dtype(aval.dtype)
-        leaves.append(_leaf(dtype, aval.shape, entry.packed, every, fill=row_fill))
-    return leaves
+    each = zip(equation.avals, equation.callback.fills, strict=True)
+    return [
+        _native.Leaf(
+            dtype=np.dtype(aval.dtype),
+            shape=aval.shape,
+            batched=[True] * len(equation.grid),
+            convert=None,
+            fill=_tile(fill, aval, equation.levels),
+            **_bits(np.dtype(aval.dtype), entry),
+        )
+        for aval, fill in each
+    ]
 
 
-def _code(
-    equation: Equation,
-    operands: Sequence[Any],
-    arguments: _Arguments,
-    info: CallInfo,
-    entry: Entrance,
-) -> _Called:
-    policy, device = equation.callback.policy, entry.device
-    in_place = equation.in_place()
+def _called(
+    equation: Equation, choices: Choices, elsewhere: bool, job: Failures | None
+) -> dict[str, Any]:
+    """What the engine calls, and what it needs in place of arguments or results."""
+    in_place, feed = equation.in_place(), None
+    if elsewhere:
+        called = Entries(_nothing, ResultForm.NOTHING)
+    elif in_place is not None:
+        called = Entries(in_place[0], ResultForm.IGNORED)
+    else:
+        called, feed = entries(choices), equation.fed()
+    if job is not None:  # refused after a failure of a program over several processes
+        runner = called.runner and job.until_failure(called.runner)
+        function = job.until_failure(called.function)
+        called = called._replace(function=function, runner=runner)
     buffers = None if in_place is None else in_place[1]
-    if entry.elsewhere:
-        return _Called(_nothing, ResultForm.NOTHING, buffers=buffers)
-    if in_place is not None:
-        return _Called(in_place[0], ResultForm.IGNORED, buffers=buffers)
-    made = arguments.converters
-    function = equation.seen(_function(equation, info, device))
-    runner = _runner(equation, info, device)
-    if made is not None:
-        function = _converted(function, made)
-        runner = runner and _converted_rows(runner, made)
-    function, form = equation.finish(function, info, arguments.compressed)
-    flat = arguments.compressed
-    if policy.coalesce is not None:
-        from hostcall._engine.coalescing import Coalesced
-
-        function = Coalesced(equation, operands, info, function, device)
-        form, flat = ResultForm.TUPLE, True
-        runner = function.rows if equation.grid else None
-    # Around merged calls: only what is not known is merged. A row that waits for
-    # others has claimed its key, and no merged call waits for a key.
-    if policy.cache is not None:
-        from hostcall._engine import caching
-
-        rows = caching.Rows(equation, info, arguments.shapes, flat, device)
-        function, form = caching.cached(function, rows), ResultForm.TUPLE
-        runner = runner and caching.cached_rows(runner, rows)
-    return _Called(function, form, runner, feed=equation.fed())
+    return {**called._asdict(), "buffers": buffers, "feed": feed}
 
 
-def _leaf(
-    dtype: np.dtype,
-    shape: Sequence[int],
-    packed: bool,
-    batched: Sequence[bool],
-    convert: Callable[[Any], Any] | None = None,
-    fill: bytes | None = None,
-) -> _native.Leaf:
-    bits, is_signed = packed_bits(dtype) if packed else (0, False)
-    return _native.Leaf(
-        dtype=dtype,
-        shape=shape,
-        bits=bits,
-        is_signed=is_signed,
-        batched=batched,
-        convert=convert,
-        fill=fill,
-    )
+def _bits(dtype: np.dtype, entry: Entrance) -> dict[str, Any]:
+    """How a leaf's elements are packed."""
+    bits, is_signed = packed_bits(dtype) if entry.packed else (0, False)
+    return {"bits": bits, "is_signed": is_signed}
 
 
 def _tile(fill: bytes | None, aval: Any, levels: int) -> bytes | None:
@@ -332,117 +317,3 @@ def _converter(arrays: str, key: Any, device: Any) -> Converter:
 
 def _nothing() -> None:
     """Stands for the function if another process calls it."""
-
-
-def _converted(whole: Callable[..., Any], made: list[Converter]) -> Any:
-    """`whole` with plain arrays, which become what the function gets."""
-
-    def call(*arrays: Any) -> Any:
-        pairs = zip(arrays, made, strict=True)
-        return whole(*(x if convert is None else convert(x) for x, convert in pairs))
-
-    return call
-
-
-def _converted_rows(run: Runner, made: list[Converter]) -> Runner:
-    each = _converted(lambda *arrays: arrays, made)
-    return lambda rows, indices: run([each(*row) for row in rows], indices)
-
-
-def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., Any]:
-    """The function with one array per leaf, of the kind that it gets."""
-    callback = equation.callback
-    whole, fill = callback.function, callback.template.fill
-    if callback.awaits or callback.policy.timeout is not None:
-        bound = _bound(info, device)
-        run: Callable[..., list[Any]] = partial(run_with_timeout, bound)
-        if callback.awaits:
-            run = _on_loop(callback, bound)
-
-        def elsewhere(*leaves: Any) -> Any:
-            here = context.current()
-            (value,) = run([fill(leaves)], lambda _: here)
-            return value
-
-        whole = elsewhere
-    elif not callback.template.is_flat:
-        whole = _with_trees(whole, fill)
-    if callback.lend == "out":
-        whole = _with_own_results(whole)
-    return whole
-
-
-def _bound(info: CallInfo, device: Any) -> Bound:
-    callback = info.callback
-    settings = workers.Settings(device, info.guard, callback.traced)
-    return Bound(callback.function, settings, callback.policy.timeout, info.name)
-
-
-def _on_loop(callback: Callback, bound: Bound) -> Callable[..., list[Any]]:
-    from hostcall._runtime.tasks import run_tasks
-
-    limit = callback.policy.concurrency
-    return lambda rows, current: run_tasks(bound, rows, current, limit)
-
-
-def _sends(pool: Any) -> bool:
-    if pool is None:
-        return False
-    from hostcall._runtime import executors
-
-    return executors.sends(pool)
-
-
-def _with_trees(fn: Callable[..., Any], fill: Callable[..., Row]) -> Any:
-    def whole(*leaves: Any, **out: Any) -> Any:
-        args, kwargs = fill(leaves)
-        return fn(*args, **kwargs, **out)
-
-    return whole
-
-
-def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Copies the results that a function with `out=` returns anyway.
-
-    They may be views of `out`, and then storing one could overwrite another.
-    """
-
-    def call(*leaves: Any, out: Any) -> Any:
-        value = whole(*leaves, out=out)
-        if value is None:
-            return None
-        return jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value
-        )
-
-    return call
-
-
-def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
-    """A function that runs all rows of a "parallel" call at once; else None."""
-    if equation.vmap_method != "parallel" or not equation.grid:
-        return None
-    callback, bound = equation.callback, _bound(info, device)
-    if callback.awaits:
-        together = _on_loop(callback, bound)
-    else:
-        from hostcall._runtime.rows import run_rows
-
-        how = {"executor": callback.policy.pool, "once": equation.order != "pure"}
-        together = partial(run_rows, bound, **how)
-
-    def run(rows: list[Any], indices: list[Any]) -> list[Any]:
-        here = context.current()
-
-        def current(row: int) -> Any:
-            return here and here.at_row(indices[row])
-
-        try:
-            return together([callback.template.fill(row) for row in rows], current)
-        except BaseException as error:
-            number = vars(error).pop("hostcall_row", None)
-            if number is not None:
-                vars(error)["hostcall_index"] = indices[number]
-            raise
-
-    return run

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_type_hints
 
 from hostcall import _jax
 from hostcall._core import portable, registry
+from hostcall._core.callback import Callback, Policy
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, own, why_here
@@ -30,7 +31,6 @@ from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import options
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Callback, Policy
 from hostcall._engine.params.feed import FeedParams
 from hostcall._engine.params.tap import TapParams
 

@@ -16,9 +16,9 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
 from hostcall._core.spec import Template
-from hostcall._engine.caching import Cache, Part
 from hostcall._engine.options import check
 from hostcall._host_function.rules import Function, Options
+from hostcall._policies.stores import Cache, Part
 
 
 def part_of(shown: str, fn: Function, options: Options) -> Part | None:
@@ -150,7 +150,7 @@ def clear(part: Part | None, name: str) -> None:
             f"hostcall: `{name}` has no cache= that could be cleared", code="hc-option"
         )
     try:
-        part.cache.clear()
+        part.cache.store.clear()
     except NotImplementedError:
         raise SpecError(
             f"hostcall: joblib.Memory can't drop the results of `{name}` alone. Give"

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from hostcall._core import portable, registry
+from hostcall._core.callback import Policy
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
 from hostcall._core.portable import AVALS, Malformed
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import Site, options_for

@@ -12,7 +12,7 @@ from hostcall._core.host_code import Handle
 from hostcall._core.source import Place, name_of
 from hostcall._core.spec import Results
 from hostcall._engine.options import refuse_pairs
-from hostcall._runtime.tasks import run_one
+from hostcall._policies.on_loop import run_one
 
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]

@@ -21,8 +21,8 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
 from hostcall._host_function.rules import Function, Kind, Ruled, Tree, forward_pair
 from hostcall._host_function.trees import is_pair
-from hostcall._runtime import executors
-from hostcall._runtime.workers import same
+from hostcall._policies import executors
+from hostcall._policies.layer import same
 
 Out = TypeVar("Out")
 # Calls functions of the user's: yields what one returns, and gets the value back.

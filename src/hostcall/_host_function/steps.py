@@ -37,7 +37,7 @@ from hostcall._host_function.rules import (
 )
 from hostcall._host_function.trees import Trees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
-from hostcall._runtime import workers
+from hostcall._policies.layer import same
 
 # (function to run, its arguments, function that makes arrays of its value).
 Parts: TypeAlias = tuple[Function, Sequence[Tree], Callable[[Tree], Iterable[Tree]]]
@@ -149,7 +149,7 @@ class Steps(HostCode):
     def split(self, args: Sequence[Tree], kwargs: object) -> Parts:
         del kwargs
         if self.kind == "value":
-            return self._code("value"), args, workers.same
+            return self._code("value"), args, same
         run, sent, finish = getattr(self, f"_{self.kind}")(args)
         return run, sent, lambda value: tuple(finish(value))
 

@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.portable import NotPortable
 from hostcall._core.registry import name_of_held
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Callback, Equation
+from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import Entrance, plan_in_program
 from hostcall._primitives import travel
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextvars
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,8 +134,8 @@ def current() -> Current | None:
         mesh_coords=_coords(info.mesh, device),
         row=row or (),
         transforms=info.params.transforms,
-        rows=None if step is None else getattr(_kept, "rows", None),
-        index=(getattr(info, "places", None) or {}).get(ordinal),
+        rows=None if step is None else kept_rows.get(),
+        index=(info.places or {}).get(ordinal),
         run=run,
         step=step,
         runs=runs,
@@ -181,18 +179,10 @@ def place_in_batch(
     return (batch, index) if len(batch) == len(index) else None
 
 
-_kept = threading.local()
-
-
-@contextmanager
-def only_rows(rows: tuple[np.ndarray, ...]) -> Iterator[None]:
-    """Sets what `current().rows` is inside, on this thread."""
-    before = getattr(_kept, "rows", None)
-    _kept.rows = rows
-    try:
-        yield
-    finally:
-        _kept.rows = before
+# The rows of a batch that a tap delivers without the others.
+kept_rows: contextvars.ContextVar[tuple[np.ndarray, ...] | None] = (
+    contextvars.ContextVar("hostcall_rows", default=None)
+)
 
 
 def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:

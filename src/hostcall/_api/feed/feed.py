@@ -15,12 +15,12 @@ from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import read_source
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask, wrong
+from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template, is_array_like
 from hostcall._engine.options import FEED, check
-from hostcall._engine.params.equation import Callback
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
 from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once

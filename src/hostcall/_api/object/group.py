@@ -19,8 +19,8 @@ from hostcall import _native
 from hostcall._api.object.declaration import Declaration
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned, living
+from hostcall._policies.on_loop import settled
 from hostcall._runtime import lifecycle, loop
-from hostcall._runtime.tasks import settled
 
 logger = logging.getLogger("hostcall")
 

@@ -18,9 +18,9 @@ from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import Group
 from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
+from hostcall._core.callback import Policy
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.spec import Results
-from hostcall._engine.params.equation import Policy
 from hostcall._engine.portable import name_of
 
 # The objects of this process that programs name, by number. Guards itself by the lock.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +9,6 @@ import jax
 
 from hostcall._core.order import ORDERED
 from hostcall._engine.info import CallInfo
-from hostcall._engine.masks import CompressedCall
 from hostcall._engine.params.equation import Equation
 from hostcall._native import ResultForm
 
@@ -39,7 +37,7 @@ class CallParams(Equation):
         """Describes a call to the engine; see `CallInfo`."""
         return CallInfo(self, devices, mesh)
 
-    def _form(self) -> ResultForm:
+    def form(self) -> ResultForm:
         treedef = self.callback.results.treedef
         n = treedef.num_leaves
         if self.results_as == "nothing":
@@ -54,13 +52,6 @@ class CallParams(Equation):
         if n and treedef == structure((0,) * n):
             return ResultForm.TUPLE
         return ResultForm.TREE
-
-    def finish(
-        self, whole: Callable[..., Any], info: Any, compressed: bool
-    ) -> tuple[Callable[..., Any], ResultForm]:
-        if not compressed:
-            return whole, self._form()
-        return CompressedCall(self, info, whole), ResultForm.TUPLE
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

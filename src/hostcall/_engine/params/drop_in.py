@@ -25,13 +25,13 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.arguments import wrong
+from hostcall._core.callback import Callback
 from hostcall._core.host_code import own
 from hostcall._core.order import UNORDERED
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Callback
 
 logger = logging.getLogger("hostcall")
 

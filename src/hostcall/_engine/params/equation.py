@@ -9,123 +9,13 @@ is in `CallInfo` (_engine/info.py) instead.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from hostcall import _jax, _native
-from hostcall._core.coroutines import is_coroutine_function
+from hostcall import _native
+from hostcall._core.callback import Callback
 from hostcall._core.order import Order
-from hostcall._core.source import Place, name_of, source_of
-from hostcall._core.spec import Results, Static, Template
-
-# "free" is for drop-ins: jax.Arrays that are not committed to a device.
-Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
-Fail = Literal["together", "alone"]
-Lend = Literal[False, True, "out", "buffers"]
-
-
-_WAIT = 0.002  # seconds that a call waits for others without `wait=`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How a function is run, wherever it is called (`hc.host`).
-
-    Attributes:
-        timeout: the limit in seconds, or None.
-        executor: runs the rows of a parallel call; see _runtime/executors.py.
-        concurrency: how many calls of a coroutine function wait at the same time, or
-            None for the default.
-        coalesce: (the most calls that are merged, seconds that one waits), or None.
-        cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
-            not compared: it belongs to the function.
-        owner: the HostFunction that has it, or None.
-    """
-
-    timeout: float | None = None
-    executor: Static | None = None
-    concurrency: int | None = None
-    coalesce: tuple[int, float] | None = None
-    cache: Any = field(default=None, compare=False)
-    owner: Any = field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
-        """The policy in options as `hc.host` takes them."""
-        given = {
-            each: options.get(each) for each in ("timeout", "concurrency", "cache")
-        }
-        executor, coalesce = options.get("executor"), options.get("coalesce")
-        merged, wait = None, options.get("wait")
-        if coalesce is not None:
-            merged = coalesce, float(_WAIT if wait is None else wait)
-        pool = None if executor is None else Static(executor)
-        return cls(executor=pool, coalesce=merged, owner=owner, **given)
-
-    @property
-    def pool(self) -> Any:
-        """The executor of its rows; None for the default."""
-        return None if self.executor is None else self.executor.value
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Callback:
-    """A function, how it gets its arguments, and what it returns.
-
-    Attributes:
-        fn: the function, compared as `Static` compares.
-        template: how to rebuild (args, kwargs) from arrays.
-        results: the structure, shapes and dtypes of what it returns.
-        fills: for each result, the bytes that a masked row gets, or None for zeros.
-        arrays: the kind of array that the function gets.
-        lend: whether it gets views of XLA's memory, or Buffers of it.
-        policy: how the function is run.
-        fail: as given to `hc.call`.
-        tag: the name in statistics, `status()` and collectors; None for the function's
-            name.
-        traced: the settings of JAX under which it was traced, so that the function
-            runs under them on any thread; None if they were the process's own.
-        place: the user's line that wrote the call. It is not compared, so equal calls
-            on two lines trace to equal programs.
-    """
-
-    fn: Static
-    template: Template
-    results: Results
-    fills: tuple[bytes | None, ...]
-    arrays: Arrays = "numpy"
-    lend: Lend = False
-    policy: Policy = Policy()
-    fail: Fail | None = None
-    tag: str | None = None
-    traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
-    place: Place = field(compare=False)
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        return self.fn.value  # type: ignore[no-any-return]
-
-    @cached_property
-    def awaits(self) -> bool:
-        """Whether the function is a coroutine function."""
-        return is_coroutine_function(self.function)
-
-    @cached_property
-    def name(self) -> str:
-        return name_of(self.function)
-
-    @cached_property
-    def counted_as(self) -> str:
-        """Under which name its calls are counted; see `costs`."""
-        return self.tag or source_of(self.function)
-
-    def described(self) -> str:
-        return f"`{self.name}`, called at {self.place}"
-
-    def __repr__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -199,22 +89,15 @@ class Equation(abc.ABC):
         """The operands that Python reads: the mask, if any, and the arguments."""
         return operands
 
-    def seen(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, after those that see its arguments first."""
-        return whole
-
     @abc.abstractmethod
-    def finish(
-        self, whole: Callable[..., Any], info: Any, compressed: bool
-    ) -> tuple[Callable[..., Any], _native.ResultForm]:
-        """The function that the engine calls, and the form of what it returns.
+    def form(self) -> _native.ResultForm:
+        """The form of what the function returns."""
 
-        Args:
-            whole: the user's function, of one array per leaf.
-            info: the `CallInfo`.
-            compressed: whether `whole` gets a batch without the rows that `where`
-                drops.
+    def axes(self) -> list[tuple[tuple[bool, ...], int]]:
+        """For each batch axis that a tap sees, the outermost first: whether each
+        operand has it, and its size. Empty for a call, whose function has them all.
         """
+        return []
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hostcall import _native
 from hostcall._core.arguments import conflict
-from hostcall._engine.masks import CompressedTap
 from hostcall._engine.params.equation import Equation
-from hostcall._runtime.collectors import collectors
 
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
@@ -110,26 +108,22 @@ class TapParams(Equation):
         # The engine reads the flag `always`, and never queues it.
         return operands[:-1] if self.always else operands
 
-    def seen(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        callback = self.callback
-        if callback.tag is None:
-            return whole
-        return collectors.seen_by(callback.tag, callback.template, whole)
+    def compresses(self, operands: Sequence[Any]) -> bool:
+        compressed = super().compresses(operands)
+        if compressed and self.batch is not None:  # one delivery, without some rows
+            raise conflict(
+                f"the tap `{self.callback.name}`",
+                "batch= and a where= that differs between the rows of a vmap, so its"
+                " taps differ in size. Pass the mask as an argument instead of where=,"
+                " or leave out batch=",
+            )
+        return compressed
 
-    def finish(
-        self, whole: Callable[..., Any], info: Any, compressed: bool
-    ) -> tuple[Callable[..., Any], _native.ResultForm]:
-        if compressed:  # one delivery, but `where` differs between rows
-            if self.batch is not None:
-                raise conflict(
-                    f"the tap `{self.callback.name}`",
-                    "batch= and a where= that differs between the rows of a vmap, so"
-                    " its taps differ in size. Pass the mask as an argument instead of"
-                    " where=, or leave out batch=",
-                )
-            levels = list(zip(self.flags, self.sizes, strict=True))[::-1]
-            whole = CompressedTap(levels, whole)
-        return whole, _native.ResultForm.IGNORED
+    def axes(self) -> list[tuple[tuple[bool, ...], int]]:
+        return list(zip(self.flags, self.sizes, strict=True))[::-1]
+
+    def form(self) -> _native.ResultForm:
+        return _native.ResultForm.IGNORED
 
     def _details(self) -> list[str]:
         parts = super()._details()

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from hostcall._core.arguments import conflict
+from hostcall._core.callback import Callback, Policy
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.options import POLICY, refuse_pairs
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Callback, Policy
 from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
 from hostcall._primitives.call.primitive import bind
 

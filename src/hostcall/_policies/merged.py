@@ -43,16 +43,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hostcall._core import coerce
+from hostcall._core.process import Owned
 from hostcall._core.wait import SLOW, wait
-from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Equation
-from hostcall._runtime import tasks
+from hostcall._policies.layer import Choices, Flat, Inner, Leaves, Site
+from hostcall._policies.on_loop import free_loop
 
 # Takes the entries of a batch, and returns one result for each.
 Together = Callable[[list[Any]], Sequence[Any]]
@@ -108,10 +107,13 @@ class Meeting:
             while entries:
                 entries = self._join(entries, parts, leads)
                 if leads and not leads[-1].done.is_set():
-                    self._lead(leads[-1], together)
+                    wait(leads[-1].full.wait, self._wait)
+                    self._close(leads[-1])
+                    leads[-1].finish(together)
         finally:
             if leads and not leads[-1].done.is_set():  # this thread was interrupted
-                self._leave(leads[-1])
+                self._close(leads[-1])
+                leads[-1].finish(_interrupted)
         values, error = _gathered(parts)
         if error is None:
             return values
@@ -149,16 +151,6 @@ class Meeting:
                 batch.full.set()
         return entries[len(taken) :]
 
-    def _lead(self, batch: _Batch, together: Together) -> None:
-        wait(batch.full.wait, self._wait)
-        self._close(batch)
-        batch.finish(together)
-
-    def _leave(self, batch: _Batch) -> None:
-        self._close(batch)
-        batch.error = batch.error or KeyboardInterrupt()
-        batch.done.set()
-
     def _close(self, batch: _Batch) -> None:
         with self._lock:
             if self._open is batch:
@@ -178,115 +170,91 @@ def _gathered(
     return values, None
 
 
-# Where the calls of each function meet, while a program with such a call exists. The
-# key has the options and the shapes too, so that entries can be stacked.
-_meetings: weakref.WeakValueDictionary[Any, Meeting] = weakref.WeakValueDictionary()
-_lock = threading.Lock()  # two programs may be lowered at once
+def _interrupted(entries: list[Any]) -> Sequence[Any]:
+    raise KeyboardInterrupt
 
 
-def _meeting_of(params: Equation, operands: Sequence[Any]) -> Meeting:
-    callback = params.callback
-    own = operands[1:] if params.masked else operands
-    batched = params.batched[1:] if params.masked else params.batched
-    flags = batched or ((),) * len(own)
-    shapes = tuple(
-        (operand.shape[sum(axes) :], str(operand.dtype))
-        for operand, axes in zip(own, flags, strict=True)
-    )
-    size, seconds = callback.policy.coalesce or (1, 0.0)
-    with _lock:
-        found = _meetings.get((callback, shapes))
-        if found is None:
-            found = _meetings[callback, shapes] = Meeting(size, seconds)
-        return found
+class _Shared(Owned):
+    """What calls share, while a program has such a call: meetings, and turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # two programs may be lowered at once
+        self.things: weakref.WeakValueDictionary[Any, Any]
+        self.things = weakref.WeakValueDictionary()
+        super().__init__()
+
+    def one(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            found = self.things.get(key)
+            if found is None:
+                found = self.things[key] = make()
+            return found
+
+
+shared = _Shared()
 
 
 class _Turn:
     """Held by the thread that runs a function for a batch, until it has its results."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
 
-    @contextlib.contextmanager
-    def taken(self, name: str) -> Iterator[None]:
-        def slow() -> str:
-            return (
-                f"hostcall: a merged call of `{name}` (coalesce=) has waited {SLOW:g} s"
-                " for another one to end. Merged calls of one function run one at a"
-                " time. If the function waits for a thread that calls it too, it waits"
-                " for ever: leave out coalesce=, or make that call on the function's"
-                " own thread"
-            )
+    def __enter__(self) -> None:
+        wait(lambda seconds: self._lock.acquire(timeout=seconds), slow=self._slow)
 
-        wait(lambda seconds: self._lock.acquire(timeout=seconds), slow=slow)
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _slow(self) -> str:
+        return (
+            f"hostcall: a merged call of `{self._name}` (coalesce=) has waited"
+            f" {SLOW:g} s for another one to end. Merged calls of one function run one"
+            " at a time. If the function waits for a thread that calls it too, it waits"
+            " for ever: leave out coalesce=, or make that call on the function's own"
+            " thread"
+        )
 
 
-# The turns of each function on each rung, while a program with such a call exists.
-_turns: weakref.WeakValueDictionary[Any, _Turn] = weakref.WeakValueDictionary()
+class Merged:
+    """Makes rows of several calls one call of the layer inside.
 
-
-def _turn_of(params: Equation, device: Any) -> _Turn:
-    key = params.callback.fn, device
-    with _lock:
-        found = _turns.get(key)
-        if found is None:
-            found = _turns[key] = _Turn()
-        return found
-
-
-class Coalesced:
-    """A call that is made together with others.
-
-    Args:
-        params, operands: of the equation.
-        info: describes the call in messages.
-        whole: the function, with one array for each leaf.
-        device: where JAX code in the function runs.
+    Whichever thread makes that call, it uses its own plan's: equal functions, options
+    and shapes meet. The call is no row of anybody's batch, so it has no index.
     """
 
     def __init__(
-        self,
-        params: Equation,
-        operands: Sequence[Any],
-        info: CallInfo,
-        whole: Callable[..., Any],
-        device: Any,
+        self, inner: Inner, choices: Choices, size: int, seconds: float
     ) -> None:
-        self._params, self._info, self._whole = params, info, whole
-        self._meeting = _meeting_of(params, operands)
-        self._turn = None if params.callback.awaits else _turn_of(params, device)
+        self._inner, self._results = inner, choices.results
+        self._avals = choices.avals
+        callback = choices.callback
+        # With the options and the shapes, so that entries can be stacked.
+        shapes = tuple((shape, str(dtype)) for shape, dtype in choices.shapes)
+        self._meeting: Meeting
+        self._meeting = shared.one((callback, shapes), lambda: Meeting(size, seconds))
+        self._awaits = callback.function if callback.awaits else None
+        name, key = choices.results.name, (callback.fn, choices.device)  # of a rung
+        self._turn = (
+            contextlib.nullcontext()
+            if callback.awaits
+            else shared.one(key, lambda: _Turn(name))
+        )
 
-    def __call__(self, *arrays: np.ndarray) -> Any:
-        (value,) = self.rows([arrays], [])
-        return value
-
-    def rows(self, rows: list[Any], _: list[Any]) -> list[Any]:
-        """The runner of a batch: each row is an entry."""
-        callback = self._params.callback
-        if callback.awaits:  # another thread may make the call, and need the loop
-            tasks.refuse_on_loop(callback.function)
+    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
+        if self._awaits is not None:  # another thread may need the loop for the call
+            free_loop(self._awaits)
         return self._meeting.call(rows, self._together)
 
-    def _together(self, entries: list[Any]) -> Sequence[Any]:
-        leaves = [np.stack(column) for column in zip(*entries, strict=True)]
-        turn = self._turn
-        with contextlib.nullcontext() if turn is None else turn.taken(self._info.name):
-            values = self._info.flatten(self._whole(*leaves))
-            n = len(entries)
-            outs = [self._leaf(i, value, n) for i, value in enumerate(values)]
+    def _together(self, entries: list[Leaves]) -> list[Flat]:
+        n = len(entries)
+        leaves = [np.stack(each) for each in zip(*entries, strict=True)]
+        words = f", called for {n} with coalesce=,"
+        with self._turn:
+            (values,) = self._inner.rows([leaves], Site())
+            # Copies: the function may write its buffer before all entries are read.
+            outs = [
+                self._results.shaped(i, value, (n, *aval.shape), words).copy()
+                for i, (value, aval) in enumerate(zip(values, self._avals, strict=True))
+            ]
         return list(zip(*outs, strict=True))
-
-    def _leaf(self, number: int, value: Any, count: int) -> np.ndarray:
-        aval = self._params.avals[number]
-
-        def where() -> str:
-            path = self._params.callback.results.paths()[number]
-            return f"{path} of `{self._info.name}`, called for {count} with coalesce=,"
-
-        array = coerce.coerce(value, aval.dtype, (count, *aval.shape), where)
-        # The function may write its buffer again before all entries have been read.
-        return array.copy()

@@ -22,8 +22,9 @@ import itertools
 import math
 import os
 import pickle
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NoReturn
 
@@ -31,49 +32,63 @@ import jax
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core import config
+from hostcall._core.daemon import DaemonPool
 from hostcall._core.errors import CallTimeoutError
+from hostcall._core.process import Owned
 from hostcall._core.source import name_of
-from hostcall._core.wait import SLICE, slice_of
-from hostcall._runtime import executors, waits, workers
-from hostcall._runtime.workers import Bound, Current, Row, place_here, split
+from hostcall._core.wait import wait
+from hostcall._policies import executors
+from hostcall._policies.layer import Bound, Current, Row, Site, run_each
+from hostcall._runtime import waits, workers
 
 _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
 
 
-def run_rows(
-    run: Bound,
-    rows: Sequence[Row],
-    current: Current,
-    executor: Any = None,
-    once: bool = False,
-) -> list[Any]:
-    """Runs all rows at the same time; returns their results in row order.
+class _Thread(threading.local):
+    in_pool = False  # whether it is of a pool below
+
+
+_thread = _Thread()
+
+
+def _pool(threads: int) -> DaemonPool:
+    return DaemonPool(threads, lambda: setattr(_thread, "in_pool", True))
+
+
+# For rows without an `executor=`. Threads start when they are needed.
+_default = _pool(config.POOL_WORKERS)
+
+
+class OnExecutor:
+    """A plain function whose rows run at the same time.
 
     Args:
-        run: the function. Code of hostcall's own may have steps (`HostCode.split`).
-        rows: (args, kwargs) of each row.
-        current: returns what `hc.current()` answers in a row, by the row's number.
+        bound: the function. Code of hostcall's own may have steps (`HostCode.split`).
         executor: see `executors.is_executor`; None for the default pool.
         once: no row may run twice.
-
-    Raises:
-        BaseException: what the first failing row raised.
-        CallTimeoutError: the rows are late.
     """
-    own = None
-    if executor is None:
+
+    def __init__(self, bound: Bound, executor: Any = None, once: bool = False) -> None:
+        self.bound, self.name = bound, name_of(bound.fn)
+        self.executor, self.once = executor, once
+        self.sends = executor is not None and executors.sends(executor)
+
+    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+        here = site.here()
+        if self.executor is not None:
+            return _Run(self, self.executor, rows, here).values(rows[0])
+        if not _thread.in_pool:
+            return _Run(self, _default, rows, here).values(rows[0])
         # A row on a thread of the pool makes this call and waits for it. Rows in the
         # same pool could wait for a free thread forever, so they get a pool of their
         # own.
-        if workers.is_in_pool():
-            own = workers.pool_of(len(rows))
-        executor = own or workers.default_pool
-    try:
-        return _Run(run, rows, current, executor, once).values(rows[0])
-    finally:
-        if own is not None:
-            own.shutdown(wait=False)
+        pool = _pool(len(rows))
+        try:
+            return _Run(self, pool, rows, here).values(rows[0])
+        finally:
+            pool.shutdown(wait=False)
 
 
 def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
@@ -90,7 +105,7 @@ class _Run:
 
     Attributes:
         settings: the settings of JAX that the rows have.
-        current: as in `run_rows`.
+        here: what `hc.current()` answers in a row, by its number.
         context: the context variables of the waiting thread, for rows on threads.
         place: the number of the call's place, for traces.
         until: rows from this number on do not begin. Worker threads read it while the
@@ -100,44 +115,39 @@ class _Run:
     """
 
     def __init__(
-        self,
-        run: Bound,
-        rows: Sequence[Row],
-        current: Current,
-        executor: Any,
-        once: bool,
+        self, of: OnExecutor, executor: Any, rows: Sequence[Row], here: Current
     ) -> None:
-        self._bound, self._name = run, name_of(run.fn)
-        self._executor = executor
-        self._fn, self._rows, self._finish = split(run.fn, rows)
-        self._workers = executors.workers_of(executor, once)
-        self._sends = executors.sends(executor)
-        self._shared = _shared(self._rows) if self._sends else []
-        self.place = place_here()
-        self.settings, self.current = run.settings, current
+        self._of, self._bound, self._executor = of, of.bound, executor
+        self._fn, self._rows, self._finish = of.bound.split(rows)
+        self._workers = executors.workers_of(executor, of.once)
+        self.place = workers.place_here()
+        self.settings, self.here = of.bound.settings, here
         self.context = contextvars.copy_context()
-        self.until = self.failing = len(rows)
-        self._number = next(_numbers)
+        self.until = self.failing = n = len(rows)
+        self._number = next(_runs.numbers)
+        self._unsent: list[range] = []
+        self._at_once = n
         self._started: dict[Any, range] = {}  # the rows that each task runs
         self._lanes: dict[Any, waits.Lane] = {}  # while traced, for other processes
-        self._values: list[Any] = [None] * len(rows)
-        self._there: list[Any] = []  # what is sent in place of the shared arrays
-        self._end: float | None = None  # the time at which the rows are late
+        self._values: list[Any] = [None] * n
+        self._shared: list[np.ndarray] = []  # the arrays that all rows share, and
+        self._there: list[Any] = []  # what is sent in place of them
         self._failed: tuple[range, Any] | None = None  # first failed chunk and error
 
     def values(self, first: Row) -> list[Any]:
-        wait = True
-        if self._bound.timeout is not None:
-            self._end = time.monotonic() + self._bound.timeout
+        """`first` is the row whose shapes messages have."""
+        began, leave = time.monotonic(), False
         try:
             try:
                 # Before anything is submitted: a chunk looks its run up here. No lock,
                 # since each run has its own key.
-                _under_way[self._number] = self
+                _runs.under_way[self._number] = self
                 self._workers.open()
-                self._run(first)
+                self._divide()
+                if not wait(self._step, self._bound.timeout, self._look_for_dead):
+                    raise self._bound.late(first, self._rows_of(self._oldest()))
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
-                wait = False  # running rows are left to themselves
+                leave = True  # running rows are left to themselves
                 raise
             if self._failed is not None:
                 self._raise(*self._failed)
@@ -152,53 +162,68 @@ class _Run:
             for lane in self._lanes.values():
                 lane.end()
             self._lanes = {}
-            _under_way.pop(self._number, None)
+            _runs.under_way.pop(self._number, None)
             self.until = 0  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
             try:
                 running = self._workers.cancel(started)
-                if wait:
-                    self._wait_for(running, started)
+                if not leave:
+                    self._wait_for(running, started, began)
                 del running
             finally:
                 started.clear()
                 self._workers.forget()
 
-    def _wait_for(self, running: list[Any], started: dict[Any, range]) -> None:
-        while futures.wait(running, SLICE).not_done:
-            late = self._end is not None and time.monotonic() > self._end
-            if late or self._workers.dead([started[task].start for task in running]):
-                return
+    def _wait_for(
+        self, running: list[Any], started: dict[Any, range], began: float
+    ) -> None:
+        """Waits for rows behind a failed one, until they are late too."""
+        unfinished = [started[task].start for task in running]
+        limit = self._bound.timeout
 
-    def _run(self, first: Row) -> None:
+        def ended(seconds: float) -> bool:
+            left = futures.wait(running, seconds).not_done
+            return not left or bool(self._workers.dead(unfinished))
+
+        wait(ended, None if limit is None else limit - (time.monotonic() - began))
+
+    def _divide(self) -> None:
         n, count = len(self._rows), self._workers.count()
         size = 1 if count is None else math.ceil(n / (_CHUNKS * count))
-        at_once = n
-        if count is not None and not self._workers.takes_back:
-            at_once = _UNDER_WAY * count
-        unsent = [range(i, min(i + size, n)) for i in range(0, n, size)]
+        self._unsent = [range(i, min(i + size, n)) for i in range(0, n, size)]
         if count is None:
-            self._shared = []  # Dask may have no workers yet to send shared arrays to
-        self._there = [self._workers.share(array) for array in self._shared]
-        while True:
-            while unsent and self._failed is None and len(self._started) < at_once:
-                chunk = unsent.pop(0)
-                self._started[self._send(chunk)] = chunk
-            # Here only chunks before a failed one are waited for: one of them may fail
-            # too, and is then the first. `_wait_for` waits for those behind it.
-            started = self._started.items()
-            awaited = {t: c for t, c in started if c.start < self.until}
-            if not awaited:
-                return
-            left = slice_of(self._end)
-            done = self._workers.wait(awaited, left)
-            if done:
-                self._take(done)
-                continue
-            which = self._rows_of(min(awaited.values(), key=lambda c: c.start))
-            if left <= 0:
-                raise self._bound.late(first, which)
-            self._look_for_dead(which, [chunk.start for chunk in awaited.values()])
+            return  # Dask may have no workers yet to send shared arrays to
+        if not self._workers.takes_back:
+            self._at_once = _UNDER_WAY * count
+        if self._of.sends:
+            self._shared = _shared(self._rows)
+            self._there = [self._workers.share(array) for array in self._shared]
+
+    def _step(self, seconds: float) -> bool:
+        """Waits so long for chunks at most; True if none is waited for any more."""
+        self._send_more()
+        done = self._workers.wait(self._awaited(), seconds)
+        if done:
+            self._take(done)
+            self._send_more()
+        return not self._awaited()
+
+    def _awaited(self) -> dict[Any, range]:
+        """The tasks that are waited for, with their rows.
+
+        These are only the ones before a failed one: one of them may fail too, and is
+        then the first. `_wait_for` waits for those behind it.
+        """
+        started = self._started.items()
+        return {task: rows for task, rows in started if rows.start < self.until}
+
+    def _oldest(self) -> range:
+        return min(self._awaited().values(), key=lambda rows: rows.start)
+
+    def _send_more(self) -> None:
+        while self._unsent and not self._failed and len(self._started) < self._at_once:
+            chunk = self._unsent.pop(0)
+            self._started[self._send(chunk)] = chunk
 
     def _take(self, done: Collection[Any]) -> None:
         outcomes = self._workers.outcomes(done)
@@ -217,15 +242,15 @@ class _Run:
 
     def _send(self, chunk: range) -> Any:
         rows: Sequence[Any] = self._rows[chunk.start : chunk.stop]
-        if self._sends:
+        if self._of.sends:
             try:
                 rows = _bytes_of(rows, self._shared, self._workers.pickler())
             except Exception as error:
                 self._raise(chunk, error)
-        here = _process(), self._number, self.settings.traced
+        here = _runs.process(), self._number, self.settings.traced
         where = (*here, chunk.start, self._workers.leash)
         task = self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
-        if self._sends and _native.events_on():
+        if self._of.sends and _native.events_on():
             self._lanes[task] = waits.Lane(self.place, chunk.start, len(chunk))
         return task
 
@@ -235,17 +260,17 @@ class _Run:
             return f"row {rows[0]} of {total}"
         return f"one of rows {rows[0]} to {rows[-1]} of {total}"
 
-    def _look_for_dead(self, which: str, unfinished: list[int]) -> None:
-        dead = self._workers.dead(unfinished)
+    def _look_for_dead(self) -> None:
+        dead = self._workers.dead([rows.start for rows in self._awaited().values()])
         if dead:
             raise futures.BrokenExecutor(
                 f"hostcall: a worker of executor= has died ({dead}) while it had rows"
-                f" of `{self._name}`, perhaps {which}. The pool has started another"
-                " worker, but does not run those rows again"
+                f" of `{self._of.name}`, perhaps {self._rows_of(self._oldest())}. The"
+                " pool has started another worker, but does not run those rows again"
             )
 
     def _raise(self, chunk: range, error: Any) -> NoReturn:
-        row = vars(error).get("hostcall_row")
+        row = vars(error).pop("hostcall_row", None)
         rows = chunk if row is None else chunk[row : row + 1]
         which = self._rows_of(rows)
         try:
@@ -253,7 +278,7 @@ class _Run:
                 error.__dict__["hostcall_row"] = rows.start
             if isinstance(error, Exception):
                 sent = (self._fn, self._rows[rows.start])
-                executors.explain(error, self._executor, self._name, which, sent)
+                executors.explain(error, self._executor, self._of.name, which, sent)
             raise error
         finally:
             del error
@@ -261,17 +286,22 @@ class _Run:
 
 # --- Chunks: what is sent to an executor, and what a worker does with it --------------
 
-# The runs of this process. A chunk carries its run's number, which can be pickled.
-_under_way: dict[int, Any] = {}
-_numbers = itertools.count()
 
-# Token and process id together name this process: another machine may have a process
-# with the same id, and a forked child has the same token.
-_TOKEN = os.urandom(8).hex()
+class _Runs(Owned):
+    """The runs of this process. A chunk has its run's number, which can be pickled."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[int, _Run] = {}
+        self.numbers = itertools.count()
+        self._token = os.urandom(8).hex()
+        super().__init__()
+
+    def process(self) -> tuple[str, int]:
+        """Names this process: one on another machine may have the same id."""
+        return self._token, os.getpid()
 
 
-def _process() -> tuple[str, int]:
-    return _TOKEN, os.getpid()
+_runs = _Runs()
 
 
 def run_chunk(
@@ -282,8 +312,6 @@ def run_chunk(
 ) -> list[Any]:
     """Runs a chunk; called by the executor, in this or another process or machine.
 
-    The exception of a row that fails gets the row's index in the chunk as an attribute.
-
     Args:
         where: the run's process and number, the settings of JAX that its trace had of
             its own, the number of the first row, and the leash.
@@ -291,36 +319,45 @@ def run_chunk(
         rows: (args, kwargs) of each row, or bytes if they were sent.
         *shared: arrays that all rows share, as `Workers.share` made them.
     """
-    of, run_number, traced, start, leash = where
-    if of != _process():
-        if leash is not None:
-            executors.begin(leash, start)
+    of, number, traced, start, leash = where
+    if of == _runs.process():
+        return _chunk_here(_runs.under_way.get(number), start, fn, (rows, shared))
+    if leash is not None:
+        executors.begin(leash, start)
 
-        def go_on(i: int) -> None:
+    def each() -> Iterator[Row]:
+        for row in rows:
             if leash is not None and not os.path.exists(leash):
                 raise _dropped()
+            yield _taken(row, shared)
 
-        before = None if traced is None else traced.enter()
-        try:
-            return _run_each(fn, rows, shared, go_on)
-        finally:
-            if traced is not None and before is not None:
-                traced.leave(before)
-    run = _under_way.get(run_number)
+    before = None if traced is None else traced.enter()
+    try:
+        return run_each(fn, each())
+    finally:
+        if traced is not None and before is not None:
+            traced.leave(before)
+
+
+def _chunk_here(
+    run: _Run | None, start: int, fn: Callable[..., Any], sent: tuple[Any, Any]
+) -> list[Any]:
+    rows, shared = sent
     if run is None:
         raise _dropped()
 
-    def begin(i: int) -> None:
-        if start + i >= min(run.until, run.failing):
-            raise _dropped()
-        workers.stand_in_by(functools.partial(run.current, start + i))
+    def each() -> Iterator[Row]:
+        for i, row in enumerate(rows, start):
+            if i >= min(run.until, run.failing):
+                raise _dropped()
+            workers.answer.set(functools.partial(run.here, i))
+            yield _taken(row, shared)
 
     started = _native.ticks()
+    context = run.context.copy()  # since no two threads may be in one context
     try:
-        with workers.as_host_code(run.settings):
-            # A copy, since no two threads may be in one context.
-            context: contextvars.Context = run.context.copy()
-            return context.run(_run_each, fn, rows, shared, begin)
+        values: list[Any] = run.settings.run(context.run, run_each, fn, each())
+        return values
     except BaseException:
         # At once: the waiting thread may take a while to notice.
         run.failing = min(run.failing, start)
@@ -335,27 +372,6 @@ def _dropped() -> Exception:
     )
 
 
-def _run_each(
-    fn: Callable[..., Any],
-    rows: Sequence[Any],
-    shared: Sequence[Any],
-    begin: Callable[[int], None],
-) -> list[Any]:
-    values = []
-    for i, row in enumerate(rows):
-        try:
-            begin(i)
-            if isinstance(row, bytes):
-                row = _Unpickler(row, shared).load()
-            args, kwargs = row
-            values.append(fn(*args, **kwargs))
-        except BaseException as error:
-            # Through `__dict__`, since some exceptions refuse to have attributes set.
-            error.__dict__["hostcall_row"] = i
-            raise
-    return values
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, row: bytes, shared: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(row))
@@ -363,6 +379,11 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: Any) -> Any:
         return executors.fresh(self._shared[number])
+
+
+def _taken(row: Any, shared: Sequence[Any]) -> Row:
+    taken: Row = _Unpickler(row, shared).load() if isinstance(row, bytes) else row
+    return taken
 
 
 def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> list[Any]:

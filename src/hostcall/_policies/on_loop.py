@@ -1,4 +1,4 @@
-"""Calls coroutine functions: runs them on the event loop, and waits for them.
+"""Runs coroutine functions on the event loop, and waits for them.
 
 The thread of a call hands its rows to the loop, and waits for all of them without the
 GIL. On the loop, the rows of one function wait for their turn in a `Lane`, in the
@@ -33,19 +33,20 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
 from hostcall._core.coroutines import CONCURRENCY
 from hostcall._core.errors import DeadlockError, HostcallError
 from hostcall._core.host_code import own
+from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
+from hostcall._policies.layer import Bound, Current, Row, Site, apply
 from hostcall._runtime import loop as loops
 from hostcall._runtime import waits, workers
-from hostcall._runtime.workers import Bound, Current, Row
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,10 +57,6 @@ _GRACE = 1.0
 # The folder of the package. Frames of its code are skipped.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-# The lanes of each loop, by function. A lane exists while it has rows. Only the thread
-# of its loop touches the inner dict.
-lanes_of: dict[asyncio.AbstractEventLoop, dict[Any, Lane]] = {}
-
 # The functions of the tasks above, outermost first: of a coroutine, or of a thread that
 # asyncio.to_thread started in one.
 _above: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
@@ -67,34 +64,47 @@ _above: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
 )
 
 
-def run_tasks(
-    run: Bound, rows: Sequence[Row], current: Current, concurrency: int | None = None
-) -> list[Any]:
-    """Runs a function that returns awaitables on all rows; results are in row order.
+class OnLoop:
+    """A function that returns awaitables.
 
     Args:
-        run: the function.
-        rows: (args, kwargs) of each row.
-        current: returns what `hc.current()` answers in a row, by the row's number.
-        concurrency: how many rows of the function run at the same time. Equal
-            functions, and all rules of one, count as the same function.
-
-    Raises:
-        BaseException: what the first failing row raised.
-        CallTimeoutError: the rows are late.
-        DeadlockError: this thread is the loop's, and would wait for itself.
+        bound: the function.
+        concurrency: how many rows of the function run at the same time; None for the
+            default. Equal functions, and all rules of one, count as the same function.
     """
-    loop = refuse_on_loop(run.fn)
-    mine = own(run.fn)
-    lane = Static(run.fn if mine is None else mine.lane())
-    with contextlib.ExitStack() as held:
-        part, there, finish = _prepared(run.fn, rows, current, held)
-        limit = concurrency or CONCURRENCY
-        values = _Run(run, loop, part, there, current, (lane, limit)).wait(rows[0])
-    return [end(value) for end, value in zip(finish, values, strict=True)]
+
+    sends = False
+
+    def __init__(self, bound: Bound, concurrency: int | None = None) -> None:
+        self.bound, self.limit = bound, concurrency or CONCURRENCY
+        mine = own(bound.fn)
+        self.lane = Static(bound.fn if mine is None else mine.lane())
+
+    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+        loop, here = free_loop(self.bound.fn), site.here()
+        part, there, finish = self.bound.split(rows)
+        with contextlib.ExitStack() as held:
+            # The objects of all rows are locked by this thread, in row order, until
+            # they have ended. Another thread that enters them does so in that order.
+            entered = list(self._entered(rows, here, held))
+            if entered:
+                part, there = apply, [((entry,), {}) for entry in entered]
+            values = _Run(self, loop, part, there, here).wait(rows[0])
+        return [end(value) for end, value in zip(finish, values, strict=True)]
+
+    def _entered(
+        self, rows: Sequence[Row], here: Current, held: contextlib.ExitStack
+    ) -> Iterator[Callable[..., Any]]:
+        mine = own(self.bound.fn)
+        for number, row in enumerate(rows):
+            if mine is None:
+                return
+            entry = mine.enter(here(number), held, *row)
+            if entry is not None:
+                yield entry
 
 
-def refuse_on_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
+def free_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
     """The loop, unless this thread is the loop's and would wait for itself.
 
     Raises:
@@ -111,31 +121,13 @@ def refuse_on_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _prepared(
-    fn: Any, rows: Sequence[Row], current: Current, held: contextlib.ExitStack
-) -> tuple[Any, Sequence[Row], list[Callable[[Any], Any]]]:
-    """`workers.split`. A method of an object enters the objects of all rows first.
-
-    The rows' objects are locked by this thread, in row order, until `held` is closed.
-    Another thread that enters the same objects does so in the same order.
-    """
-    mine = own(fn)
-    entered: list[Row] = []
-    for number, row in enumerate(rows):
-        entry = None if mine is None else mine.enter(current(number), held, *row)
-        if entry is None:
-            return workers.split(fn, rows)
-        entered.append(((entry,), {}))
-    return workers.apply, entered, [workers.same] * len(entered)
-
-
-def run_one(fn: Callable[..., Any], *args: Any, current: Any = None) -> Any:
+def run_one(fn: Callable[..., Any], *args: Any) -> Any:
     """Runs one coroutine function on the loop, on behalf of other host code.
 
-    The settings of host code are those of this thread.
+    The settings of host code are those of this thread, and so is `hc.current()`.
     """
-    run = Bound(fn, workers.Settings.here())
-    return run_tasks(run, [(args, {})], lambda _: current)[0]
+    run = OnLoop(Bound(fn, workers.Settings.here()))
+    return run.rows([(args, {})], Site())[0]
 
 
 def settled(value: Any) -> Any:
@@ -147,7 +139,7 @@ def settled(value: Any) -> Any:
         return value
 
     coroutine.__qualname__ = value.__qualname__
-    return run_one(coroutine, current=workers.stand_in())
+    return run_one(coroutine)
 
 
 class Lane:
@@ -168,6 +160,19 @@ class Lane:
                 run.start(number)
 
 
+class _Lanes(Owned):
+    """The lanes of each loop, by function. A lane exists while it has rows. Only the
+    thread of its loop touches the inner dict.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[asyncio.AbstractEventLoop, dict[Any, Lane]] = {}
+        super().__init__()
+
+
+lanes = _Lanes()
+
+
 class _Run:
     """The rows of one call.
 
@@ -178,25 +183,23 @@ class _Run:
 
     def __init__(
         self,
-        run: Bound,
+        of: OnLoop,
         loop: asyncio.AbstractEventLoop,
         fn: Callable[..., Any],
         rows: Sequence[Row],
-        current: Current,
-        lane: tuple[Any, int],
+        here: Current,
     ) -> None:
         above = _above.get()
-        key, self.limit = lane
         # The tasks above hold their places until these rows have ended. So there is a
         # lane for each depth, and places are only waited for by rows of the same depth,
         # which end without a place of it. Two functions that call each other would wait
         # in a circle if each had one lane for itself.
-        self._key = key, len(above)
-        self._bound, self._name = run, name_of(run.fn)
-        self._loop, self._fn, self._rows, self._current = loop, fn, rows, current
+        self._key, self.limit = (of.lane, len(above)), of.limit
+        self._bound, self._name = of.bound, name_of(of.bound.fn)
+        self._loop, self._fn, self._rows, self._here = loop, fn, rows, here
         self._place = workers.place_here()
         self._context = contextvars.copy_context()
-        self._context.run(_above.set, (*above, key))
+        self._context.run(_above.set, (*above, of.lane))
         if _native.on_tap_worker():
             self._context.run(workers.in_tap.set, True)
         self._values: list[Any] = [None] * len(rows)
@@ -278,7 +281,7 @@ class _Run:
             self._loop.call_soon_threadsafe(step)
         except RuntimeError as error:
             # Nothing runs on a closed loop, so nobody else uses its lanes any more.
-            lanes_of.pop(self._loop, None)
+            lanes.of.pop(self._loop, None)
             raise self._closed() from error
 
     def _late(self) -> str:
@@ -297,8 +300,8 @@ class _Run:
         self._begun = True
         if self.over:
             return
-        lanes = lanes_of.setdefault(self._loop, {})
-        self._lane = lanes.setdefault(self._key, Lane())
+        mine = lanes.of.setdefault(self._loop, {})
+        self._lane = mine.setdefault(self._key, Lane())
         self._lane.waiting.extend((self, number) for number in range(self._left))
         self._fill()
 
@@ -306,15 +309,15 @@ class _Run:
         lane = self._lane
         lane.fill()
         if not lane.running and not lane.waiting:
-            lanes = lanes_of[self._loop]
-            if lanes.get(self._key) is lane:
-                del lanes[self._key]
-            if not lanes:
-                lanes_of.pop(self._loop, None)
+            mine = lanes.of[self._loop]
+            if mine.get(self._key) is lane:
+                del mine[self._key]
+            if not mine:
+                lanes.of.pop(self._loop, None)
 
     def start(self, number: int) -> None:
         context = self._context.copy()
-        context.run(workers.in_task.set, functools.partial(self._current, number))
+        context.run(workers.answer.set, functools.partial(self._here, number))
         task = self._loop.create_task(self._row(number), context=context)
         self._tasks[number] = task
         task.add_done_callback(functools.partial(self._ended, number))

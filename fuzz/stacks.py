@@ -1,0 +1,324 @@
+"""Random stacks of layers (hostcall/_policies) against the function itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+import hostcall as hc
+from fuzz.draw import Draw
+from hostcall._core.callback import Callback, Policy
+from hostcall._core.source import Place
+from hostcall._core.spec import Results, Static, Template, parse_result
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.call import CallParams
+from hostcall._native import ResultForm
+from hostcall._policies.layer import Choices
+from hostcall._policies.stack import Entries, entries
+from hostcall._policies.stores import Cache, Part
+from hostcall._runtime import host_device, workers
+
+POOL = futures.ThreadPoolExecutor(4)
+FILLS = np.float32(-1), np.float32(-2)
+KINDS = ("alone", "sequential", "parallel", "whole")
+
+
+class Bad(Exception):
+    pass
+
+
+def reference(x: Any, y: Any) -> dict[str, Any]:
+    return {"a": x * 2 + y, "b": x - y}
+
+
+def choices_of(
+    fn: Callable[..., Any],
+    *,
+    policy: Policy | None = None,
+    template: Template | None = None,
+    results: Results | None = None,
+    tag: str | None = None,
+    **options: Any,
+) -> Choices:
+    """What a plan would say of a function of two float32 numbers."""
+    callback = Callback(
+        fn=Static(fn),
+        template=template or Template.flat(None, None),
+        results=results or results_of(()),
+        fills=tuple(fill.tobytes() for fill in FILLS),
+        policy=policy or Policy(),
+        tag=tag,
+        place=Place("stacks.py", 1, "choices_of"),
+    )
+    equation = CallParams(
+        callback=callback,
+        order="pure",
+        masked=False,
+        avals=callback.results.avals,
+        levels=options.get("levels", 0),
+    )
+    return Choices(
+        callback=callback,
+        results=CallInfo(equation, {}, None),
+        device=host_device.above(None),
+        shapes=[((), np.dtype(np.float32))] * 2,
+        avals=equation.avals,
+        **{"converters": [None] * len(callback.template.keys), **options},
+    )
+
+
+def results_of(shape: tuple[int, ...]) -> Results:
+    each = jax.ShapeDtypeStruct(shape, np.float32)
+    return parse_result({"a": each, "b": each}, "f")
+
+
+@dataclass
+class Row:
+    """What `hc.current()` answers."""
+
+    row: tuple[int, ...] = ()
+
+    def at_row(self, row: tuple[int, ...]) -> Row:
+        return Row(tuple(row))
+
+
+@dataclass
+class Case:
+    """A function with its options, and what was seen of its calls."""
+
+    kind: str
+    awaits: bool
+    flat: bool
+    policy: Policy
+    masked: bool
+    xs: np.ndarray
+    ys: np.ndarray
+    mask: np.ndarray
+    bad: float | None
+    devices: int
+    sizes: list[int] = field(default_factory=list)  # of calls
+    running: int = 0
+    most: int = 0
+    wrong: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def drawn(cls, draw: Draw) -> Case:
+        kind, awaits, flat = draw.choice(KINDS), draw.bool(), draw.bool()
+        n = draw.choice([1, 2, 5, 9])
+        merges = kind != "whole" and draw.int(0, 2) == 0
+        sent = kind == "parallel" and not awaits and not merges and draw.bool()
+        policy = Policy(
+            timeout=60.0 if draw.bool() else None,
+            executor=Static(POOL) if sent else None,
+            concurrency=draw.choice([1, 2, 32]) if awaits else None,
+            coalesce=(draw.choice([1, 2, 3, 8]), draw.choice([0.0, 0.002]))
+            if merges
+            else None,
+            cache=Part(Cache("memory", "f")) if draw.int(0, 2) == 0 else None,
+        )
+        masked = draw.bool()
+        xs = [draw.int(0, n - 1) for _ in range(n)] if draw.bool() else range(n)
+        return cls(
+            kind,
+            awaits,
+            flat,
+            policy,
+            masked,
+            np.array(xs, np.float32),
+            np.array([draw.int(0, 2) for _ in range(n)], np.float32),
+            np.array([not masked or draw.int(0, 4) < 3 for _ in range(n)]),
+            float(draw.int(0, n - 1)) if draw.int(0, 2) == 0 else None,
+            draw.choice([1, 1, 3]),
+        )
+
+    # --- The function -----------------------------------------------------------------
+
+    def function(self) -> Callable[..., Any]:
+        def plain(x: Any, y: Any) -> Any:
+            self._note(x)
+            if self.bad is not None and np.any(np.asarray(x) == self.bad):
+                raise Bad(self.bad)
+            return reference(x, y)
+
+        async def coroutine(x: Any, y: Any) -> Any:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                await asyncio.sleep(0)
+                return plain(x, y)
+            finally:
+                self.running -= 1
+
+        return coroutine if self.awaits else plain
+
+    def _note(self, x: Any) -> None:
+        self.sizes.append(np.size(x))
+        if self.kind == "parallel" and self.answers:
+            row = hc.current().row  # type: ignore[union-attr]
+            if self.xs[row] != x:
+                self.wrong.append((row, x))
+
+    # --- What the engine does ---------------------------------------------------------
+
+    @property
+    def answers(self) -> bool:
+        """Whether each call belongs to one row, and `hc.current()` is asked for it."""
+        return self.policy.cache is None and self.policy.coalesce is None
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that the function is wanted for."""
+        return [
+            i
+            for i in range(1 if self.kind == "alone" else len(self.xs))
+            if self.mask[i]
+        ]
+
+    def made(self) -> Entries:
+        whole = self.kind == "whole"
+        given = ((0,), {"y": 0})
+        named = Template(jax.tree.structure(given), (None, None))
+        fn = self.function()
+        made = entries(
+            choices_of(
+                fn,
+                policy=self.policy,
+                template=None if self.flat else named,
+                results=results_of((len(self.xs),) if whole else ()),
+                levels=int(whole),
+                grid=self.kind in ("sequential", "parallel"),
+                parallel=self.kind == "parallel",
+                compressed=whole and self.masked,
+            )
+        )
+        assert (made.runner is not None) == (
+            self.kind == "parallel"
+            or (self.kind == "sequential" and self.policy.coalesce is not None)
+        )
+        layers = (
+            (made.form is ResultForm.TUPLE)
+            or self.awaits
+            or self.policy.timeout
+            or made.runner
+        )
+        assert layers or (made.function is fn) == self.flat
+        return made
+
+    def execution(self, made: Entries) -> list[np.ndarray]:
+        outs = [np.full(self.xs.shape, fill) for fill in FILLS]
+
+        def store(where: Any, value: Any) -> None:
+            leaves = (
+                value if (made.form is ResultForm.TUPLE) else (value["a"], value["b"])
+            )
+            for out, leaf in zip(outs, leaves, strict=True):
+                out[where] = leaf
+
+        if self.kind == "whole":
+            masks = [self.mask] if self.masked else []
+            store(slice(None), made.function(*masks, self.xs, self.ys))
+        elif made.runner is not None:
+            rows = [(self.xs[i], self.ys[i]) for i in self.rows]
+            if rows:
+                values = made.runner(rows, [(i,) for i in self.rows])
+                assert len(values) == len(rows)
+                for i, value in zip(self.rows, values, strict=True):
+                    store(i, value)
+        else:
+            for i in self.rows:
+                store(i, made.function(self.xs[i], self.ys[i]))
+        return outs
+
+    # --- What must come of it ---------------------------------------------------------
+
+    def check(self) -> None:
+        made = self.made()
+        outcomes = self.on_devices(made)
+        failing = [i for i in self.rows if self.xs[i] == self.bad]
+        for outcome in outcomes:
+            if failing:
+                assert isinstance(outcome, Bad), outcome
+                if made.runner is not None and self.policy.coalesce is None:
+                    at = vars(outcome).get("hostcall_index")
+                    assert at == (failing[0],), (at, failing)
+            else:
+                assert isinstance(outcome, list), repr(outcome)
+                self.compare(outcome)
+        assert not self.wrong, self.wrong
+        if self.awaits and self.policy.concurrency:
+            assert self.most <= self.policy.concurrency
+        if self.policy.coalesce is not None:
+            assert max(self.sizes, default=0) <= self.policy.coalesce[0]
+        if self.policy.cache is not None:
+            assert not self.policy.cache.cache.under_way
+        if not failing:
+            self.count()
+            if self.policy.cache is not None:  # now all is known
+                self.sizes.clear()
+                self.compare(self.execution(made))
+                assert not self.sizes
+
+    def compare(self, outs: list[np.ndarray]) -> None:
+        known = np.zeros(len(self.xs), bool)
+        known[self.rows] = True
+        want = reference(self.xs, self.ys)
+        for out, value, fill in zip(outs, want.values(), FILLS, strict=True):
+            if self.kind == "whole" and not self.masked:
+                known[:] = True
+            np.testing.assert_array_equal(out, np.where(known, value, fill))
+
+    def count(self) -> None:
+        """How many rows the function got."""
+        if self.kind == "whole":
+            wanted = min(1, len(self.rows)) if self.masked else 1
+            got, each = len(self.sizes), wanted
+        else:
+            wanted = len({(self.xs[i], self.ys[i]) for i in self.rows})
+            got, each = sum(self.sizes), len(self.rows)
+        cached = self.policy.cache is not None
+        assert got == (wanted if cached else each * self.devices), (got, wanted, each)
+
+    def on_devices(self, made: Entries) -> list[Any]:
+        outcomes: list[Any] = [None] * self.devices
+
+        def device(number: int) -> None:
+            if self.answers:
+                workers.answer.set(Row)
+            try:
+                outcomes[number] = self.execution(made)
+            except BaseException as error:
+                outcomes[number] = error
+
+        threads = [
+            threading.Thread(target=contextvars.Context().run, args=(device, number))
+            for number in range(self.devices)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "it hangs"
+        return outcomes
+
+
+def seeds() -> list[bytes]:
+    chosen = random.Random(0)
+    return [chosen.randbytes(48) for _ in range(60)]
+
+
+def one(data: bytes) -> None:
+    case = Case.drawn(Draw(data))
+    try:
+        case.check()
+    except BaseException:
+        print(case)
+        raise

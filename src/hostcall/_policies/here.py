@@ -1,0 +1,88 @@
+"""Runs a function on the thread of its call, or with a limit on a thread beside it."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hostcall._core.daemon import DaemonPool
+from hostcall._core.wait import wait
+from hostcall._policies.layer import Bound, Row, Site, run_each
+from hostcall._runtime import workers
+
+
+class Here:
+    """On the thread that is in the call."""
+
+    sends = False
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+
+    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+        return run_each(self._fn, rows)
+
+
+class OnThread:
+    """`timeout=` of a plain function: on a worker, which is left behind if it is late.
+
+    Python can't stop a thread, so the worker finishes a late job, and its result is
+    dropped.
+    """
+
+    sends = False
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+
+    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+        bound, here = self._bound, site.here()
+        done, worker = threading.Event(), list[int]()
+        context = contextvars.copy_context()
+
+        def each() -> Iterator[Row]:
+            for number, row in enumerate(rows):
+                workers.answer.set(functools.partial(here, number))
+                yield row
+
+        def job() -> list[Any]:
+            worker.append(threading.get_ident())
+            values: list[Any] = bound.settings.run(
+                context.run, run_each, bound.fn, each()
+            )
+            return values
+
+        waiting = threading.get_ident()
+        outcome = _threads.submit(job)
+        outcome.add_done_callback(lambda _: done.set())
+        workers.delegates[waiting] = worker
+        try:
+            if not wait(done.wait, bound.timeout):
+                raise bound.late(rows[0], _stack_of(worker))
+            values: list[Any] = outcome.result()
+            return values
+        finally:
+            workers.delegates.pop(waiting, None)
+            del outcome  # breaks the cycle error -> this frame -> outcome -> error
+
+
+# These may hang for ever, so nobody waits for them at the end of the process.
+_threads = DaemonPool(None, name="hostcall-timeout", what="timeout=")
+
+
+def _stack_of(worker: list[int]) -> str:
+    if not worker:
+        return "its thread has not begun"
+    frame = sys._current_frames().get(worker[0])
+    if frame is None:
+        return "its thread has ended"
+    lines = traceback.format_stack(frame)
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package
+    users = [line for line in lines if here not in line and "threading.py" not in line]
+    return "it is stuck in:\n" + "".join(users or lines).rstrip()

@@ -1,0 +1,221 @@
+"""The one shape of what stands between the engine and the user's function.
+
+A layer has one method, `rows(rows, site)`: results in row order for rows that the
+engine gave together. It does one thing (looks rows up, merges them, runs them on an
+executor), and leaves the rest to the layer inside it. `stack.entries` puts them
+together.
+
+What holds for each layer
+  * An error is the first failing row's, by row order. It says which row that was, by
+    its number among the rows that were given: as the attribute `hostcall_row`, up to
+    `Trees`, and as an index of the batch from there on (`Site.failed`).
+  * No row is kept: rows may be views of XLA's memory.
+  * A layer does not change once it is made: several threads are in it at the same time.
+    What belongs to one execution is in locals and in its `Site`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from hostcall._core.callback import Callback
+from hostcall._core.dlpack import DLPackArray
+from hostcall._core.errors import CallTimeoutError
+from hostcall._core.host_code import own
+from hostcall._core.source import name_of
+from hostcall._native import ResultForm
+from hostcall._runtime import context, flights
+from hostcall._runtime.workers import Settings
+
+Row = tuple[tuple[Any, ...], dict[str, Any]]  # as the user's function gets it
+Leaves = Sequence[Any]  # the same as one array for each leaf of a call's arguments
+Flat = Sequence[np.ndarray]  # one array for each leaf of a row's results
+Index = tuple[int, ...]  # of a row, along each batch axis
+Current = Callable[[int], Any]  # what `hc.current()` answers in a row, by its number
+
+Given = TypeVar("Given", contravariant=True)
+Result = TypeVar("Result")
+
+
+class Layer(Protocol[Given, Result]):
+    def rows(self, rows: Sequence[Given], site: Site) -> list[Result]: ...
+
+
+class Runs(Layer[Row, Any], Protocol):
+    """Runs the function: the innermost.
+
+    Attributes:
+        sends: whether it sends rows to other processes.
+    """
+
+    sends: bool
+
+
+Body = Layer[Leaves, Any]  # called with leaves, the function's results
+Inner = Layer[Leaves, Flat]  # plain arrays in, plain arrays out
+
+
+class Site(NamedTuple):
+    """One execution. Made on the thread that is in the call.
+
+    Attributes:
+        indices: of the rows in their batch; empty for one row that has none of its own.
+    """
+
+    indices: Sequence[Index] = ()
+
+    def here(self) -> Current:
+        """What `hc.current()` answers in each row. To be asked on the call's thread."""
+        here, indices = context.current(), self.indices
+        return lambda row: here.at_row(indices[row]) if here and indices else here
+
+    def only(self, which: Sequence[int]) -> Site:
+        """The site of some of its rows."""
+        return Site([self.indices[i] for i in which] if self.indices else ())
+
+    def failed(self, error: BaseException) -> None:
+        """Turns the number of the row that failed into its index (`on_error`)."""
+        row = vars(error).pop("hostcall_row", None)
+        if row is not None and self.indices:
+            vars(error)["hostcall_index"] = self.indices[row]
+
+
+class Results(Protocol):
+    """What checks the results of a call: its `CallInfo`."""
+
+    name: str
+
+    def flatten(self, value: Any) -> list[Any]: ...
+
+    def coerce(self, number: int, value: Any) -> np.ndarray: ...
+
+    def shaped(
+        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
+    ) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a plan says about its layers.
+
+    Attributes:
+        callback: the function, its trees and its policy.
+        results: checks results.
+        device: where JAX code in the function runs.
+        guard: what examines the programs that the function starts, or None.
+        shapes: (shape, dtype) of each array of a row.
+        converters: how each array becomes what the function gets.
+        avals: of one row's results.
+        levels: how many batch axes the function itself sees.
+        grid: whether the engine may give several rows.
+        parallel: whether rows run at the same time.
+        once: whether no row may run twice.
+        compressed: whether the function gets a batch without the rows that `where`
+            drops.
+        form: of what the function returns.
+        tap: whether results are ignored.
+        batch: of a tap: for each vmap, the outermost first, whether each operand has
+            its axis, and its size.
+        count: counts rows that a cache has, and rows that it has not; or None.
+    """
+
+    callback: Callback
+    results: Results
+    device: Any = None
+    guard: Any = None
+    shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]] = ()
+    converters: Sequence[Callable[[Any], Any] | None] = ()
+    avals: Sequence[Any] = ()
+    levels: int = 0
+    grid: bool = False
+    parallel: bool = False
+    once: bool = False
+    compressed: bool = False
+    form: ResultForm = ResultForm.TREE
+    tap: bool = False
+    batch: Sequence[tuple[Sequence[bool], int]] = ()
+    count: Callable[[int, int], object] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a layer reads arrays before they become what the function gets."""
+        policy = self.callback.policy
+        return (
+            self.compressed or policy.cache is not None or policy.coalesce is not None
+        )
+
+
+# --- What the layers share in which the function runs ---------------------------------
+
+
+class Bound(NamedTuple):
+    """A function, and what all its runs share.
+
+    Attributes:
+        fn: the function.
+        settings: the settings of JAX that it runs with, on other threads.
+        timeout: seconds for all rows of a run together, or None.
+        name: what messages call it; "" for the function's own name.
+    """
+
+    fn: Callable[..., Any]
+    settings: Settings
+    timeout: float | None = None
+    name: str = ""
+
+    def late(self, row: Row, stuck: str) -> CallTimeoutError:
+        """The error of a run that takes too long; has the shapes of one of its rows."""
+        flights.LATE.log()
+        kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
+        arrays = [x for x in jax.tree.leaves(row) if issubclass(type(x), kinds)]
+        shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+        return CallTimeoutError(
+            f"hostcall: `{self.name or name_of(self.fn)}`({shapes}) took longer than"
+            f" timeout={self.timeout} s; {stuck}"
+        )
+
+    def split(
+        self, rows: Sequence[Row]
+    ) -> tuple[Callable[..., Any], Sequence[Row], list[Callable[[Any], Any]]]:
+        """The function and rows to run elsewhere, and what finishes each row here.
+
+        See `HostCode.split`; a user's function runs elsewhere as it is.
+        """
+        mine = own(self.fn)
+        steps = [None if mine is None else mine.split(*row) for row in rows]
+        found = [step for step in steps if step is not None]
+        if not found:
+            return self.fn, rows, [same] * len(rows)
+        there: list[Row] = [((part, *args), {}) for part, args, _ in found]
+        return apply, there, [finish for *_, finish in found]
+
+
+def same(value: Any) -> Any:
+    """Finishes a row whose value is its result."""
+    return value
+
+
+def apply(part: Callable[..., Any], *args: Any) -> Any:
+    return part(*args)
+
+
+def run_each(fn: Callable[..., Any], rows: Iterable[Row]) -> list[Any]:
+    """Calls `fn` for one row after the other, on this thread.
+
+    `rows` may do what comes before each row. The exception of a row that fails gets its
+    number, with which it can be pickled.
+    """
+    values: list[Any] = []
+    try:
+        for args, kwargs in rows:
+            values.append(fn(*args, **kwargs))
+    except BaseException as error:
+        # Through `__dict__`, since some exceptions refuse to have attributes set.
+        error.__dict__["hostcall_row"] = len(values)
+        raise
+    return values

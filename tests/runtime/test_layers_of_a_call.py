@@ -1,0 +1,458 @@
+"""The layers of a call, each around a plain function, and how they are put together.
+
+fuzz/stacks.py compares random stacks with the function itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from limits import HANG_SECONDS, holds_in_time
+
+import hostcall as hc
+from hostcall._core.callback import Policy
+from hostcall._core.spec import Static, Template
+from hostcall._engine import plans
+from hostcall._native import ResultForm
+from hostcall._policies.cached import Cached
+from hostcall._policies.here import Here, OnThread
+from hostcall._policies.layer import Bound, Site
+from hostcall._policies.merged import Merged
+from hostcall._policies.on_executor import OnExecutor
+from hostcall._policies.on_loop import OnLoop
+from hostcall._policies.stack import entries
+from hostcall._policies.stores import Cache, Part
+from hostcall._policies.trees import Checked, Trees
+from hostcall._policies.unmasked import Unmasked, UnmaskedTap
+from hostcall._runtime import collectors, host_device, workers
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+try:
+    from fuzz.stacks import Row, choices_of, results_of
+finally:
+    sys.path.pop(0)
+
+F32 = np.float32
+POOL = ThreadPoolExecutor(2)
+
+
+class Bad(Exception):
+    pass
+
+
+def bound(fn, timeout=None):
+    return Bound(fn, workers.Settings(host_device.above(None)), timeout)
+
+
+# --- What runs the function ------------------------------------------------------------
+
+RUNS = {
+    "here": lambda fn, timeout: Here(fn),
+    "thread": lambda fn, timeout: OnThread(bound(fn, timeout)),
+    "loop": lambda fn, timeout: OnLoop(bound(fn, timeout), 2),
+    "default pool": lambda fn, timeout: OnExecutor(bound(fn, timeout)),
+    "executor": lambda fn, timeout: OnExecutor(bound(fn, timeout), POOL),
+}
+LATE = [kind for kind in RUNS if kind != "here"]
+
+
+def form_of(kind, fn):
+    """The function, in the form that goes to what runs it."""
+
+    async def coroutine(*args, **kwargs):
+        await asyncio.sleep(0)
+        return fn(*args, **kwargs)
+
+    return coroutine if kind == "loop" else fn
+
+
+def rows_of(*xs):
+    return [((x,), {"y": 1}) for x in xs]
+
+
+def at(*numbers):
+    return Site([(n,) for n in numbers])
+
+
+@pytest.fixture
+def in_a_call():
+    """This thread is in a call, as `hc.current()` says."""
+    token = workers.answer.set(Row)
+    yield
+    workers.answer.reset(token)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_results_are_in_row_order(kind, count, in_a_call):
+    seen = set()
+
+    def fn(x, *, y):
+        if kind != "here":
+            seen.add((x, hc.current().row))
+        return x * 2 + y
+
+    runs = RUNS[kind](form_of(kind, fn), None)
+    where = at(*range(count))
+    assert runs.rows(rows_of(*range(count)), where) == [2 * x + 1 for x in range(count)]
+    assert kind == "here" or seen == {(x, (x,)) for x in range(count)}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_first_row_that_fails_is_named(kind):
+    """By row order: on an executor the second one fails first."""
+    late = threading.Event()
+
+    def fn(x, *, y):
+        if x == 1 and kind in ("default pool", "executor"):
+            assert late.wait(HANG_SECONDS)
+        if x == 2:
+            late.set()
+        if x:
+            raise Bad(x)
+
+    runs = RUNS[kind](form_of(kind, fn), None)
+    with pytest.raises(Bad) as caught:
+        runs.rows(rows_of(0, 1, 2), at(5, 6, 7))
+    assert caught.value.args == (1,)
+    assert vars(caught.value)["hostcall_row"] == 1
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_rows_that_are_late_are_left(kind):
+    end, begun = threading.Event(), []
+
+    def stuck(x, *, y):
+        begun.append(x)
+        assert end.wait(HANG_SECONDS)
+
+    async def waits(x, *, y):
+        begun.append(x)
+        await asyncio.Event().wait()
+
+    runs = RUNS[kind](waits if kind == "loop" else stuck, 0.1)
+    count = 1 if kind == "thread" else 50
+    start = time.monotonic()
+    with pytest.raises(hc.errors.CallTimeoutError, match=r"than timeout=0.1 s"):
+        runs.rows(rows_of(*range(count)), at(*range(count)))
+    assert time.monotonic() - start < HANG_SECONDS / 4
+    before = len(begun)
+    end.set()
+    time.sleep(0.05)
+    assert len(begun) == before  # no row begins afterwards
+
+
+# --- Trees and checks ------------------------------------------------------------------
+
+
+class Inner:
+    """A layer that doubles, and notes what it was given."""
+
+    def __init__(
+        self, result=lambda row: [np.asarray(row[0]) * 2, np.asarray(row[-1])]
+    ):
+        self.given, self.result = [], result
+
+    def rows(self, rows, site):
+        self.given += rows
+        self.sites = list(site.indices)
+        return [self.result(row) for row in rows]
+
+
+NAMED = Template(jax.tree.structure(((0,), {"y": 0})), (None, None))
+STATIC = Template(jax.tree.structure(((0, [0]), {})), (None, Static("s")))
+
+
+@pytest.mark.parametrize(
+    ("template", "leaves", "want"),
+    [
+        (Template.flat(None, None), (1, 2), ((1, 2), {})),
+        (NAMED, (1, 2), ((1,), {"y": 2})),
+        (STATIC, (1,), ((1, ["s"]), {})),
+    ],
+)
+def test_trees(template, leaves, want):
+    inner = Inner(lambda row: "value")
+    layer = Trees(inner, choices_of(print, template=template))
+    assert layer.rows([leaves, leaves], Site()) == ["value"] * 2
+    assert inner.given == [want] * 2
+
+
+def test_trees_turn_the_number_of_a_row_into_its_index():
+    def fails(x, y):
+        if x == 1:
+            raise Bad
+
+    for indices, want in [([(3,), (5,)], (5,)), ((), None)]:
+        with pytest.raises(Bad) as caught:
+            Trees(Here(fails), choices_of(print)).rows([(0, 0), (1, 0)], Site(indices))
+        assert vars(caught.value).get("hostcall_index") == want
+        assert "hostcall_row" not in vars(caught.value)
+
+
+def test_collectors_see_what_a_tap_gets():
+    seen = []
+
+    class Collector:
+        def take(self, tag, args, kwargs):
+            seen.append((tag, args, kwargs))
+
+    choices = choices_of(print, template=NAMED, tap=True, tag="loss")
+    collector = Collector()
+    collectors.add(collector)
+    try:
+        Trees(Inner(), choices).rows([(1, 2)], Site())
+    finally:
+        collectors.remove(collector)
+    assert seen == [("loss", (1,), {"y": 2})]
+
+
+@pytest.mark.parametrize("tap", [False, True])
+def test_checked(tap):
+    inner = Inner(lambda row: {"a": row[0], "b": row[1]})
+    choices = choices_of(print, tap=tap, converters=[jnp.asarray, None])
+    (got,) = Checked(inner, choices).rows([(F32(1), F32(2))], Site())
+    assert got == ([] if tap else [1, 2])
+    ((x, y),) = inner.given
+    assert isinstance(x, jax.Array)
+    assert isinstance(y, F32)
+
+
+def test_checked_refuses_results_of_another_structure():
+    with pytest.raises(hc.errors.ResultError, match="f"):
+        Checked(Inner(lambda row: (1, 2, 3)), choices_of(print)).rows([(1, 2)], Site())
+
+
+# --- Masks, merged calls, caches -------------------------------------------------------
+
+X, Y = np.arange(4, dtype=F32), np.arange(4, dtype=F32) + 10
+ONE = np.full(1, 7, F32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "arrays", "given", "first"),
+    [
+        ([1, 0, 1, 1], (X, Y), ([0, 2, 3], [10, 12, 13]), [0, -1, 4, 6]),
+        ([1, 0, 1, 1], (X, ONE), ([0, 2, 3], [7]), [0, -1, 4, 6]),
+        ([0, 1, 1, 0], (ONE, ONE), ([7], [7]), [-1, 14, 14, -1]),
+        ([0, 0, 0, 0], (X, Y), None, [-1, -1, -1, -1]),
+        ([1, 1, 1, 1], (X, Y), (X, Y), [0, 2, 4, 6]),
+    ],
+)
+def test_unmasked(mask, arrays, given, first):
+    inner = Inner()
+    layer = Unmasked(inner, choices_of(print, results=results_of((4,)), levels=1))
+    if given is not None and len(given[1]) < len(given[0]):
+        inner.result = lambda row: [row[0] * 2, np.broadcast_to(row[1], row[0].shape)]
+    (outs,) = layer.rows([(np.array(mask, bool), *arrays)], Site())
+    np.testing.assert_array_equal(outs[0], first)
+    if given is None:
+        assert inner.given == []
+        return
+    for got, want in zip(inner.given[0], given, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_unmasked_checks_the_results():
+    inner = Inner(lambda row: [row[0][:1], row[1]])
+    layer = Unmasked(inner, choices_of(print, results=results_of((4,)), levels=1))
+    with pytest.raises(hc.errors.ResultError, match=r"float32\[3\]"):
+        layer.rows([(np.array([1, 0, 1, 1], bool), X, Y)], Site())
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1, 1], [0, 0, 0, 0]])
+def test_unmasked_tap(mask):
+    inner, batch = Inner(), [((True, True, False), 4)]
+    assert UnmaskedTap(inner, batch).rows([(np.array(mask, bool), X, 5)], Site()) == [
+        ()
+    ]
+    assert len(inner.given) == any(mask)
+    for x, y in inner.given:
+        np.testing.assert_array_equal(x, X[np.array(mask, bool)])
+        assert y == 5
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "sizes"), [(2, 5, [2, 2, 1]), (8, 3, [3]), (1, 2, [1, 1])]
+)
+def test_merged(size, count, sizes):
+    inner = Inner()
+    layer = Merged(inner, choices_of(lambda x, y: x), size, 0.0)
+    rows = [(F32(i), F32(-i)) for i in range(count)]
+    got = layer.rows(rows, at(*range(count)))
+    assert got == [(2 * i, -i) for i in range(count)]
+    assert [len(x) for x, _ in inner.given] == sizes
+    assert inner.sites == []  # a merged call is no row of a batch
+
+
+def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
+    entered, end = threading.Event(), threading.Event()
+
+    def result(row):
+        if len(row[0]) == 4:
+            entered.set()
+            assert end.wait(HANG_SECONDS)
+        return row
+
+    async def later(x, y):  # plain functions take turns
+        return x
+
+    inner = Inner(result)
+    layer = Merged(inner, choices_of(later), 4, 0.01)
+    rows = [(F32(i), F32(i)) for i in range(5)]
+    with ThreadPoolExecutor(1) as pool:
+        five = pool.submit(layer.rows, rows, Site())
+        assert entered.wait(HANG_SECONDS)
+        assert layer.rows([(F32(9), F32(9))], Site()) == [(9, 9)]
+        end.set()
+        assert five.result(HANG_SECONDS) == rows
+    assert [len(row[0]) for row in inner.given] == [4, 1, 1]
+
+
+class Interrupted(list):
+    """Rows of which none is left behind the first: an interrupt comes before."""
+
+    def __getitem__(self, which):
+        if which.start:
+            raise KeyboardInterrupt
+        return super().__getitem__(which)
+
+
+def test_an_interrupt_right_after_a_batch_was_opened():
+    layer = Merged(Inner(), choices_of(lambda x, y: x), 4, 0.01)
+    with pytest.raises(KeyboardInterrupt):
+        layer.rows(Interrupted([(F32(1), F32(1))]), Site())
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(layer.rows, [(F32(2), F32(2))], Site())
+        assert other.result(HANG_SECONDS) == [(4, 2)]
+
+
+def test_merged_checks_the_results():
+    layer = Merged(Inner(lambda row: [row[0][:1], row[1]]), choices_of(print), 2, 0.0)
+    with pytest.raises(hc.errors.ResultError, match="called for 2 with coalesce="):
+        layer.rows([(F32(1), F32(2))] * 2, Site())
+
+
+def test_cached():
+    counts = []
+    part = Part(Cache("memory", "f"))
+    choices = choices_of(print, count=lambda *added: counts.append(added))
+    inner = Inner()
+    layer = Cached(inner, choices, part)
+    rows = [(F32(x), F32(0)) for x in (1, 2, 1, 3)]
+    want = [(2, 0), (4, 0), (2, 0), (6, 0)]
+    assert layer.rows(rows, at(4, 5, 6, 7)) == want
+    assert [x for x, _ in inner.given] == [1, 2, 3]
+    assert inner.sites == [(4,), (5,), (7,)]
+    assert layer.rows(rows, at(4, 5, 6, 7)) == want
+    assert [x for x, _ in inner.given] == [1, 2, 3]
+    assert counts == [(1, 3), (4, 0)]
+    (value, _) = layer.rows(rows[:1], Site())[0]
+    assert not value.flags.writeable
+    # Another label, or other shapes, are other keys.
+    Cached(inner, choices, Part(part.cache, "other")).rows(rows[:1], Site())
+    assert [x for x, _ in inner.given] == [1, 2, 3, 1]
+
+
+def test_what_fails_is_not_kept_and_one_that_waits_computes():
+    gate, failed = threading.Event(), []
+
+    def result(row):
+        if not failed:
+            failed.append(1)
+            assert gate.wait(HANG_SECONDS)
+            raise Bad
+        return [row[0], row[1]]
+
+    part = Part(Cache("memory", "f"))
+    inner = Inner(result)
+    layer = Cached(inner, choices_of(print), part)
+    row = [(F32(1), F32(2))]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(layer.rows, row, Site())
+        assert holds_in_time(lambda: failed)
+        second = pool.submit(layer.rows, row, Site())
+        flights = part.cache.under_way
+        assert holds_in_time(lambda: any(f.waiting for f in list(flights.values())))
+        gate.set()
+        with pytest.raises(Bad):
+            first.result(HANG_SECONDS)
+        assert second.result(HANG_SECONDS) == [(1, 2)]
+    assert not part.cache.under_way
+
+
+def test_a_merged_call_inside_a_cache_waits_for_no_key():
+    """Three threads, each with all keys, in batches that only fill together."""
+    part = Part(Cache("memory", "f"))
+    choices = choices_of(lambda x, y: x)
+    inner = Inner()
+    layer = Cached(Merged(inner, choices, 4, 0.01), choices, part)
+    rows = [(F32(x), F32(0)) for x in range(6)]
+    with ThreadPoolExecutor(3) as pool:
+        orders = [rows, rows[::-1], rows[3:] + rows[:3]]
+        done = [pool.submit(layer.rows, each, Site()) for each in orders]
+        for each, task in zip(orders, done, strict=True):
+            assert task.result(HANG_SECONDS) == [(2 * x, 0) for x, _ in each]
+    assert sorted(x for given in inner.given for x in given[0]) == list(range(6))
+
+
+# --- The stack -------------------------------------------------------------------------
+
+
+def add(x, y):
+    return x + y
+
+
+async def add_later(x, y):
+    return x + y
+
+
+# Which function the engine calls, and whether it gives rows together and takes results
+# one by one.
+STACKS = {
+    "nothing": (add, {}, {}, "itself"),
+    "rows": (add, {}, {"grid": True}, "itself"),
+    "tree": (add, {}, {"template": NAMED}, "closure"),
+    "timeout": (add, {"timeout": 9.0}, {}, "stack"),
+    "parallel": (add, {}, {"grid": True, "parallel": True}, "together"),
+    "not batched": (add, {}, {"parallel": True}, "itself"),
+    "coroutine": (add_later, {}, {}, "stack"),
+    "cache": (add, {"cache": Part(Cache("memory", "f"))}, {}, "flat"),
+    "coalesce": (add, {"coalesce": (4, 0.0)}, {"grid": True}, "together flat"),
+    "compressed": (add, {}, {"compressed": True, "levels": 1}, "flat"),
+    "compressed tap": (add, {}, {"compressed": True, "tap": True}, "stack"),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_what_the_engine_calls(name):
+    fn, policy, options, want = STACKS[name]
+    made = entries(choices_of(fn, policy=Policy(**policy), **options))
+    assert (made.function is fn) == (want == "itself")
+    assert (made.runner is not None) == ("together" in want)
+    assert (made.form is ResultForm.TUPLE) == ("flat" in want)
+    assert not made.sends
+    if want in ("itself", "closure", "stack") and fn is add and "tap" not in name:
+        assert made.function(1, 2) == 3
+
+
+def test_a_plain_call_has_no_layer(monkeypatch):
+    made = []
+    plan = plans._native.Plan
+    monkeypatch.setattr(
+        plans._native, "Plan", lambda **given: made.append(given) or plan(**given)
+    )
+    spec = jax.ShapeDtypeStruct((), jnp.float32)
+    assert jax.jit(lambda x, y: hc.call(add, spec, x, y))(1.0, 2.0) == 3
+    (given,) = made
+    assert given["function"] is add
+    assert given["runner"] is None
