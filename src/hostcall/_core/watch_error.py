@@ -105,11 +105,9 @@ class WatchError(HostcallError, RuntimeError):
         try:
             # "x" follows no link, which "w" would.
             with zipfile.ZipFile(beside, "x", allowZip64=True) as file:
-                told: dict[str, Any] = {
-                    name: _told(file, x, name) for name, x in state.items()
-                }
-                told["version"] = _VERSION
-                file.writestr("failure.json", json.dumps(told, indent=1))
+                told = {name: _told(file, x, name) for name, x in state.items()}
+                text = json.dumps({**told, "version": _VERSION}, indent=1)
+                file.writestr("failure.json", text)
             os.replace(beside, path)  # so that no half of a file gets this name
         finally:
             with contextlib.suppress(FileNotFoundError):
