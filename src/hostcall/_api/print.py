@@ -17,9 +17,15 @@ from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.order import Order
-from hostcall._core.portable import Malformed, NotPortable, read_record, tell_record
+from hostcall._core.portable import (
+    Malformed,
+    NotPortable,
+    Told,
+    read_record,
+    tell_record,
+)
 from hostcall._core.spec import Static
-from hostcall._engine.params.tap import On, Rows, WhenFull
+from hostcall._engine.options import On, Policy, Rows, WhenFull
 
 
 def print(
@@ -162,7 +168,7 @@ class Printer(HostCode):
         stream.write(text, file, flush=self.flush)
 
 
-def tell(printer: Printer, _: bool) -> Any:
+def tell(printer: Printer, _: bool) -> dict[str, Any]:
     if printer.file is not None:
         raise NotPortable(
             "file= is a stream of this process. Leave it out: the line goes to what"
@@ -182,7 +188,7 @@ _TEXT = {
 }
 
 
-def read(told: Any) -> tuple[Printer, dict[str, Any]]:
+def read(told: Told) -> tuple[Printer, Policy]:
     found = read_record(told, _TEXT)
     if fault := plain_format.fault(found["fmt"]):
         raise Malformed(f"the format {found['fmt']!r}, which {fault}")
@@ -191,7 +197,7 @@ def read(told: Any) -> tuple[Printer, dict[str, Any]]:
             raise Malformed(f"the print option {name}={value!r}")
     if min(found["numbers"], default=0) < 0:
         raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
-    return Printer(file=None, loaded=True, **found), {}
+    return Printer(file=None, loaded=True, **found), Policy()
 
 
 def _of_python(array: np.ndarray) -> Any:

@@ -21,6 +21,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine import targets
+from hostcall._engine.options import CallOptions
 from hostcall._engine.params.drop_in import (
     DropInInfo,
     DropInParams,
@@ -100,8 +101,10 @@ def _lower_buffer(
         out_tree,
         tuple(_jax.physical_avals(ctx.avals_out)),
         _place(ctx, callback),
-        order="unordered" if given["has_side_effect"] else "pure",
-        vmap_method=given["vmap_method"],
+        CallOptions(
+            order="unordered" if given["has_side_effect"] else "pure",
+            vmap_method=given["vmap_method"],
+        ),
         aliases=tuple(given["input_output_aliases"]),
         command_buffer=given["command_buffer_compatible"],
     )

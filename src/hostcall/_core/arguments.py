@@ -129,16 +129,6 @@ def parse_on(on: Any, name: str) -> Any:
     raise wrong("on", f"`{name}`", wanted, on)
 
 
-def parse_on_of_tap(on: Any, name: str) -> tuple[Any, jax.Device | None]:
-    """(on, device) for a tap's parameters: a device taps once, with the whole value."""
-    if isinstance(on, jax.Device):
-        return "once", on
-    if not isinstance(on, str) or on not in ("once", "process", "shards"):
-        wanted = "'once', 'process', 'shards' or a device, such as jax.devices()[0]"
-        raise wrong("on", f"the tap `{name}`", wanted, on)
-    return on, None
-
-
 # --- Options -------------------------------------------------------------------------
 
 

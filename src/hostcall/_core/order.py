@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._jax.types import Effect
 
 logger = logging.getLogger("hostcall")
 
@@ -93,10 +94,19 @@ _jax.wrap_dispatches(failures.looking)
 _jax.before_tokens(_heal)
 
 
-def effects_of(order: Order) -> set[_jax.Effect]:
-    """The effects of a call of this order."""
-    if order == "pure":
+EFFECTS: dict[Order, Effect | None] = {
+    "pure": None,
+    "unordered": UNORDERED,
+    "ordered": ORDERED,
+}
+
+
+def effects_with(effect: Effect | None) -> set[Effect]:
+    """The effects of an equation, given that which puts it in order.
+
+    An ordered one has UNORDERED too: JAX runs a program that was compiled ahead of time
+    on its fast path, which passes no tokens, unless it has an unordered effect.
+    """
+    if effect is None:
         return set()
-    # An ordered call has both: JAX runs a program that was compiled ahead of time on
-    # its fast path, which passes no tokens, unless it has an unordered effect.
-    return {ORDERED, UNORDERED} if order == "ordered" else {UNORDERED}
+    return {effect, UNORDERED} if _jax.is_ordered(effect) else {effect}

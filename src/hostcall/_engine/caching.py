@@ -39,6 +39,7 @@ from hostcall._core.spec import Static, Template
 from hostcall._core.wait import wait
 from hostcall._engine.counters import tally_of
 from hostcall._engine.info import CallInfo
+from hostcall._engine.options import CachePart, is_dictionary
 from hostcall._engine.params.equation import Equation
 from hostcall._runtime import host_device, loop, workers
 
@@ -85,7 +86,7 @@ def _pickled(tree: Any, in_memory: bool) -> bytes:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(CachePart):
     """Where the values of one of a HostFunction's codes are kept.
 
     Attributes:
@@ -477,20 +478,6 @@ class _Memory:
 
 
 # --- On disk -------------------------------------------------------------------------
-
-
-def is_cache(given: Any) -> bool:
-    """Whether `hc.host(cache=)` takes this, or made it."""
-    if isinstance(given, Part):
-        return True
-    if isinstance(given, (str, type)):
-        return isinstance(given, str) and given == "memory"
-    return is_dictionary(given) or callable(getattr(given, "cache", None))
-
-
-def is_dictionary(given: Any) -> bool:
-    """Whether this is a diskcache.Cache, or has its `get` and `set`."""
-    return hasattr(given, "get") and hasattr(given, "set")
 
 
 class _Dictionary:

@@ -7,7 +7,8 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from hostcall._engine.params.equation import Callback, Equation
+from hostcall._engine.callback import Callback
+from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters
 
 
@@ -70,12 +71,11 @@ def note(params: Equation) -> None:
     callback = params.callback
     with _lock:
         facts = _facts[callback.counted_as]
-        facts.kinds.add("tap" if params.is_tap else "call")
-        facts.arrays.add(callback.arrays)
-        method = params.vmap_method or "sequential"
-        facts.methods.add(method if isinstance(method, str) else "own")
+        facts.kinds.add(params.word)
+        facts.arrays.add(params.options.arrays)
+        facts.methods.add(params.method)
         facts.rows = max(facts.rows, math.prod(params.grid))
-        facts.lends |= bool(callback.lend)
+        facts.lends |= params.lends
         facts.nothing &= not params.avals
 
 

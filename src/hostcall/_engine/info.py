@@ -10,7 +10,6 @@ import math
 import os
 import sys
 import types
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 from hostcall._core import coerce, collector, errors, failures, frames, owed
 from hostcall._core.host_code import own
 from hostcall._engine.places import number_of
-from hostcall._runtime import tap_failures
+from hostcall._jax.types import Device, Mesh
 
 if TYPE_CHECKING:
     from hostcall._job.failures import Failures
@@ -38,6 +37,8 @@ class CallInfo:
         tells: whether a failure reaches all processes by the program's own reduction.
         origins: if each device makes a call and all fail together, the process of each
             device of the program; empty if they are not known. Else None.
+        places: of a tap with on="shards", the global index of each array's block, by
+            device ordinal; else None.
     """
 
     job: Failures | None = None
@@ -45,12 +46,10 @@ class CallInfo:
     caller: int | None = None
     tells = False
     origins: list[int] | None = None
+    places: dict[int, tuple[Any, ...]] | None = None
 
     def __init__(
-        self,
-        params: Any,
-        devices: dict[int, Any],
-        mesh: Any | None,
+        self, params: Any, devices: dict[int, Device], mesh: Mesh | None
     ) -> None:
         self.params = params
         self.callback = params.callback
@@ -68,7 +67,7 @@ class CallInfo:
     @property
     def label(self) -> str:
         """The name and line by which profilers show the call."""
-        name = (self.callback.tag or self.name).rsplit("<locals>.", 1)[-1]
+        name = self.callback.shown.rsplit("<locals>.", 1)[-1]
         return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
 
     # --- Hooks ---------------------------------------------------------------------
@@ -100,7 +99,7 @@ class CallInfo:
         if params.levels and got == want[params.levels :]:
             rows = math.prod(want[: params.levels])
             return (
-                f'With vmap_method="{params.vmap_method}" the function gets all {rows}'
+                f'With vmap_method="{params.method}" the function gets all {rows}'
                 " rows at once, and must return one result for each, along a new axis"
                 " in front"
             )
@@ -123,7 +122,7 @@ class CallInfo:
         has_token = self.of_program is not None or self.mesh is not None
         # A Ctrl-C is raised in the main thread anyway.
         stopped = isinstance(error, KeyboardInterrupt)
-        if self.params.order != "pure" and not has_token and not stopped:
+        if self.params.effect is not None and not has_token and not stopped:
             owed.owe(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
@@ -136,8 +135,8 @@ class CallInfo:
 
     def hint(self, error: BaseException) -> str:
         """Says why a lent argument can't be written to, also in a note on the error."""
-        lend = self.callback.lend
-        if not lend or lend == "buffers" or not isinstance(error, ValueError):
+        lend = self.params.options.lend
+        if not lend or not isinstance(error, ValueError):
             return ""
         if "read-only" not in failures.summary(error):
             return ""
@@ -223,8 +222,8 @@ class CallInfo:
         """The end of the message about a view that is kept: what it is, what to do."""
         return (
             "(itself, a slice, a memoryview, a tensor made from it). With"
-            f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
-            " keep a copy (x.copy()), or drop lend="
+            f" lend={self.params.options.lend!r} the memory is XLA's, which reuses it"
+            " now: keep a copy (x.copy()), or drop lend="
         )
 
     def _name_of(self, number: int, is_result: bool) -> str:
@@ -242,39 +241,6 @@ class CallInfo:
             f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
             " out[...] = value, or return the value"
         )
-
-
-class TapInfo(CallInfo):
-    """The description of one tap, with the hooks that native code calls.
-
-    Attributes:
-        places: in a tap with on="shards", the global index of each array's block,
-            by device ordinal; else None.
-    """
-
-    places: dict[int, tuple[Any, ...]] | None = None
-
-    @classmethod
-    def of_whole(
-        cls, params: Any, devices: dict[int, Any], mesh: Any, avals: Sequence[Any]
-    ) -> TapInfo:
-        """The description of a tap whose devices all have the whole values."""
-        info = cls(params, devices, mesh)
-        if params.on != "once" and mesh is None:
-            place = tuple(
-                tuple(slice(0, size) for size in aval.shape)
-                for aval in params.arguments(avals)
-            )
-            info.places = dict.fromkeys(devices, place)
-        return info
-
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
-        """Logs the failure and keeps it for the next barrier(); the program goes on."""
-        tap_failures.failed(self.name, self.place, error, row)
-        return ""
-
-    def __repr__(self) -> str:
-        return f"<tap of {self.name} at {self.place}>"
 
 
 def _let_go(error: BaseException) -> None:

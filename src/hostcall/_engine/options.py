@@ -1,24 +1,48 @@
 """What the options of calls, taps and host functions may be, and which may not meet.
 
-Each option has one row, and so has each pair that is refused. The faces check with them
-what a user gives, and portable.py what a file says. Pairs that only a transformation or
-a lowering shows are refused there.
+Each option of a place is one field of `CallOptions` or `TapOptions`, and each option of
+a function one of `Policy`. The field has the option's row (`Option`): the values that
+fit, whether the key of a program has it, and whether it leaves the process with a
+program. Each pair that is refused has a row too. The faces check with them what a user
+gives, and portable.py what a file says. Pairs that only a transformation or a lowering
+shows are refused there.
+
+A face builds one of the three dataclasses, and everything below passes it on.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, get_args
+
+import jax
 
 from hostcall._core import config
 from hostcall._core.arguments import choices, conflict, wrong
-from hostcall._core.order import ORDERS
+from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import own_option
+from hostcall._core.spec import Static
+from hostcall._jax.types import Device, Sharding
 
 ROWS = ("sequential", "parallel")
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
+
+# "free" is for drop-ins: jax.Arrays that are not committed to a device.
+Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
+Fail = Literal["together", "alone"]
+Lend = Literal[False, True, "out"]
+WhenFull = Literal["block", "drop_newest", "drop_oldest"]
+Rows = Literal["batched", "each"]
+Remat = Literal["once", "repeat"]
+On = Literal["once", "process", "shards"]
+_ON = get_args(On)
+
+VmapMethod = str | Callable[..., Any] | None
+
+
+# --- What an option may be -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -29,11 +53,13 @@ class Option:
         wanted: what that is, in the words of an error.
         fits: whether a value is that.
         needed: whether None is no value of it; else None says that it is not given.
+        some: values that fit, for tests that choose one.
     """
 
     wanted: str
     fits: Callable[[Any], bool]
     needed: bool = False
+    some: tuple[Any, ...] = ()
 
 
 def choice(*values: Any, or_none: bool = False) -> Option:
@@ -43,6 +69,7 @@ def choice(*values: Any, or_none: bool = False) -> Option:
         choices(values) + (" or None" if or_none else ""),
         lambda v: isinstance(v, kinds) and v in values,
         needed=not or_none,
+        some=values,
     )
 
 
@@ -55,6 +82,7 @@ def count(what: str) -> Option:
     return Option(
         f"{what}, an int of 1 or more",
         lambda v: _number(v) and isinstance(v, int) and v > 0,
+        some=(1, 3),
     )
 
 
@@ -65,68 +93,285 @@ def _is_executor(value: Any) -> bool:
     return is_executor(value)
 
 
-def _is_cache(value: Any) -> bool:
-    from hostcall._engine.caching import is_cache
-
-    return is_cache(value)
+class CachePart:
+    """What a `cache=` becomes: a `Part` of caching.py."""
 
 
-SECONDS = Option("a number of seconds above 0", lambda v: _number(v) and v > 0)
+def is_dictionary(given: Any) -> bool:
+    """Whether this is a diskcache.Cache, or has its `get` and `set`."""
+    return hasattr(given, "get") and hasattr(given, "set")
+
+
+def _is_cache(given: Any) -> bool:
+    if isinstance(given, CachePart):
+        return True
+    if isinstance(given, (str, type)):
+        return isinstance(given, str) and given == "memory"
+    return is_dictionary(given) or callable(getattr(given, "cache", None))
+
+
+SECONDS = Option(
+    "a number of seconds above 0", lambda v: _number(v) and v > 0, some=(60, 60.5)
+)
+_TEXT = Option(
+    "a non-empty string", lambda v: isinstance(v, str) and v != "", some=("a tag",)
+)
 _METHODS = choice(*ROWS, *WHOLE, None)
 
-CALL: Mapping[str, Option] = {
-    "order": choice(*ORDERS),
-    "vmap_method": Option(
-        _METHODS.wanted, lambda v: callable(v) or _METHODS.fits(v), needed=True
-    ),
-    "arrays": choice("numpy", "jax", "dlpack", "cuda"),
-    "lend": choice(False, True, "out"),
-    "timeout": SECONDS,
-    "executor": Option(
-        "a concurrent.futures.Executor, a Dask client or a pool such as"
-        " multiprocessing.Pool",
-        _is_executor,
-    ),
-    "concurrency": count("how many of its calls wait at the same time"),
-    "coalesce": count("how many calls are merged into one at most"),
+# What the metadata of a field says.
+_ROW, _KEY, _STAYS = "row", "key", "stays"
+# Of a field that says where a program runs, not what it is: two programs that differ in
+# it may have one key, and it stays in the process.
+HERE = types.MappingProxyType({_KEY: False, _STAYS: True})
+
+
+def option(
+    row: Option,
+    default: Any = None,
+    *,
+    key: bool = True,
+    stays: bool = False,
+    **how: Any,
+) -> Any:
+    """The field of an option.
+
+    Args:
+        row: what it may be.
+        default: its value if it is not given.
+        key: whether the keys of programs differ that differ in it.
+        stays: whether it does not leave the process with a program.
+        how: as for `dataclasses.field`.
+    """
+    return field(default=default, metadata={_ROW: row, _KEY: key, _STAYS: stays}, **how)
+
+
+def table(*of: type) -> dict[str, Option]:
+    """The rows of the options that these dataclasses have."""
+    every = [f for each in of for f in fields(each)]
+    return {f.name: f.metadata[_ROW] for f in every if _ROW in f.metadata}
+
+
+def in_key(thing: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass that the key of a program has, and their values."""
+    every = [f.name for f in fields(thing) if f.metadata.get(_KEY, True)]
+    return [(name, getattr(thing, name)) for name in every]
+
+
+def that_travel(cls: type) -> Iterable[str]:
+    """The fields of a dataclass that leave the process with a program."""
+    return [f.name for f in fields(cls) if not f.metadata.get(_STAYS, False)]
+
+
+# --- The options ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of every place: of each call and tap.
+
+    Attributes:
+        order: how often and in which order the function runs (_core/order.py).
+        arrays: the kind of array that the function gets.
+        tag: the name in statistics, `status()` and collectors; None for the function's
+            name.
+    """
+
+    order: Order = option(choice(*ORDERS), "pure")
+    arrays: Arrays = option(choice("numpy", "jax", "dlpack", "cuda"), "numpy")
+    tag: str | None = option(_TEXT)
+
+    @property
+    def place(self) -> Sharding | None:
+        """A sharding on the device that `on` names; None if it names none."""
+        return None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Those of the options that a place has."""
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions(Options):
+    """The options of a call's place.
+
+    Attributes:
+        vmap_method: as given to `hc.call`. A text says whether rows run at once, and
+            all else is in the equation that JAX has batched.
+        lend: whether the function gets views of XLA's memory, or Buffers of it.
+        fail: as given to `hc.call`.
+        sharding: a sharding on the device that makes the call; None for the first.
+        keep: of hc.watch: how many executions are kept. Its programs don't travel.
+    """
+
+    vmap_method: VmapMethod = option(
+        Option(
+            _METHODS.wanted,
+            lambda v: callable(v) or _METHODS.fits(v),
+            needed=True,
+            some=_METHODS.some,
+        ),
+        stays=True,
+    )
+    lend: Lend = option(choice(False, True, "out"), False)
+    fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
+    sharding: Sharding | None = field(default=None, metadata=HERE)
+    keep: int | None = field(default=None, metadata={_STAYS: True})
+
+    @property
+    def place(self) -> Sharding | None:
+        return self.sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapOptions(Options):
+    """The options of a tap's place, as given to `hc.tap`.
+
+    Attributes:
+        order: "pure" if the value passes through the tap (`hc.tap_through`).
+        on: "once" if that was a device.
+        device: the device that taps a whole value in a program that is partitioned over
+            devices; None for the program's first device.
+    """
+
+    order: Order = option(choice("unordered", "ordered", "pure"), "unordered")
+    arrays: Arrays = option(choice("numpy", "jax", "dlpack"), "numpy")
+    when_full: WhenFull = option(choice(*get_args(WhenFull)), "block")
+    rows: Rows = option(choice(*get_args(Rows)), "batched")
+    remat: Remat = option(choice(*get_args(Remat)), "once", key=False)
+    on: On = option(
+        Option(
+            "'once', 'process', 'shards' or a device, such as jax.devices()[0]",
+            lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in _ON),
+            needed=True,
+            some=_ON,
+        ),
+        "once",
+    )
+    every: int | float | None = option(
+        Option(
+            "a number of executions (an int) or of seconds (a float) above 0",
+            SECONDS.fits,
+            some=(2, 0.5),
+        )
+    )
+    sample: float | None = option(
+        Option(
+            "a float above 0 and up to 1.0, the share of executions that tap",
+            lambda v: isinstance(v, float) and 0 < v <= 1,
+            some=(0.5, 1.0),
+        )
+    )
+    batch: int | None = option(count("the most taps that a call gets"))
+    device: Device | None = field(default=None, metadata=HERE)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        device = given.get("on")
+        if isinstance(device, jax.Device):
+            given = {**given, "on": "once", "device": device}
+        return super().of(given)
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some executions don't tap."""
+        return self.every is not None or self.sample is not None
+
+    @property
+    def place(self) -> Sharding | None:
+        device = self.device
+        return None if device is None else jax.sharding.SingleDeviceSharding(device)
+
+
+_WAIT = 0.002  # seconds that a call waits for others without `wait=`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a function is run, wherever it is called (`hc.host`). Nothing of it travels.
+
+    Attributes:
+        timeout: the limit in seconds, or None.
+        executor: runs the rows of a parallel call; see _runtime/executors.py.
+        concurrency: how many calls of a coroutine function wait at the same time, or
+            None for the default. A plain rule of such a function ignores it.
+        coalesce: (the most calls that are merged, seconds that one waits), or None.
+        cache: where results are kept, a `Part` of caching.py; or None. It is
+            not compared: it belongs to the function.
+        owner: the HostFunction that has it, or None.
+    """
+
+    timeout: float | None = option(SECONDS)
+    executor: Static | None = option(
+        Option(
+            "a concurrent.futures.Executor, a Dask client or a pool such as"
+            " multiprocessing.Pool",
+            _is_executor,
+        )
+    )
+    concurrency: int | None = option(
+        count("how many of its calls wait at the same time")
+    )
+    coalesce: tuple[int, float] | None = option(
+        count("how many calls are merged into one at most")
+    )
+    cache: CachePart | None = option(
+        Option(
+            "'memory', a diskcache.Cache or a joblib.Memory",
+            _is_cache,
+            some=("memory",),
+        ),
+        compare=False,
+    )
+    owner: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
+        """The policy in options as `hc.host` takes them."""
+        given = {f.name: options[f.name] for f in fields(cls) if f.name in options}
+        executor, merged = given.get("executor"), given.get("coalesce")
+        if executor is not None:
+            given["executor"] = Static(executor)
+        if merged is not None:
+            wait = options.get("wait")
+            given["coalesce"] = merged, float(_WAIT if wait is None else wait)
+        return cls(**given, owner=owner)
+
+    def at_a_place(self) -> dict[str, Any]:
+        """What may not meet an option of a place that a program has chosen. (Rows that
+        don't run at the same time do without the executor.)
+        """
+        return {each: vars(self)[each] for each in ("timeout", "coalesce", "cache")}
+
+    @property
+    def pool(self) -> Any:
+        """The executor of its rows; None for the default."""
+        return None if self.executor is None else self.executor.value
+
+
+# Options of `hc.host` that are part of another one: of `coalesce`, and of `cache`.
+_PARTS = {
     "wait": Option(
         "the seconds that a call waits for others, a number of 0 or more",
         lambda v: _number(v) and v >= 0,
+        some=(0, 0.01),
     ),
-    "cache": Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
-    "version": Option("a string or an int", lambda v: type(v) in (str, int)),
-    "fail": choice(*config.FAILS, or_none=True),
-    "tag": Option("a non-empty string", lambda v: isinstance(v, str) and v != ""),
+    "version": Option(
+        "a string or an int", lambda v: type(v) in (str, int), some=(1, "a")
+    ),
 }
+# Those of a function, which `hc.host` takes; all others are a place's.
+POLICY = (*table(Policy), *_PARTS)
 
-TAP: Mapping[str, Option] = {
-    "order": choice("unordered", "ordered", "pure"),
-    "when_full": choice("block", "drop_newest", "drop_oldest"),
-    "rows": choice("batched", "each"),
-    "remat": choice("once", "repeat"),
-    "arrays": choice("numpy", "jax", "dlpack"),
-    "every": Option(
-        "a number of executions (an int) or of seconds (a float) above 0",
-        SECONDS.fits,
-    ),
-    "sample": Option(
-        "a float above 0 and up to 1.0, the share of executions that tap",
-        lambda v: isinstance(v, float) and 0 < v <= 1,
-    ),
-    "batch": count("the most taps that a call gets"),
-    "tag": CALL["tag"],
-}
-
+CALL: Mapping[str, Option] = {**table(CallOptions, Policy), **_PARTS}
+TAP: Mapping[str, Option] = table(TapOptions)
 FEED: Mapping[str, Option] = {
     "batch": count("a number of rows"),
     "prefetch": replace(count("a number of items"), needed=True),
     "on_end": choice("mask", "raise", "repeat"),
     "timeout": SECONDS,
-    "tag": CALL["tag"],
+    "tag": _TEXT,
 }
-
-# Those of a function, which `hc.host` takes; all others are a place's.
-POLICY = ("timeout", "executor", "concurrency", "coalesce", "wait", "cache")
 
 # Values that were there once, and what to write instead.
 _GONE = {"sequential_unrolled": ". 'sequential' does the same"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hostcall import _native
 from hostcall._core.source import Place
-from hostcall._engine.params.equation import Callback
+from hostcall._engine.callback import Callback
 
 
 class Named(NamedTuple):
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 def number_of(callback: Callback) -> int:
     """The number of a call's place."""
-    key = Named(callback.tag or callback.name, callback.place)
+    key = Named(callback.shown, callback.place)
     found = _numbers.get(key)  # no lock: a dict's lookup is atomic, and entries stay
     if found is not None:
         return found

@@ -15,10 +15,11 @@ from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits
 from hostcall._engine import targets
+from hostcall._engine.callback import Callback
 from hostcall._engine.counters import counters_of, note
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Callback, Equation
-from hostcall._native import Inside, Lend, ResultForm
+from hostcall._engine.params.equation import Equation
+from hostcall._native import Inside, ResultForm
 from hostcall._runtime import context, host_device, workers
 from hostcall._runtime.workers import Bound, Row, run_with_timeout
 
@@ -32,8 +33,6 @@ logger = logging.getLogger("hostcall")
 
 Converter = Callable[[Any], Any] | None
 Runner = Callable[[list[Any], list[Any]], list[Any]]  # of rows, and their indices
-
-_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT, "buffers": Lend.BUFFERS}
 
 # --- Plans -------------------------------------------------------------------------
 
@@ -146,17 +145,16 @@ def make_plan(
         info.guard = host_device.of_several(together)
     asks = entry.inside is Inside.ASKED
     code = _code(equation, operands, arguments, info, entry).until_failure(info.job)
-    traced, lend = callback.traced, _LENDS[callback.lend]
+    traced = callback.traced
     note(equation)
     return _native.Plan(
         **code._asdict(),
         **entry.settings(),
+        **equation.native(),
         args=arguments.leaves,
         results=_results(equation, entry),
         grid=equation.grid,
         mask=arguments.mask,
-        lend=lend,
-        out_tree=callback.results.treedef.unflatten if lend is Lend.OUT else None,
         info=info,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
@@ -166,8 +164,6 @@ def make_plan(
         guard=info.guard,
         scout=host_device.scout(together) if asks else None,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
-        literals=equation.literals,
-        keep=equation.keep,
     )
 
 
@@ -209,7 +205,7 @@ def _calls_inside(platforms: tuple[str, ...], params: Any) -> Inside:
         return Inside.NEVER
     if not params.runs_where_dispatched:
         return Inside.ASKED
-    if params.is_jaxs_own or params.callback.arrays == "free":
+    if params.is_jaxs_own or params.options.arrays == "free":
         return Inside.EVERYWHERE
     return Inside.XLAS_THREADS
 
@@ -224,7 +220,8 @@ def _arguments(
         mask = list(batched[0]) if grid else []
         operands, batched = operands[1:], batched[1:]
     converters = [
-        _converter(callback.arrays, key, entry.device) for key in callback.template.keys
+        _converter(equation.options.arrays, key, entry.device)
+        for key in callback.template.keys
     ]
     later = bool(compressed or callback.policy.cache or callback.policy.coalesce)
     by_engine = [None] * len(operands) if later else converters
@@ -367,7 +364,7 @@ def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., 
         whole = elsewhere
     elif not callback.template.is_flat:
         whole = _with_trees(whole, fill)
-    if callback.lend == "out":
+    if equation.native()["out_tree"] is not None:
         whole = _with_own_results(whole)
     return whole
 
@@ -420,7 +417,7 @@ def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
     """A function that runs all rows of a "parallel" call at once; else None."""
-    if equation.vmap_method != "parallel" or not equation.grid:
+    if not equation.parallel:
         return None
     callback, bound = equation.callback, _bound(info, device)
     if callback.awaits:
@@ -428,7 +425,7 @@ def _runner(equation: Equation, info: CallInfo, device: Any) -> Runner | None:
     else:
         from hostcall._runtime.rows import run_rows
 
-        how = {"executor": callback.policy.pool, "once": equation.order != "pure"}
+        how = {"executor": callback.policy.pool, "once": equation.effect is not None}
         together = partial(run_rows, bound, **how)
 
     def run(rows: list[Any], indices: list[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Callee, Handle, TakesMask, dress
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._engine.callback import Callback
 from hostcall._engine.options import WHOLE, check
 from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
@@ -158,8 +159,9 @@ class HostFunction(Handle, TakesMask, Generic[P, R]):
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             fills = fills or parse_fill(None, results, self.__name__)
             callee = self._in_a_call()
-            how = callee.options, callee.code, template, results, fills, place
-            return results.fill(make(*how, operands, mask, self))
+            called = template, results, fills
+            callback = Callback.of(callee.code, called, place, callee.options, self)
+            return results.fill(make(callback, operands, mask))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
         if mask is not None:

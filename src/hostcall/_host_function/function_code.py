@@ -26,6 +26,7 @@ from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template
+from hostcall._engine.callback import Callback
 from hostcall._engine.options import WHOLE
 from hostcall._host_function import rules, sendable
 from hostcall._host_function.kept import options_of
@@ -119,8 +120,9 @@ class FunctionCode(Value, HostCode):
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             args = aligned(args, site.trees, self.kind, options)
         template, results = self._form(len(args))
-        how = options, self, template, results, self._fills(), site.place
-        return make(*how, args, mask, site.function)
+        trees = template, results, self._fills()
+        callback = Callback.of(self, trees, site.place, options, site.function)
+        return make(callback, args, mask)
 
     def describe(self) -> None:
         """Says for `name_of` and `source_of`, which the engine asks, what this is."""

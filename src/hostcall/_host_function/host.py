@@ -13,7 +13,7 @@ from hostcall._core.arguments import check_function, wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.order import Order
-from hostcall._engine.params.equation import Arrays, Lend
+from hostcall._engine.options import Arrays, Lend
 from hostcall._host_function import kept
 from hostcall._host_function.function import HostFunction, Undeclared
 from hostcall._host_function.rules import P, R

@@ -15,7 +15,7 @@ from hostcall._core.host_code import is_function
 from hostcall._core.portable import AVALS, Malformed
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine.params.equation import Policy
+from hostcall._engine.options import Policy
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.differences import Diagonal
 from hostcall._host_function.function_code import FunctionCode
@@ -58,7 +58,7 @@ _TREES = {
 _TEXT = {"registered": tuple[str, int], "slope": int | None, **_CODE, **_TREES}
 
 
-def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
+def read(told: Any) -> tuple[FunctionCode, Policy]:
     found = portable.read_record(told, _TEXT)
     function, slope = _function(found), found["slope"]
     trees = Trees(**{part: found[part] for part in _TREES})
@@ -70,7 +70,7 @@ def read(told: Any) -> tuple[FunctionCode, dict[str, Any]]:
     site = Site(function, trees, Place("a loaded program", 0, trees.name))
     code = FunctionCode(site, **{part: found[part] for part in _CODE})
     code.describe()
-    return code, {"policy": Policy.of(code.options(), function)}
+    return code, Policy.of(code.options(), function)
 
 
 def _function(found: dict[str, Any]) -> Any:

@@ -30,12 +30,16 @@ def remove(collector: Collector) -> None:
 
 
 def seen_by(
-    tag: str, template: Template, whole: Callable[..., Any]
+    tag: str | None, template: Template, whole: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wraps `whole` so that the active collectors see its arguments first.
 
-    Reads `_active` without the lock: `add` and `remove` replace the tuple.
+    A tap without a tag is seen by none. Reads `_active` without the lock: `add` and
+    `remove` replace the tuple.
     """
+
+    if tag is None:
+        return whole
 
     def call(*leaves: Any) -> None:
         for collector in _active:

@@ -46,9 +46,7 @@ class Declaration:
             wanted, why = "'sequential' or 'parallel'", ". Each row has its own object"
             raise wrong("vmap_method", f"`{name}`", wanted, self.vmap_method, why)
         awaits = any(is_coroutine_function(self.definition(m)) for m in self.methods)
-        options = ("order", "vmap_method", "executor", "concurrency")
-        given = {option: getattr(self, option) for option in options}
-        check(f"`{name}`", {**given, "awaits": awaits})
+        check(f"`{name}`", {**vars(self), "awaits": awaits})
         if (self.save is None) != (self.restore is None):
             what = "only one of save= and restore=. Pass both, or neither"
             raise conflict(f"`{name}`", what)

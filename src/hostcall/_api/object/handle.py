@@ -22,6 +22,7 @@ from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill
+from hostcall._engine.callback import Callback
 from hostcall._primitives.call.make import make
 from hostcall._runtime import context
 
@@ -336,8 +337,6 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
     declared, entry = group.declared, Entry(group, name)
-    keys = ("order", "vmap_method", "executor", "concurrency")
-    options = {key: getattr(declared, key) for key in keys}
     kind, results = declared.factory, declared.methods[name]
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
@@ -352,10 +351,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
-        place = users_place()
-        return results.fill(
-            make(options, entry, template, results, fills, place, operands, mask)
-        )
+        trees = template, results, fills
+        callback = Callback.of(entry, trees, users_place(), vars(declared))
+        return results.fill(make(callback, operands, mask))
 
     method.__name__, method.__qualname__ = name, entry.__qualname__
     return method

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,11 @@ from jax.experimental.buffer_callback import ExecutionStage
 
 from hostcall import _native
 from hostcall._core import config, errors
+from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Function
+from hostcall._jax.types import Aval, Device, Mesh
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]
 
@@ -123,15 +126,35 @@ class BufferParams(CallParams):
     aliases: tuple[tuple[int, int], ...] = ()
     command_buffer: bool = False
 
+    on_buffers = True
+    name = ""
+    stays = (
+        "it is a buffer callback, which names memory of this process. Use hc.call,"
+        " hc.tap or hc.host"
+    )
+
     @property
     def runs_where_dispatched(self) -> bool:
         native = isinstance(self.callback.function, NativeFunction)
-        return self.order != "pure" or not native
+        return self.effect is not None or not native
 
-    def info(self, devices: dict[int, Any], mesh: Any) -> BufferInfo:
-        return BufferInfo(self, devices, mesh)
+    def info(
+        self,
+        devices: Mapping[int, Device],
+        mesh: Mesh | None,
+        avals: Sequence[Aval] = (),
+    ) -> BufferInfo:
+        return BufferInfo(self, dict(devices), mesh)
 
-    def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings]:
+    @property
+    def target(self) -> str:  # type: ignore[override]
+        graph = self.command_buffer
+        return targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET
+
+    def native(self) -> dict[str, Any]:
+        return {**super().native(), "lend": _native.Lend.BUFFERS}
+
+    def in_place(self) -> tuple[Function, _native.BufferSettings]:
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function
         code = fn if isinstance(fn, NativeFunction) else None
@@ -143,7 +166,7 @@ class BufferParams(CallParams):
         )
         return self._function(), settings
 
-    def _function(self) -> Callable[..., Any]:
+    def _function(self) -> Function:
         """The function that the engine calls with the context and a Buffer per leaf."""
         callback = self.callback
         fn, template, results = callback.function, callback.template, callback.results

@@ -14,7 +14,7 @@ first their number (in any container), then shapes and dtypes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -26,12 +26,13 @@ from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.arguments import wrong
 from hostcall._core.host_code import own
-from hostcall._core.order import UNORDERED
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
+from hostcall._engine.callback import Callback
 from hostcall._engine.info import CallInfo
+from hostcall._engine.options import CallOptions
 from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Callback
+from hostcall._jax.types import Aval, Device, Effect, Mesh, Sharding
 
 logger = logging.getLogger("hostcall")
 
@@ -52,8 +53,8 @@ class Flavour(NamedTuple):
 
     api: str
     jax_logger: logging.Logger
-    unordered: Any = None
-    ordered: Any = None
+    unordered: Effect | None = None
+    ordered: Effect | None = None
     refusal: str = ""
 
 
@@ -93,16 +94,29 @@ class DropInParams(CallParams):
     kind: Kind
     partitioned: bool = False
 
+    name = ""
+    stays = (
+        "it stands for one of JAX's own callbacks, whose options name things of this"
+        " process. Use hc.call, hc.tap or hc.host"
+    )
+
     @property
     def flavour(self) -> Flavour:
         return FLAVOURS[self.kind]
 
     @property
-    def ordered(self) -> Any:
-        return self.flavour.ordered
+    def effect(self) -> Effect | None:
+        flavour = self.flavour
+        of = {"unordered": flavour.unordered, "ordered": flavour.ordered}
+        return of.get(self.options.order)
 
-    def info(self, devices: dict[int, Any], mesh: Any) -> DropInInfo:
-        return DropInInfo(self, devices, mesh)
+    def info(
+        self,
+        devices: Mapping[int, Device],
+        mesh: Mesh | None,
+        avals: Sequence[Aval] = (),
+    ) -> DropInInfo:
+        return DropInInfo(self, dict(devices), mesh)
 
     @property
     def primitive(self) -> str:
@@ -119,15 +133,6 @@ class DropInParams(CallParams):
     def is_jaxs_own(self) -> bool:
         # JAX wraps the user's function of a debug callback in a function of its own.
         return self.kind != "debug" and is_jaxs(self.callback.function)
-
-    @property
-    def effects(self) -> set[Any]:
-        if self.order == "pure":
-            return set()
-        if self.order == "unordered":
-            return {self.flavour.unordered}
-        # The reason for UNORDERED is in `effects_of` (_core/order.py).
-        return {self.ordered, UNORDERED}
 
 
 _NARROW = {
@@ -218,7 +223,7 @@ def make_params(
     *,
     ordered: bool = False,
     vmap_method: str | None = None,
-    sharding: Any = None,
+    sharding: Sharding | None = None,
     partitioned: bool = False,
     arrays: Literal["numpy", "free"] = "free",
     place: Place | None = None,
@@ -229,16 +234,17 @@ def make_params(
         template=template,
         results=results,
         fills=(None,) * len(results.avals),
-        arrays=arrays,
+        options=CallOptions(
+            order="ordered" if ordered else "pure" if kind == "pure" else "unordered",
+            arrays=arrays,
+            vmap_method=vmap_method,
+            sharding=sharding,
+        ),
         place=place or users_place(),
     )
-    order = "ordered" if ordered else "pure" if kind == "pure" else "unordered"
     return DropInParams(
         callback=callback,
         avals=results.avals,
-        order=order,  # type: ignore[arg-type]
-        vmap_method=vmap_method,
-        sharding=sharding,
         masked=False,
         results_as="nothing" if kind == "debug" else "leaves",
         literals=not jax.config.jax_enable_x64,

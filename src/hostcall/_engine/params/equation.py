@@ -4,128 +4,31 @@ An equation holds the user's function and its trees, and answers what lowering a
 `make_plan` (_engine/plans.py) ask. All are hashable. Equal ones trace to equal
 programs, so JAX's caches hit. Whatever belongs to one call site of one compiled program
 is in `CallInfo` (_engine/info.py) instead.
+
+A kind of equation is one file beside this one, with a subclass, and one file or folder
+of _primitives that binds and lowers it. Nothing else names it: the class answers.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 from hostcall import _jax, _native
-from hostcall._core.coroutines import is_coroutine_function
-from hostcall._core.order import Order
-from hostcall._core.source import Place, name_of, source_of
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.fingerprint import fingerprint
+from hostcall._core.order import EFFECTS, effects_with
+from hostcall._core.registry import name_of_held
+from hostcall._engine import targets
+from hostcall._engine.callback import Callback
+from hostcall._engine.info import CallInfo
+from hostcall._engine.options import HERE, Options, in_key
+from hostcall._jax.types import Aval, Device, Effect, Mesh
 
-# "free" is for drop-ins: jax.Arrays that are not committed to a device.
-Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
-Fail = Literal["together", "alone"]
-Lend = Literal[False, True, "out", "buffers"]
-
-
-_WAIT = 0.002  # seconds that a call waits for others without `wait=`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How a function is run, wherever it is called (`hc.host`).
-
-    Attributes:
-        timeout: the limit in seconds, or None.
-        executor: runs the rows of a parallel call; see _runtime/executors.py.
-        concurrency: how many calls of a coroutine function wait at the same time, or
-            None for the default.
-        coalesce: (the most calls that are merged, seconds that one waits), or None.
-        cache: where results are kept, a `Part` of _engine/caching.py; or None. It is
-            not compared: it belongs to the function.
-        owner: the HostFunction that has it, or None.
-    """
-
-    timeout: float | None = None
-    executor: Static | None = None
-    concurrency: int | None = None
-    coalesce: tuple[int, float] | None = None
-    cache: Any = field(default=None, compare=False)
-    owner: Any = field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
-        """The policy in options as `hc.host` takes them."""
-        given = {
-            each: options.get(each) for each in ("timeout", "concurrency", "cache")
-        }
-        executor, coalesce = options.get("executor"), options.get("coalesce")
-        merged, wait = None, options.get("wait")
-        if coalesce is not None:
-            merged = coalesce, float(_WAIT if wait is None else wait)
-        pool = None if executor is None else Static(executor)
-        return cls(executor=pool, coalesce=merged, owner=owner, **given)
-
-    @property
-    def pool(self) -> Any:
-        """The executor of its rows; None for the default."""
-        return None if self.executor is None else self.executor.value
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Callback:
-    """A function, how it gets its arguments, and what it returns.
-
-    Attributes:
-        fn: the function, compared as `Static` compares.
-        template: how to rebuild (args, kwargs) from arrays.
-        results: the structure, shapes and dtypes of what it returns.
-        fills: for each result, the bytes that a masked row gets, or None for zeros.
-        arrays: the kind of array that the function gets.
-        lend: whether it gets views of XLA's memory, or Buffers of it.
-        policy: how the function is run.
-        fail: as given to `hc.call`.
-        tag: the name in statistics, `status()` and collectors; None for the function's
-            name.
-        traced: the settings of JAX under which it was traced, so that the function
-            runs under them on any thread; None if they were the process's own.
-        place: the user's line that wrote the call. It is not compared, so equal calls
-            on two lines trace to equal programs.
-    """
-
-    fn: Static
-    template: Template
-    results: Results
-    fills: tuple[bytes | None, ...]
-    arrays: Arrays = "numpy"
-    lend: Lend = False
-    policy: Policy = Policy()
-    fail: Fail | None = None
-    tag: str | None = None
-    traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
-    place: Place = field(compare=False)
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        return self.fn.value  # type: ignore[no-any-return]
-
-    @cached_property
-    def awaits(self) -> bool:
-        """Whether the function is a coroutine function."""
-        return is_coroutine_function(self.function)
-
-    @cached_property
-    def name(self) -> str:
-        return name_of(self.function)
-
-    @cached_property
-    def counted_as(self) -> str:
-        """Under which name its calls are counted; see `counters_of`."""
-        return self.tag or source_of(self.function)
-
-    def described(self) -> str:
-        return f"`{self.name}`, called at {self.place}"
-
-    def __repr__(self) -> str:
-        return self.name
+Function = Callable[..., Any]  # of one array per leaf; it returns what users return
+T = TypeVar("T")
+_NO_PAIRS: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -133,37 +36,52 @@ class Equation(abc.ABC):
     """The parameters of one equation of a primitive of hostcall's.
 
     Attributes:
-        callback: the user's function with its trees.
-        order: as given to `hc.call` or `hc.tap`.
+        callback: the user's function with its trees and its options.
         masked: whether the first operand is the mask `where`.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
         avals: the avals of one row's results.
-        vmap_method: as given to `hc.call`.
-        sharding: a sharding on the device that makes the call; None for the first.
-        keep: of hc.watch: how many executions are kept.
-        devices: of a sharded feed: the ordinals of the devices, in the order of the
-            ring's lanes; empty if all devices take from one lane.
     """
 
-    callback: Callback
-    order: Order
+    callback: Callback = field(metadata=HERE)
     masked: bool
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
-    avals: tuple[Any, ...] = ()
-    vmap_method: Any = None
-    sharding: Any = None
-    keep: int | None = None
-    devices: tuple[int, ...] = ()
+    avals: tuple[Aval, ...] = field(default=(), metadata=HERE)
+
+    def __init_subclass__(cls) -> None:
+        _jax.hold_weakly_in_caches(cls)
+
+    # --- What a kind says of itself -------------------------------------------------
+
+    takes: ClassVar[type[Options]]
+    name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
+    stays: ClassVar[str] = ""  # why it has none
+    word: ClassVar[str] = "call"  # what reports call it
+    target: ClassVar[str] = targets.TARGET  # of its custom call
+    kept: ClassVar[bool] = False  # whether XLA may not drop one that is pure
+    runs_by_policy: ClassVar[bool] = True  # else a HostFunction is called by itself
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
-    is_tap = False
-    literals = True  # whether the function may return Python numbers for 32-bit arrays
+    through = False  # whether the results are the arguments
+    on_buffers = False  # whether the function works on XLA's memory
+    # (operand, result) pairs of numbers that share memory.
+    aliases = _NO_PAIRS
+    # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
+    devices: ClassVar[tuple[int, ...]] = ()
 
     @property
-    def out_avals(self) -> list[Any]:
+    def options(self) -> Options:
+        return self.callback.options
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return f"`{self.callback.name}`"
+
+    @property
+    def out_avals(self) -> list[Aval]:
         """The avals of the equation's results."""
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
@@ -173,21 +91,82 @@ class Equation(abc.ABC):
         return 0
 
     @property
+    def parallel(self) -> bool:
+        """Whether its rows run at the same time."""
+        return False
+
+    @property
+    def method(self) -> str:
+        """How a batch is called: a vmap_method; "own" for the user's rule."""
+        return "sequential"
+
+    @property
+    def lends(self) -> bool:
+        """Whether the function gets views of XLA's memory."""
+        return False
+
+    @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         """JAX's transformations that the function sees, in order of application."""
         return ()
 
     @property
+    def effect(self) -> Effect | None:
+        """The effect that puts it in order; None if it is pure."""
+        return EFFECTS[self.options.order]
+
+    @property
+    def effects(self) -> set[Effect]:
+        return effects_with(self.effect)
+
+    @property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
-        return self.order != "pure" and not self.is_tap
+        return self.effect is not None
 
     @property
     def is_jaxs_own(self) -> bool:
         """Whether the function is one that JAX itself calls back."""
         return False
 
-    def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings] | None:
+    def info(
+        self,
+        devices: Mapping[int, Device],
+        mesh: Mesh | None,
+        avals: Sequence[Aval] = (),
+    ) -> CallInfo:
+        """Describes a call to the engine; see `CallInfo`.
+
+        Args:
+            devices: by ordinal.
+            mesh: of the program.
+            avals: of the operands, if each device has them whole.
+        """
+        del avals
+        return CallInfo(self, dict(devices), mesh)
+
+    def native(self) -> dict[str, Any]:
+        """What a native plan has of it, apart from what all kinds have.
+
+        `literals` says whether the function may return Python numbers for 32-bit
+        arrays; `keep` how many executions are kept (hc.watch).
+        """
+        lend = _native.Lend.COPY
+        return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
+
+    def settings(
+        self, only: Sequence[int] = (), nested: bool = False
+    ) -> _native.TapSettings | None:
+        """The part of a native plan that describes a tap; None for a call.
+
+        Args:
+            only: the ordinals of the devices that tap; empty for all.
+            nested: whether host code runs the program, inside another callback.
+        """
+        del only, nested
+        return None
+
+    def in_place(self) -> tuple[Function, _native.BufferSettings] | None:
         """(function, settings) of a call that works on XLA's buffers, else None."""
         return None
 
@@ -195,33 +174,89 @@ class Equation(abc.ABC):
         """The ring whose items are the results, for a feed; else None."""
         return None
 
-    def read(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The operands that Python reads: the mask, if any, and the arguments."""
-        return operands
-
-    def seen(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(self, whole: Function) -> Function:
         """The function, after those that see its arguments first."""
         return whole
 
     @abc.abstractmethod
     def finish(
-        self, whole: Callable[..., Any], info: Any, compressed: bool
-    ) -> tuple[Callable[..., Any], _native.ResultForm]:
+        self, whole: Function, info: CallInfo, compressed: bool
+    ) -> tuple[Function, _native.ResultForm]:
         """The function that the engine calls, and the form of what it returns.
 
         Args:
             whole: the user's function, of one array per leaf.
-            info: the `CallInfo`.
+            info: describes the call.
             compressed: whether `whole` gets a batch without the rows that `where`
                 drops.
         """
+
+    # --- The operands. Each method takes anything that is said of each of them. -------
+
+    def mask(self, operands: Sequence[T]) -> Sequence[T]:
+        """Only the mask, which is first, if there is one."""
+        return operands[: int(self.masked)]
+
+    def arguments(self, operands: Sequence[T]) -> Sequence[T]:
+        """The operands that the function gets."""
+        return operands[int(self.masked) :]
+
+    def read(self, operands: Sequence[T]) -> Sequence[T]:
+        """The operands that Python reads: the mask, if any, and the arguments."""
+        return operands
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""
         return self.masked and self.levels > 0 and operands[0].ndim > len(self.grid)
 
+    def with_mask(self) -> Self:
+        """The same with a mask in front of its operands."""
+        new = ((False,) * len(self.grid), *self.batched) if self.grid else ()
+        return replace(self, masked=True, batched=new)
+
+    # --- Out of the process --------------------------------------------------------
+
+    def key(self, operands: Sequence[Aval]) -> int:
+        """The key by which programs find it: equal in all processes for equal ones.
+
+        It says what the call is: the function, the avals, the options. A program that
+        was compiled in another process looks its calls up here, so it finds no call of
+        another kind. It also says where the program runs: JAX 0.10's disk cache may
+        return a program that was compiled without host callbacks for one that has
+        them, and XLA would run that on a thread of its own.
+        """
+        function = self.callback.function
+        avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
+        more = repr(avals), self.levels, self.runs_where_dispatched
+        said = *in_key(self), *in_key(self.options)
+        who = name_of_held(function) or function
+        return fingerprint((who, type(self).__name__, *more, *said))
+
+    def why_here(self) -> str:
+        """Why it can't leave the process; "" if it can."""
+        return self.stays
+
+    @classmethod
+    def place_of_text(cls, place: Options, told: Mapping[str, Any]) -> Options:
+        """The options of a place, with what a text says in another way."""
+        del told
+        return place
+
+    @abc.abstractmethod
+    def check_text(self, operands: Sequence[Aval]) -> None:
+        """Raises Malformed for what its primitive never makes, as far as this kind
+        differs from others.
+        """
+
+    @classmethod
+    def results_in(cls, told: Any) -> list[Any]:
+        """[dtype, *sizes] of the results that a text describes."""
+        grid = told["params"]["grid"]
+        return [[dtype, *grid, *sizes] for dtype, *sizes in told["avals"]]
+
     def __repr__(self) -> str:
-        return f"<{' '.join([self.callback.name, self.order, *self._details()])}>"
+        details = [self.callback.name, self.options.order, *self._details()]
+        return f"<{' '.join(details)}>"
 
     def _details(self) -> list[str]:
         return ["where"] if self.masked else []

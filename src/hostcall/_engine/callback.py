@@ -1,0 +1,99 @@
+"""A function with its trees, as all equations and all plans have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hostcall import _jax
+from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.source import Place, name_of, source_of
+from hostcall._core.spec import Results, Static, Template
+from hostcall._engine.options import CallOptions, Options, Policy
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Callback:
+    """A function, how it gets its arguments, and what it returns.
+
+    Attributes:
+        fn: the function, compared as `Static` compares.
+        template: how to rebuild (args, kwargs) from arrays.
+        results: the structure, shapes and dtypes of what it returns.
+        fills: for each result, the bytes that a masked row gets, or None for zeros.
+        options: of the place that calls it.
+        policy: how the function is run.
+        traced: the settings of JAX under which it was traced, so that the function
+            runs under them on any thread; None if they were the process's own.
+        place: the user's line that wrote the call. It is not compared, so equal calls
+            on two lines trace to equal programs.
+    """
+
+    fn: Static
+    template: Template
+    results: Results
+    fills: tuple[bytes | None, ...] = ()
+    options: Options
+    policy: Policy = Policy()
+    traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
+    place: Place = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        trees: tuple[Template, Results, tuple[bytes | None, ...]],
+        place: Place,
+        options: Mapping[str, Any],
+        owner: Any = None,
+    ) -> Callback:
+        """That of a call, with options as `hc.call` and `hc.host` take them.
+
+        Args:
+            fn: the function.
+            trees: (template, results, fills).
+            place: the user's line.
+            options: those of the place and those of the function.
+            owner: the HostFunction whose policy they have, or None.
+        """
+        template, results, fills = trees
+        return cls(
+            fn=Static(fn),
+            template=template,
+            results=results,
+            fills=fills,
+            options=CallOptions.of(options),
+            policy=Policy.of(options, owner),
+            place=place,
+        )
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        return self.fn.value  # type: ignore[no-any-return]
+
+    @cached_property
+    def awaits(self) -> bool:
+        """Whether the function is a coroutine function."""
+        return is_coroutine_function(self.function)
+
+    @cached_property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    @property
+    def shown(self) -> str:
+        """The name in statistics and profiles."""
+        return self.options.tag or self.name
+
+    @cached_property
+    def counted_as(self) -> str:
+        """Under which name its calls are counted; see `counters_of`."""
+        return self.options.tag or source_of(self.function)
+
+    def described(self) -> str:
+        return f"`{self.name}`, called at {self.place}"
+
+    def __repr__(self) -> str:
+        return self.name
