@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hostcall as hc
+from hostcall._engine import options
 
-OF_FUNCTIONS = {
-    *("timeout", "executor", "concurrency", "coalesce", "wait", "cache", "version")
-}
+OF_FUNCTIONS = set(options.POLICY)
 
 
-def split(fn, options):
+def split(fn, given):
     """(a `hc.host` function if an option is a function's, the options of the place)."""
-    policy = {option: options[option] for option in OF_FUNCTIONS & options.keys()}
-    place = {key: value for key, value in options.items() if key not in policy}
+    policy = {option: given[option] for option in OF_FUNCTIONS & given.keys()}
+    place = {key: value for key, value in given.items() if key not in policy}
     return hc.host(fn, **policy) if policy else fn, place
 
 
-def call(fn, result, *args, **options):
-    fn, place = split(fn, options)
+def call(fn, result, *args, **given):
+    fn, place = split(fn, given)
     return hc.call(fn, result, *args, **place)

@@ -25,7 +25,7 @@ from hostcall._core.portable import (
     tell_record,
 )
 from hostcall._core.spec import Static
-from hostcall._engine.options import On, Policy, Rows, WhenFull
+from hostcall._engine.options import TAP, On, Policy, Rows, WhenFull
 
 
 def print(
@@ -77,6 +77,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
+    options = {name: value for name, value in locals().items() if name in TAP}
     check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,
@@ -86,17 +87,8 @@ def print(
         end=end,
         options=_print_options(),
     )
-    tap(  # as two trees, since a field of `fmt` may be named like an option of tap
-        printer,
-        args,
-        kwargs,
-        order=order,
-        where=where,
-        rows=rows,
-        when_full=when_full,
-        every=every,
-        on=on,
-    )
+    # As two trees, since a field of `fmt` may be named like an option of tap.
+    tap(printer, args, kwargs, where=where, **options)
 
 
 _FACE = Face(

@@ -255,7 +255,7 @@ def prepare(
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     called = check_function(fn, usage, awaits=True, returns=False)
     check(f"the tap `{called}`", options, TAP)
-    how = TapOptions.of(options)
+    how = TapParams.takes.of(options)
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
     mistakes.warn_of_own(face, fn, **{o: options[o] for o in _NONE if o in options})

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 from hostcall import _jax
 from hostcall._core import failures
@@ -58,7 +58,7 @@ _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
-def _is_lowered_here(effects: Collection[Any]) -> bool:
+def _is_lowered_here(effects: Collection[Effect]) -> bool:
     """Whether a loop whose condition has these effects is lowered by hostcall.
 
     Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
@@ -69,7 +69,7 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
     return jaxs.isdisjoint(effects) and any(isinstance(e, CallEffect) for e in effects)
 
 
-def _heal(effect: Any) -> None:
+def _heal(effect: Effect) -> None:
     """Forgets this thread's token of an effect if the program that left it has failed.
 
     JAX passes the newest token of each ordered effect to the next program. That of a

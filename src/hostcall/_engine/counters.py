@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hostcall._engine.callback import Callback
 from hostcall._engine.params.equation import Equation
-from hostcall._native import Counters
+from hostcall._native import Counters, Lend
 
 
 @dataclass
@@ -75,7 +75,7 @@ def note(params: Equation) -> None:
         facts.arrays.add(params.options.arrays)
         facts.methods.add(params.method)
         facts.rows = max(facts.rows, math.prod(params.grid))
-        facts.lends |= params.lends
+        facts.lends |= params.native()["lend"] is not Lend.COPY
         facts.nothing &= not params.avals
 
 

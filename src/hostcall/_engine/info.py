@@ -42,7 +42,7 @@ class CallInfo:
     """
 
     job: Failures | None = None
-    of_program: tuple[Any, ...] | None = None
+    of_program: tuple[Device, ...] | None = None
     caller: int | None = None
     tells = False
     origins: list[int] | None = None
@@ -114,7 +114,7 @@ class CallInfo:
         mine = own(self.callback.function)
         return ("", "") if mine is None else mine.result_words(number)
 
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
         row = row or vars(error).pop("hostcall_index", ())
         hint = self.hint(error)
@@ -198,7 +198,10 @@ class CallInfo:
         return text
 
     def on_escape(
-        self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
+        self,
+        _: object,
+        held: list[tuple[int, bool]] | None,
+        error: BaseException | None,
     ) -> None:
         """Handles a view of lent memory that outlives its call.
 
@@ -233,7 +236,7 @@ class CallInfo:
             return path.replace("result", "out", 1)
         return str(self.callback.template.paths()[number])
 
-    def on_unwritten(self, _: Any, number: int) -> None:
+    def on_unwritten(self, _: object, number: int) -> None:
         aval = self.params.avals[number]
         raise errors.UnwrittenError(
             f"hostcall: `{self.name}` returned None, but did not write all of"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
 
 import jax
 
@@ -25,6 +25,9 @@ from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import own_option
 from hostcall._core.spec import Static
 from hostcall._jax.types import Device, Sharding
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROWS = ("sequential", "parallel")
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
@@ -57,12 +60,12 @@ class Option:
     """
 
     wanted: str
-    fits: Callable[[Any], bool]
+    fits: Callable[[object], bool]
     needed: bool = False
-    some: tuple[Any, ...] = ()
+    some: tuple[object, ...] = ()
 
 
-def choice(*values: Any, or_none: bool = False) -> Option:
+def choice(*values: object, or_none: bool = False) -> Option:
     """An option that has one of these values."""
     kinds = (str, bool, types.NoneType)
     return Option(
@@ -73,7 +76,7 @@ def choice(*values: Any, or_none: bool = False) -> Option:
     )
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -86,7 +89,7 @@ def count(what: str) -> Option:
     )
 
 
-def _is_executor(value: Any) -> bool:
+def _is_executor(value: object) -> bool:
     # Imported here, since most programs have none.
     from hostcall._runtime.executors import is_executor
 
@@ -97,12 +100,12 @@ class CachePart:
     """What a `cache=` becomes: a `Part` of caching.py."""
 
 
-def is_dictionary(given: Any) -> bool:
+def is_dictionary(given: object) -> bool:
     """Whether this is a diskcache.Cache, or has its `get` and `set`."""
     return hasattr(given, "get") and hasattr(given, "set")
 
 
-def _is_cache(given: Any) -> bool:
+def _is_cache(given: object) -> bool:
     if isinstance(given, CachePart):
         return True
     if isinstance(given, (str, type)):
@@ -127,7 +130,7 @@ HERE = types.MappingProxyType({_KEY: False, _STAYS: True})
 
 def option(
     row: Option,
-    default: Any = None,
+    default: object = None,
     *,
     key: bool = True,
     stays: bool = False,
@@ -151,7 +154,7 @@ def table(*of: type) -> dict[str, Option]:
     return {f.name: f.metadata[_ROW] for f in every if _ROW in f.metadata}
 
 
-def in_key(thing: Any) -> list[tuple[str, Any]]:
+def in_key(thing: DataclassInstance) -> list[tuple[str, object]]:
     """The fields of a dataclass that the key of a program has, and their values."""
     every = [f.name for f in fields(thing) if f.metadata.get(_KEY, True)]
     return [(name, getattr(thing, name)) for name in every]
@@ -174,16 +177,19 @@ class Options:
         arrays: the kind of array that the function gets.
         tag: the name in statistics, `status()` and collectors; None for the function's
             name.
+        sharding: a sharding on the device that makes the call, or taps the whole value,
+            in a program over several; None for the program's first device.
     """
 
     order: Order = option(choice(*ORDERS), "pure")
     arrays: Arrays = option(choice("numpy", "jax", "dlpack", "cuda"), "numpy")
     tag: str | None = option(_TEXT)
+    sharding: Sharding | None = field(default=None, metadata=HERE)
 
     @property
-    def place(self) -> Sharding | None:
-        """A sharding on the device that `on` names; None if it names none."""
-        return None
+    def device(self) -> Device | None:
+        """The device that `on` names."""
+        return None if self.sharding is None else next(iter(self.sharding.device_set))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -200,27 +206,15 @@ class CallOptions(Options):
             all else is in the equation that JAX has batched.
         lend: whether the function gets views of XLA's memory, or Buffers of it.
         fail: as given to `hc.call`.
-        sharding: a sharding on the device that makes the call; None for the first.
         keep: of hc.watch: how many executions are kept. Its programs don't travel.
     """
 
     vmap_method: VmapMethod = option(
-        Option(
-            _METHODS.wanted,
-            lambda v: callable(v) or _METHODS.fits(v),
-            needed=True,
-            some=_METHODS.some,
-        ),
-        stays=True,
+        replace(_METHODS, fits=lambda v: callable(v) or _METHODS.fits(v)), stays=True
     )
     lend: Lend = option(choice(False, True, "out"), False)
     fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
-    sharding: Sharding | None = field(default=None, metadata=HERE)
     keep: int | None = field(default=None, metadata={_STAYS: True})
-
-    @property
-    def place(self) -> Sharding | None:
-        return self.sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +224,6 @@ class TapOptions(Options):
     Attributes:
         order: "pure" if the value passes through the tap (`hc.tap_through`).
         on: "once" if that was a device.
-        device: the device that taps a whole value in a program that is partitioned over
-            devices; None for the program's first device.
     """
 
     order: Order = option(choice("unordered", "ordered", "pure"), "unordered")
@@ -263,24 +255,19 @@ class TapOptions(Options):
         )
     )
     batch: int | None = option(count("the most taps that a call gets"))
-    device: Device | None = field(default=None, metadata=HERE)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        device = given.get("on")
-        if isinstance(device, jax.Device):
-            given = {**given, "on": "once", "device": device}
+        on = given.get("on")
+        if isinstance(on, jax.Device):
+            place = jax.sharding.SingleDeviceSharding(on)
+            given = {**given, "on": "once", "sharding": place}
         return super().of(given)
 
     @property
     def thinned(self) -> bool:
         """Whether some executions don't tap."""
         return self.every is not None or self.sample is not None
-
-    @property
-    def place(self) -> Sharding | None:
-        device = self.device
-        return None if device is None else jax.sharding.SingleDeviceSharding(device)
 
 
 _WAIT = 0.002  # seconds that a call waits for others without `wait=`
@@ -315,7 +302,7 @@ class Policy:
     coalesce: tuple[int, float] | None = option(
         count("how many calls are merged into one at most")
     )
-    cache: CachePart | None = option(
+    cache: Any = option(
         Option(
             "'memory', a diskcache.Cache or a joblib.Memory",
             _is_cache,
@@ -337,11 +324,16 @@ class Policy:
             given["coalesce"] = merged, float(_WAIT if wait is None else wait)
         return cls(**given, owner=owner)
 
-    def at_a_place(self) -> dict[str, Any]:
+    def at_a_place(self) -> dict[str, object]:
         """What may not meet an option of a place that a program has chosen. (Rows that
         don't run at the same time do without the executor.)
         """
         return {each: vars(self)[each] for each in ("timeout", "coalesce", "cache")}
+
+    @property
+    def merges(self) -> bool:
+        """Whether several calls may become one."""
+        return self.coalesce is not None
 
     @property
     def pool(self) -> Any:
@@ -379,14 +371,15 @@ _GONE = {"sequential_unrolled": ". 'sequential' does the same"}
 
 # --- Pairs ---------------------------------------------------------------------------
 
-Test = Callable[[Any], bool]
+Test = Callable[[object], bool]
+Pair = tuple[dict[str, Test], dict[str, Test], str]
 
 
-def _given(value: Any) -> bool:
+def _given(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _missing(value: Any) -> bool:
+def _missing(value: object) -> bool:
     return not _given(value)
 
 
@@ -394,7 +387,7 @@ def _is(text: str) -> Test:
     return lambda value: isinstance(value, str) and value == text
 
 
-def _is_not(*texts: Any) -> Test:
+def _is_not(*texts: object) -> Test:
     return lambda value: callable(value) or value not in texts
 
 
@@ -403,7 +396,7 @@ _LENT = "A function on another thread could outlive the memory it was lent"
 
 # (options, others, why): none of the first may meet one of the others. "awaits" is
 # whether the function is a coroutine function.
-_PAIRS: tuple[tuple[dict[str, Test], dict[str, Test], str], ...] = (
+_PAIRS: tuple[Pair, ...] = (
     (
         {"lend": _given},
         {"timeout": _given, "vmap_method": _is("parallel")},
@@ -501,19 +494,19 @@ _PAIRS: tuple[tuple[dict[str, Test], dict[str, Test], str], ...] = (
 )
 
 
-def _by_option() -> dict[str, list[tuple[Test, str, Test, str]]]:
+def _by_option(pairs: Iterable[Pair]) -> dict[str, list[tuple[Test, str, Test, str]]]:
     found: dict[str, list[tuple[Test, str, Test, str]]] = {}
-    for ones, others, why in _PAIRS:
+    for ones, others, why in pairs:
         for one, test in ones.items():
             rows = ((test, other, of_other, why) for other, of_other in others.items())
             found.setdefault(one, []).extend(rows)
     return found
 
 
-_REFUSED = _by_option()
+_REFUSED = _by_option(_PAIRS)
 
 
-def pair_refused(given: Mapping[str, Any]) -> str | None:
+def pair_refused(given: Mapping[str, object]) -> str | None:
     """Which two of these may not meet, and why; None if all may."""
     for option, value in given.items():
         for test, other, of_other, why in _REFUSED.get(option, ()):
@@ -524,7 +517,7 @@ def pair_refused(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _shown(option: str, value: Any) -> str:
+def _shown(option: str, value: object) -> str:
     if option == "awaits":
         return f"is {'' if value else 'not '}a coroutine function"
     if _missing(value):
@@ -537,7 +530,7 @@ def _shown(option: str, value: Any) -> str:
 
 def check(
     of: str,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     options: Mapping[str, Option] = CALL,
     fn: Callable[..., Any] | None = None,
 ) -> None:
@@ -561,7 +554,7 @@ def check(
     refuse_pairs(of, given)
 
 
-def refuse_pairs(of: str, given: Mapping[str, Any]) -> None:
+def refuse_pairs(of: str, given: Mapping[str, object]) -> None:
     what = pair_refused(given)
     if what is not None:
         raise conflict(of, what)

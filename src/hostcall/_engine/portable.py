@@ -58,40 +58,39 @@ def _below(cls: type[Equation]) -> Iterator[type[Equation]]:
         yield from _below(kind)
 
 
-def that_travel(cls: type[Any]) -> dict[str, Any]:
+def that_travel(cls: type) -> dict[str, object]:
     """The fields that leave the process, of an equation or of options: their types."""
     hints = _hints(cls)
     return {name: hints[name] for name in options.that_travel(cls)}
 
 
-_hints = functools.cache(get_type_hints)
+_hints: Callable[[type], dict[str, object]] = functools.cache(get_type_hints)
 
 
 # What the text of an equation says, and the types.
 _TEXT = {
     "hostcall": int,
     "equation": str,
-    "function": tuple[str, Any],
+    "function": tuple[str, Told],
     "operands": AVALS,
     "template": Template,
     "results": Results,
     "fills": tuple[bytes | None, ...],
     "avals": AVALS,
-    "params": Any,
-    "options": Any,
+    "params": Told,
+    "options": Told,
     "parallel": bool,
     "linked": bool,
     "only": tuple[int, ...],
     "team": tuple[Literal["ONCE", "EACH"], int, int | None] | None,
     "mesh": tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None,
-    "traced": Any,
+    "traced": Told,
     "place": tuple[str, int, str] | None,
 }
 
 # What neither the types say nor the rows of options, of values other than None.
-_MORE: dict[str, Callable[[Any], bool]] = {
+_MORE: dict[str, Callable[[Told], bool]] = {
     "arrays": lambda value: value != "cuda",
-    "every": lambda value: value < 2**31,
     "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
     "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
     "mesh": lambda value: (
@@ -124,7 +123,7 @@ def _home(kind: str) -> ModuleType:
 
 def tell(
     params: Equation, operands: Sequence[Aval], *, exported: bool
-) -> dict[str, Any]:
+) -> dict[str, Told]:
     """An equation as JSON.
 
     Args:
@@ -186,7 +185,7 @@ def _tell_function(callback: Callback, exported: bool) -> Told:
     return ["registered", name]
 
 
-def name_of(held: Any, remedy: str, code: Any = None) -> list[Any]:
+def name_of(held: object, remedy: str, code: object = None) -> list[Told]:
     """The registered name of what a program holds, for `registry.find`.
 
     Raises NotPortable with why it has none. Callables that hostcall makes say why they
@@ -214,7 +213,7 @@ def names_in(told: Told) -> list[registry.Name]:
 # --- Reading ------------------------------------------------------------------------
 
 
-def read(told: Told) -> tuple[Equation, dict[str, Any]]:
+def read(told: Told) -> tuple[Equation, dict[str, Told]]:
     """(the parameters of an equation without symbolic sizes, what else its text says).
 
     Raises RegistryError if its function is not registered here, or lacks what is called
@@ -244,7 +243,7 @@ def read(told: Told) -> tuple[Equation, dict[str, Any]]:
     return params, found
 
 
-def _registered(name: Sequence[Any]) -> tuple[Any, Policy]:
+def _registered(name: Sequence[Told]) -> tuple[Any, Policy]:
     """A registered function, and the policy of a HostFunction."""
     thing = registry.find(*name)
     if not is_function(thing):
@@ -252,7 +251,7 @@ def _registered(name: Sequence[Any]) -> tuple[Any, Policy]:
     return thing.fn, Policy.of(thing.options, thing)
 
 
-def _check_policy(found: dict[str, Any], function: Any, policy: Policy) -> None:
+def _check_policy(found: dict[str, Told], function: object, policy: Policy) -> None:
     """Refuses an equation that does not go with how its function is run here."""
     ours = {**policy.at_a_place(), "awaits": is_coroutine_function(function)}
     what = options.pair_refused({**_meeting(found), **ours})
@@ -264,12 +263,12 @@ def _check_policy(found: dict[str, Any], function: Any, policy: Policy) -> None:
         )
 
 
-def _meeting(found: dict[str, Any]) -> dict[str, Any]:
+def _meeting(found: dict[str, Told]) -> dict[str, Told]:
     """The options of an equation, for `pair_refused`."""
     return {**found["params"], **vars(found["options"])}
 
 
-def _parts(told: Told, cls: type[Equation]) -> dict[str, Any]:
+def _parts(told: Told, cls: type[Equation]) -> dict[str, Told]:
     """What the text of an equation without symbolic sizes says.
 
     Raises Malformed, and what reading a tree or a text that lacks a part raises.

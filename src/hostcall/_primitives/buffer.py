@@ -7,7 +7,7 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -21,7 +21,7 @@ from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.options import CallOptions, refuse_pairs
 from hostcall._engine.params.buffer import BufferParams
 from hostcall._jax.types import LoweringContext, Value
-from hostcall._primitives.axes import Dims, size_of
+from hostcall._primitives.axes import Batched, Dims, Operands, size_of
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import (
@@ -48,7 +48,7 @@ def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
     return run_eagerly(buffer_p, operands, params)
 
 
-def _on_host(operands: Sequence[jax.Array]) -> bool:
+def _on_host(operands: Operands) -> bool:
     devices = {
         device
         for operand in operands
@@ -65,22 +65,17 @@ bind: Callable[..., list[jax.Array]] = buffer_p.bind
 
 
 def make(
-    callback: Callback, operands: Sequence[jax.Array], mask: jax.Array | None
+    callback: Callback, operands: Operands, mask: jax.Array | None
 ) -> list[jax.Array]:
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
     how = cast(CallOptions, callback.options)
-    given = {**vars(how), **callback.policy.at_a_place()}
-    given |= {"where": mask, "on": how.place}
-    refuse_pairs(f"`{callback.name}`", given)
+    method = how.vmap_method
+    met = {"where": mask, "on": how.sharding, **callback.policy.at_a_place()}
+    refuse_pairs(f"`{callback.name}`", {**vars(how), **met})
     on_device = replace(
         callback,
         fn=Static(OnDevice(callback.fn, callback.results, callback.name)),
-        options=CallOptions(
-            order=how.order,
-            vmap_method=how.vmap_method or "sequential",
-            fail=how.fail,
-            tag=how.tag,
-        ),
+        options=replace(how, arrays="numpy", vmap_method=method or "sequential"),
     )
     avals = callback.results.avals
     params = BufferParams(callback=on_device, avals=avals, masked=False)
@@ -90,9 +85,7 @@ def make(
 # --- batching ------------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[jax.Array], dims: Dims, *, params: BufferParams
-) -> tuple[list[jax.Array], tuple[int, ...]]:
+def _batch(operands: Operands, dims: Dims, *, params: BufferParams) -> Batched:
     if params.options.vmap_method is None:
         _jax.refuse_vmap(buffer_p, operands, dims)
     size = size_of(operands, dims)

@@ -28,7 +28,7 @@ def prepare(
     targets.start()
     process.refuse(f"{params.shown} is called")
     go_on_after_failures(params)
-    place = _result_sharding(operands, params.options.place)
+    place = _result_sharding(operands, params.options.sharding)
     device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
     home = first_device(() if place is None else place.device_set)

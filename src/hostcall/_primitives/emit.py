@@ -188,7 +188,7 @@ def _linked(
 
 def check_place(program: _jax.Program, params: Equation) -> None:
     """Refuses `on=device` inside a shard_map."""
-    if program.mesh is not None and params.options.place is not None:
+    if program.mesh is not None and params.options.sharding is not None:
         raise SpecError(
             f"hostcall: `{params.callback.name}` has on=device inside shard_map or"
             " pmap, where each device makes its own call. Drop on=",

@@ -10,7 +10,7 @@ twice, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,11 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.feed import FeedParams
-from hostcall._jax.types import LoweringContext, Value
-from hostcall._primitives.axes import Dims, size_of
+from hostcall._primitives.axes import Batched, Dims, Operands, size_of
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.lowering import lower, lower_through_jax
+from hostcall._primitives.call.lowering import lower_elsewhere, lower_here
 from hostcall._primitives.call.primitive import define
 from hostcall._primitives.eager import run_and_keep
-from hostcall._primitives.emit import check_platform, refuse_some_axes
 
 
 def _would_run_twice(equation: dict[str, CallParams]) -> DerivativeError:
@@ -47,9 +45,7 @@ bind: Callable[..., list[jax.Array]] = feed_p.bind
 # --- batching ----------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[jax.Array], dims: Dims, *, params: FeedParams
-) -> tuple[list[jax.Array], tuple[int, ...]]:
+def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     """One item for each row if `rows=` depends on the row; else one for all rows.
 
     In the second case only the mask depends on the row. An item is then taken if some
@@ -76,18 +72,5 @@ _jax.batchers[feed_p] = _batch
 # --- lowering ----------------------------------------------------------------------
 
 
-def _lower(ctx: LoweringContext, *operands: Value, params: FeedParams) -> list[Value]:
-    program = _jax.program_of(ctx)
-    refuse_some_axes(program, params.callback.name)
-    return lower(program, operands, ctx.avals_in, params)
-
-
-def _lower_elsewhere(
-    ctx: LoweringContext, *operands: Value, params: FeedParams
-) -> list[Value]:
-    """Lowers the feed through JAX's own callback, which asks the engine for items."""
-    check_platform(ctx, params.shown)
-    return lower_through_jax(ctx, *operands, params=params)
-
-
-_jax.register_lowering(feed_p, _lower, _lower_elsewhere)
+# In place of the engine, JAX's own callback asks the ring for items.
+_jax.register_lowering(feed_p, lower_here, lower_elsewhere)

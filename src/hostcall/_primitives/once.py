@@ -28,6 +28,8 @@ def lower(
     bind: Callable[..., list[jax.Array]],
 ) -> list[Value]:
     """Lowers the equation to itself, inside a region that is manual over all axes."""
+    if not params.runs_along_axes:
+        refuse_some_axes(program, params.callback.name)
     if params.options.order == "ordered" and not _jax.SHARDS_TOKENS_OVER_SOME_AXES:
         remedy = ", or leave out order='ordered', or use jaxlib 0.11.2 or later"
         refuse_some_axes(program, params.callback.name, remedy)

@@ -66,7 +66,7 @@ def tell(
         raise NotPortable("its program runs over several processes")
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
-    if program.is_exported and team is not None and params.options.place is not None:
+    if program.is_exported and team is not None and params.options.sharding is not None:
         raise NotPortable(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"
@@ -257,12 +257,11 @@ def _with_sizes(told: Told, buffers: list[list[int]]) -> Told:
     return portable.with_sizes(told, values)
 
 
-def _values(
-    told: Told, known: Mapping[str, int]
-) -> tuple[dict[str, int | None], list[str]]:
+def _values(told: Told, known: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """(the values of symbolic sizes, those that don't follow from the known ones)."""
-    values = {n: _jax.size_from(n, known) for n in portable.sizes_in(told)}
-    return values, [name for name, value in values.items() if value is None]
+    every = {name: _jax.size_from(name, known) for name in portable.sizes_in(told)}
+    values = {name: value for name, value in every.items() if value is not None}
+    return values, [name for name in every if name not in values]
 
 
 def _check_buffers(told: Told, buffers: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ from hostcall._core.spec import Template
 
 
 class Collector(Protocol):
-    def take(self, tag: str, args: Any, kwargs: Any) -> None: ...
+    def take(self, name: str, args: Any, kwargs: Any) -> None: ...
 
 
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ def remove(collector: Collector) -> None:
 
 
 def seen_by(
-    tag: str | None, template: Template, whole: Callable[..., Any]
+    name: str | None, template: Template, whole: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wraps `whole` so that the active collectors see its arguments first.
 
@@ -38,12 +38,12 @@ def seen_by(
     `remove` replace the tuple.
     """
 
-    if tag is None:
+    if name is None:
         return whole
 
     def call(*leaves: Any) -> None:
         for collector in _active:
-            collector.take(tag, *template.fill(leaves))
+            collector.take(name, *template.fill(leaves))
         whole(*leaves)
 
     return call

@@ -36,7 +36,7 @@ _CFunction: Any = ctypes.CFUNCTYPE(None).mro()[1]  # base class of all ctypes fu
 class NativeFunction:
     """Machine code that runs in place of a Python function, without the GIL."""
 
-    keep: Any = field(compare=False)  # the object that owns the machine code
+    keep: object = field(compare=False)  # the object that owns the machine code
     address: int
     status: bool
     name: str = field(compare=False)
@@ -187,7 +187,7 @@ class BufferInfo(CallInfo):
 
     params: BufferParams
 
-    def device_at(self, ordinal: int) -> Any:
+    def device_at(self, ordinal: int) -> Device | None:
         return self.devices.get(ordinal)
 
     def _how_kept(self) -> str:
@@ -207,7 +207,7 @@ class BufferInfo(CallInfo):
             code="hc-buffer",
         )
 
-    def on_unwritten(self, _: Any, number: int) -> None:
+    def on_unwritten(self, _: object, number: int) -> None:
         aval = self.params.avals[number]
         raise errors.UnwrittenError(
             f"hostcall: `{self.name}` did not write all of"

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import jax
 
-from hostcall._core.portable import Malformed
+from hostcall._core.portable import Malformed, Told
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall
 from hostcall._engine.options import CallOptions, Options
@@ -51,10 +51,6 @@ class CallParams(Equation):
         method = self.options.vmap_method or "sequential"
         return method if isinstance(method, str) else "own"
 
-    @property
-    def lends(self) -> bool:
-        return bool(self.options.lend)
-
     def native(self) -> dict[str, Any]:
         how, tree = self.options, self.callback.results.treedef
         return {
@@ -88,7 +84,7 @@ class CallParams(Equation):
         return CompressedCall(self, info, whole), ResultForm.TUPLE
 
     @classmethod
-    def place_of_text(cls, place: Options, told: Mapping[str, Any]) -> Options:
+    def place_of_text(cls, place: Options, told: Mapping[str, Told]) -> Options:
         whole = "expand_dims" if told["params"]["levels"] else None
         return replace(
             cast(CallOptions, place),

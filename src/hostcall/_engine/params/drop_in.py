@@ -199,7 +199,7 @@ class DropInInfo(CallInfo):
             )
         return narrow
 
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         self.log(error)
         return super().on_error(error, _, row)
 

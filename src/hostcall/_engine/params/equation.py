@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from hostcall import _jax, _native
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.order import EFFECTS, effects_with
+from hostcall._core.portable import Told
 from hostcall._core.registry import name_of_held
 from hostcall._engine import targets
 from hostcall._engine.callback import Callback
@@ -60,6 +61,8 @@ class Equation(abc.ABC):
     word: ClassVar[str] = "call"  # what reports call it
     target: ClassVar[str] = targets.TARGET  # of its custom call
     kept: ClassVar[bool] = False  # whether XLA may not drop one that is pure
+    # Whether it may run once along mesh axes over which a shard_map is not manual.
+    runs_along_axes: ClassVar[bool] = True
     runs_by_policy: ClassVar[bool] = True  # else a HostFunction is called by itself
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
@@ -99,11 +102,6 @@ class Equation(abc.ABC):
     def method(self) -> str:
         """How a batch is called: a vmap_method; "own" for the user's rule."""
         return "sequential"
-
-    @property
-    def lends(self) -> bool:
-        """Whether the function gets views of XLA's memory."""
-        return False
 
     @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -237,7 +235,7 @@ class Equation(abc.ABC):
         return self.stays
 
     @classmethod
-    def place_of_text(cls, place: Options, told: Mapping[str, Any]) -> Options:
+    def place_of_text(cls, place: Options, told: Mapping[str, Told]) -> Options:
         """The options of a place, with what a text says in another way."""
         del told
         return place
@@ -249,7 +247,7 @@ class Equation(abc.ABC):
         """
 
     @classmethod
-    def results_in(cls, told: Any) -> list[Any]:
+    def results_in(cls, told: Told) -> list[Told]:
         """[dtype, *sizes] of the results that a text describes."""
         grid = told["params"]["grid"]
         return [[dtype, *grid, *sizes] for dtype, *sizes in told["avals"]]

@@ -26,6 +26,7 @@ class FeedParams(CallParams):
     devices: tuple[int, ...] = field(default=(), metadata=HERE)  # type: ignore[misc]
 
     name = "feed"
+    runs_along_axes = False
 
     def why_here(self) -> str:
         return "it is a feed with sharding=, which names devices" * bool(self.devices)

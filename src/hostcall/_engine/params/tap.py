@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
 from hostcall import _native
 from hostcall._core import portable
 from hostcall._core.arguments import conflict
-from hostcall._core.portable import Malformed
+from hostcall._core.portable import Malformed, Told
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedTap
@@ -39,7 +39,7 @@ class TapParams(Equation):
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
-    takes = TapOptions
+    takes: ClassVar[type[TapOptions]] = TapOptions
     name = "tap"
     word = "tap"
     target = targets.TAP_TARGET
@@ -161,11 +161,11 @@ class TapParams(Equation):
     # --- As a text -------------------------------------------------------------------
 
     @classmethod
-    def results_in(cls, told: Any) -> list[Any]:
+    def results_in(cls, told: Told) -> list[Told]:
         given, params = told["operands"], told["params"]
         if not params["through"]:
             return []
-        found: list[Any] = given[
+        found: list[Told] = given[
             int(params["masked"]) : len(given) - int(params["always"])
         ]
         return found
@@ -175,6 +175,8 @@ class TapParams(Equation):
         portable.check_flags("flags", self.flags, len(self.sizes), len(operands))
         if self.always and (operands[-1].dtype != bool or operands[-1].shape):
             raise Malformed(f"always= of {operands[-1]}")
+        if (self.options.every or 0) >= 2**31:
+            raise Malformed(f"the option every={self.options.every}")
         if self.avals:
             raise Malformed(f"results {self.avals} of a tap")
 
@@ -190,7 +192,7 @@ class TapParams(Equation):
 class TapInfo(CallInfo):
     """The description of one tap, with the hooks that native code calls."""
 
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
         tap_failures.failed(self.name, self.place, error, row)
         return ""

@@ -28,18 +28,18 @@ from hostcall._core.spec import wrap_keys
 from hostcall._engine.options import WHOLE
 from hostcall._engine.params.call import CallParams
 from hostcall._jax.types import Aval, Primitive, TreeDef
-from hostcall._primitives.axes import Dims, in_front, size_of
+from hostcall._primitives.axes import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.call.primitive import call_p
 
 
 def batch(
-    operands: Sequence[jax.Array],
+    operands: Operands,
     dims: Dims,
     *,
     params: CallParams,
     primitive: Primitive = call_p,
     innermost: bool = False,
-) -> tuple[list[jax.Array], tuple[int, ...]]:
+) -> Batched:
     """The batching rule of any primitive whose equations have `CallParams`.
 
     With `innermost`, the rows of a vmap that is applied later vary fastest. JAX's own
@@ -74,7 +74,7 @@ def _batch_whole(
     flags: list[bool],
     size: int,
     params: CallParams,
-) -> tuple[list[jax.Array], tuple[int, ...]]:
+) -> Batched:
     method, levels = params.options.vmap_method, params.levels
     if method == "legacy_vectorized" and params.masked and flags[0]:
         raise BatchingError(
@@ -113,11 +113,11 @@ def _widen_mask(mask: jax.Array, flag: bool, levels: int) -> jax.Array:
 
 def _batch_by_rule(
     rule: Callable[..., Any],
-    operands: Sequence[jax.Array],
+    operands: Operands,
     dims: Dims,
     size: int,
     params: CallParams,
-) -> tuple[list[jax.Array], tuple[int, ...]]:
+) -> Batched:
     callback = params.callback
     if params.masked:
         raise BatchingError(

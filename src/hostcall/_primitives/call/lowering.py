@@ -45,9 +45,7 @@ def lower(
         params: the parameters of the call.
     """
     info = params.info(program.by_ordinal, program.mesh)
-    leader, place = None, params.options.place
-    if place is not None and program.is_partitioned:
-        (leader,) = place.device_set
+    leader = params.options.device if program.is_partitioned else None
     attributes, source = prepare(program, info, avals, leader)
     with _jax.named(program.ctx, info.label):
         return emit(
@@ -90,7 +88,10 @@ def prepare(
     return attributes, reaches
 
 
-def _lower(ctx: LoweringContext, *operands: Value, params: CallParams) -> list[Value]:
+def lower_here(
+    ctx: LoweringContext, *operands: Value, params: CallParams
+) -> list[Value]:
+    """The lowering for the platforms that the engine serves."""
     program = _jax.program_of(ctx)
     check_place(program, params)
     if program.automatic:
@@ -169,7 +170,7 @@ def _team(
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
-def _lower_elsewhere(
+def lower_elsewhere(
     ctx: LoweringContext, *operands: Value, params: CallParams
 ) -> list[Value]:
     """Lowers the call through JAX's own callback, with that callback's cost.
@@ -190,23 +191,20 @@ def lower_through_jax(
     params: CallParams,
     partitioned: bool = False,
 ) -> list[Value]:
-    """`_lower_elsewhere` without its check, on any platform with a JAX callback."""
+    """`lower_elsewhere` without its check, on any platform with a JAX callback."""
     targets.start()
     program = _jax.program_of(ctx)
     info = params.info({}, program.mesh)
     info.job = targets.failures_over(program.across)
     avals = _jax.physical_avals(ctx.avals_in)
     device = host_device.above(None)
-    made: dict[
-        tuple[tuple[int, ...], ...], Plan
-    ] = {}  # by operand shapes, which differ between blocks
+    made: dict[tuple[tuple[int, ...], ...], Plan] = {}
 
     def plan_of(operands: Sequence[Aval | np.ndarray]) -> Plan:
-        shapes = tuple(operand.shape for operand in operands)
+        shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
         if shapes not in made:
-            made[shapes] = plans.make_plan(
-                params, operands, info, Entrance(device=device)
-            )
+            entry = Entrance(device=device)
+            made[shapes] = plans.make_plan(params, operands, info, entry)
         return made[shapes]
 
     plan_of(avals)
@@ -227,9 +225,9 @@ def lower_through_jax(
         operands,
         effect=params.effect,
         has_side_effect=params.effect is not None,
-        sharding=params.options.place,
+        sharding=params.options.sharding,
         partitioned=partitioned,
     )
 
 
-_jax.register_lowering(call_p, _lower, _lower_elsewhere)
+_jax.register_lowering(call_p, lower_here, lower_elsewhere)

@@ -36,7 +36,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)
-    place = _jax.place_of_callback(ctx, params.options.place)
+    place = _jax.place_of_callback(ctx, params.options.sharding)
     if program.is_partitioned:
         _jax.mark_place(ctx, place)
     avals = _jax.physical_avals(ctx.avals_in)

@@ -21,7 +21,7 @@ from hostcall._core.spec import Static
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.drop_in import DropInParams
 from hostcall._jax.types import Aval, Effect, Primitive
-from hostcall._primitives.axes import Dims
+from hostcall._primitives.axes import Batched, Dims, Operands
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import refuse_derivatives
 from hostcall._primitives.eager import prepare
@@ -83,7 +83,7 @@ def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
 
 
 def run_compiled(
-    primitive: Primitive, operands: Sequence[jax.Array], params: CallParams
+    primitive: Primitive, operands: Operands, params: CallParams
 ) -> list[jax.Array]:
     """Compiles the equation alone. An error of JAX's NaN check names the function."""
     try:
@@ -95,7 +95,7 @@ def run_compiled(
 
 
 def run_eagerly(
-    primitive: Primitive, operands: Sequence[jax.Array], params: CallParams
+    primitive: Primitive, operands: Operands, params: CallParams
 ) -> list[jax.Array]:
     """Calls now; on failure raises what the equation's info chooses."""
     arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
@@ -119,17 +119,17 @@ def run_eagerly(
     return results
 
 
-def _at_home(operands: Sequence[jax.Array], params: DropInParams) -> bool:
+def _at_home(operands: Operands, params: DropInParams) -> bool:
     """Whether JAX would find nothing to refuse about the operands' devices."""
     places = {
         frozenset(operand.devices())
         for operand in operands
         if isinstance(operand, jax.Array) and _jax.is_committed(operand)
     }
-    return params.options.place is None and len(places) <= 1
+    return params.options.sharding is None and len(places) <= 1
 
 
-def is_compiled(operands: Sequence[jax.Array], params: CallParams) -> bool:
+def is_compiled(operands: Operands, params: CallParams) -> bool:
     """Whether an eager call is compiled: it was made before, or JAX's transfer guards
     apply, since a program would move operands that are no jax.Arrays yet to its device.
     """
@@ -139,7 +139,7 @@ def is_compiled(operands: Sequence[jax.Array], params: CallParams) -> bool:
 
 
 def _open_keys(
-    operands: Sequence[jax.Array], params: DropInParams
+    operands: Operands, params: DropInParams
 ) -> tuple[list[jax.Array], DropInParams]:
     """Replaces typed keys by their uint32 blocks, and marks them in the template.
 
@@ -177,9 +177,7 @@ def _abstract_eval(
 # --- batching ----------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[jax.Array], dims: Dims, *, params: DropInParams
-) -> tuple[list[jax.Array], tuple[int, ...]]:
+def _batch(operands: Operands, dims: Dims, *, params: DropInParams) -> Batched:
     primitive = PRIMITIVES[params.primitive]
     if params.kind == "io" and params.options.order == "ordered":
         raise ValueError("Cannot `vmap` ordered IO callback.")

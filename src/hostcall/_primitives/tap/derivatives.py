@@ -16,7 +16,7 @@ import jax
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import LoweringContext, Primitive, Value
-from hostcall._primitives.axes import Dims
+from hostcall._primitives.axes import Dims, Operands
 from hostcall._primitives.tap import primitive
 from hostcall._primitives.tap.primitive import batched
 
@@ -31,11 +31,7 @@ def _identity(*operands: T, params: TapParams) -> list[T]:
 
 
 def _batch(
-    identity: Primitive,
-    operands: Sequence[jax.Array],
-    dims: Dims,
-    *,
-    params: TapParams,
+    identity: Primitive, operands: Operands, dims: Dims, *, params: TapParams
 ) -> tuple[list[jax.Array], Dims]:
     moved, params, axes = batched(operands, dims, params)
     return identity.bind(*moved, params=params), axes

@@ -23,7 +23,7 @@ from hostcall._engine.counters import counters_of
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
 from hostcall._jax.types import Aval, Device, Effect, JaxprEquation
-from hostcall._primitives.axes import Dims, in_front, size_of
+from hostcall._primitives.axes import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
 from hostcall._primitives.tap import parts
 from hostcall._primitives.tap.parts import Index, block_index, whole
@@ -67,7 +67,7 @@ tap_p.def_impl(_impl)
 Block = tuple[Device, tuple[Index, ...] | None, list[jax.Array]]
 
 
-def _blocks(operands: Sequence[jax.Array], params: TapParams) -> list[Block]:
+def _blocks(operands: Operands, params: TapParams) -> list[Block]:
     """The deliveries of an eager tap in this process.
 
     Among devices that hold identical blocks, only the first taps.
@@ -100,7 +100,7 @@ def _blocks(operands: Sequence[jax.Array], params: TapParams) -> list[Block]:
 
 
 def _of_each_device(
-    operands: Sequence[jax.Array], sharded: jax.Array, params: TapParams
+    operands: Operands, sharded: jax.Array, params: TapParams
 ) -> list[Block]:
     found: dict[str, Block] = {}
     for device in (shard.device for shard in sharded.addressable_shards):
@@ -116,7 +116,7 @@ def _of_each_device(
     return list(found.values())
 
 
-def _refuse_parts(operands: Sequence[jax.Array], params: TapParams) -> None:
+def _refuse_parts(operands: Operands, params: TapParams) -> None:
     """Refuses values of which other processes hold parts: no program gathers them."""
     for x in operands:
         is_part = isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -131,7 +131,7 @@ def _refuse_parts(operands: Sequence[jax.Array], params: TapParams) -> None:
             )
 
 
-def _devices(operands: Sequence[jax.Array]) -> list[Device]:
+def _devices(operands: Operands) -> list[Device]:
     """Those of the first array, which may be another process's."""
     arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
     return [device for array in arrays[:1] for device in array.devices()]
@@ -194,7 +194,7 @@ _jax.run_once_in_while_loops(tap_p, passes=_passed)
 
 
 def batched(
-    operands: Sequence[jax.Array], dims: Dims, params: TapParams
+    operands: Operands, dims: Dims, params: TapParams
 ) -> tuple[list[jax.Array], TapParams, tuple[int | None, ...]]:
     """The operands, the parameters and the arguments' axes under one more vmap."""
     if params.always and dims[-1] is not None:
@@ -208,9 +208,7 @@ def batched(
     return in_front(operands, dims), params, axes
 
 
-def _of_any_row(
-    operands: Sequence[jax.Array], dims: Dims, params: TapParams
-) -> jax.Array:
+def _of_any_row(operands: Operands, dims: Dims, params: TapParams) -> jax.Array:
     """The flag `always` of a batch: whether that of any row that is tapped is True."""
     first, *_, flag = in_front(operands, dims)
     if params.masked and dims[0] is not None:
@@ -220,9 +218,7 @@ def _of_any_row(
     return flag.any()  # type: ignore[no-any-return]
 
 
-def _batch(
-    operands: Sequence[jax.Array], dims: Dims, *, params: TapParams
-) -> tuple[list[jax.Array], tuple[int | None, ...]]:
+def _batch(operands: Operands, dims: Dims, *, params: TapParams) -> Batched:
     moved, params, axes = batched(operands, dims, params)
     outs = bind(*moved, params=params)
     return outs, axes[: len(outs)]
@@ -264,10 +260,7 @@ _jax.transposes[tap_p] = _transpose
 
 
 def _partial_eval(
-    saveable: object,
-    unknown: Sequence[bool],
-    inst: Sequence[bool],
-    eqn: JaxprEquation,
+    saveable: object, unknown: Sequence[bool], inst: Sequence[bool], eqn: JaxprEquation
 ) -> tuple[
     JaxprEquation | None, JaxprEquation | None, list[bool], list[bool], list[object]
 ]:
