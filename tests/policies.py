@@ -7,6 +7,23 @@ from hostcall._engine import options
 
 OF_FUNCTIONS = set(options.POLICY)
 
+# Values for tests that choose options, of those that have more than the table can list.
+SOME = {
+    **dict.fromkeys(("concurrency", "coalesce", "batch", "prefetch"), (1, 3)),
+    **{
+        "timeout": (60, 60.5),
+        "wait": (0, 0.01),
+        "every": (2, 0.5),
+        "sample": (0.5, 1.0),
+    },
+    **{"cache": ("memory",), "version": (1, "a"), "tag": ("a tag",), "executor": ()},
+}
+
+
+def some(table):
+    """Values for each option of a table."""
+    return {name: row.values or SOME[name] for name, row in table.items()}
+
 
 def split(fn, given):
     """(a `hc.host` function if an option is a function's, the options of the place)."""

@@ -14,17 +14,17 @@ import pytest
 from platforms import without_xlas_words
 
 import hostcall as hc
-from hostcall import _jax
+from hostcall._primitives import once
 from hostcall._primitives.call import lowering
 from hostcall._primitives.call.primitive import call_p
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    _jax.register_lowering(call_p, lowering.lower_through_jax)
+    once.register(call_p, lowering.lower_through_jax, lowering.lower_here)
     jax.clear_caches()
     yield
-    _jax.register_lowering(call_p, lowering._lower, lowering._lower_elsewhere)
+    once.register(call_p, lowering.lower_here, lowering.lower_through_jax)
     jax.clear_caches()
 
 

@@ -17,7 +17,7 @@ DTYPES = [
     *map(np.dtype, ["float16", "float32", "complex64", ml_dtypes.bfloat16]),
 ]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-ORDERS = st.sampled_from(options.CALL["order"].some)
+ORDERS = st.sampled_from(options.CALL["order"].values)
 
 
 def numbers(shape, dtype, seed):
@@ -152,12 +152,10 @@ def test_vmap(method):
 # --- Any options of the tables ----------------------------------------------------------
 
 
-def chosen(table, without=()):
+def chosen(table):
     """Some of the options of a table, with values that fit."""
-    rows = {k: row.some for k, row in table.items() if row.some and k not in without}
-    return st.fixed_dictionaries(
-        {}, optional={name: st.sampled_from(some) for name, some in rows.items()}
-    )
+    some = {name: st.sampled_from(v) for name, v in policies.some(table).items() if v}
+    return st.fixed_dictionaries({}, optional=some)
 
 
 def code_of(run):

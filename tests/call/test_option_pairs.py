@@ -102,7 +102,7 @@ def test_every_option_and_value_of_the_table_is_here():
     for name in ("order", "vmap_method", "arrays", "lend"):
         left_out = {"numpy", "pure", "sequential", "broadcast_all", False, None}
         values = [value for option, value in here if option == name]
-        assert set(options.CALL[name].some) - left_out <= set(values), name
+        assert set(options.CALL[name].values) - left_out <= set(values), name
 
 
 # Of each option: what comes of it with those that follow it.

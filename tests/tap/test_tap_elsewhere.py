@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall import _jax
+from hostcall._primitives import once
 from hostcall._primitives.tap import lowering
 from hostcall._primitives.tap.primitive import tap_p
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    _jax.register_lowering(tap_p, lowering.lower_through_jax)
+    once.register(tap_p, lowering.lower_through_jax, lowering.lower_here)
     jax.clear_caches()
     yield
-    _jax.register_lowering(tap_p, lowering._lower, lowering._lower_elsewhere)
+    once.register(tap_p, lowering.lower_here, lowering.lower_through_jax)
     jax.clear_caches()
 
 

@@ -23,7 +23,6 @@ from hostcall._core.spec import Results, Template
 from hostcall._engine import targets
 from hostcall._engine.options import CallOptions
 from hostcall._engine.params.drop_in import (
-    DropInInfo,
     DropInParams,
     Kind,
     arrays_of,
@@ -158,7 +157,7 @@ def emit_python_callback(
     program = _jax.program_of(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    info = DropInInfo(params, program.by_ordinal, program.mesh)
+    info = params.info(program.by_ordinal, program.mesh)
     attributes, source = call_lowering.prepare(
         program,
         info,

@@ -56,13 +56,13 @@ class Option:
         wanted: what that is, in the words of an error.
         fits: whether a value is that.
         needed: whether None is no value of it; else None says that it is not given.
-        some: values that fit, for tests that choose one.
+        values: those that fit, if there are only these.
     """
 
     wanted: str
     fits: Callable[[object], bool]
     needed: bool = False
-    some: tuple[object, ...] = ()
+    values: tuple[object, ...] = ()
 
 
 def choice(*values: object, or_none: bool = False) -> Option:
@@ -72,7 +72,7 @@ def choice(*values: object, or_none: bool = False) -> Option:
         choices(values) + (" or None" if or_none else ""),
         lambda v: isinstance(v, kinds) and v in values,
         needed=not or_none,
-        some=values,
+        values=values,
     )
 
 
@@ -85,7 +85,6 @@ def count(what: str) -> Option:
     return Option(
         f"{what}, an int of 1 or more",
         lambda v: _number(v) and isinstance(v, int) and v > 0,
-        some=(1, 3),
     )
 
 
@@ -113,12 +112,8 @@ def _is_cache(given: object) -> bool:
     return is_dictionary(given) or callable(getattr(given, "cache", None))
 
 
-SECONDS = Option(
-    "a number of seconds above 0", lambda v: _number(v) and v > 0, some=(60, 60.5)
-)
-_TEXT = Option(
-    "a non-empty string", lambda v: isinstance(v, str) and v != "", some=("a tag",)
-)
+SECONDS = Option("a number of seconds above 0", lambda v: _number(v) and v > 0)
+_TEXT = Option("a non-empty string", lambda v: isinstance(v, str) and v != "")
 _METHODS = choice(*ROWS, *WHOLE, None)
 
 # What the metadata of a field says.
@@ -236,7 +231,7 @@ class TapOptions(Options):
             "'once', 'process', 'shards' or a device, such as jax.devices()[0]",
             lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in _ON),
             needed=True,
-            some=_ON,
+            values=_ON,
         ),
         "once",
     )
@@ -244,14 +239,12 @@ class TapOptions(Options):
         Option(
             "a number of executions (an int) or of seconds (a float) above 0",
             SECONDS.fits,
-            some=(2, 0.5),
         )
     )
     sample: float | None = option(
         Option(
             "a float above 0 and up to 1.0, the share of executions that tap",
             lambda v: isinstance(v, float) and 0 < v <= 1,
-            some=(0.5, 1.0),
         )
     )
     batch: int | None = option(count("the most taps that a call gets"))
@@ -303,11 +296,7 @@ class Policy:
         count("how many calls are merged into one at most")
     )
     cache: Any = option(
-        Option(
-            "'memory', a diskcache.Cache or a joblib.Memory",
-            _is_cache,
-            some=("memory",),
-        ),
+        Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
         compare=False,
     )
     owner: Any = field(default=None, compare=False)
@@ -346,11 +335,8 @@ _PARTS = {
     "wait": Option(
         "the seconds that a call waits for others, a number of 0 or more",
         lambda v: _number(v) and v >= 0,
-        some=(0, 0.01),
     ),
-    "version": Option(
-        "a string or an int", lambda v: type(v) in (str, int), some=(1, "a")
-    ),
+    "version": Option("a string or an int", lambda v: type(v) in (str, int)),
 }
 # Those of a function, which `hc.host` takes; all others are a place's.
 POLICY = (*table(Policy), *_PARTS)

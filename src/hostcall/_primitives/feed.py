@@ -19,9 +19,10 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.feed import FeedParams
+from hostcall._primitives import once
 from hostcall._primitives.axes import Batched, Dims, Operands, size_of
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.lowering import lower_elsewhere, lower_here
+from hostcall._primitives.call.lowering import lower_here, lower_through_jax
 from hostcall._primitives.call.primitive import define
 from hostcall._primitives.eager import run_and_keep
 
@@ -73,4 +74,4 @@ _jax.batchers[feed_p] = _batch
 
 
 # In place of the engine, JAX's own callback asks the ring for items.
-_jax.register_lowering(feed_p, lower_here, lower_elsewhere)
+once.register(feed_p, lower_here, lower_through_jax)

@@ -10,18 +10,51 @@ results go to the others, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._engine.params.equation import Equation
-from hostcall._jax.types import Value
+from hostcall._jax.types import LoweringContext, Primitive, Value
 from hostcall._primitives.across import bits, from_bits
-from hostcall._primitives.emit import refuse_some_axes
+from hostcall._primitives.emit import (
+    check_place,
+    check_platform,
+    refuse_some_axes,
+)
+
+Lowering = Callable[..., list[Value]]  # (ctx, *operands, params=) -> results
 
 
-def lower(
+def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
+    """Registers the lowerings of a kind of equation, with what they begin with.
+
+    Args:
+        primitive: the primitive.
+        here: for the platforms that the engine serves.
+        elsewhere: through JAX's own callback, with its cost: it brings the arrays to
+            the host, and the engine runs on them, so rows, masks, dtypes and errors are
+            the same. Where JAX has no callback, the equation is refused.
+    """
+
+    def lowered(
+        rule: Lowering, ctx: LoweringContext, *operands: Value, params: Equation
+    ) -> list[Value]:
+        program = _jax.program_of(ctx)
+        if rule is elsewhere:
+            check_platform(ctx, params.shown)
+        check_place(program, params)
+        if program.automatic:
+            return _lower(program, operands, params, primitive.bind)
+        return rule(ctx, *operands, params=params)
+
+    given = partial(lowered, here), partial(lowered, elsewhere)
+    _jax.register_lowering(primitive, *given)
+
+
+def _lower(
     program: _jax.Program,
     operands: Sequence[Value],
     params: Equation,

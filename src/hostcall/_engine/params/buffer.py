@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.equation import Function
-from hostcall._jax.types import Aval, Device, Mesh
+from hostcall._jax.types import Device
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]
 
@@ -114,6 +113,41 @@ def native(
     return NativeFunction(function, int(address), bool(status), name or str(own))
 
 
+class BufferInfo(CallInfo):
+    """The description of a buffer callback's call, with the errors about Buffers."""
+
+    params: BufferParams
+
+    def device_at(self, ordinal: int) -> Device | None:
+        return self.devices.get(ordinal)
+
+    def _how_kept(self) -> str:
+        return (
+            "(a NumPy array, memoryview, DLPack capsule or tensor made from the Buffer,"
+            " also by another thread, or by autograd for a backward pass). The memory"
+            " is XLA's, which reuses it now: keep a copy (numpy.array(buffer))"
+        )
+
+    def on_changed(self, number: int) -> None:
+        raise errors.ResultError(
+            f"hostcall: `{self.name}` wrote to {self._name_of(number, False)}, which is"
+            " an input (its values have been restored). JAX's arrays are immutable, and"
+            " the caller may hold this one. Write to the output, which can share the"
+            " input's memory and values (input_output_aliases). PyTorch's tensors can"
+            " always be written, so avoid its in-place operations on inputs",
+            code="hc-buffer",
+        )
+
+    def on_unwritten(self, _: object, number: int) -> None:
+        aval = self.params.avals[number]
+        raise errors.UnwrittenError(
+            f"hostcall: `{self.name}` did not write all of"
+            f" {self._name_of(number, True)} ({aval.dtype}{list(aval.shape)}; seen by"
+            " HOSTCALL_DEBUG=1). Elements that are not written hold zeros or arbitrary"
+            " values: write numpy.asarray(out)[...] = value"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BufferParams(CallParams):
     """The parameters of one equation of the buffer callback's primitive.
@@ -127,6 +161,7 @@ class BufferParams(CallParams):
     command_buffer: bool = False
 
     on_buffers = True
+    described_by = BufferInfo
     name = ""
     stays = (
         "it is a buffer callback, which names memory of this process. Use hc.call,"
@@ -137,14 +172,6 @@ class BufferParams(CallParams):
     def runs_where_dispatched(self) -> bool:
         native = isinstance(self.callback.function, NativeFunction)
         return self.effect is not None or not native
-
-    def info(
-        self,
-        devices: Mapping[int, Device],
-        mesh: Mesh | None,
-        avals: Sequence[Aval] = (),
-    ) -> BufferInfo:
-        return BufferInfo(self, dict(devices), mesh)
 
     @property
     def target(self) -> str:  # type: ignore[override]
@@ -180,38 +207,3 @@ class BufferParams(CallParams):
             return fn(ctx, out, *args, **kwargs)
 
         return whole
-
-
-class BufferInfo(CallInfo):
-    """The description of a buffer callback's call, with the errors about Buffers."""
-
-    params: BufferParams
-
-    def device_at(self, ordinal: int) -> Device | None:
-        return self.devices.get(ordinal)
-
-    def _how_kept(self) -> str:
-        return (
-            "(a NumPy array, memoryview, DLPack capsule or tensor made from the Buffer,"
-            " also by another thread, or by autograd for a backward pass). The memory"
-            " is XLA's, which reuses it now: keep a copy (numpy.array(buffer))"
-        )
-
-    def on_changed(self, number: int) -> None:
-        raise errors.ResultError(
-            f"hostcall: `{self.name}` wrote to {self._name_of(number, False)}, which is"
-            " an input (its values have been restored). JAX's arrays are immutable, and"
-            " the caller may hold this one. Write to the output, which can share the"
-            " input's memory and values (input_output_aliases). PyTorch's tensors can"
-            " always be written, so avoid its in-place operations on inputs",
-            code="hc-buffer",
-        )
-
-    def on_unwritten(self, _: object, number: int) -> None:
-        aval = self.params.avals[number]
-        raise errors.UnwrittenError(
-            f"hostcall: `{self.name}` did not write all of"
-            f" {self._name_of(number, True)} ({aval.dtype}{list(aval.shape)}; seen by"
-            " HOSTCALL_DEBUG=1). Elements that are not written hold zeros or arbitrary"
-            " values: write numpy.asarray(out)[...] = value"
-        )

@@ -14,7 +14,7 @@ first their number (in any container), then shapes and dtypes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -32,7 +32,7 @@ from hostcall._engine.callback import Callback
 from hostcall._engine.info import CallInfo
 from hostcall._engine.options import CallOptions
 from hostcall._engine.params.call import CallParams
-from hostcall._jax.types import Aval, Device, Effect, Mesh, Sharding
+from hostcall._jax.types import Effect, Sharding
 
 logger = logging.getLogger("hostcall")
 
@@ -78,66 +78,6 @@ FLAVOURS: dict[str, Flavour] = {
         unordered=_jax.DEBUG_EFFECT,
         ordered=_jax.ORDERED_DEBUG_EFFECT,
     ),
-}
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class DropInParams(CallParams):
-    """The parameters of one equation of a drop-in's primitive.
-
-    Attributes:
-        kind: which of JAX's callbacks it replaces.
-        partitioned: whether, in a program that is partitioned over devices, each device
-            makes the call for its own part.
-    """
-
-    kind: Kind
-    partitioned: bool = False
-
-    name = ""
-    stays = (
-        "it stands for one of JAX's own callbacks, whose options name things of this"
-        " process. Use hc.call, hc.tap or hc.host"
-    )
-
-    @property
-    def flavour(self) -> Flavour:
-        return FLAVOURS[self.kind]
-
-    @property
-    def effect(self) -> Effect | None:
-        flavour = self.flavour
-        of = {"unordered": flavour.unordered, "ordered": flavour.ordered}
-        return of.get(self.options.order)
-
-    def info(
-        self,
-        devices: Mapping[int, Device],
-        mesh: Mesh | None,
-        avals: Sequence[Aval] = (),
-    ) -> DropInInfo:
-        return DropInInfo(self, dict(devices), mesh)
-
-    @property
-    def primitive(self) -> str:
-        """The name of the drop-in's primitive, which JAX's primitive has too."""
-        mine = own(self.callback.function)
-        is_print = mine is not None and mine.source() == PRINT
-        return "debug_print" if is_print else f"{self.kind}_callback"
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        return True  # as for JAX's own callbacks, pure ones included
-
-    @cached_property
-    def is_jaxs_own(self) -> bool:
-        # JAX wraps the user's function of a debug callback in a function of its own.
-        return self.kind != "debug" and is_jaxs(self.callback.function)
-
-
-_NARROW = {
-    np.dtype(wide): np.dtype(narrow)
-    for wide, narrow in (("f8", "f4"), ("i8", "i4"), ("u8", "u4"), ("c16", "c8"))
 }
 
 
@@ -213,6 +153,59 @@ class DropInInfo(CallInfo):
     def log(self, error: BaseException) -> None:
         flavour = self.params.flavour
         flavour.jax_logger.error("%s failed", flavour.api, exc_info=error)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DropInParams(CallParams):
+    """The parameters of one equation of a drop-in's primitive.
+
+    Attributes:
+        kind: which of JAX's callbacks it replaces.
+        partitioned: whether, in a program that is partitioned over devices, each device
+            makes the call for its own part.
+    """
+
+    kind: Kind
+    partitioned: bool = False
+
+    described_by = DropInInfo
+    name = ""
+    stays = (
+        "it stands for one of JAX's own callbacks, whose options name things of this"
+        " process. Use hc.call, hc.tap or hc.host"
+    )
+
+    @property
+    def flavour(self) -> Flavour:
+        return FLAVOURS[self.kind]
+
+    @property
+    def effect(self) -> Effect | None:
+        flavour = self.flavour
+        of = {"unordered": flavour.unordered, "ordered": flavour.ordered}
+        return of.get(self.options.order)
+
+    @property
+    def primitive(self) -> str:
+        """The name of the drop-in's primitive, which JAX's primitive has too."""
+        mine = own(self.callback.function)
+        is_print = mine is not None and mine.source() == PRINT
+        return "debug_print" if is_print else f"{self.kind}_callback"
+
+    @property
+    def runs_where_dispatched(self) -> bool:
+        return True  # as for JAX's own callbacks, pure ones included
+
+    @cached_property
+    def is_jaxs_own(self) -> bool:
+        # JAX wraps the user's function of a debug callback in a function of its own.
+        return self.kind != "debug" and is_jaxs(self.callback.function)
+
+
+_NARROW = {
+    np.dtype(wide): np.dtype(narrow)
+    for wide, narrow in (("f8", "f4"), ("i8", "i4"), ("u8", "u4"), ("c16", "c8"))
+}
 
 
 def make_params(

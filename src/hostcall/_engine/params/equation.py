@@ -56,6 +56,7 @@ class Equation(abc.ABC):
     # --- What a kind says of itself -------------------------------------------------
 
     takes: ClassVar[type[Options]]
+    described_by: ClassVar[type[CallInfo]] = CallInfo
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays: ClassVar[str] = ""  # why it has none
     word: ClassVar[str] = "call"  # what reports call it
@@ -128,12 +129,9 @@ class Equation(abc.ABC):
         return False
 
     def info(
-        self,
-        devices: Mapping[int, Device],
-        mesh: Mesh | None,
-        avals: Sequence[Aval] = (),
+        self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
     ) -> CallInfo:
-        """Describes a call to the engine; see `CallInfo`.
+        """Describes a call to the engine.
 
         Args:
             devices: by ordinal.
@@ -141,7 +139,7 @@ class Equation(abc.ABC):
             avals: of the operands, if each device has them whole.
         """
         del avals
-        return CallInfo(self, dict(devices), mesh)
+        return self.described_by(self, devices, mesh)
 
     def native(self) -> dict[str, Any]:
         """What a native plan has of it, apart from what all kinds have.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
@@ -19,6 +19,18 @@ from hostcall._engine.options import TapOptions
 from hostcall._engine.params.equation import Equation, Function, T
 from hostcall._jax.types import Aval, Device, Mesh
 from hostcall._runtime import collectors, delivery, tap_failures
+
+
+class TapInfo(CallInfo):
+    """The description of one tap, with the hooks that native code calls."""
+
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
+        """Logs the failure and keeps it for the next barrier(); the program goes on."""
+        tap_failures.failed(self.name, self.place, error, row)
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<tap of {self.name} at {self.place}>"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,6 +52,7 @@ class TapParams(Equation):
     sizes: tuple[int, ...] = ()
 
     takes: ClassVar[type[TapOptions]] = TapOptions
+    described_by = TapInfo
     name = "tap"
     word = "tap"
     target = targets.TAP_TARGET
@@ -68,12 +81,9 @@ class TapParams(Equation):
         return tuple(("batch", {"batch_dims": each}) for each in dims)
 
     def info(
-        self,
-        devices: Mapping[int, Device],
-        mesh: Mesh | None,
-        avals: Sequence[Aval] = (),
-    ) -> TapInfo:
-        info = TapInfo(self, dict(devices), mesh)
+        self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
+    ) -> CallInfo:
+        info = super().info(devices, mesh)
         if self.options.on != "once" and mesh is None and avals:
             whole = (a.shape for a in self.arguments(avals))
             place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
@@ -187,15 +197,3 @@ class TapParams(Equation):
         if self.grid or self.sizes:
             parts.append(f"{self.options.rows}={self.grid or self.sizes}")
         return parts
-
-
-class TapInfo(CallInfo):
-    """The description of one tap, with the hooks that native code calls."""
-
-    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
-        """Logs the failure and keeps it for the next barrier(); the program goes on."""
-        tap_failures.failed(self.name, self.place, error, row)
-        return ""
-
-    def __repr__(self) -> str:
-        return f"<tap of {self.name} at {self.place}>"

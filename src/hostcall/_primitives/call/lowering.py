@@ -19,11 +19,9 @@ from hostcall._jax.types import Aval, Device, LoweringContext, Value
 from hostcall._native import Plan
 from hostcall._primitives import across, once, slots, together
 from hostcall._primitives.across import Reach
-from hostcall._primitives.call.primitive import bind, call_p
+from hostcall._primitives.call.primitive import call_p
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
-    check_place,
-    check_platform,
     emit,
     emit_through_jax,
 )
@@ -92,11 +90,7 @@ def lower_here(
     ctx: LoweringContext, *operands: Value, params: CallParams
 ) -> list[Value]:
     """The lowering for the platforms that the engine serves."""
-    program = _jax.program_of(ctx)
-    check_place(program, params)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
-    return lower(program, operands, ctx.avals_in, params)
+    return lower(_jax.program_of(ctx), operands, ctx.avals_in, params)
 
 
 def _fails_together(program: _jax.Program, info: CallInfo) -> bool:
@@ -170,28 +164,13 @@ def _team(
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
-def lower_elsewhere(
-    ctx: LoweringContext, *operands: Value, params: CallParams
-) -> list[Value]:
-    """Lowers the call through JAX's own callback, with that callback's cost.
-
-    JAX brings the arrays to the host, and the engine runs on them, so rows, masks,
-    dtypes and errors are the same. Where JAX has no callback, the call is refused.
-    """
-    check_platform(ctx, params.shown)
-    program = _jax.program_of(ctx)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
-    return lower_through_jax(ctx, *operands, params=params)
-
-
 def lower_through_jax(
     ctx: LoweringContext,
     *operands: Value,
     params: CallParams,
     partitioned: bool = False,
 ) -> list[Value]:
-    """`lower_elsewhere` without its check, on any platform with a JAX callback."""
+    """The lowering for any platform that JAX's callback serves; see `once.register`."""
     targets.start()
     program = _jax.program_of(ctx)
     info = params.info({}, program.mesh)
@@ -230,4 +209,4 @@ def lower_through_jax(
     )
 
 
-_jax.register_lowering(call_p, lower_here, lower_elsewhere)
+once.register(call_p, lower_here, lower_through_jax)

@@ -12,7 +12,8 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import targets
-from hostcall._engine.params.drop_in import DropInInfo, DropInParams
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.drop_in import DropInParams
 from hostcall._jax.types import Aval, LoweringContext, Value
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.call import lowering as call_lowering
@@ -71,14 +72,14 @@ class CallBlocks(Partitioned):
         super().__init__(program, self._info(params, program))
 
     @staticmethod
-    def _info(params: DropInParams, program: _jax.Program | CallBlocks) -> DropInInfo:
+    def _info(params: DropInParams, program: _jax.Program | CallBlocks) -> CallInfo:
         info = params.info(program.by_ordinal, None)
         info.job = targets.failures_over(program.across)
         return info
 
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[DropInInfo, list[Aval], None]:
+    ) -> tuple[CallInfo, list[Aval], None]:
         del places
         return self._info(_with_number(self.params), self), [NUMBER, *avals], None
 

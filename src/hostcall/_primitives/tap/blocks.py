@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from hostcall import _jax, _native
 from hostcall._core.arguments import conflict
 from hostcall._engine import targets
-from hostcall._engine.params.tap import TapInfo, TapParams
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import Aval, Sharding, Value
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.tap import parts
@@ -32,8 +33,8 @@ class TapBlocks(Partitioned):
 
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[TapInfo, list[Aval], _native.TapSettings]:
-        info: TapInfo = self.params.info(self.by_ordinal, None)
+    ) -> tuple[CallInfo, list[Aval], _native.TapSettings]:
+        info = self.params.info(self.by_ordinal, None)
         info.places = self._here(places)
         tap = self.params.settings(tuple(info.places), self._nested, linked=True)
         return info, avals, tap

@@ -19,21 +19,18 @@ from hostcall._jax.types import Aval, Device, LoweringContext, Sharding, Value
 from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
-    check_place,
-    check_platform,
     emit,
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
-from hostcall._primitives.tap.primitive import bind, tap_p
+from hostcall._primitives.tap.primitive import tap_p
 from hostcall._runtime import host_device
 
 
-def _lower(ctx: LoweringContext, *operands: Value, params: TapParams) -> list[Value]:
+def lower_here(
+    ctx: LoweringContext, *operands: Value, params: TapParams
+) -> list[Value]:
     program = _jax.program_of(ctx)
-    check_place(program, params)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_lowering(program)
@@ -139,13 +136,6 @@ def _only_on_first(
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
-def _lower_elsewhere(
-    ctx: LoweringContext, *operands: Value, params: TapParams
-) -> list[Value]:
-    check_platform(ctx, params.shown)
-    return lower_through_jax(ctx, *operands, params=params)
-
-
 def lower_through_jax(
     ctx: LoweringContext, *operands: Value, params: TapParams
 ) -> list[Value]:
@@ -155,9 +145,6 @@ def lower_through_jax(
     """
     targets.start()
     program = _jax.program_of(ctx)
-    check_place(program, params)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
     place = _place(program, params)
     info = params.info({-1: None}, program.mesh)
     tap = params.settings(in_program=False)
@@ -196,4 +183,4 @@ def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     return jax.sharding.SingleDeviceSharding(_tapping(program, params))
 
 
-_jax.register_lowering(tap_p, _lower, _lower_elsewhere)
+once.register(tap_p, lower_here, lower_through_jax)
