@@ -110,12 +110,8 @@ def test_the_report_of_jax_ends_with_the_code(returned, code):
 
 
 def test_other_platforms_are_refused():
-    class Context:
-        class module_context:
-            platforms = ("cpu", "rocm")
-
+    once.register(call_p, lowering.lower_here, lowering.lower_through_jax)
     spec = jax.ShapeDtypeStruct((), np.float32)
-    jaxpr = jax.make_jaxpr(lambda x: hc.call(np.sin, spec, x))(np.float32(0))
-    params = jaxpr.eqns[0].params
+    traced = jax.jit(lambda x: hc.call(np.sin, spec, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
-        lowering._lower_elsewhere(Context, **params)
+        traced.lower(lowering_platforms=("cpu", "rocm"))

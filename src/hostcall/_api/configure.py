@@ -100,7 +100,7 @@ _FACE = mistakes.Face(
 )
 
 
-def _is_loop(given: Any) -> bool:
+def _is_loop(given: object) -> bool:
     import asyncio
 
     own = isinstance(given, str) and given == "own"

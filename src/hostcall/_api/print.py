@@ -109,7 +109,7 @@ def _hint(keyword: str) -> str:
     return _FACE.hint(keyword)
 
 
-def _numbers_in(tree: Any) -> tuple[int, ...]:
+def _numbers_in(tree: object) -> tuple[int, ...]:
     """Which leaves are Python's numbers in containers, such as those of a shape."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return tuple(
@@ -137,7 +137,7 @@ class Printer(HostCode):
     file: Static | None
     flush: bool
     end: str
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, object], ...]
     numbers: tuple[int, ...] = ()
     loaded: bool = False
 
@@ -199,7 +199,7 @@ def _of_python(array: np.ndarray) -> Any:
     return float(str(array[()])) if array.dtype.kind == "f" else array.item()
 
 
-def _print_options() -> tuple[tuple[str, Any], ...]:
+def _print_options() -> tuple[tuple[str, object], ...]:
     """NumPy's print options that differ from its defaults, in hashable form."""
     options: dict[str, Any] = dict(np.get_printoptions())
     return tuple(
@@ -209,16 +209,16 @@ def _print_options() -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _up_to(most: int) -> Callable[[Any], bool]:
+def _up_to(most: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and 0 <= value <= most
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
 # Each print option: its default, and which values of it may come from a file.
-_OPTIONS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+_OPTIONS: dict[str, tuple[object, Callable[[object], bool]]] = {
     "edgeitems": (3, _up_to(2**31)),
     "threshold": (1000, _up_to(sys.maxsize)),
     "floatmode": (

@@ -199,7 +199,7 @@ class CallOptions(Options):
     Attributes:
         vmap_method: as given to `hc.call`. A text says whether rows run at once, and
             all else is in the equation that JAX has batched.
-        lend: whether the function gets views of XLA's memory, or Buffers of it.
+        lend: whether the function gets views of XLA's memory.
         fail: as given to `hc.call`.
         keep: of hc.watch: how many executions are kept. Its programs don't travel.
     """

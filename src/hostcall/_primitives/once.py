@@ -42,9 +42,9 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
     def lowered(
         rule: Lowering, ctx: LoweringContext, *operands: Value, params: Equation
     ) -> list[Value]:
-        program = _jax.program_of(ctx)
         if rule is elsewhere:
             check_platform(ctx, params.shown)
+        program = _jax.program_of(ctx)
         check_place(program, params)
         if program.automatic:
             return _lower(program, operands, params, primitive.bind)
