@@ -137,7 +137,7 @@ class Printer(HostCode):
     file: Static | None
     flush: bool
     end: str
-    options: tuple[tuple[str, object], ...]
+    options: tuple[tuple[str, Any], ...]
     numbers: tuple[int, ...] = ()
     loaded: bool = False
 
@@ -199,7 +199,7 @@ def _of_python(array: np.ndarray) -> Any:
     return float(str(array[()])) if array.dtype.kind == "f" else array.item()
 
 
-def _print_options() -> tuple[tuple[str, object], ...]:
+def _print_options() -> tuple[tuple[str, Any], ...]:
     """NumPy's print options that differ from its defaults, in hashable form."""
     options: dict[str, Any] = dict(np.get_printoptions())
     return tuple(

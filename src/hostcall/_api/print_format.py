@@ -118,7 +118,18 @@ def check(
             " traced, before its values exist. Write hc.print('x = {}', x)",
             code="hc-traced",
         )
-    given: dict[int | str, object] = {**dict(enumerate(args)), **kwargs}
+    _check_fields(fmt, fields, args, kwargs, hint)
+
+
+def _check_fields(
+    fmt: str,
+    fields: Sequence[tuple[int | str, str]],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    hint: Callable[[str], str],
+) -> None:
+    """Refuses arguments that don't fit the fields; see `check`."""
+    given: dict[Any, object] = {**dict(enumerate(args)), **kwargs}
     used = dict.fromkeys(name for name, _ in fields)
     missing = [name for name in used if name not in given]
     if missing:

@@ -151,10 +151,11 @@ def call_back(
     params = make_params(
         kind,
         callback,
-        Template(in_tree, (None,) * len(leaves)),
-        Results(out_tree, avals, (None,) * len(avals)),
-        arrays=arrays_of(arrays),
-        **options,
+        (
+            Template(in_tree, (None,) * len(leaves)),
+            Results(out_tree, avals, (None,) * len(avals)),
+        ),
+        {**options, "arrays": arrays_of(arrays)},
     )
     return out_tree.unflatten(bind(*operands, params=params))
 

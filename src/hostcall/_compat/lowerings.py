@@ -64,15 +64,10 @@ def _lower(
     fn, template = callback, Template.flat(*marks)
     if isinstance(callback, _jax.FlatCallback):
         fn, template = callback.callback_func, Template(callback.in_tree, marks)
-    params = make_params(
-        kind,
-        fn,
-        template,
-        Results.flat(_jax.physical_avals(ctx.avals_out)),
-        arrays=arrays_of(chosen or "jax"),
-        place=_place(ctx, fn),
-        **{key: given[key] for key in _OPTIONS[kind]},
-    )
+    trees = template, Results.flat(_jax.physical_avals(ctx.avals_out))
+    options = {key: given[key] for key in _OPTIONS[kind]}
+    options["arrays"] = arrays_of(chosen or "jax")
+    params = make_params(kind, fn, trees, options, _place(ctx, fn))
     return lowering.lower(ctx, *operands, params=params)
 
 
@@ -149,10 +144,9 @@ def emit_python_callback(
     params: DropInParams = make_params(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
-        Template.flat(*(None,) * len(operands)),
-        Results.flat(avals),
-        arrays="numpy",
-        place=_place(ctx, callback),
+        (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
+        {"arrays": "numpy"},
+        _place(ctx, callback),
     )
     program = _jax.program_of(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))

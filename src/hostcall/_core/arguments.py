@@ -145,7 +145,7 @@ def conflict(of: str, what: str) -> SpecError:
     return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
 
 
-def choices(allowed: Sequence[str]) -> str:
+def choices(allowed: Sequence[object]) -> str:
     return f"one of {', '.join(map(repr, allowed))}"
 
 

@@ -58,6 +58,15 @@ def _in_order(
     return results
 
 
+_TOKEN_ALONE = (
+    "hostcall: a call with results and without array arguments, which comes after"
+    " another effect or has order='ordered', can't be compiled for a program over"
+    " several processes, since XLA would crash. Give it where=, which may be"
+    " jnp.array(True), or an array that the function ignores; to a feed,"
+    " feed(where=jnp.array(True))"
+)
+
+
 def emit_with_token(
     program: _jax.Program,
     target: str,
@@ -84,14 +93,7 @@ def emit_with_token(
     if not alone and source is not None and token is not None and not operands:
         # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region that
         # a token alone enters and an all-reduce leaves.
-        raise HostcallError(
-            "hostcall: a call with results and without array arguments, which comes"
-            " after another effect or has order='ordered', can't be compiled for a"
-            " program over several processes, since XLA would crash. Give it where=,"
-            " which may be jnp.array(True), or an array that the function ignores; to a"
-            " feed, feed(where=jnp.array(True))",
-            code="hc-device",
-        )
+        raise HostcallError(_TOKEN_ALONE, code="hc-device")
 
     def in_region(
         token: Value | None, operands: Sequence[Value]
@@ -116,18 +118,10 @@ def emit_with_token(
         if outcome is None:
             return list(shared), token
         # Passes the results on, or fails on this device if the outcome says so.
-        return _jax.custom_call(
-            program,
-            targets.VERDICT_TARGET,
-            token,
-            [outcome, *shared],
-            [OUTCOME_AVAL, *avals],
-            avals,
-            returns_token=token is not None,
-            has_side_effect=how["has_side_effect"],
-            attributes=how["attributes"],
-            aliases={1 + i: i for i in range(len(avals))},
-        )
+        passed = {**how, "aliases": {1 + i: i for i in range(len(avals))}}
+        values = (token, [outcome, *shared], [OUTCOME_AVAL, *avals], avals)
+        given = program, targets.VERDICT_TARGET, *values
+        return _jax.custom_call(*given, returns_token=token is not None, **passed)
 
     if alone:
         return in_region(token, operands)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ first their number (in any container), then shapes and dtypes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -26,13 +26,14 @@ from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.arguments import wrong
 from hostcall._core.host_code import own
+from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.callback import Callback
 from hostcall._engine.info import CallInfo
 from hostcall._engine.options import CallOptions
 from hostcall._engine.params.call import CallParams
-from hostcall._jax.types import Effect, Sharding
+from hostcall._jax.types import Effect
 
 logger = logging.getLogger("hostcall")
 
@@ -211,28 +212,24 @@ _NARROW = {
 def make_params(
     kind: Kind,
     fn: Callable[..., Any],
-    template: Template,
-    results: Results,
-    *,
-    ordered: bool = False,
-    vmap_method: str | None = None,
-    sharding: Sharding | None = None,
-    partitioned: bool = False,
-    arrays: Literal["numpy", "free"] = "free",
+    trees: tuple[Template, Results],
+    given: Mapping[str, Any],
     place: Place | None = None,
 ) -> DropInParams:
-    """Builds the parameters of a drop-in that calls `fn`."""
+    """Builds the parameters of a drop-in that calls `fn`.
+
+    `given` are options as JAX's functions take them, and `arrays` as an engine's name.
+    """
+    template, results = trees
+    order: Order = "pure" if kind == "pure" else "unordered"
+    if given.get("ordered"):
+        order = "ordered"
     callback = Callback(
         fn=Static(fn),
         template=template,
         results=results,
         fills=(None,) * len(results.avals),
-        options=CallOptions(
-            order="ordered" if ordered else "pure" if kind == "pure" else "unordered",
-            arrays=arrays,
-            vmap_method=vmap_method,
-            sharding=sharding,
-        ),
+        options=CallOptions.of({**given, "order": order}),
         place=place or users_place(),
     )
     return DropInParams(
@@ -242,7 +239,7 @@ def make_params(
         results_as="nothing" if kind == "debug" else "leaves",
         literals=not jax.config.jax_enable_x64,
         kind=kind,
-        partitioned=partitioned,
+        partitioned=given.get("partitioned", False),
     )
 
 
