@@ -25,7 +25,7 @@ from hostcall._core.portable import (
     tell_record,
 )
 from hostcall._core.spec import Static
-from hostcall._engine.options import TAP, On, Policy, Rows, WhenFull
+from hostcall._engine.options import On, Policy, Rows, WhenFull
 
 
 def print(
@@ -77,7 +77,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    options = {name: value for name, value in locals().items() if name in TAP}
+    options = {name: v for name, v in locals().items() if name in FACE.options}
     check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,
@@ -88,7 +88,7 @@ def print(
         options=_print_options(),
     )
     # As two trees, since a field of `fmt` may be named like an option of tap.
-    tap(printer, args, kwargs, where=where, **options)
+    tap(printer, args, kwargs, **options)
 
 
 _FACE = Face(

@@ -157,8 +157,8 @@ def tap(
     values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
     no device.
     """
-    options = {name: value for name, value in locals().items() if name in TAP}
-    operands, params = prepare(fn, args, kwargs, options, where, always)
+    options = {name: v for name, v in locals().items() if name in FACE.options}
+    operands, params = prepare(fn, args, kwargs, options)
     refuse_pure(params, "hc.tap returns nothing that the program could need")
     bind(*operands, params=params)
 
@@ -206,9 +206,9 @@ def tap_through(
     Cost: that of `hc.tap`, and a copy of `x` unless XLA can reuse its memory. In a
     jitted program over sharded arrays, `x` is gathered and the result is replicated.
     """
-    options = {name: value for name, value in locals().items() if name in TAP}
+    options = {name: v for name, v in locals().items() if name in FACE.options}
     options["order"] = "pure"
-    operands, params = prepare(fn, (x,), {}, options, where, face=_FACE_OF_ONE)
+    operands, params = prepare(fn, (x,), {}, options, _FACE_OF_ONE)
     out: T = rebuilt(params, bind(*operands, params=replace(params, through=True)))
     return out
 
@@ -244,13 +244,11 @@ def prepare(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Mapping[str, Any],
-    where: Any = None,
-    always: Any = None,
     face: mistakes.Face = FACE,
 ) -> tuple[list[jax.Array], TapParams]:
     """Checks a tap's arguments. Returns the operands and parameters of its equation.
 
-    `options` are those of `hc.tap` that are given, apart from `where` and `always`.
+    `options` are those of `hc.tap` that are given.
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     called = check_function(fn, usage, awaits=True, returns=False)
@@ -259,14 +257,14 @@ def prepare(
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
     mistakes.warn_of_own(face, fn, **{o: options[o] for o in _NONE if o in options})
+    where, always = options.get("where"), options.get("always")
     if where is not None:
         operands.insert(0, parse_mask(where, called))
     if always is not None:
         always = parse_mask(always, called, "always")
-        if how.thinned:
-            operands.append(always)
-        else:
-            always = None  # nothing is left out
+    flagged = always is not None and how.thinned  # else nothing is left out
+    if flagged:
+        operands.append(always)
     callback = Callback(
         fn=Static(fn),
         template=template,
@@ -274,9 +272,8 @@ def prepare(
         options=how,
         place=users_place(),
     )
-    return operands, TapParams(
-        callback=callback, masked=where is not None, always=always is not None
-    )
+    masked = where is not None
+    return operands, TapParams(callback=callback, masked=masked, always=flagged)
 
 
 def rebuilt(params: TapParams, arrays: list[jax.Array]) -> Any:

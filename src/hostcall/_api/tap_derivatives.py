@@ -79,9 +79,7 @@ def _seen_in_derivatives(
             code="hc-option",
         )
     inexact = derivatives.split(x)
-    where, always = options.pop("where", None), options.pop("always", None)
-    how: dict[str, Any] = {"where": where, "always": always, "face": _FACES[face]}
-    operands, params = prepare(fn, (inexact,), {}, options, **how)
+    operands, params = prepare(fn, (inexact,), {}, options, _FACES[face])
     refuse_pure(params, "no result depends on it")
     outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
     out: T = derivatives.joined(rebuilt(params, outs), x)
