@@ -43,10 +43,6 @@ class CallParams(Equation):
         return cast(CallOptions, self.callback.options)
 
     @property
-    def parallel(self) -> bool:
-        return self.options.vmap_method == "parallel" and bool(self.grid)
-
-    @property
     def method(self) -> str:
         method = self.options.vmap_method or "sequential"
         return method if isinstance(method, str) else "own"

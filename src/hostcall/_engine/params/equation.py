@@ -55,8 +55,8 @@ class Equation(abc.ABC):
 
     # --- What a kind says of itself -------------------------------------------------
 
-    takes: ClassVar[type[Options]]
-    described_by: ClassVar[type[CallInfo]] = CallInfo
+    takes: ClassVar[type[Options]]  # the options of its place
+    described_by: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays: ClassVar[str] = ""  # why it has none
     word: ClassVar[str] = "call"  # what reports call it
@@ -96,8 +96,8 @@ class Equation(abc.ABC):
 
     @property
     def parallel(self) -> bool:
-        """Whether its rows run at the same time."""
-        return False
+        """Whether it has rows, which run at the same time."""
+        return bool(self.grid) and self.method == "parallel"
 
     @property
     def method(self) -> str:
