@@ -75,7 +75,7 @@ def note(params: Equation) -> None:
         facts.arrays.add(params.options.arrays)
         facts.methods.add(params.method)
         facts.rows = max(facts.rows, math.prod(params.grid))
-        facts.lends |= params.native()["lend"] is not Lend.COPY
+        facts.lends |= params.native["lend"] is not Lend.COPY
         facts.nothing &= not params.avals
 
 

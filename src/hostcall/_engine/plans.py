@@ -150,7 +150,7 @@ def make_plan(
     return _native.Plan(
         **code._asdict(),
         **entry.settings(),
-        **equation.native(),
+        **equation.native,
         args=arguments.leaves,
         results=_results(equation, entry),
         grid=equation.grid,
@@ -364,7 +364,7 @@ def _function(equation: Equation, info: CallInfo, device: Any) -> Callable[..., 
         whole = elsewhere
     elif not callback.template.is_flat:
         whole = _with_trees(whole, fill)
-    if equation.native()["out_tree"] is not None:
+    if equation.native["out_tree"] is not None:
         whole = _with_own_results(whole)
     return whole
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -178,8 +179,9 @@ class BufferParams(CallParams):
         graph = self.command_buffer
         return targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET
 
+    @cached_property
     def native(self) -> dict[str, Any]:
-        return {**super().native(), "lend": _native.Lend.BUFFERS}
+        return {**super().native, "lend": _native.Lend.BUFFERS}
 
     def in_place(self) -> tuple[Function, _native.BufferSettings]:
         shared = {output: number for number, output in self.aliases}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import jax
@@ -38,7 +39,7 @@ class CallParams(Equation):
     takes = CallOptions
     name = "call"
 
-    @property
+    @cached_property
     def options(self) -> CallOptions:
         return cast(CallOptions, self.callback.options)
 
@@ -47,6 +48,7 @@ class CallParams(Equation):
         method = self.options.vmap_method or "sequential"
         return method if isinstance(method, str) else "own"
 
+    @cached_property
     def native(self) -> dict[str, Any]:
         how, tree = self.options, self.callback.results.treedef
         return {

@@ -180,7 +180,7 @@ class DropInParams(CallParams):
     def flavour(self) -> Flavour:
         return FLAVOURS[self.kind]
 
-    @property
+    @cached_property
     def effect(self) -> Effect | None:
         flavour = self.flavour
         of = {"unordered": flavour.unordered, "ordered": flavour.ordered}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 from hostcall import _jax, _native
@@ -75,7 +76,7 @@ class Equation(abc.ABC):
     # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
     devices: ClassVar[tuple[int, ...]] = ()
 
-    @property
+    @cached_property
     def options(self) -> Options:
         return self.callback.options
 
@@ -109,7 +110,7 @@ class Equation(abc.ABC):
         """JAX's transformations that the function sees, in order of application."""
         return ()
 
-    @property
+    @cached_property
     def effect(self) -> Effect | None:
         """The effect that puts it in order; None if it is pure."""
         return EFFECTS[self.options.order]
@@ -141,6 +142,7 @@ class Equation(abc.ABC):
         del avals
         return self.described_by(self, devices, mesh)
 
+    @cached_property
     def native(self) -> dict[str, Any]:
         """What a native plan has of it, apart from what all kinds have.
 
@@ -223,10 +225,12 @@ class Equation(abc.ABC):
         """
         function = self.callback.function
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
-        more = repr(avals), self.levels, self.runs_where_dispatched
-        said = *in_key(self), *in_key(self.options)
+        said = [*in_key(self), *in_key(self.options)]
+        plain = [pair for pair in said if not callable(pair[1])]
+        more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
+        rules = [value for _, value in said if callable(value)]
         who = name_of_held(function) or function
-        return fingerprint((who, type(self).__name__, *more, *said))
+        return fingerprint((who, *rules, repr((more, plain))))
 
     def why_here(self) -> str:
         """Why it can't leave the process; "" if it can."""

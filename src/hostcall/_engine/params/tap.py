@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -60,7 +61,7 @@ class TapParams(Equation):
     runs_by_policy = False
     runs_where_dispatched = False
 
-    @property
+    @cached_property
     def options(self) -> TapOptions:
         return cast(TapOptions, self.callback.options)
 
