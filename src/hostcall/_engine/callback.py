@@ -11,7 +11,7 @@ from hostcall import _jax
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Static, Template
-from hostcall._engine.options import CallOptions, Options, Policy
+from hostcall._engine.options import CallOptions, PlaceOptions, Policy
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,7 +35,7 @@ class Callback:
     template: Template
     results: Results
     fills: tuple[bytes | None, ...] = ()
-    options: Options
+    options: PlaceOptions
     policy: Policy = Policy()
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
     place: Place = field(compare=False)

@@ -164,7 +164,7 @@ def that_travel(cls: type) -> Iterable[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PlaceOptions:
     """The options of every place: of each call and tap.
 
     Attributes:
@@ -193,7 +193,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOptions(Options):
+class CallOptions(PlaceOptions):
     """The options of a call's place.
 
     Attributes:
@@ -213,7 +213,7 @@ class CallOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TapOptions(Options):
+class TapOptions(PlaceOptions):
     """The options of a tap's place, as given to `hc.tap`.
 
     Attributes:

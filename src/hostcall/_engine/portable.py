@@ -32,7 +32,7 @@ from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import options
 from hostcall._engine.callback import Callback
-from hostcall._engine.options import Options, Policy
+from hostcall._engine.options import PlaceOptions, Policy
 from hostcall._engine.params.equation import Equation
 from hostcall._jax.types import Aval
 
@@ -281,7 +281,7 @@ def _parts(told: Told, cls: type[Equation]) -> dict[str, Told]:
         for option, value in (found | params | how).items():
             if value is not None and option in check and not check[option](value):
                 raise Malformed(f"the option {option}={value!r}")
-    place: Options = cls.takes(**how)
+    place: PlaceOptions = cls.takes(**how)
     found["params"] = params
     found["options"] = cls.place_of_text(place, found)
     what = options.pair_refused(_meeting(found))

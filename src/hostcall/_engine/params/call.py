@@ -12,7 +12,7 @@ import jax
 from hostcall._core.portable import Malformed, Told
 from hostcall._engine.info import CallInfo
 from hostcall._engine.masks import CompressedCall
-from hostcall._engine.options import CallOptions, Options
+from hostcall._engine.options import CallOptions, PlaceOptions
 from hostcall._engine.params.equation import Equation, Function
 from hostcall._jax.types import Aval
 from hostcall._native import Lend, ResultForm
@@ -82,7 +82,9 @@ class CallParams(Equation):
         return CompressedCall(self, info, whole), ResultForm.TUPLE
 
     @classmethod
-    def place_of_text(cls, place: Options, told: Mapping[str, Told]) -> Options:
+    def place_of_text(
+        cls, place: PlaceOptions, told: Mapping[str, Told]
+    ) -> PlaceOptions:
         whole = "expand_dims" if told["params"]["levels"] else None
         return replace(
             cast(CallOptions, place),

@@ -25,7 +25,7 @@ from hostcall._core.registry import name_of_held
 from hostcall._engine import targets
 from hostcall._engine.callback import Callback
 from hostcall._engine.info import CallInfo
-from hostcall._engine.options import HERE, Options, in_key
+from hostcall._engine.options import HERE, PlaceOptions, in_key
 from hostcall._jax.types import Aval, Device, Effect, Mesh
 
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
@@ -56,7 +56,7 @@ class Equation(abc.ABC):
 
     # --- What a kind says of itself -------------------------------------------------
 
-    takes: ClassVar[type[Options]]  # the options of its place
+    takes: ClassVar[type[PlaceOptions]]  # the options of its place
     described_by: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays: ClassVar[str] = ""  # why it has none
@@ -77,7 +77,7 @@ class Equation(abc.ABC):
     devices: ClassVar[tuple[int, ...]] = ()
 
     @cached_property
-    def options(self) -> Options:
+    def options(self) -> PlaceOptions:
         return self.callback.options
 
     @property
@@ -237,7 +237,9 @@ class Equation(abc.ABC):
         return self.stays
 
     @classmethod
-    def place_of_text(cls, place: Options, told: Mapping[str, Told]) -> Options:
+    def place_of_text(
+        cls, place: PlaceOptions, told: Mapping[str, Told]
+    ) -> PlaceOptions:
         """The options of a place, with what a text says in another way."""
         del told
         return place
