@@ -16,6 +16,7 @@ import hostcall as hc
 from fuzz.draw import Draw, change
 from fuzz.stablehlo import CONFIG, telling, text_of, told_in, with_text
 from hostcall._api.export import container, program
+from hostcall._core import options
 from hostcall._primitives import travel
 
 X = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
@@ -65,6 +66,20 @@ CALLS = [
         (X,),
         [WHOLE, WHOLE],
     ),
+]
+# Each value of the options that leave the process; those above have the other ones.
+NOT_HERE = ("pure", "cuda", "out", None)
+CALLS += [
+    (lambda x, how={name: value}: hc.call(sine, x, x, **how), (X,), [WHOLE, WHOLE])
+    for name in ("arrays", "lend", "fail", "vmap_method")
+    for value in options.CALL[name].values
+    if value not in NOT_HERE
+]
+CALLS += [
+    (lambda x, how={name: value}: hc.tap(seen, x, **how), (X,), [WHOLE])
+    for name, row in options.TAP.items()
+    for value in row.values
+    if value not in NOT_HERE
 ]
 
 

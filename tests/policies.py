@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import hostcall as hc
+from hostcall._core import options
 
-OF_FUNCTIONS = {
-    *("timeout", "executor", "concurrency", "coalesce", "wait", "cache", "version")
+OF_FUNCTIONS = set(options.POLICY)
+
+# Values for tests that choose options, of those that have more than the table can list.
+SOME = {
+    **dict.fromkeys(("concurrency", "coalesce", "batch", "prefetch"), (1, 3)),
+    **{
+        "timeout": (60, 60.5),
+        "wait": (0, 0.01),
+        "every": (2, 0.5),
+        "sample": (0.5, 1.0),
+    },
+    **{"cache": ("memory",), "version": (1, "a"), "tag": ("a tag",), "executor": ()},
 }
 
 
-def split(fn, options):
+def some(table):
+    """Values for each option of a table."""
+    return {name: row.values or SOME[name] for name, row in table.items()}
+
+
+def split(fn, given):
     """(a `hc.host` function if an option is a function's, the options of the place)."""
-    policy = {option: options[option] for option in OF_FUNCTIONS & options.keys()}
-    place = {key: value for key, value in options.items() if key not in policy}
+    policy = {option: given[option] for option in OF_FUNCTIONS & given.keys()}
+    place = {key: value for key, value in given.items() if key not in policy}
     return hc.host(fn, **policy) if policy else fn, place
 
 
-def call(fn, result, *args, **options):
-    fn, place = split(fn, options)
+def call(fn, result, *args, **given):
+    fn, place = split(fn, given)
     return hc.call(fn, result, *args, **place)

@@ -14,17 +14,17 @@ import pytest
 from platforms import without_xlas_words
 
 import hostcall as hc
-from hostcall import _jax
+from hostcall._primitives import once
 from hostcall._primitives.call import lowering
 from hostcall._primitives.call.primitive import call_p
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    _jax.register_lowering(call_p, lowering.lower_through_jax)
+    once.register(call_p, lowering.lower_through_jax, lowering.lower_here)
     jax.clear_caches()
     yield
-    _jax.register_lowering(call_p, lowering._lower, lowering._lower_elsewhere)
+    once.register(call_p, lowering.lower_here, lowering.lower_through_jax)
     jax.clear_caches()
 
 
@@ -110,12 +110,8 @@ def test_the_report_of_jax_ends_with_the_code(returned, code):
 
 
 def test_other_platforms_are_refused():
-    class Context:
-        class module_context:
-            platforms = ("cpu", "rocm")
-
+    once.register(call_p, lowering.lower_here, lowering.lower_through_jax)
     spec = jax.ShapeDtypeStruct((), np.float32)
-    jaxpr = jax.make_jaxpr(lambda x: hc.call(np.sin, spec, x))(np.float32(0))
-    params = jaxpr.eqns[0].params
+    traced = jax.jit(lambda x: hc.call(np.sin, spec, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
-        lowering._lower_elsewhere(Context, **params)
+        traced.lower(lowering_platforms=("cpu", "rocm"))

@@ -1,20 +1,23 @@
 """Any tree of any arrays, under any vmap, compared with the same function without JAX."""
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import policies
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hostcall as hc
+from hostcall._core import options
 
 DTYPES = [
     *map(np.dtype, ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"]),
     *map(np.dtype, ["float16", "float32", "complex64", ml_dtypes.bfloat16]),
 ]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-ORDERS = st.sampled_from(["pure", "unordered", "ordered"])
+ORDERS = st.sampled_from(options.CALL["order"].values)
 
 
 def numbers(shape, dtype, seed):
@@ -144,3 +147,59 @@ def test_vmap(method):
             assert len(calls) == (1 if method == "broadcast_all" else size)
 
     check()
+
+
+# --- Any options of the tables ----------------------------------------------------------
+
+
+def chosen(table):
+    """Some of the options of a table, with values that fit."""
+    some = {name: st.sampled_from(v) for name, v in policies.some(table).items() if v}
+    return st.fixed_dictionaries({}, optional=some)
+
+
+def code_of(run):
+    """The code of the error that this raises; None if it raises none."""
+    try:
+        with hc.reraise():
+            jax.block_until_ready(run())
+    except hc.errors.HostcallError as error:
+        return error.code
+    return None
+
+
+def twice(x, out=None):
+    return np.from_dlpack(x) * 2
+
+
+@settings(max_examples=60)
+@given(how=chosen(options.CALL))
+def test_any_options_of_a_call_are_refused_or_give_the_result(how):
+    batch = jnp.arange(3, dtype=jnp.float32)
+    spec = jax.ShapeDtypeStruct((), jnp.float32)
+    program = jax.jit(jax.vmap(lambda x: policies.call(twice, spec, x, **how)))
+    code = code_of(lambda: program(batch))
+    if code is None:
+        np.testing.assert_array_equal(program(batch), 2 * np.arange(3), str(how))
+    elif code != "hc-conflict":
+        assert how["arrays"] == "cuda", code  # there is no GPU here
+
+
+@settings(max_examples=60)
+@given(how=chosen(options.TAP))
+def test_any_options_of_a_tap_are_refused_or_deliver_the_values(how):
+    seen = []
+
+    def program(x):
+        hc.tap(lambda v: seen.extend(np.ravel(np.from_dlpack(v))), x, **how)
+        return x
+
+    hc.barrier()
+    batch = jnp.arange(3, dtype=jnp.float32)
+    code = code_of(lambda: jax.jit(jax.vmap(program))(batch))
+    if code is not None:
+        assert code in ("hc-conflict", "hc-dropped"), how
+        return
+    hc.barrier()
+    thinned = how.keys() & {"every", "sample"}
+    assert sorted(seen) == [0, 1, 2] or (thinned and set(seen) < {0, 1, 2}), how

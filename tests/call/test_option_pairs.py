@@ -25,6 +25,7 @@ import pytest
 from meshes import line
 
 import hostcall as hc
+from hostcall._core import options
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 ROWS = np.arange(4, dtype=np.float32)
@@ -93,6 +94,16 @@ OPTIONS = {
     "version": {"cache": "memory", "version": 1},
 }
 ONLY_CALL = {"on", "fail"}
+
+
+def test_every_option_and_value_of_the_table_is_here():
+    here = [pair for each in OPTIONS.values() for pair in each.items()]
+    assert options.CALL.keys() <= {name for name, _ in here}
+    for name in ("order", "vmap_method", "arrays", "lend"):
+        left_out = {"numpy", "pure", "sequential", "broadcast_all", False, None}
+        values = [value for option, value in here if option == name]
+        assert set(options.CALL[name].values) - left_out <= set(values), name
+
 
 # Of each option: what comes of it with those that follow it.
 PAIRS = {

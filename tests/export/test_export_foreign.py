@@ -230,8 +230,8 @@ TEXTS = {
     "rows": (CALL, lambda t: t["params"].update(grid=[3]), "whose description says"),
     "a mask": (ORDERED, lambda t: t["params"].update(masked=True), "names where= of"),
     "a tap": (CALL, lambda t: t.update(equation="tap"), "that names .hostcall_call"),
-    "pure": (ORDERED, lambda t: t["params"].update(order="pure"), "description says"),
-    "ordered": (CALL, lambda t: t["params"].update(order="ordered"), "XLA may drop"),
+    "pure": (ORDERED, lambda t: t["options"].update(order="pure"), "description says"),
+    "ordered": (CALL, lambda t: t["options"].update(order="ordered"), "XLA may drop"),
     "linked": (ORDERED, lambda t: t.update(linked=True), "whose description says"),
     "not linked": (LINKED, lambda t: t.update(linked=False), "whose description says"),
     "a power": (

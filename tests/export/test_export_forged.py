@@ -87,7 +87,7 @@ def params(**new):
 
 
 def options(**new):
-    return lambda told: told["callback"].update(new)
+    return lambda told: told["options"].update(new)
 
 
 def top(**new):
@@ -116,8 +116,8 @@ FORGED = [
     ("call", params(grid=[BIG], batched=[[True]])),
     ("call", params(masked=True)),
     ("call", params(results_as="x")),
-    ("call", params(order="x")),
-    ("call", params(keep=2)),
+    ("call", options(order="x")),
+    ("call", options(keep=2)),
     ("call", top(operands=[["float32", 2**58]])),
     ("call", top(fills=[])),
     ("call", top(fills=["AAA="])),
@@ -148,24 +148,24 @@ FORGED = [
     ("call", top(operands=[["07i4, f4", 3, 4]])),
     ("mask", both(top(operands=[]), params(batched=[]))),
     ("mask", top(fills=["AAA="])),
-    ("mask", params(keep=2)),
+    ("mask", options(keep=2)),
     ("mask", params(masked=False)),
     ("mask", params(grid=[BIG], batched=[[True], [False]])),
     ("masks", params(batched=[[False], [True]])),
     ("masks", params(batched=[[True]])),
     ("whole", params(levels=3)),
-    ("tap", params(every=0)),
-    ("tap", params(every=-3)),
-    ("tap", params(every=float("nan"))),
-    ("tap", params(every=True)),
-    ("tap", params(sample=-1.0)),
-    ("tap", params(sample=2.0)),
-    ("tap", params(batch=-5)),
-    ("tap", params(batch=2, order="ordered")),
-    ("tap", params(when_full="NO")),
-    ("tap", params(remat="x")),
-    ("tap", params(on="x")),
-    ("tap", params(rows="x")),
+    ("tap", options(every=0)),
+    ("tap", options(every=-3)),
+    ("tap", options(every=float("nan"))),
+    ("tap", options(every=True)),
+    ("tap", options(sample=-1.0)),
+    ("tap", options(sample=2.0)),
+    ("tap", options(batch=-5)),
+    ("tap", options(batch=2, order="ordered")),
+    ("tap", options(when_full="NO")),
+    ("tap", options(remat="x")),
+    ("tap", options(on="x")),
+    ("tap", options(rows="x")),
     ("tap", params(always=True)),
     ("tap", params(through=True)),
     ("tap", params(masked=True)),

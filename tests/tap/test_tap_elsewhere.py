@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall import _jax
+from hostcall._primitives import once
 from hostcall._primitives.tap import lowering
 from hostcall._primitives.tap.primitive import tap_p
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    _jax.register_lowering(tap_p, lowering.lower_through_jax)
+    once.register(tap_p, lowering.lower_through_jax, lowering.lower_here)
     jax.clear_caches()
     yield
-    _jax.register_lowering(tap_p, lowering._lower, lowering._lower_elsewhere)
+    once.register(tap_p, lowering.lower_here, lowering.lower_through_jax)
     jax.clear_caches()
 
 
@@ -114,10 +114,7 @@ def test_an_error_is_the_object_itself():
 
 
 def test_other_platforms_are_refused(seen):
-    class Context:
-        class module_context:
-            platforms = ("cpu", "rocm")
-
-    jaxpr = jax.make_jaxpr(lambda x: hc.tap(seen.append, x))(np.float32(0))
+    once.register(tap_p, lowering.lower_here, lowering.lower_through_jax)
+    traced = jax.jit(lambda x: hc.tap(seen.append, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
-        lowering._lower_elsewhere(Context, **jaxpr.eqns[0].params)
+        traced.lower(lowering_platforms=("cpu", "rocm"))

@@ -9,13 +9,21 @@ import jax
 
 from hostcall._core import mistakes
 from hostcall._core.arguments import check_function, parse_mask, parse_on
-from hostcall._core.callback import Arrays, Fail, Lend
+from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.host_code import HostCode, handle
+from hostcall._core.options import (
+    CALL,
+    POLICY,
+    Arrays,
+    CallOptions,
+    Fail,
+    Lend,
+    check,
+)
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._engine.options import POLICY, check
+from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.call.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
@@ -171,9 +179,8 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    options: dict[str, Any] = dict(_DEFAULTS)
-    given: dict[str, Any] = {"order": order, "vmap_method": vmap_method}
-    given |= {"arrays": arrays, "lend": lend, "tag": tag}
+    given = {name: value for name, value in locals().items() if name in CALL}
+    options = dict(vars(CallOptions()))
     made, owner, code = handle(fn), None, fn
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee
@@ -182,7 +189,7 @@ def call(
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     options |= {option: value for option, value in given.items() if value is not None}
     awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**options, "fail": fail, "awaits": awaits}, fn=fn)
+    check(f"`{name}`", {**options, "awaits": awaits}, fn=fn)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if options["lend"] == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
@@ -193,12 +200,10 @@ def call(
     mask = None if where is None else parse_mask(where, name, fn=fn)
     fills = parse_fill(fill, results, name)
     place = users_place(fn)
-    options |= {"fail": fail, "sharding": parse_on(on, name)}
-    how = options, code, template, results, fills, place, operands, mask, owner
-    return results.fill(make(*how))
-
-
-_DEFAULTS = {"order": "pure", "vmap_method": None, "arrays": "numpy", "lend": False}
+    options["sharding"] = parse_on(on, name)
+    trees = template, results, fills
+    callback = Callback.of(code, trees, place, options, owner)
+    return results.fill(make(callback, operands, mask))
 
 
 def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
@@ -213,8 +218,14 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     results, mask = parse_result(None, name), parse_mask(where, name, fn=fn)
-    options = {"order": "unordered", "keep": keep}
-    make(options, fn, template, results, (), users_place(fn), operands, mask)
+    callback = Callback(
+        fn=Static(fn),
+        template=template,
+        results=results,
+        options=CallOptions(order="unordered", keep=keep),
+        place=users_place(fn),
+    )
+    make(callback, operands, mask)
 
 
 _FACE = mistakes.Face(
@@ -233,7 +244,7 @@ _FACE = mistakes.Face(
         **{
             option: "it says how the function is run wherever it is called. Write"
             f" hc.call(hc.host(fn, {option}=...), result, *args)"
-            for option in (*POLICY, "version")
+            for option in POLICY
         },
     },
 )

@@ -82,10 +82,10 @@ class collect:
             out = self._fn(*args, **kwargs)
         return out, seen
 
-    def take(self, tag: str, args: Any, kwargs: Any) -> None:
+    def take(self, name: str, args: Any, kwargs: Any) -> None:
         alone = args[0] if len(args) == 1 else args
         value = (args, kwargs) if kwargs else alone
-        self._seen.setdefault(tag, []).append(jax.tree.map(_of_its_own, value))
+        self._seen.setdefault(name, []).append(jax.tree.map(_of_its_own, value))
 
 
 def _of_its_own(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from hostcall import _native
 from hostcall._core import config, mistakes
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import SpecError
-from hostcall._engine.options import Option, check, choice
+from hostcall._core.options import Option, check, choice
 from hostcall._runtime import flights
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ _FACE = mistakes.Face(
 )
 
 
-def _is_loop(given: Any) -> bool:
+def _is_loop(given: object) -> bool:
     import asyncio
 
     own = isinstance(given, str) and given == "own"

@@ -16,10 +16,16 @@ from hostcall._api.tap import FACE, tap
 from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
+from hostcall._core.options import On, Policy, Rows, WhenFull
 from hostcall._core.order import Order
-from hostcall._core.portable import Malformed, NotPortable, read_record, tell_record
+from hostcall._core.portable import (
+    Malformed,
+    NotPortable,
+    Told,
+    read_record,
+    tell_record,
+)
 from hostcall._core.spec import Static
-from hostcall._engine.params.tap import On, Rows, WhenFull
 
 
 def print(
@@ -71,6 +77,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
+    options = {name: v for name, v in locals().items() if name in FACE.options}
     check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,
@@ -80,17 +87,8 @@ def print(
         end=end,
         options=_print_options(),
     )
-    tap(  # as two trees, since a field of `fmt` may be named like an option of tap
-        printer,
-        args,
-        kwargs,
-        order=order,
-        where=where,
-        rows=rows,
-        when_full=when_full,
-        every=every,
-        on=on,
-    )
+    # As two trees, since a field of `fmt` may be named like an option of tap.
+    tap(printer, args, kwargs, **options)
 
 
 _FACE = Face(
@@ -111,7 +109,7 @@ def _hint(keyword: str) -> str:
     return _FACE.hint(keyword)
 
 
-def _numbers_in(tree: Any) -> tuple[int, ...]:
+def _numbers_in(tree: object) -> tuple[int, ...]:
     """Which leaves are Python's numbers in containers, such as those of a shape."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return tuple(
@@ -162,7 +160,7 @@ class Printer(HostCode):
         stream.write(text, file, flush=self.flush)
 
 
-def tell(printer: Printer, _: bool) -> Any:
+def tell(printer: Printer, _: bool) -> dict[str, Any]:
     if printer.file is not None:
         raise NotPortable(
             "file= is a stream of this process. Leave it out: the line goes to what"
@@ -182,7 +180,7 @@ _TEXT = {
 }
 
 
-def read(told: Any) -> tuple[Printer, dict[str, Any]]:
+def read(told: Told) -> tuple[Printer, Policy]:
     found = read_record(told, _TEXT)
     if fault := plain_format.fault(found["fmt"]):
         raise Malformed(f"the format {found['fmt']!r}, which {fault}")
@@ -191,7 +189,7 @@ def read(told: Any) -> tuple[Printer, dict[str, Any]]:
             raise Malformed(f"the print option {name}={value!r}")
     if min(found["numbers"], default=0) < 0:
         raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
-    return Printer(file=None, loaded=True, **found), {}
+    return Printer(file=None, loaded=True, **found), Policy()
 
 
 def _of_python(array: np.ndarray) -> Any:
@@ -211,16 +209,16 @@ def _print_options() -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _up_to(most: int) -> Callable[[Any], bool]:
+def _up_to(most: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and 0 <= value <= most
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
 # Each print option: its default, and which values of it may come from a file.
-_OPTIONS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+_OPTIONS: dict[str, tuple[object, Callable[[object], bool]]] = {
     "edgeitems": (3, _up_to(2**31)),
     "threshold": (1000, _up_to(sys.maxsize)),
     "floatmode": (

@@ -21,7 +21,7 @@ from hostcall._core.spec import is_numeric
 # --- When the line is printed --------------------------------------------------------
 
 
-def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def formatted(fmt: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """`fmt.format(*args, **kwargs)`; a spec holds for each element of an array."""
     shown = [*map(printable, args)]
     named = {k: printable(v) for k, v in kwargs.items()}
@@ -31,7 +31,7 @@ def formatted(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return EachElement().filled(fmt, shown, named)
 
 
-def printable(value: Any) -> Any:
+def printable(value: object) -> object:
     """Converts scalars of small types to Python's: they support no format specs."""
     if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
         return value
@@ -48,8 +48,8 @@ class EachElement(string.Formatter):
     def filled(
         self,
         fmt: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         unnamed: Iterator[int] | None = None,
     ) -> str:
         """`fmt.format(*args, **kwargs)` with the rules of this class.
@@ -70,7 +70,7 @@ class EachElement(string.Formatter):
             parts.append(self.format_field(value, spec))
         return "".join(parts)
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:
+    def convert_field(self, value: object, conversion: Any) -> object:
         if conversion and isinstance(value, np.ndarray) and not value.ndim:
             return str(value)
         return super().convert_field(value, conversion)
@@ -79,7 +79,7 @@ class EachElement(string.Formatter):
         if not isinstance(value, np.ndarray) or not value.ndim or not format_spec:
             return str(super().format_field(value, format_spec))
 
-        def show(element: Any) -> str:
+        def show(element: np.ndarray) -> str:
             return format(element.item(), format_spec)
 
         return np.array2string(value, formatter={"all": show})
@@ -89,9 +89,9 @@ class EachElement(string.Formatter):
 
 
 def check(
-    fmt: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    fmt: object,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     hint: Callable[[str], str],
 ) -> None:
     """Refuses a format that can't be read, or that the arguments do not fit.
@@ -118,7 +118,18 @@ def check(
             " traced, before its values exist. Write hc.print('x = {}', x)",
             code="hc-traced",
         )
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    _check_fields(fmt, fields, args, kwargs, hint)
+
+
+def _check_fields(
+    fmt: str,
+    fields: Sequence[tuple[int | str, str]],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    hint: Callable[[str], str],
+) -> None:
+    """Refuses arguments that don't fit the fields; see `check`."""
+    given: dict[Any, object] = {**dict(enumerate(args)), **kwargs}
     used = dict.fromkeys(name for name, _ in fields)
     missing = [name for name in used if name not in given]
     if missing:
@@ -209,7 +220,7 @@ def _how_to_give(
     return f"Its fields without names need {counted(last + 1, 'positional argument')}"
 
 
-def _why_not(value: Any, spec: str) -> str:
+def _why_not(value: object, spec: str) -> str:
     """Why a value can't be formatted by a spec, as far as its type tells; or ""."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     if isinstance(value, (bool, int, float, complex)):
@@ -237,5 +248,5 @@ def _why_no_number(dtype: np.dtype, is_scalar: bool, spec: str) -> str:
     return ""
 
 
-def _listed(names: Sequence[Any]) -> str:
+def _listed(names: Sequence[object]) -> str:
     return ", ".join(map(str, names)) or "none"

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, parse_mask, parse_on_of_tap
-from hostcall._core.callback import Arrays, Callback
+from hostcall._core.arguments import check_function, parse_mask
+from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
+from hostcall._core.options import (
+    TAP,
+    Arrays,
+    On,
+    Remat,
+    Rows,
+    TapOptions,
+    WhenFull,
+    check,
+)
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
-from hostcall._engine.options import TAP, check
-from hostcall._engine.params.tap import On, Remat, Rows, TapParams, WhenFull
+from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.tap.primitive import bind
 
 T = TypeVar("T")
 
 _NO_RESULT = parse_result(None, "a tap")
+# Options that do nothing by default, so that a value may have been for the function.
+_NONE = [option.name for option in fields(TapOptions) if option.default is None]
 
 
 def tap(
@@ -146,23 +157,8 @@ def tap(
     values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
     no device.
     """
-    operands, params = prepare(
-        fn,
-        args,
-        kwargs,
-        order=order,
-        where=where,
-        when_full=when_full,
-        rows=rows,
-        remat=remat,
-        on=on,
-        arrays=arrays,
-        every=every,
-        sample=sample,
-        always=always,
-        batch=batch,
-        tag=tag,
-    )
+    options = {name: v for name, v in locals().items() if name in FACE.options}
+    operands, params = prepare(fn, args, kwargs, options)
     refuse_pure(params, "hc.tap returns nothing that the program could need")
     bind(*operands, params=params)
 
@@ -210,21 +206,9 @@ def tap_through(
     Cost: that of `hc.tap`, and a copy of `x` unless XLA can reuse its memory. In a
     jitted program over sharded arrays, `x` is gathered and the result is replicated.
     """
-    operands, params = prepare(
-        fn,
-        (x,),
-        {},
-        order="pure",
-        where=where,
-        when_full=when_full,
-        rows=rows,
-        remat=remat,
-        arrays=arrays,
-        every=every,
-        sample=sample,
-        tag=tag,
-        face=_FACE_OF_ONE,
-    )
+    options = {name: v for name, v in locals().items() if name in FACE.options}
+    options["order"] = "pure"
+    operands, params = prepare(fn, (x,), {}, options, _FACE_OF_ONE)
     out: T = rebuilt(params, bind(*operands, params=replace(params, through=True)))
     return out
 
@@ -247,7 +231,7 @@ _FACE_OF_ONE = mistakes.Face("hc.tap_through", "hc.tap_through({fn}, ({args}))")
 
 
 def refuse_pure(params: TapParams, why: str) -> None:
-    if params.order == "pure":
+    if params.effect is None:
         raise SpecError(
             f"hostcall: order='pure' would drop the tap `{params.callback.name}`:"
             f" {why}. Leave out order=, or use hc.tap_through and its result",
@@ -256,61 +240,43 @@ def refuse_pure(params: TapParams, why: str) -> None:
 
 
 def prepare(
-    fn: Any,
-    args: Any,
-    kwargs: Any,
-    *,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Mapping[str, Any],
     face: mistakes.Face = FACE,
-    order: Order = "unordered",
-    arrays: Arrays = "numpy",
-    where: Any = None,
-    on: Any = "once",
-    always: Any = None,
-    tag: Any = None,
-    **others: Any,
-) -> tuple[list[Any], TapParams]:
+) -> tuple[list[jax.Array], TapParams]:
     """Checks a tap's arguments. Returns the operands and parameters of its equation.
 
-    `others` are options that are fields of `TapParams`.
+    `options` are those of `hc.tap` that are given.
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     called = check_function(fn, usage, awaits=True, returns=False)
-    given = {"order": order, "arrays": arrays, "tag": tag, **others}
-    check(f"the tap `{called}`", given, TAP)
-    on, device = parse_on_of_tap(on, called)
+    check(f"the tap `{called}`", options, TAP)
+    how = TapParams.takes.of(options)
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
-    thinned = {option: others.get(option) for option in ("every", "sample")}
-    mistakes.warn_of_own(face, fn, batch=others.get("batch"), tag=tag, **thinned)
+    mistakes.warn_of_own(face, fn, **{o: options[o] for o in _NONE if o in options})
+    where, always = options.get("where"), options.get("always")
     if where is not None:
         operands.insert(0, parse_mask(where, called))
     if always is not None:
         always = parse_mask(always, called, "always")
-        if not any(thinned.values()):
-            always = None  # nothing is left out
-        else:
-            operands.append(always)
+    flagged = always is not None and how.thinned  # else nothing is left out
+    if flagged:
+        operands.append(always)
     callback = Callback(
         fn=Static(fn),
         template=template,
         results=_NO_RESULT,
-        fills=(),
-        arrays=arrays,
-        tag=tag,
+        options=how,
         place=users_place(),
     )
-    return operands, TapParams(
-        callback=callback,
-        masked=where is not None,
-        order=order,
-        on=on,
-        device=device,
-        always=always is not None,
-        **others,
-    )
+    masked = where is not None
+    return operands, TapParams(callback=callback, masked=masked, always=flagged)
 
 
-def rebuilt(params: TapParams, arrays: list[Any]) -> Any:
+def rebuilt(params: TapParams, arrays: list[jax.Array]) -> Any:
     """Rebuilds the one argument of a tap from its arrays."""
     template = params.callback.template
     (x,), _ = template.fill(wrap_keys(arrays, template.keys))

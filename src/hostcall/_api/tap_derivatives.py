@@ -68,7 +68,9 @@ _IN_DERIVATIVES = {
 }
 
 
-def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
+def _seen_in_derivatives(
+    face: str, fn: Callable[..., Any], x: T, options: dict[str, Any]
+) -> T:
     for unknown in sorted(set(options) - FACE.options):
         told = f"Its options are those of hc.tap: {', '.join(sorted(FACE.options))}"
         raise SpecError(
@@ -77,7 +79,7 @@ def _seen_in_derivatives(face: str, fn: Any, x: T, options: Any) -> T:
             code="hc-option",
         )
     inexact = derivatives.split(x)
-    operands, params = prepare(fn, (inexact,), {}, face=_FACES[face], **options)
+    operands, params = prepare(fn, (inexact,), {}, options, _FACES[face])
     refuse_pure(params, "no result depends on it")
     outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
     out: T = derivatives.joined(rebuilt(params, outs), x)

@@ -14,11 +14,11 @@ from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
+from hostcall._core.options import WHOLE, CallOptions, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Static, Template, canonical
-from hostcall._engine.options import WHOLE, check
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._primitives.buffer import bind
 
@@ -129,8 +129,7 @@ def buffer_callback(
             out_tree,
             avals,
             place,
-            order=order,
-            vmap_method=vmap_method,
+            options=CallOptions(order=order, vmap_method=vmap_method),
             aliases=_check_aliases(wanted, operands, avals),
             command_buffer=command_buffer_compatible,
         )
@@ -181,21 +180,22 @@ def make_params(
     out_tree: _jax.TreeDef,
     avals: tuple[_jax.Aval, ...],
     place: Place,
-    **options: Any,
+    options: CallOptions,
+    **others: Any,
 ) -> BufferParams:
-    """The parameters of an equation that calls `callback`; `options` are the rest."""
+    """The parameters of an equation that calls `callback`; `others` are the rest."""
     return BufferParams(
         callback=Callback(
             fn=Static(callback),
             template=Template(in_tree, (None,) * in_tree.num_leaves),
             results=Results(out_tree, avals, (None,) * len(avals)),
             fills=(None,) * len(avals),
-            lend="buffers",
+            options=options,
             place=place,
         ),
         avals=avals,
         masked=False,
-        **options,
+        **others,
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.arguments import refuse_coroutines
+from hostcall._core.options import WHOLE
 from hostcall._core.spec import Results, Template
-from hostcall._engine.options import WHOLE
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.drop_in.primitive import bind
@@ -151,10 +151,11 @@ def call_back(
     params = make_params(
         kind,
         callback,
-        Template(in_tree, (None,) * len(leaves)),
-        Results(out_tree, avals, (None,) * len(avals)),
-        arrays=arrays_of(arrays),
-        **options,
+        (
+            Template(in_tree, (None,) * len(leaves)),
+            Results(out_tree, avals, (None,) * len(avals)),
+        ),
+        {**options, "arrays": arrays_of(arrays)},
     )
     return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
 

@@ -157,15 +157,9 @@ def _bind(
     """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
     marks = tuple(None if _jax.is_traceable(x) else Static(x) for x in leaves)
-    params = make_params(
-        "debug",
-        fn,
-        Template(treedef, marks),
-        Results(jax.tree.structure(None), (), ()),
-        ordered=ordered,
-        partitioned=partitioned,
-        arrays=arrays,
-    )
+    trees = Template(treedef, marks), Results(jax.tree.structure(None), (), ())
+    given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
+    params = make_params("debug", fn, trees, given)
     operands = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
     bind(*operands, params=params)
 

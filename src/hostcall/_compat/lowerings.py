@@ -19,11 +19,11 @@ from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
 from hostcall._compat.callbacks import OPTIONS
 from hostcall._core.host_code import HostCode
+from hostcall._core.options import CallOptions
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine import targets
 from hostcall._engine.params.drop_in import (
-    DropInInfo,
     DropInParams,
     Kind,
     arrays_of,
@@ -60,15 +60,10 @@ def _lower(
     fn, template = callback, Template.flat(*marks)
     if isinstance(callback, _jax.FlatCallback):
         fn, template = callback.callback_func, Template(callback.in_tree, marks)
-    params = make_params(
-        kind,
-        fn,
-        template,
-        Results.flat(_jax.physical_avals(ctx.avals_out)),
-        arrays=arrays_of(chosen or "jax"),
-        place=_place(ctx, fn),
-        **{key: given[key] for key in OPTIONS[kind]},
-    )
+    trees = template, Results.flat(_jax.physical_avals(ctx.avals_out))
+    options = {key: given[key] for key in OPTIONS[kind]}
+    options["arrays"] = arrays_of(chosen or "jax")
+    params = make_params(kind, fn, trees, options, _place(ctx, fn))
     return lowering.lower(ctx, *operands, params=params)
 
 
@@ -82,8 +77,10 @@ def _lower_buffer(
         given["out_tree"],
         tuple(_jax.physical_avals(ctx.avals_out)),
         _place(ctx, callback),
-        order="unordered" if given["has_side_effect"] else "pure",
-        vmap_method=given["vmap_method"],
+        CallOptions(
+            order="unordered" if given["has_side_effect"] else "pure",
+            vmap_method=given["vmap_method"],
+        ),
         aliases=tuple(given["input_output_aliases"]),
         command_buffer=given["command_buffer_compatible"],
     )
@@ -123,15 +120,14 @@ def emit_python_callback(
     params: DropInParams = make_params(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
-        Template.flat(*(None,) * len(operands)),
-        Results.flat(avals),
-        arrays="numpy",
-        place=_place(ctx, callback),
+        (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
+        {"arrays": "numpy"},
+        _place(ctx, callback),
     )
     program = _jax.program_of(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    info = DropInInfo(params, program.by_ordinal, program.mesh)
+    info = params.info(program.by_ordinal, program.mesh)
     attributes, source = call_lowering.prepare(
         program,
         info,

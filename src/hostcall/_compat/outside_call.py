@@ -25,7 +25,7 @@ from hostcall._api.tap import tap
 from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
-from hostcall._core.order import effects_of
+from hostcall._core.order import ORDERED, effects_with
 from hostcall._core.spec import Static
 from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._runtime import context
@@ -182,7 +182,7 @@ def _abstract_eval(
     *avals: _jax.Aval, params: Outside
 ) -> tuple[list[_jax.Aval], set[_jax.Effect]]:
     results = avals if params.identity else params.avals
-    return list(results), effects_of("ordered")
+    return list(results), effects_with(ORDERED)
 
 
 # --- batching ------------------------------------------------------------------------

@@ -134,16 +134,6 @@ def parse_on(on: object, name: str) -> Sharding | None:
     raise wrong("on", f"`{name}`", wanted, on)
 
 
-def parse_on_of_tap(on: object, name: str) -> tuple[str, jax.Device | None]:
-    """(on, device) for a tap's parameters: a device taps once, with the whole value."""
-    if isinstance(on, jax.Device):
-        return "once", on
-    if not isinstance(on, str) or on not in ("once", "process", "shards"):
-        wanted = "'once', 'process', 'shards' or a device, such as jax.devices()[0]"
-        raise wrong("on", f"the tap `{name}`", wanted, on)
-    return on, None
-
-
 # --- Options -------------------------------------------------------------------------
 
 
@@ -160,7 +150,7 @@ def conflict(of: str, what: str) -> SpecError:
     return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
 
 
-def choices(allowed: Sequence[str]) -> str:
+def choices(allowed: Sequence[object]) -> str:
     return f"one of {', '.join(map(repr, allowed))}"
 
 

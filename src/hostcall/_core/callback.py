@@ -1,65 +1,17 @@
-"""The user's function, with how it gets its arguments and how it is run."""
+"""A function with its trees, as all equations and all plans have it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from hostcall import _jax
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.options import CallOptions, PlaceOptions, Policy
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Static, Template
-
-# "free" is for drop-ins: jax.Arrays that are not committed to a device.
-Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
-Fail = Literal["together", "alone"]
-Lend = Literal[False, True, "out", "buffers"]
-
-
-_WAIT = 0.002  # seconds that a call waits for others without `wait=`
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How a function is run, wherever it is called (`hc.host`).
-
-    Attributes:
-        timeout: the limit in seconds, or None.
-        executor: runs the rows of a parallel call; see _policies/executors.py.
-        concurrency: how many calls of a coroutine function wait at the same time, or
-            None for the default.
-        coalesce: (the most calls that are merged, seconds that one waits), or None.
-        cache: where results are kept, a `Part` of _policies/stores.py; or None. It is
-            not compared: it belongs to the function.
-        owner: the HostFunction that has it, or None.
-    """
-
-    timeout: float | None = None
-    executor: Static | None = None
-    concurrency: int | None = None
-    coalesce: tuple[int, float] | None = None
-    cache: Any = field(default=None, compare=False)
-    owner: Any = field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
-        """The policy in options as `hc.host` takes them."""
-        given = {
-            each: options.get(each) for each in ("timeout", "concurrency", "cache")
-        }
-        executor, coalesce = options.get("executor"), options.get("coalesce")
-        merged, wait = None, options.get("wait")
-        if coalesce is not None:
-            merged = coalesce, float(_WAIT if wait is None else wait)
-        pool = None if executor is None else Static(executor)
-        return cls(executor=pool, coalesce=merged, owner=owner, **given)
-
-    @property
-    def pool(self) -> Any:
-        """The executor of its rows; None for the default."""
-        return None if self.executor is None else self.executor.value
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,12 +23,8 @@ class Callback:
         template: how to rebuild (args, kwargs) from arrays.
         results: the structure, shapes and dtypes of what it returns.
         fills: for each result, the bytes that a masked row gets, or None for zeros.
-        arrays: the kind of array that the function gets.
-        lend: whether it gets views of XLA's memory, or Buffers of it.
+        options: of the place that calls it.
         policy: how the function is run.
-        fail: as given to `hc.call`.
-        tag: the name in statistics, `status()` and collectors; None for the function's
-            name.
         traced: the settings of JAX under which it was traced, so that the function
             runs under them on any thread; None if they were the process's own.
         place: the user's line that wrote the call. It is not compared, so equal calls
@@ -86,14 +34,40 @@ class Callback:
     fn: Static
     template: Template
     results: Results
-    fills: tuple[bytes | None, ...]
-    arrays: Arrays = "numpy"
-    lend: Lend = False
+    fills: tuple[bytes | None, ...] = ()
+    options: PlaceOptions
     policy: Policy = Policy()
-    fail: Fail | None = None
-    tag: str | None = None
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
     place: Place = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        trees: tuple[Template, Results, tuple[bytes | None, ...]],
+        place: Place,
+        options: Mapping[str, Any],
+        owner: Any = None,
+    ) -> Callback:
+        """That of a call, with options as `hc.call` and `hc.host` take them.
+
+        Args:
+            fn: the function.
+            trees: (template, results, fills).
+            place: the user's line.
+            options: those of the place and those of the function.
+            owner: the HostFunction whose policy they have, or None.
+        """
+        template, results, fills = trees
+        return cls(
+            fn=Static(fn),
+            template=template,
+            results=results,
+            fills=fills,
+            options=CallOptions.of(options),
+            policy=Policy.of(options, owner),
+            place=place,
+        )
 
     @cached_property
     def function(self) -> Callable[..., Any]:
@@ -108,10 +82,15 @@ class Callback:
     def name(self) -> str:
         return name_of(self.function)
 
+    @property
+    def shown(self) -> str:
+        """The name in statistics and profiles."""
+        return self.options.tag or self.name
+
     @cached_property
     def counted_as(self) -> str:
         """Under which name its calls are counted; see `costs`."""
-        return self.tag or source_of(self.function)
+        return self.options.tag or source_of(self.function)
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"

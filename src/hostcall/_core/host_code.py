@@ -12,10 +12,14 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
 
 from hostcall._core.errors import SpecError
+
+T = TypeVar("T")
+Args = tuple[Any, ...]  # as users give them
+Kwargs = dict[str, Any]
 
 # Wrappers within wrappers. Python flattens a partial of a partial by itself, so more
 # than a few are a chain that leads back to itself.
@@ -58,7 +62,7 @@ class HostCode:
         return False
 
     def split(
-        self, args: Any, kwargs: Any
+        self, args: Args, kwargs: Kwargs
     ) -> tuple[Callable[..., Any], Any, Callable[[Any], Any]] | None:
         """(what to run elsewhere, its arguments, what makes the result of its value).
 
@@ -67,14 +71,14 @@ class HostCode:
         return None
 
     def enter(
-        self, here: Any, held: Any, args: Any, kwargs: Any
+        self, here: Any, held: contextlib.ExitStack, args: Args, kwargs: Kwargs
     ) -> Callable[..., Any] | None:
         """Locks what a row needs until `held` is closed; returns what to await then.
         None if nothing is locked.
         """
         return None
 
-    def lane(self) -> Any:
+    def lane(self) -> Hashable:
         """What shares one limit of `concurrency=`: equal for all code of one owner."""
         return self
 
@@ -86,7 +90,7 @@ class HostCode:
         """Why it has no derivative, and what to write; "" for usual words."""
         return ""
 
-    def parts(self) -> Any:
+    def parts(self) -> object:
         """What tells it from others of its class, for fingerprints; None: its code."""
         return None
 
@@ -102,7 +106,7 @@ class Callee(NamedTuple):
     """
 
     function: Any
-    code: Any
+    code: Callable[..., Any]
     options: dict[str, Any]
     before: tuple[Any, ...] = ()
 
@@ -138,27 +142,27 @@ class OfArguments:
     """A `result=` that depends on the arguments: `like` and `same_tree`."""
 
 
-def own(fn: Any) -> HostCode | None:
+def own(fn: object) -> HostCode | None:
     """The callable, if hostcall made it.
 
     By its type: `isinstance` asks the object for its `__class__`, and a Mock with a
     spec, or a proxy, answers the class of something else.
     """
-    return fn if issubclass(type(fn), HostCode) else None
+    return fn if issubclass(type(fn), HostCode) else None  # type: ignore[return-value]
 
 
-def handle(thing: Any) -> Handle | None:
+def handle(thing: object) -> Handle | None:
     """The object, if it is one of hostcall's handles; see `own`."""
-    return thing if issubclass(type(thing), Handle) else None
+    return thing if issubclass(type(thing), Handle) else None  # type: ignore[return-value]
 
 
-def is_function(thing: Any) -> bool:
+def is_function(thing: object) -> bool:
     """Whether this is a HostFunction, or a bound one."""
     given = handle(thing)
     return given is not None and given._definition() is not None
 
 
-def is_partial(fn: Any) -> bool:
+def is_partial(fn: object) -> TypeGuard[functools.partial[Any]]:
     return issubclass(type(fn), functools.partial)
 
 
@@ -185,13 +189,13 @@ def layers(fn: Any) -> Iterator[Any]:
     )
 
 
-def innermost(fn: Any) -> Any:
+def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What is called in the end."""
     *_, last = layers(fn)
-    return last
+    return last  # type: ignore[no-any-return]
 
 
-def why_here(fn: Any) -> str:
+def why_here(fn: object) -> str:
     """Why a callable of hostcall's, or a method of one, can't leave the process; "" for
     a user's.
     """
@@ -199,7 +203,7 @@ def why_here(fn: Any) -> str:
     return "" if mine is None else mine.stays
 
 
-def asked(thing: Any, attribute: str, kind: type) -> Any:
+def asked(thing: object, attribute: str, kind: type[T]) -> T | None:
     """An attribute of Python's own, such as `__code__`, if it has the type that it has
     in Python's own objects.
 
@@ -212,7 +216,7 @@ def asked(thing: Any, attribute: str, kind: type) -> Any:
     return found if type(found) is kind else None
 
 
-def text_of(thing: Any, attribute: str) -> str:
+def text_of(thing: object, attribute: str) -> str:
     """As `asked`, for a text; "" without."""
     return asked(thing, attribute, str) or ""
 
@@ -234,7 +238,7 @@ def dress(wrapper: Any, fn: Any) -> None:
     wrapper.__wrapped__ = fn
 
 
-def own_dictionary(thing: Any) -> dict[str, Any] | None:
+def own_dictionary(thing: object) -> dict[str, Any] | None:
     """The attributes of an object itself, for which `__getattr__` can't answer."""
     try:
         kept = object.__getattribute__(thing, "__dict__")
@@ -243,6 +247,6 @@ def own_dictionary(thing: Any) -> dict[str, Any] | None:
     return kept if type(kept) is dict else None
 
 
-def wrapped(thing: Any) -> Any:
+def wrapped(thing: object) -> Any:
     """What `functools.wraps` has kept in an object; None without."""
     return (own_dictionary(thing) or {}).get("__wrapped__")

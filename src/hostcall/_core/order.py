@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._jax.types import Effect
 
 logger = logging.getLogger("hostcall")
 
@@ -57,7 +58,7 @@ _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
-def _is_lowered_here(effects: Collection[Any]) -> bool:
+def _is_lowered_here(effects: Collection[Effect]) -> bool:
     """Whether a loop whose condition has these effects is lowered by hostcall.
 
     Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
@@ -68,7 +69,7 @@ def _is_lowered_here(effects: Collection[Any]) -> bool:
     return jaxs.isdisjoint(effects) and any(isinstance(e, CallEffect) for e in effects)
 
 
-def _heal(effect: Any) -> None:
+def _heal(effect: Effect) -> None:
     """Forgets this thread's token of an effect if the program that left it has failed.
 
     JAX passes the newest token of each ordered effect to the next program. That of a
@@ -93,10 +94,19 @@ _jax.wrap_dispatches(failures.looking)
 _jax.before_tokens(_heal)
 
 
-def effects_of(order: Order) -> set[_jax.Effect]:
-    """The effects of a call of this order."""
-    if order == "pure":
+EFFECTS: dict[Order, Effect | None] = {
+    "pure": None,
+    "unordered": UNORDERED,
+    "ordered": ORDERED,
+}
+
+
+def effects_with(effect: Effect | None) -> set[Effect]:
+    """The effects of an equation, given that which puts it in order.
+
+    An ordered one has UNORDERED too: JAX runs a program that was compiled ahead of time
+    on its fast path, which passes no tokens, unless it has an unordered effect.
+    """
+    if effect is None:
         return set()
-    # An ordered call has both: JAX runs a program that was compiled ahead of time on
-    # its fast path, which passes no tokens, unless it has an unordered effect.
-    return {ORDERED, UNORDERED} if order == "ordered" else {UNORDERED}
+    return {effect, UNORDERED} if _jax.is_ordered(effect) else {effect}

@@ -13,8 +13,8 @@ import itertools
 import json
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 import jax
 import ml_dtypes
@@ -22,6 +22,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.spec import Results, Static, Template
+from hostcall._jax.types import Aval, TreeDef
 
 
 class NotPortable(Exception):
@@ -30,20 +31,24 @@ class NotPortable(Exception):
     """
 
 
+# What a text says: JSON, which may say anything.
+Told: TypeAlias = Any
+
+
 class Malformed(Exception):
     """A text is not what `tell_*` makes; says which part."""
 
 
 # The version of texts and of files with them. Counted up when older versions of
 # hostcall could not read them.
-FORMAT = 3
+FORMAT = 4
 
 _SIZE = "symbolic size"  # the one key of a dict that stands for such a size
 
 # --- Constants ----------------------------------------------------------------------
 
 
-def tell_plain(value: Any, what: str) -> Any:
+def tell_plain(value: Any, what: str) -> Told:
     """A constant as JSON has it; tuples become lists. NotPortable for anything else."""
     if type(value) in (bool, int, float, str, type(None)):
         return value
@@ -57,7 +62,7 @@ def tell_plain(value: Any, what: str) -> Any:
     )
 
 
-def read_plain(told: Any) -> Any:
+def read_plain(told: Told) -> Any:
     """The constant; lists become tuples."""
     return tuple(map(read_plain, told)) if isinstance(told, list) else told
 
@@ -66,7 +71,7 @@ def tell_bytes(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def read_bytes(told: Any) -> bytes:
+def read_bytes(told: Told) -> bytes:
     if type(told) is not str:
         raise Malformed(f"the bytes {told!r}")
     return base64.b64decode(told, validate=True)
@@ -75,7 +80,7 @@ def read_bytes(told: Any) -> bytes:
 # --- Arrays -------------------------------------------------------------------------
 
 
-def read_dtype(told: Any) -> np.dtype:
+def read_dtype(told: Told) -> np.dtype:
     # Only these: NumPy reads much else, such as "object" and "(2,3)f4, 07i4".
     if not isinstance(told, str) or told not in XLAS_DTYPES:
         raise Malformed(f"the dtype {told!r}")
@@ -96,15 +101,21 @@ XLAS_DTYPES = {
 }
 
 
-def _tell_size(size: Any) -> Any:
+def _tell_size(size: int) -> Told:
     return {_SIZE: str(size)} if _jax.is_symbolic(size) else int(size)
 
 
-def tell_aval(aval: Any) -> list[Any]:
+def check_flags(what: str, flags: Sequence[Any], rows: int, columns: int) -> None:
+    """Refuses what is no table of so many rows and columns."""
+    if len(flags) != rows or any(len(each) != columns for each in flags):
+        raise Malformed(f"{what}={flags!r}")
+
+
+def tell_aval(aval: Aval) -> list[Told]:
     return [np.dtype(aval.dtype).name, *map(_tell_size, aval.shape)]
 
 
-def read_aval(told: Any) -> Any:
+def read_aval(told: Told) -> Aval:
     dtype, *shape = told
     if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
         raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
@@ -117,7 +128,7 @@ def read_aval(told: Any) -> Any:
 # --- Trees --------------------------------------------------------------------------
 
 
-def tell_tree(treedef: Any) -> Any:
+def tell_tree(treedef: TreeDef) -> Told:
     """A leaf is "*", None is None, a node is [kind, what the kind needs, *children]."""
     data = treedef.node_data()
     if data is None:
@@ -147,7 +158,7 @@ def tell_tree(treedef: Any) -> Any:
     return ["node", [name, tell_bytes(bytes(to_bytes(aux)))], *children]
 
 
-def read_tree(told: Any) -> Any:
+def read_tree(told: Told) -> TreeDef:
     return jax.tree.structure(_node_of(told))
 
 
@@ -155,7 +166,7 @@ def read_tree(told: Any) -> Any:
 _LEAF = object()
 
 
-def _node_of(told: Any) -> Any:
+def _node_of(told: Told) -> Any:
     if told == "*":
         return _LEAF
     if told is None:
@@ -178,7 +189,7 @@ def _node_of(told: Any) -> Any:
     return make(b"" if aux is None else read_bytes(aux), children)
 
 
-def tell_template(template: Template) -> Any:
+def tell_template(template: Template) -> Told:
     paths = iter(template.paths(static=True))
     marks = [
         {"is": tell_plain(leaf.value, f"the argument {next(paths)}")}
@@ -189,7 +200,7 @@ def tell_template(template: Template) -> Any:
     return [tell_tree(template.treedef), marks]
 
 
-def read_template(told: Any) -> Template:
+def read_template(told: Told) -> Template:
     structure, marks = told
     leaves = tuple(
         Static(read_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
@@ -201,12 +212,12 @@ def read_template(told: Any) -> Template:
     return Template(treedef, leaves)
 
 
-def tell_results(results: Results) -> Any:
+def tell_results(results: Results) -> Told:
     keys = [_jax.key_impl(key) for key in results.keys]
     return [tell_tree(results.treedef), [*map(tell_aval, results.avals)], keys]
 
 
-def read_results(told: Any) -> Results:
+def read_results(told: Told) -> Results:
     structure, avals, keys = told
     avals = read_value(avals, AVALS, "the results")
     return Results(read_tree(structure), avals, tuple(map(_jax.key_dtype, keys)))
@@ -217,7 +228,7 @@ def read_results(told: Any) -> Results:
 
 AVALS = tuple[_jax.ShapedArray, ...]
 
-_WAYS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+_WAYS: dict[type, tuple[Callable[[Any], Told], Callable[[Told], Any]]] = {
     bytes: (tell_bytes, read_bytes),
     _jax.ShapedArray: (tell_aval, read_aval),
     Template: (tell_template, read_template),
@@ -225,12 +236,12 @@ _WAYS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-def tell_record(thing: Any, hints: Iterable[str]) -> dict[str, Any]:
+def tell_record(thing: Any, hints: Iterable[str]) -> dict[str, Told]:
     """These attributes as JSON, for `read_record`. Raises NotPortable."""
     return {each: tell_value(getattr(thing, each), f"{each}=") for each in hints}
 
 
-def tell_value(value: Any, what: str) -> Any:
+def tell_value(value: Any, what: str) -> Told:
     for kind, (tell, _) in _WAYS.items():
         if issubclass(type(value), kind):
             return tell(value)
@@ -241,7 +252,7 @@ def tell_value(value: Any, what: str) -> Any:
     return tell_plain(value, what)
 
 
-def read_record(told: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
+def read_record(told: Told, hints: Mapping[str, Any]) -> dict[str, Any]:
     """The values of these fields, and no others, each of its type.
 
     Raises KeyError or Malformed, or what reading a tree raises.
@@ -253,7 +264,7 @@ def read_record(told: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
     return {each: read_value(told[each], hint, each) for each, hint in hints.items()}
 
 
-def read_value(told: Any, hint: Any, what: str) -> Any:
+def read_value(told: Told, hint: Any, what: str) -> Any:
     """The value of a type that a text tells. 1 is not True, and a number is finite."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -295,7 +306,7 @@ def read_value(told: Any, hint: Any, what: str) -> Any:
 _DEEPEST = 200
 
 
-def write(told: Any) -> str:
+def write(told: Told) -> str:
     """The text of what `tell_*` made; equal for equal things, in every process."""
     if _is_too_deep(told):
         raise NotPortable(
@@ -305,7 +316,7 @@ def write(told: Any) -> str:
     return json.dumps(told, separators=(",", ":"), sort_keys=True)
 
 
-def read(text: str | bytes) -> Any:
+def read(text: str | bytes) -> Told:
     """What a text says.
 
     Raises Malformed, which says why it can't be read.
@@ -322,7 +333,7 @@ def read(text: str | bytes) -> Any:
     raise Malformed(f"lists in lists, more than {_DEEPEST} deep")
 
 
-def _is_too_deep(told: Any) -> bool:
+def _is_too_deep(told: Told) -> bool:
     level = [told]
     for _ in range(_DEEPEST):
         level = [child for part in level for child in _children(part)]
@@ -331,13 +342,13 @@ def _is_too_deep(told: Any) -> bool:
     return True
 
 
-def _children(told: Any) -> Collection[Any]:
+def _children(told: Told) -> Collection[Told]:
     if isinstance(told, dict):
         return told.values()
     return told if isinstance(told, list) else ()
 
 
-def sizes_in(told: Any) -> list[str]:
+def sizes_in(told: Told) -> list[str]:
     """The symbolic sizes in what `tell_*` made, each once. Raises Malformed."""
     if isinstance(told, dict) and told.keys() == {_SIZE}:
         if not isinstance(told[_SIZE], str):
@@ -347,7 +358,7 @@ def sizes_in(told: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def with_sizes(told: Any, values: Mapping[str, int]) -> Any:
+def with_sizes(told: Told, values: Mapping[str, int]) -> Told:
     """The same with numbers in place of the symbolic sizes."""
     if isinstance(told, dict):
         if told.keys() == {_SIZE}:

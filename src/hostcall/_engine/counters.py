@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hostcall import _native
 from hostcall._core.callback import Callback
 from hostcall._engine.params.equation import Equation
-from hostcall._native import Counters
+from hostcall._native import Counters, Lend
 from hostcall._runtime.waits import WAIT
 
 
@@ -77,14 +77,13 @@ class _Costs:
     def note(self, params: Equation) -> None:
         """Notes what a plan that is made says about the calls of its function."""
         callback = params.callback
-        method = params.vmap_method or "sequential"
         with self.lock:
             facts = self.facts[callback.counted_as]
-            facts.kinds.add("tap" if params.is_tap else "call")
-            facts.arrays.add(callback.arrays)
-            facts.methods.add(method if isinstance(method, str) else "own")
+            facts.kinds.add(params.word)
+            facts.arrays.add(params.options.arrays)
+            facts.methods.add(params.method)
             facts.rows = max(facts.rows, math.prod(params.grid))
-            facts.lends |= bool(callback.lend)
+            facts.lends |= params.native["lend"] is not Lend.COPY
             facts.nothing &= not params.avals
 
     def waited_in_barrier(self, start: int) -> None:

@@ -10,7 +10,6 @@ import math
 import os
 import sys
 import types
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 from hostcall._core import coerce, collector, errors, failures, frames
 from hostcall._core.host_code import own
 from hostcall._engine.places import places
-from hostcall._runtime import tap_failures
+from hostcall._jax.types import Device, Mesh
 
 if TYPE_CHECKING:
     from hostcall._job.failures import Failures
@@ -43,17 +42,14 @@ class CallInfo:
     """
 
     job: Failures | None = None
-    of_program: tuple[Any, ...] | None = None
+    of_program: tuple[Device, ...] | None = None
     caller: int | None = None
     tells = False
     places: dict[int, tuple[Any, ...]] | None = None
     origins: list[int] | None = None
 
     def __init__(
-        self,
-        params: Any,
-        devices: dict[int, Any],
-        mesh: Any | None,
+        self, params: Any, devices: dict[int, Device], mesh: Mesh | None
     ) -> None:
         self.params = params
         self.callback = params.callback
@@ -71,7 +67,7 @@ class CallInfo:
     @property
     def label(self) -> str:
         """The name and line by which profilers show the call."""
-        name = (self.callback.tag or self.name).rsplit("<locals>.", 1)[-1]
+        name = self.callback.shown.rsplit("<locals>.", 1)[-1]
         return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
 
     # --- Hooks ---------------------------------------------------------------------
@@ -112,7 +108,7 @@ class CallInfo:
         if params.levels and got == want[params.levels :]:
             rows = math.prod(want[: params.levels])
             return (
-                f'With vmap_method="{params.vmap_method}" the function gets all {rows}'
+                f'With vmap_method="{params.method}" the function gets all {rows}'
                 " rows at once, and must return one result for each, along a new axis"
                 " in front"
             )
@@ -127,7 +123,7 @@ class CallInfo:
         mine = own(self.callback.function)
         return ("", "") if mine is None else mine.result_words(number)
 
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
         row = row or vars(error).pop("hostcall_index", ())
         hint = self.hint(error)
@@ -135,7 +131,7 @@ class CallInfo:
         has_token = self.of_program is not None or self.mesh is not None
         # A Ctrl-C is raised in the main thread anyway.
         stopped = isinstance(error, KeyboardInterrupt)
-        if self.params.order != "pure" and not has_token and not stopped:
+        if self.params.effect is not None and not has_token and not stopped:
             failures.owe(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
@@ -148,8 +144,8 @@ class CallInfo:
 
     def hint(self, error: BaseException) -> str:
         """Says why a lent argument can't be written to, also in a note on the error."""
-        lend = self.callback.lend
-        if not lend or lend == "buffers" or not isinstance(error, ValueError):
+        lend = self.params.options.lend
+        if not lend or not isinstance(error, ValueError):
             return ""
         if "read-only" not in failures.summary(error):
             return ""
@@ -211,7 +207,10 @@ class CallInfo:
         return text
 
     def on_escape(
-        self, _: Any, held: list[tuple[int, bool]] | None, error: BaseException | None
+        self,
+        _: object,
+        held: list[tuple[int, bool]] | None,
+        error: BaseException | None,
     ) -> None:
         """Handles a view of lent memory that outlives its call.
 
@@ -235,8 +234,8 @@ class CallInfo:
         """The end of the message about a view that is kept: what it is, what to do."""
         return (
             "(itself, a slice, a memoryview, a tensor made from it). With"
-            f" lend={self.callback.lend!r} the memory is XLA's, which reuses it now:"
-            " keep a copy (x.copy()), or drop lend="
+            f" lend={self.params.options.lend!r} the memory is XLA's, which reuses it"
+            " now: keep a copy (x.copy()), or drop lend="
         )
 
     def _name_of(self, number: int, is_result: bool) -> str:
@@ -246,7 +245,7 @@ class CallInfo:
             return path.replace("result", "out", 1)
         return str(self.callback.template.paths()[number])
 
-    def on_unwritten(self, _: Any, number: int) -> None:
+    def on_unwritten(self, _: object, number: int) -> None:
         aval = self.params.avals[number]
         raise errors.UnwrittenError(
             f"hostcall: `{self.name}` returned None, but did not write all of"
@@ -254,32 +253,6 @@ class CallInfo:
             f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
             " out[...] = value, or return the value"
         )
-
-
-class TapInfo(CallInfo):
-    """The description of one tap, with the hooks that native code calls."""
-
-    @classmethod
-    def of_whole(
-        cls, params: Any, devices: dict[int, Any], mesh: Any, avals: Sequence[Any]
-    ) -> TapInfo:
-        """The description of a tap whose devices all have the whole values."""
-        info = cls(params, devices, mesh)
-        if params.on != "once" and mesh is None:
-            place = tuple(
-                tuple(slice(0, size) for size in aval.shape)
-                for aval in params.arguments(avals)
-            )
-            info.places = dict.fromkeys(devices, place)
-        return info
-
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
-        """Logs the failure and keeps it for the next barrier(); the program goes on."""
-        tap_failures.failed(self.name, self.place, error, row)
-        return ""
-
-    def __repr__(self) -> str:
-        return f"<tap of {self.name} at {self.place}>"
 
 
 def _let_go(error: BaseException) -> None:

@@ -36,7 +36,7 @@ class _Places:
 
     def number_of(self, callback: Callback) -> int:
         """The number of a call's place."""
-        key = Named(callback.tag or callback.name, callback.place)
+        key = Named(callback.shown, callback.place)
         found = self._numbers.get(key)
         if found is not None:
             return found

@@ -17,7 +17,7 @@ from hostcall._engine import targets
 from hostcall._engine.counters import costs
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
-from hostcall._native import Inside, Lend, ResultForm
+from hostcall._native import Inside, ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries
 from hostcall._runtime import host_device
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hostcall")
 
 Converter = Callable[[Any], Any] | None
-
-_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT, "buffers": Lend.BUFFERS}
 
 # --- Plans -------------------------------------------------------------------------
 
@@ -120,17 +118,16 @@ def make_plan(
     if together is not None:
         info.guard = host_device.guard(together)
     choices = _choices(equation, info, entry.device, arguments)
-    traced, lend = callback.traced, _LENDS[callback.lend]
+    traced = callback.traced
     costs.note(equation)
     return _native.Plan(
         **_called(equation, choices, entry.elsewhere, info.job),
         **entry.settings(),
+        **equation.native,
         args=_leaves(arguments, choices, entry),
         results=_results(equation, entry),
         grid=equation.grid,
         mask=arguments.mask,
-        lend=lend,
-        out_tree=callback.results.treedef.unflatten if lend is Lend.OUT else None,
         info=info,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
@@ -143,8 +140,6 @@ def make_plan(
             else None
         ),
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
-        literals=equation.literals,
-        keep=equation.keep,
     )
 
 
@@ -186,7 +181,7 @@ def _calls_inside(platforms: tuple[str, ...], params: Any) -> Inside:
         return Inside.NEVER
     if not params.runs_where_dispatched:
         return Inside.ASKED
-    if params.is_jaxs_own or params.callback.arrays == "free":
+    if params.is_jaxs_own or params.options.arrays == "free":
         return Inside.EVERYWHERE
     return Inside.XLAS_THREADS
 
@@ -218,16 +213,17 @@ def _choices(
         guard=info.guard,
         shapes=arguments.shapes,
         converters=[
-            _converter(callback.arrays, key, device) for key in callback.template.keys
+            _converter(equation.options.arrays, key, device)
+            for key in callback.template.keys
         ],
         avals=equation.avals,
         levels=equation.levels,
         grid=bool(equation.grid),
-        parallel=equation.vmap_method == "parallel",
-        once=equation.order != "pure",
+        parallel=equation.parallel,
+        once=equation.effect is not None,
         compressed=arguments.compressed,
         form=equation.form(),
-        tap=equation.is_tap,
+        tap=equation.word == "tap",
         batch=equation.axes(),
         count=costs.tally_of(callback).add if cached else None,
     )

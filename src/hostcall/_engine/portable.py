@@ -2,7 +2,8 @@
 
 The function goes by a name: that of `hc.register`, or, for the callables that hostcall
 itself makes (a HostFunction's rules, the printer of `hc.print`, an object's methods), a
-kind and what the kind needs. All else is written down by value.
+kind and what the kind needs. All else is written down by value: the fields of the
+equation and of its options, but for those that stay (_engine/options.py).
 
 A text comes from a file that may say anything. Options are checked as `hc.call` and
 `hc.tap` check them, and the numbers and sizes of operands as their primitives make
@@ -12,72 +13,83 @@ buffers once more.)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
 from hostcall import _jax
-from hostcall._core import portable, registry
-from hostcall._core.callback import Callback, Policy
+from hostcall._core import options, portable, registry
+from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, own, why_here
+from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.portable import AVALS, Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
-from hostcall._engine import options
-from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.feed import FeedParams
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.params.equation import Equation
+from hostcall._jax.types import Aval
 
-EQUATIONS: dict[str, type] = {"call": CallParams, "tap": TapParams, "feed": FeedParams}
-
-# Options that a text says elsewhere or not at all: the function (its policy is that of
-# what is registered where the program is loaded), or whoever lowers the program, knows
-# them better. `keep` is hc.watch's, whose programs don't travel.
-_ELSEWHERE = {
-    *("callback", "avals", "sharding", "vmap_method", "devices", "device", "keep"),
-    *("fn", "template", "results", "fills", "policy", "traced", "place"),
-}
+Told = portable.Told
 
 
-@functools.cache
-def options_of(cls: type) -> dict[str, Any]:
-    """The options that travel, of an equation or a `Callback`, and their types."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in fields(cls) if f.name not in _ELSEWHERE}
+def kind_of(told: Told) -> type[Equation]:
+    """The kind of equation that a text describes. Raises Malformed."""
+    name = told["equation"]
+    if isinstance(name, str) and name.isidentifier():
+        # Its file may not have been needed so far, if no program has such an equation.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"hostcall._engine.params.{name}")
+        for kind in _below(Equation):  # type: ignore[type-abstract]
+            if kind.name == name:
+                return kind
+    raise Malformed(f"the option equation={name!r}")
+
+
+def _below(cls: type[Equation]) -> Iterator[type[Equation]]:
+    for kind in cls.__subclasses__():
+        yield kind
+        yield from _below(kind)
+
+
+def that_travel(cls: type) -> dict[str, object]:
+    """The fields that leave the process, of an equation or of options: their types."""
+    hints = _hints(cls)
+    return {name: hints[name] for name in options.that_travel(cls)}
+
+
+_hints: Callable[[type], dict[str, object]] = functools.cache(get_type_hints)
 
 
 # What the text of an equation says, and the types.
 _TEXT = {
     "hostcall": int,
-    "equation": Literal["call", "tap", "feed"],
-    "function": tuple[str, Any],
+    "equation": str,
+    "function": tuple[str, Told],
     "operands": AVALS,
     "template": Template,
     "results": Results,
     "fills": tuple[bytes | None, ...],
     "avals": AVALS,
-    "params": Any,
-    "callback": Any,
+    "params": Told,
+    "options": Told,
     "parallel": bool,
     "linked": bool,
     "only": tuple[int, ...],
     "team": tuple[Literal["ONCE", "EACH"], int, int | None] | None,
     "mesh": tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None,
-    "traced": Any,
+    "traced": Told,
     "place": tuple[str, int, str] | None,
 }
 
-# What neither the types say nor the tables of options, of values other than None.
-_MORE: dict[str, Callable[[Any], bool]] = {
+# What neither the types say nor the rows of options, of values other than None.
+_MORE: dict[str, Callable[[Told], bool]] = {
     "arrays": lambda value: value != "cuda",
-    "levels": lambda value: value >= 0,
-    "every": lambda value: value < 2**31,
     "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
     "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
     "mesh": lambda value: (
@@ -90,8 +102,8 @@ _MORE: dict[str, Callable[[Any], bool]] = {
 # a kind travels is imported when the kind is met: a process that loads a program may
 # not have needed it so far. It has two functions:
 #   tell: (callable, whether the program is exported) -> JSON. Raises NotPortable.
-#   read: JSON -> (the callable, fields of its `Callback` that don't travel). It also
-#     checks the JSON, which may say anything.
+#   read: JSON -> (the callable, the policy by which it runs). It also checks the JSON,
+#     which may say anything.
 _HOMES = {
     "print": "hostcall._api.print",
     "object": "hostcall._api.object.portable",
@@ -99,19 +111,18 @@ _HOMES = {
 }
 
 
-def _home(kind: str) -> Any:
+def _home(kind: str) -> ModuleType:
     if kind not in _HOMES:
         raise Malformed(f"a function of kind {kind!r}")
     return importlib.import_module(_HOMES[kind])
 
 
-_NAMES = {made: name for name, made in EQUATIONS.items()}
-
-
 # --- Telling ------------------------------------------------------------------------
 
 
-def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, Any]:
+def tell(
+    params: Equation, operands: Sequence[Aval], *, exported: bool
+) -> dict[str, Told]:
     """An equation as JSON.
 
     Args:
@@ -123,14 +134,9 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
 
     Raises NotPortable.
     """
-    name, callback = _NAMES.get(type(params)), params.callback
-    if name is None:
-        raise NotPortable(
-            "it is a buffer callback or stands for one of JAX's own callbacks, whose"
-            " options name things of this process. Use hc.call, hc.tap or hc.host"
-        )
-    if params.devices:
-        raise NotPortable("it is a feed with sharding=, which names devices")
+    callback, how = params.callback, params.options
+    if why := params.why_here():
+        raise NotPortable(why)
     traced = None if callback.traced is None else _jax.tell_traced(callback.traced)
     if callback.traced is not None and traced is None:
         raise NotPortable(
@@ -141,20 +147,20 @@ def tell(params: Any, operands: Sequence[Any], *, exported: bool) -> dict[str, A
     place = callback.place
     line = [os.path.basename(place.file), place.line, place.function]
     return {
-        "equation": name,
+        "equation": params.name,
         "function": _tell_function(callback, exported),
         "operands": [*map(portable.tell_aval, operands)],
         "avals": [*map(portable.tell_aval, params.avals)],
         **portable.tell_record(callback, ("template", "results", "fills")),
-        "params": portable.tell_record(params, options_of(EQUATIONS[name])),
-        "callback": portable.tell_record(callback, options_of(Callback)),
-        "parallel": params.vmap_method == "parallel",
+        "params": portable.tell_record(params, that_travel(type(params))),
+        "options": portable.tell_record(how, that_travel(type(how))),
+        "parallel": params.method == "parallel",
         "traced": traced,
         "place": line if exported else None,
     }
 
 
-def _tell_function(callback: Callback, exported: bool) -> Any:
+def _tell_function(callback: Callback, exported: bool) -> Told:
     function = callback.function
     mine = own(function)
     kind = "" if mine is None else mine.travels_as
@@ -178,7 +184,7 @@ def _tell_function(callback: Callback, exported: bool) -> Any:
     return ["registered", name]
 
 
-def name_of(held: Any, remedy: str, code: Any = None) -> list[Any]:
+def name_of(held: object, remedy: str, code: object = None) -> list[Told]:
     """The registered name of what a program holds, for `registry.find`.
 
     Raises NotPortable with why it has none. Callables that hostcall makes say why they
@@ -196,7 +202,7 @@ def _suggested(callback: Callback) -> str:
     return f"my_package.{last if last.isidentifier() else 'function'}"
 
 
-def names_in(told: Any) -> list[registry.Name]:
+def names_in(told: Told) -> list[registry.Name]:
     """The registered names that an equation needs."""
     kind, more = told["function"]
     named = more if kind == "registered" else more.get("registered")
@@ -206,20 +212,18 @@ def names_in(told: Any) -> list[registry.Name]:
 # --- Reading ------------------------------------------------------------------------
 
 
-def read(told: Any) -> tuple[Any, dict[str, Any]]:
+def read(told: Told) -> tuple[Equation, dict[str, Told]]:
     """(the parameters of an equation without symbolic sizes, what else its text says).
 
     Raises RegistryError if its function is not registered here, or lacks what is called
     of it; what reading a tree or a text that lacks a part raises; Malformed.
     """
-    found = _parts(told)
+    cls = kind_of(told)
+    found = _parts(told, cls)
     kind, more = found["function"]
-    read_function = _registered if kind == "registered" else _home(kind).read
-    function, extra = read_function(more)
-    policy = extra.get("policy", Policy())
-    if found["equation"] == "tap" and policy.owner is not None:
-        # A tap calls what `hc.host` made, which is run as it says by itself.
-        function, extra, policy = policy.owner, {}, Policy()
+    function, policy = (_registered if kind == "registered" else _home(kind).read)(more)
+    if policy.owner is not None and not cls.runs_by_policy:
+        function, policy = policy.owner, Policy()
     _check_policy(found, function, policy)
     traced = None
     if found["traced"] is not None:
@@ -228,35 +232,28 @@ def read(told: Any) -> tuple[Any, dict[str, Any]]:
             raise Malformed(f"the settings of JAX {found['traced']!r}")
     callback = Callback(
         fn=Static(function),
-        **{part: found[part] for part in ("template", "results", "fills")},
+        **{part: found[part] for part in ("template", "results", "fills", "options")},
+        policy=policy,
         place=Place(*(found["place"] or ("a loaded program", 0, "?"))),
         traced=traced,
-        **found["callback"],
-        **extra,
     )
-    cls, plain = EQUATIONS[found["equation"]], found["params"]
-    if cls is not TapParams:
-        plain |= {
-            "avals": found["avals"],
-            "sharding": None,
-            "vmap_method": "parallel" if found["parallel"] else "sequential",
-        }
-    return cls(callback=callback, **plain), found
+    params = cls(callback=callback, avals=found["avals"], **found["params"])
+    _check_shapes(params, found["operands"])
+    return params, found
 
 
-def _registered(name: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+def _registered(name: Sequence[Told]) -> tuple[Any, Policy]:
     """A registered function, and the policy of a HostFunction."""
     thing = registry.find(*name)
     if not is_function(thing):
-        return registry.held_of(thing), {}
-    return thing.fn, {"policy": Policy.of(thing.options, thing)}
+        return registry.held_of(thing), Policy()
+    return thing.fn, Policy.of(thing.options, thing)
 
 
-def _check_policy(found: dict[str, Any], function: Any, policy: Policy) -> None:
+def _check_policy(found: dict[str, Told], function: object, policy: Policy) -> None:
     """Refuses an equation that does not go with how its function is run here."""
-    ours = {name: getattr(policy, name) for name in ("timeout", "coalesce", "cache")}
-    ours["awaits"] = is_coroutine_function(function)
-    what = options.pair_refused({**_options_in(found), **ours})
+    ours = {**policy.at_a_place(), "awaits": is_coroutine_function(function)}
+    what = options.pair_refused({**_meeting(found), **ours})
     if what is not None:
         called = ", ".join(map(str, names_in(found)))
         raise LoadError(
@@ -265,82 +262,69 @@ def _check_policy(found: dict[str, Any], function: Any, policy: Policy) -> None:
         )
 
 
-def _options_in(found: dict[str, Any]) -> dict[str, Any]:
-    """The options of an equation, with a vmap_method that runs rows as it does."""
-    whole = "expand_dims" if found["params"].get("levels") else None
-    method = "parallel" if found["parallel"] else whole
-    return {**found["callback"], **found["params"], "vmap_method": method}
+def _meeting(found: dict[str, Told]) -> dict[str, Told]:
+    """The options of an equation, for `pair_refused`."""
+    return {**found["params"], **vars(found["options"])}
 
 
-def _parts(told: Any) -> dict[str, Any]:
+def _parts(told: Told, cls: type[Equation]) -> dict[str, Told]:
     """What the text of an equation without symbolic sizes says.
 
     Raises Malformed, and what reading a tree or a text that lacks a part raises.
     """
     found = portable.read_record(told, _TEXT)
-    kind = found["equation"]
-    params = portable.read_record(found["params"], options_of(EQUATIONS[kind]))
-    callback = portable.read_record(found["callback"], options_of(Callback))
-    table = options.TAP if kind == "tap" else options.CALL
-    checks = {option: row.fits for option, row in table.items()}
+    params = portable.read_record(found["params"], that_travel(cls))
+    how = portable.read_record(found["options"], that_travel(cls.takes))
+    checks = {name: row.fits for name, row in options.table(cls.takes).items()}
     for check in (checks, _MORE):
-        for option, value in (found | params | callback).items():
+        for option, value in (found | params | how).items():
             if value is not None and option in check and not check[option](value):
                 raise Malformed(f"the option {option}={value!r}")
-    found |= {"params": params, "callback": callback}
-    what = options.pair_refused(_options_in(found))
+    place: PlaceOptions = cls.takes(**how)
+    found["params"] = params
+    found["options"] = cls.place_of_text(place, found)
+    what = options.pair_refused(_meeting(found))
     if what is not None:
         raise Malformed(what)
-    _check_shapes(found, params, kind == "tap")
     return found
 
 
-def _check_shapes(found: dict[str, Any], params: dict[str, Any], is_tap: bool) -> None:
-    operands, grid = found["operands"], params["grid"]
-    sizes = params["sizes"] if is_tap else ()
-    for shape in (grid, sizes):
-        portable.read_aval(["bool", *shape])
-    _check_flags("batched", params["batched"], len(operands) if grid else 0, len(grid))
-    levels = len(sizes) if is_tap else params["levels"]
-    if is_tap:
-        _check_flags("flags", params["flags"], levels, len(operands))
-    masked, always = int(params["masked"]), int(is_tap and params["always"])
-    if len(operands) < masked + always:
+def _check_shapes(params: Equation, operands: Sequence[Aval]) -> None:
+    """Refuses what the primitives never make."""
+    grid, given = params.grid, params.arguments(operands)
+    portable.read_aval(["bool", *grid])
+    portable.check_flags(
+        "batched", params.batched, len(operands) if grid else 0, len(grid)
+    )
+    arrays = len(params.callback.template.keys)
+    before = len(params.mask(operands))
+    if before < params.masked or len(operands) < before + len(given):
         raise Malformed(f"{len(operands)} operands, too few for its masks")
-    if always and (operands[-1].dtype != bool or operands[-1].shape):
-        raise Malformed(f"always= of {operands[-1]}")
-    _check_grid(grid, params["batched"], operands[: len(operands) - always])
-    if masked:
+    params.check_text(operands)
+    _check_grid(params, operands)
+    if params.masked:
         mask = operands[0]
-        whole = levels > 0 and mask.ndim > len(grid)  # `Equation.compresses`
-        flags = params["batched"][0] if grid else []
+        flags = params.batched[0] if grid else ()
+        whole = params.compresses(operands)
         if mask.dtype != bool or (not whole and mask.ndim != sum(flags)):
             raise Malformed(f"where= of {mask}")
-    arrays = len(found["template"].keys)
-    if arrays != len(operands) - masked - always:
+    if arrays != len(given):
         raise Malformed(f"{len(operands)} operands for {arrays} arguments")
-    if is_tap and found["avals"]:
-        raise Malformed(f"results {found['avals']} of a tap")
-    _check_results(found, 0 if is_tap else levels)
+    _check_results(params)
 
 
-def _check_flags(what: str, flags: Any, rows: int, columns: int) -> None:
-    if len(flags) != rows or any(len(each) != columns for each in flags):
-        raise Malformed(f"{what}={flags!r}")
-
-
-def _check_grid(grid: Any, batched: Any, operands: Sequence[Any]) -> None:
+def _check_grid(params: Equation, operands: Sequence[Aval]) -> None:
     """The leading sizes of each operand are those of the axes that it has."""
-    if not grid:
-        return
-    for operand, flags in zip(operands, batched, strict=False):
-        sizes = tuple(size for size, has in zip(grid, flags, strict=True) if has)
+    for operand, flags in zip(operands, params.batched, strict=False):
+        each = zip(params.grid, flags, strict=True)
+        sizes = tuple(size for size, has in each if has)
         if operand.shape[: len(sizes)] != sizes:
-            raise Malformed(f"an operand {operand} in rows of {grid}")
+            raise Malformed(f"an operand {operand} in rows of {params.grid}")
 
 
-def _check_results(found: dict[str, Any], levels: int) -> None:
-    avals, fills, results = found["avals"], found["fills"], found["results"]
+def _check_results(params: Equation) -> None:
+    avals, fills = params.avals, params.callback.fills
+    results, levels = params.callback.results, params.levels
     wanted = [len(results.avals), len(results.keys), len(fills)]
     if wanted != [len(avals)] * 3:
         raise Malformed(f"{len(avals)} results with {len(fills)} fills for {wanted}")

@@ -15,8 +15,8 @@ from hostcall import _jax
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import HostCode, TakesMask
+from hostcall._core.options import SECONDS, check, choice
 from hostcall._core.spec import is_array_like
-from hostcall._engine.options import SECONDS, check, choice
 from hostcall._host_function import difference_error, results
 from hostcall._host_function.difference_error import Line, lines
 from hostcall._host_function.function import HostFunction

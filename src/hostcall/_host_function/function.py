@@ -14,12 +14,13 @@ import jax
 from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
+from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Callee, Handle, TakesMask, dress
+from hostcall._core.options import WHOLE, check
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._engine.options import WHOLE, check
 from hostcall._host_function import kept
 from hostcall._host_function import results as shorthands
 from hostcall._host_function.primitive import bind
@@ -160,8 +161,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             fills = fills or parse_fill(None, results, self.__name__)
             callee = self._in_a_call()
-            how = callee.options, callee.code, template, results, fills, place
-            return results.fill(make(*how, operands, mask, self))
+            called = template, results, fills
+            callback = Callback.of(callee.code, called, place, callee.options, self)
+            return results.fill(make(callback, operands, mask))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
         if mask is not None:

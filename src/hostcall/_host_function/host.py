@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from hostcall._core.arguments import check_function, wrong
-from hostcall._core.callback import Arrays, Lend
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
+from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
 from hostcall._host_function import kept
 from hostcall._host_function.function import HostFunction, Undeclared

@@ -14,9 +14,9 @@ import numpy as np
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
+from hostcall._core.options import check
 from hostcall._core.source import is_anonymous, name_of
 from hostcall._core.spec import Template
-from hostcall._engine.options import check
 from hostcall._host_function.rules import Function, Options
 from hostcall._policies.stores import Cache, Part
 

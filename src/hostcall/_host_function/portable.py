@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from hostcall._core import portable, registry
-from hostcall._core.callback import Policy
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
+from hostcall._core.options import Policy
 from hostcall._core.portable import AVALS, Malformed
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
@@ -54,7 +54,7 @@ _SITE = {
 _TEXT = {"registered": tuple[str, int], "slope": int | None, **_STEPS, **_SITE}
 
 
-def read(told: object) -> tuple[Steps, dict[str, object]]:
+def read(told: object) -> tuple[Steps, Policy]:
     found = portable.read_record(told, _TEXT)
     function, slope = _function(found), found["slope"]
     if slope is not None:
@@ -65,7 +65,7 @@ def read(told: object) -> tuple[Steps, dict[str, object]]:
     place = Place("a loaded program", 0, function.__name__)
     site = Site(function, **{part: found[part] for part in _SITE}, place=place)
     steps = Steps(site, **{part: found[part] for part in _STEPS})
-    return steps, {"policy": Policy.of(options_for(steps), function)}
+    return steps, Policy.of(options_for(steps), function)
 
 
 def _function(found: dict[str, Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
+from hostcall._core.options import refuse_pairs
 from hostcall._core.source import Place, name_of
 from hostcall._core.spec import Results
-from hostcall._engine.options import refuse_pairs
 from hostcall._policies.on_loop import run_one
 
 Where = Literal["host", "jax"]

@@ -35,10 +35,11 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
+from hostcall._core.callback import Callback
 from hostcall._core.errors import BatchingError
 from hostcall._core.fingerprint import fingerprint
+from hostcall._core.options import WHOLE
 from hostcall._core.spec import Results, Template
-from hostcall._engine.options import WHOLE
 from hostcall._host_function import rules
 from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import (
@@ -201,8 +202,9 @@ class FunctionCode(Value):
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             operands = aligned(operands, site, steps.kind, options)
         template, results = self._form(len(operands))
-        how = options, steps, template, results, steps.fills, site.place
-        return make(*how, operands, mask, site.function)
+        trees = template, results, steps.fills
+        callback = Callback.of(steps, trees, site.place, options, site.function)
+        return make(callback, operands, mask)
 
     def _form(self, n: int) -> tuple[Template, Results]:
         """The trees of the call: the function has its own, a rule `n` flat arrays."""

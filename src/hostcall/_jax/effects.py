@@ -31,6 +31,11 @@ def register_effect(effect_type: type, ordered: bool) -> None:
         _effects.shardable_ordered_effects.add_type(effect_type)
 
 
+def is_ordered(effect: Effect) -> bool:
+    """Whether programs with this effect run one after another on each device."""
+    return bool(_effects.ordered_effects.contains(effect))
+
+
 def tokens() -> list[Token]:
     """The tokens of the newest programs with effects that this thread dispatched."""
     held = _dispatch.runtime_tokens

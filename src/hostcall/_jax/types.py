@@ -27,8 +27,10 @@ KeyDtype: TypeAlias = _dtypes.ExtendedDType
 Device: TypeAlias = jax.Device
 # A NumPy dtype, or that of typed keys, for which JAX exports no class.
 Dtype: TypeAlias = Any
+# The back end that runs programs.
 Client: TypeAlias = _xla_client.Client
 Effect: TypeAlias = _effects.Effect
+Shard: TypeAlias = jax.Shard
 Sharding: TypeAlias = jax.sharding.Sharding
 Mesh: TypeAlias = jax.sharding.Mesh
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef

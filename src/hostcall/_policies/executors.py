@@ -316,14 +316,6 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
 # --- Which kind an executor is --------------------------------------------------------
 
 
-def is_executor(given: Any) -> bool:
-    """Whether this is an Executor, a Dask client, or a pool like multiprocessing's.
-
-    Ray's pool is one of the last kind.
-    """
-    return any(hasattr(given, name) for name in ("submit", "apply_async"))
-
-
 def sends(given: Any) -> bool:
     """Whether rows are sent to another process, and get copies of their arguments."""
     return is_of_processes(given) or _is_dask(given) or _is_ray(given)

@@ -66,7 +66,7 @@ class OnExecutor:
 
     Args:
         bound: the function. Code of hostcall's own may have steps (`HostCode.split`).
-        executor: see `executors.is_executor`; None for the default pool.
+        executor: as `hc.host` takes it; None for the default pool.
         once: no row may run twice.
     """
 

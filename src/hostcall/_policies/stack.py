@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from hostcall._core.options import CallOptions
 from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Choices, Index, Leaves, Runs, Site
@@ -108,9 +109,11 @@ def _runs(choices: Choices) -> Runs:
 def _direct(choices: Choices) -> Callable[..., Any]:
     callback = choices.callback
     whole = callback.function
-    if not callback.template.is_flat or (choices.tap and callback.tag is not None):
+    options = callback.options
+    if not callback.template.is_flat or (choices.tap and options.tag is not None):
         whole = _with_trees(whole, filled(choices))
-    return _with_own_results(whole) if callback.lend == "out" else whole
+    own = isinstance(options, CallOptions) and options.lend == "out"
+    return _with_own_results(whole) if own else whole
 
 
 def _with_trees(fn: Callable[..., Any], fill: Callable[..., Any]) -> Any:

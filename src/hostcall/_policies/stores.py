@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hostcall._core import config
+from hostcall._core.options import CachePart, is_dictionary
 from hostcall._core.process import Owned
 from hostcall._core.spec import Template
 
@@ -64,7 +65,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(CachePart):
     """Where the values of one of a HostFunction's codes are kept.
 
     Attributes:
@@ -167,20 +168,6 @@ class _Memory:
 
 
 # --- On disk -------------------------------------------------------------------------
-
-
-def is_cache(given: Any) -> bool:
-    """Whether `hc.host(cache=)` takes this, or made it."""
-    if isinstance(given, Part):
-        return True
-    if isinstance(given, (str, type)):
-        return isinstance(given, str) and given == "memory"
-    return is_dictionary(given) or callable(getattr(given, "cache", None))
-
-
-def is_dictionary(given: Any) -> bool:
-    """Whether this is a diskcache.Cache, or has its `get` and `set`."""
-    return hasattr(given, "get") and hasattr(given, "set")
 
 
 def _elsewhere(given: Any, name: str) -> Store:

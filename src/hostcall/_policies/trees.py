@@ -31,7 +31,7 @@ class Trees:
 def filled(choices: Choices) -> Callable[[Leaves], Row]:
     """What makes (args, kwargs) of leaves."""
     fill = choices.callback.template.fill
-    tag = choices.callback.tag if choices.tap else None
+    tag = choices.callback.options.tag if choices.tap else None
     if tag is None:
         return fill
 

@@ -26,13 +26,15 @@ Steps, inside a region that is manual over all devices
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from hostcall import _jax
+from hostcall._jax.types import Aval, Value
 
 # As in native/plan/outcome.h.
 OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
@@ -56,26 +58,27 @@ class Reach(NamedTuple):
 
     tells: bool
     share: Callable[
-        [_jax.Program, Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Any | None]
+        [_jax.Program, Sequence[Value], Sequence[Aval]],
+        tuple[Sequence[Value], Value | None],
     ]
 
 
 def share(
     program: _jax.Program,
-    results: Sequence[Any],
-    avals: Sequence[Any],
+    results: Sequence[Value],
+    avals: Sequence[Aval],
     *,
     number: int,
     devices: int,
     tells: bool,
-) -> tuple[Sequence[Any], Any | None]:
+) -> tuple[Sequence[Value], Value | None]:
     """See `Reach`: all of these devices take the results of that with this number."""
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     n = len(specs)
     given = [*specs, *[OUTCOME] * tells]
     together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
 
-    def masked(device: Any, *values: Any) -> list[Any]:
+    def masked(device: jax.Array, *values: jax.Array) -> list[jax.Array]:
         here = device == number
         parts = [part for value in values[:n] for part in bits(value)]
         parts = [jnp.where(here, part, 0) for part in parts]
@@ -85,7 +88,7 @@ def share(
             parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
         return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
 
-    def back(*parts: Any) -> list[Any]:
+    def back(*parts: jax.Array) -> list[jax.Array]:
         if together:
             parts = tuple(_split(parts[0], [x for s in given for x in bits_of(s)]))
         rest = iter(parts)
@@ -105,7 +108,7 @@ def share(
     return values[:n], values[n] if tells else None
 
 
-def bits(x: Any) -> list[Any]:
+def bits(x: jax.Array) -> list[jax.Array]:
     """`x` as unsigned integers of whole bytes, which XLA can compare on every platform.
 
     Returns one array; for a complex `x` two, its real and its imaginary part.
@@ -116,13 +119,13 @@ def bits(x: Any) -> list[Any]:
     return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
 
 
-def bits_of(spec: Any) -> list[Any]:
+def bits_of(spec: jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the arrays that `bits` returns."""
-    shapes: list[Any] = jax.eval_shape(bits, spec)
+    shapes: list[jax.ShapeDtypeStruct] = jax.eval_shape(bits, spec)
     return shapes
 
 
-def from_bits(dtype: Any, parts: Any) -> Any:
+def from_bits(dtype: np.dtype, parts: Iterator[jax.Array]) -> jax.Array:
     """The inverse of `bits`: takes one array (or two) from the iterator `parts`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = np.finfo(dtype).dtype
@@ -131,7 +134,7 @@ def from_bits(dtype: Any, parts: Any) -> Any:
     return values.astype(dtype)
 
 
-def _whole_bytes(dtype: Any) -> Any:
+def _whole_bytes(dtype: np.dtype) -> npt.DTypeLike:
     """The dtype, or for one narrower than a byte, a wider dtype with all its values."""
     if dtype == np.bool_:
         return np.uint8
@@ -140,11 +143,13 @@ def _whole_bytes(dtype: Any) -> Any:
     return dtype if jnp.iinfo(dtype).bits >= 8 else np.int8
 
 
-def _bytes(part: Any) -> Any:
+def _bytes(part: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(part, np.uint8).ravel()
 
 
-def _split(joined: Any, shapes: Sequence[Any]) -> Iterator[Any]:
+def _split(
+    joined: jax.Array, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> Iterator[jax.Array]:
     """Takes the parts out of the array that holds their bytes one after the other."""
     at = 0
     for part in shapes:

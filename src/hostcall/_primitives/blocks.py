@@ -18,33 +18,48 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
 from hostcall import _jax, _native
-from hostcall._core.order import Order, effects_of
+from hostcall._core.order import effects_with
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.plans import Entrance, plan_in_program
+from hostcall._jax.types import (
+    Aval,
+    Effect,
+    IrType,
+    LoweringContext,
+    Mesh,
+    Sharding,
+    Value,
+)
 from hostcall._primitives import slots
 from hostcall._primitives.emit import NUMBER, emit
 
 # --- A link: it turns the order of effects into a data dependency --------------------
 
+# With the sharding that the compiler chose.
+Shaped: TypeAlias = jax.ShapeDtypeStruct
+
 link_p = _jax.Primitive("host_link")
 
 
 def _link_abstract_eval(
-    number: Any, *, order: Order, name: str
-) -> tuple[Any, set[Any]]:
+    number: Aval, *, effect: Effect, name: str
+) -> tuple[Aval, set[Effect]]:
     del number, name
-    return NUMBER, effects_of(order)
+    return NUMBER, effects_with(effect)
 
 
-def _lower_link(ctx: Any, number: Any, *, order: Order, name: str) -> list[Any]:
+def _lower_link(
+    ctx: LoweringContext, number: Value, *, effect: Effect, name: str
+) -> list[Value]:
     if name:
         _jax.name_partitioning(number, name)
     return emit(
@@ -52,7 +67,7 @@ def _lower_link(ctx: Any, number: Any, *, order: Order, name: str) -> list[Any]:
         targets.LINK_TARGET,
         [number],
         attributes={},
-        order=order,
+        effect=effect,
         has_side_effect=True,
     )
 
@@ -64,7 +79,7 @@ _jax.register_lowering(link_p, _lower_link)
 # --- The part of one device -----------------------------------------------------------
 
 # What an equation says of each device of its program, and finds in the block's text.
-Places = tuple[Any, ...]
+Places = Sequence[Any]  # JSON
 
 
 class Partitioned(abc.ABC):
@@ -116,12 +131,15 @@ class Partitioned(abc.ABC):
 
     @abc.abstractmethod
     def of_block(
-        self, avals: list[Any], places: Sequence[Any]
-    ) -> tuple[CallInfo, list[Any], _native.TapSettings | None]:
+        self, avals: list[Aval], places: Places
+    ) -> tuple[CallInfo, list[Aval], _native.TapSettings | None]:
         """What the plan of a part is made of, given the avals of its blocks."""
 
     def places(
-        self, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+        self,
+        everywhere: Sharding,
+        shardings: Sequence[Sharding],
+        shapes: Sequence[tuple[int, ...]],
     ) -> Places:
         """What the text of a part says, given the compiler's choice of shardings.
 
@@ -129,7 +147,9 @@ class Partitioned(abc.ABC):
         """
         return ()
 
-    def regroup(self, sharding: Any, shape: Sequence[int], number: int) -> Any:
+    def regroup(
+        self, sharding: Sharding, shape: Sequence[int], number: int
+    ) -> Sharding:
         """The sharding that an operand gets, given the compiler's choice.
 
         If it is another one, the compiler moves the data.
@@ -140,14 +160,16 @@ class Partitioned(abc.ABC):
 block_p = _jax.Primitive("host_block")
 
 
-def _block_abstract_eval(*operands: Any, equation: Partitioned, places: Places) -> Any:
+def _block_abstract_eval(
+    *operands: Aval, equation: Partitioned, places: Places
+) -> Aval:
     del operands, equation, places
     return NUMBER
 
 
 def _lower_block(
-    ctx: Any, *operands: Any, equation: Partitioned, places: Places
-) -> list[Any]:
+    ctx: LoweringContext, *operands: Value, equation: Partitioned, places: Places
+) -> list[Value]:
     """Emits the custom call of one device, which takes and returns the number.
 
     It is "pure": the links carry its order.
@@ -159,7 +181,7 @@ def _lower_block(
         equation.target,
         operands,
         attributes={**equation.attributes, "block": block},
-        order="pure",
+        effect=None,
         has_side_effect=True,
     )
 
@@ -172,24 +194,24 @@ _jax.register_lowering(block_p, _lower_block)
 
 
 def lower_blocks(
-    program: _jax.Program, operands: Sequence[Any], equation: Partitioned
-) -> list[Any]:
+    program: _jax.Program, operands: Sequence[Value], equation: Partitioned
+) -> list[Value]:
     """Lowers an equation without results to its three parts."""
-    order = equation.params.order
+    effect = equation.params.effect
 
     # As unique as the equation's own name, and the same in each process.
     name = "hostcall {key} {count}".format(**equation.attributes)
 
-    def parts(*arrays: Any) -> list[Any]:
-        before = link_p.bind(jnp.int32(0), order=order, name="")
+    def parts(*arrays: jax.Array) -> list[jax.Array]:
+        before = link_p.bind(jnp.int32(0), effect=effect, name="")
         ran = _partitioned(equation)(before, *arrays)
-        link_p.bind(ran, order=order, name=name)
+        link_p.bind(ran, effect=effect, name=name)
         return []
 
     return _jax.lower_by(program.ctx, parts, *operands)
 
 
-def _partitioned(equation: Partitioned) -> Any:
+def _partitioned(equation: Partitioned) -> Callable[..., jax.Array]:
     # Imported here because it takes 10 ms, which most programs need not pay.
     from jax.experimental.custom_partitioning import (
         SdyShardingRule,
@@ -197,11 +219,13 @@ def _partitioned(equation: Partitioned) -> Any:
     )
 
     @custom_partitioning
-    def parts(number: Any, *arrays: Any) -> Any:
+    def parts(number: jax.Array, *arrays: jax.Array) -> jax.Array:
         """What stands in the program until it is partitioned."""
         return block_p.bind(number, *arrays, equation=equation, places=())
 
-    def partition(mesh: Any, args: Any, result: Any) -> Any:
+    def partition(
+        mesh: Mesh, args: Sequence[Shaped], result: Shaped
+    ) -> tuple[Mesh, Callable[..., jax.Array], Sharding, tuple[Sharding, ...]]:
         everywhere = args[0].sharding
         shapes = [arg.shape for arg in args[1:]]
         shardings = [
@@ -212,7 +236,9 @@ def _partitioned(equation: Partitioned) -> Any:
         one = partial(block_p.bind, equation=equation, places=places)
         return mesh, one, result.sharding, (everywhere, *shardings)
 
-    def rule(mesh: Any, values: Any, results: Any) -> Any:
+    def rule(
+        mesh: Mesh, values: Sequence[IrType], results: Sequence[IrType]
+    ) -> SdyShardingRule:
         """Says that no dimension of a value is tied to another one's sharding."""
         del mesh, results
         names = (f"d{i}" for i in range(10_000))
@@ -226,10 +252,10 @@ def _partitioned(equation: Partitioned) -> Any:
         decode_shardings=False,
         sharding_rule=rule,
     )
-    return parts
+    return parts  # type: ignore[no-any-return]
 
 
-def _even(arg: Any, everywhere: Any) -> Any:
+def _even(arg: Shaped, everywhere: Sharding) -> Sharding:
     """The sharding of `arg`; replicated if its blocks would differ in size.
 
     XLA pads the last block then, and host code must not see the padding.

@@ -7,16 +7,21 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._engine import targets
+from hostcall._core.callback import Callback
+from hostcall._core.options import CallOptions, refuse_pairs
+from hostcall._core.spec import Static
+from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.buffer import BufferParams
-from hostcall._primitives.axes import size_of
+from hostcall._jax.types import LoweringContext, Value
+from hostcall._primitives.axes import Batched, Dims, Operands, size_of
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import (
@@ -32,7 +37,7 @@ from hostcall._primitives.drop_in.primitive import (
 from hostcall._primitives.emit import refuse_some_axes
 
 
-def _impl(*operands: Any, params: BufferParams) -> list[Any]:
+def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
     """Compiles the equation, except at a function's first call on the CPU.
 
     That one runs at once, so that fresh lambdas compile nothing and leave nothing
@@ -43,7 +48,7 @@ def _impl(*operands: Any, params: BufferParams) -> list[Any]:
     return run_eagerly(buffer_p, operands, params)
 
 
-def _on_host(operands: Sequence[Any]) -> bool:
+def _on_host(operands: Operands) -> bool:
     devices = {
         device
         for operand in operands
@@ -55,17 +60,33 @@ def _on_host(operands: Sequence[Any]) -> bool:
     )
 
 
-buffer_p = define("buffer_callback", BufferParams, _impl, would_run_twice)
-bind: Callable[..., list[Any]] = buffer_p.bind
+buffer_p = define("buffer_callback", _impl, would_run_twice)
+bind: Callable[..., list[jax.Array]] = buffer_p.bind
+
+
+def make(
+    callback: Callback, operands: Operands, mask: jax.Array | None
+) -> list[jax.Array]:
+    """Binds a call with arrays="cuda", which works on a GPU's memory."""
+    how = cast(CallOptions, callback.options)
+    method = how.vmap_method
+    met = {"where": mask, "on": how.sharding, **callback.policy.at_a_place()}
+    refuse_pairs(f"`{callback.name}`", {**vars(how), **met})
+    on_device = replace(
+        callback,
+        fn=Static(OnDevice(callback.fn, callback.results, callback.name)),
+        options=replace(how, arrays="numpy", vmap_method=method or "sequential"),
+    )
+    avals = callback.results.avals
+    params = BufferParams(callback=on_device, avals=avals, masked=False)
+    return bind(*operands, params=params)
 
 
 # --- batching ------------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[Any], dims: Sequence[int | None], *, params: BufferParams
-) -> Any:
-    if params.vmap_method is None:
+def _batch(operands: Operands, dims: Dims, *, params: BufferParams) -> Batched:
+    if params.options.vmap_method is None:
         _jax.refuse_vmap(buffer_p, operands, dims)
     size = size_of(operands, dims)
     operands, dims = list(operands), list(dims)
@@ -98,7 +119,7 @@ refuse_derivatives(
 # --- lowering ------------------------------------------------------------------------
 
 
-def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
+def lower(ctx: LoweringContext, *operands: Value, params: BufferParams) -> list[Value]:
     """The lowering of our primitive, and of JAX's (_compat/lowerings.py)."""
     program = _jax.program_of(ctx)
     for platform in program.platforms:
@@ -107,17 +128,10 @@ def lower(ctx: Any, *operands: Any, params: BufferParams) -> list[Any]:
                 f"`buffer_callback` not supported on {platform} backend."
                 " (hostcall serves cpu and cuda.)"
             )
-    if params.order != "pure":
+    if params.effect is not None:
         refuse_some_axes(program, params.callback.name)
-    graph = params.command_buffer
-    return call_lowering.lower(
-        program,
-        operands,
-        _jax.physical_avals(ctx.avals_in),
-        params,
-        target=targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET,
-        aliases=dict(params.aliases),
-    )
+    avals = _jax.physical_avals(ctx.avals_in)
+    return call_lowering.lower(program, operands, avals, params)
 
 
 _jax.register_lowering(buffer_p, lower, wants_devices=False)

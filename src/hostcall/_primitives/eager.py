@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,34 +11,31 @@ from hostcall import _jax
 from hostcall._core import failures, process
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import Entrance
+from hostcall._jax.types import Device, Sharding
 from hostcall._runtime import host_device
 
 
 def prepare(
-    operands: Sequence[Any], params: CallParams
-) -> tuple[CallInfo, Callable[[], list[Any]]]:
+    operands: Sequence[jax.Array], params: Equation
+) -> tuple[CallInfo, Callable[[], list[jax.Array]]]:
     """(what describes a call, a function that makes it now).
 
     Nothing is compiled or kept. The same native code runs as in a compiled program, on
     NumPy's buffers. An exception of the function propagates as it is.
     """
     targets.start()
-    process.refuse(f"`{params.callback.name}` is called")
-    if params.order == "ordered":
-        for failure in failures.failures_of_effects():
-            plans.logger.error(
-                "an ordered call continues after a failed program: %s", failure
-            )
-    place = _result_sharding(operands, params.sharding)
+    process.refuse(f"{params.shown} is called")
+    go_on_after_failures(params)
+    place = _result_sharding(operands, params.options.sharding)
     device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
     home = first_device(() if place is None else place.device_set)
     info = params.info({-1: home}, None)
     plan = plans.make_plan(params, arrays, info, Entrance(device=device))
 
-    def run() -> list[Any]:
+    def run() -> list[jax.Array]:
         try:
             results = plan.invoke(arrays)
         except ValueError as error:
@@ -52,7 +48,7 @@ def prepare(
     return info, run
 
 
-def run_and_keep(*operands: Any, params: CallParams) -> list[Any]:
+def run_and_keep(*operands: jax.Array, params: Equation) -> list[jax.Array]:
     """Makes the call; an exception is kept for `hc.errors.last_error()` too."""
     try:
         return prepare(operands, params)[1]()
@@ -61,13 +57,24 @@ def run_and_keep(*operands: Any, params: CallParams) -> list[Any]:
         raise
 
 
-def row_major(operand: Any) -> np.ndarray:
+def go_on_after_failures(params: Equation) -> None:
+    """Logs the failed programs after which an ordered call or tap is made."""
+    if params.options.order != "ordered":
+        return
+    for failure in failures.failures_of_effects():
+        text = "an ordered %s continues after a failed program: %s"
+        plans.logger.error(text, params.word, failure)
+
+
+def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:
     # np.ascontiguousarray would make a scalar one-dimensional.
     array = _jax.to_numpy(operand) if isinstance(operand, jax.Array) else operand
     return np.asarray(array, order="C")
 
 
-def _result_sharding(operands: Any, wanted: Any) -> Any:
+def _result_sharding(
+    operands: Sequence[jax.Array], wanted: Sharding | None
+) -> Sharding | None:
     """Where an eager call's results go, which is where jit would put them.
 
     If an operand is sharded over a mesh, they are replicated on that mesh. Otherwise
@@ -91,6 +98,6 @@ def _result_sharding(operands: Any, wanted: Any) -> Any:
     return None
 
 
-def first_device(devices: Iterable[Any]) -> Any:
+def first_device(devices: Iterable[Device]) -> Device:
     """The device with the smallest number; the default device if there is none."""
     return min(devices, key=lambda device: device.id, default=None) or _jax.here()

@@ -10,8 +10,9 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import codes
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.order import ORDERED, Order
 from hostcall._engine import targets
+from hostcall._engine.params.equation import Equation
+from hostcall._jax.types import Aval, Effect, LoweringContext, Sharding, Value
 from hostcall._primitives.across import OUTCOME_AVAL, Reach
 
 # --- The custom call ------------------------------------------------------------------
@@ -20,62 +21,64 @@ from hostcall._primitives.across import OUTCOME_AVAL, Reach
 def emit(
     program: _jax.Program,
     target: str,
-    operands: Sequence[Any],
+    operands: Sequence[Value],
     *,
-    order: Order,
-    ordered: Any = ORDERED,
+    effect: Effect | None,
     **how: Any,
-) -> list[Any]:
+) -> list[Value]:
     """Emits the custom call with the tokens that its order needs; returns the results.
 
-    `ordered` is the effect whose token an ordered call takes and returns. `how` are the
-    other parameters of `emit_with_token`.
+    `effect` puts it in order; None if it is pure. `how` are the other parameters of
+    `emit_with_token`.
     """
 
-    def one(token: Any | None) -> tuple[list[Any], Any | None]:
-        return emit_with_token(
-            program,
-            target,
-            operands,
-            token=token,
-            returns_token=order != "pure",
-            **how,
-        )
+    def one(token: Value | None) -> tuple[list[Value], Value | None]:
+        needs = effect is not None
+        given = program, target, operands
+        return emit_with_token(*given, token=token, returns_token=needs, **how)
 
-    return _in_order(program.ctx, order, ordered, one)
+    return _in_order(program.ctx, effect, one)
 
 
 def _in_order(
-    ctx: Any,
-    order: Order,
-    ordered: Any,
-    one: Callable[[Any | None], tuple[list[Any], Any | None]],
-) -> list[Any]:
-    """The results of `one`, which gets the token of this order and returns another."""
-    if order == "ordered":
-        results, token = one(_jax.ordered_token(ctx, ordered))
-        _jax.set_ordered_token(ctx, ordered, token)
-    elif order == "unordered":
+    ctx: LoweringContext,
+    effect: Effect | None,
+    one: Callable[[Value | None], tuple[list[Value], Value | None]],
+) -> list[Value]:
+    """The results of `one`, which gets a token of this effect and returns another."""
+    if effect is None:
+        results, _ = one(None)
+    elif _jax.is_ordered(effect):
+        results, token = one(_jax.ordered_token(ctx, effect))
+        _jax.set_ordered_token(ctx, effect, token)
+    else:
         before, store = _jax.chain(ctx)
         results, token = one(before)
         store(token)
-    else:
-        results, _ = one(None)
     return results
+
+
+_TOKEN_ALONE = (
+    "hostcall: a call with results and without array arguments, which comes after"
+    " another effect or has order='ordered', can't be compiled for a program over"
+    " several processes, since XLA would crash. Give it where=, which may be"
+    " jnp.array(True), or an array that the function ignores; to a feed,"
+    " feed(where=jnp.array(True))"
+)
 
 
 def emit_with_token(
     program: _jax.Program,
     target: str,
-    operands: Sequence[Any],
+    operands: Sequence[Value],
     *,
-    token: Any | None,
+    token: Value | None,
     returns_token: bool,
     source: Reach | None = None,
-    prepare: Callable[[Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+    prepare: Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Aval]]]
     | None = None,
     **how: Any,
-) -> tuple[list[Any], Any | None]:
+) -> tuple[list[Value], Value | None]:
     """Emits the custom call and returns (results, token).
 
     In a program that the compiler partitions over several devices, every device makes
@@ -90,17 +93,12 @@ def emit_with_token(
     if not alone and source is not None and token is not None and not operands:
         # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region that
         # a token alone enters and an all-reduce leaves.
-        raise HostcallError(
-            "hostcall: a call with results and without array arguments, which comes"
-            " after another effect or has order='ordered', can't be compiled for a"
-            " program over several processes, since XLA would crash. Give it where=,"
-            " which may be jnp.array(True), or an array that the function ignores; to a"
-            " feed, feed(where=jnp.array(True))",
-            code="hc-device",
-        )
+        raise HostcallError(_TOKEN_ALONE, code="hc-device")
 
-    def in_region(token: Any | None, operands: Sequence[Any]) -> Any:
-        avals_in: Sequence[Any] = ctx.avals_in
+    def in_region(
+        token: Value | None, operands: Sequence[Value]
+    ) -> tuple[list[Value], Value | None]:
+        avals_in: Sequence[Aval] = ctx.avals_in
         if prepare is not None and not alone:
             operands, avals_in = prepare(operands)
         avals_out = list(ctx.avals_out)
@@ -118,20 +116,12 @@ def emit_with_token(
         avals = _jax.physical_avals(ctx.avals_out)
         shared, outcome = source.share(program, results, avals)
         if outcome is None:
-            return shared, token
+            return list(shared), token
         # Passes the results on, or fails on this device if the outcome says so.
-        return _jax.custom_call(
-            program,
-            targets.VERDICT_TARGET,
-            token,
-            [outcome, *shared],
-            [OUTCOME_AVAL, *avals],
-            avals,
-            returns_token=token is not None,
-            has_side_effect=how["has_side_effect"],
-            attributes=how["attributes"],
-            aliases={1 + i: i for i in range(len(avals))},
-        )
+        passed = {**how, "aliases": {1 + i: i for i in range(len(avals))}}
+        values = (token, [outcome, *shared], [OUTCOME_AVAL, *avals], avals)
+        given = program, targets.VERDICT_TARGET, *values
+        return _jax.custom_call(*given, returns_token=token is not None, **passed)
 
     if alone:
         return in_region(token, operands)  # type: ignore[no-any-return]
@@ -144,12 +134,12 @@ NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
 def _linked(
     program: _jax.Program,
     target: str,
-    token: Any | None,
-    operands: Sequence[Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
+    token: Value | None,
+    operands: Sequence[Value],
+    avals_in: Sequence[Aval],
+    avals_out: Sequence[Aval],
     how: dict[str, Any],
-) -> tuple[list[Any], Any]:
+) -> tuple[list[Value], Value]:
     """Emits a call with a token and symbolic shapes, which XLA does not put together.
 
     In place of the token the call takes and returns a number, which carries no
@@ -157,7 +147,7 @@ def _linked(
     (token, 0) -> (token, number), and (token, number) -> (token, number).
     """
 
-    def link(token: Any, number: Any) -> Any:
+    def link(token: Value | None, number: Value) -> tuple[Value, Value]:
         (number,), token = _jax.custom_call(
             program,
             targets.LINK_TARGET,
@@ -190,12 +180,12 @@ def _linked(
     return results, token
 
 
-def check_place(program: _jax.Program, sharding: Any, name: str) -> None:
+def check_place(program: _jax.Program, params: Equation) -> None:
     """Refuses `on=device` inside a shard_map."""
-    if program.mesh is not None and sharding is not None:
+    if program.mesh is not None and params.options.sharding is not None:
         raise SpecError(
-            f"hostcall: `{name}` has on=device inside shard_map or pmap, where each"
-            " device makes its own call. Drop on=",
+            f"hostcall: `{params.callback.name}` has on=device inside shard_map or"
+            " pmap, where each device makes its own call. Drop on=",
             code="hc-device",
         )
 
@@ -216,7 +206,7 @@ def refuse_some_axes(program: _jax.Program, name: str, remedy: str = "") -> None
 _JAXS_OWN = ("oneapi", "rocm", "tpu")
 
 
-def check_platform(ctx: Any, what: str) -> None:
+def check_platform(ctx: LoweringContext, what: str) -> None:
     """Refuses platforms for which JAX has no callback either."""
     platforms = _jax.platforms(ctx)
     if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
@@ -231,15 +221,14 @@ def check_platform(ctx: Any, what: str) -> None:
 
 
 def emit_through_jax(
-    ctx: Any,
+    ctx: LoweringContext,
     run: Callable[..., list[np.ndarray]],
-    operands: Sequence[Any],
+    operands: Sequence[Value],
     *,
-    order: Order,
-    ordered: Any = ORDERED,
-    sharding: Any,
+    effect: Effect | None,
+    sharding: Sharding | None,
     **how: Any,
-) -> list[Any]:
+) -> list[Value]:
     """Emits JAX's own callback, for platforms that the engine does not serve.
 
     `run` gets one array for each operand and returns one array for each result.
@@ -251,7 +240,7 @@ def emit_through_jax(
     """
     place = _jax.place_of_callback(ctx, sharding)
 
-    def one(token: Any | None) -> tuple[list[Any], Any | None]:
+    def one(token: Value | None) -> tuple[list[Value], Value | None]:
         results, token_out, _ = _jax.emit_python_callback(
             ctx,
             run,
@@ -259,10 +248,10 @@ def emit_through_jax(
             list(operands),
             ctx.avals_in,
             ctx.avals_out,
-            returns_token=order != "pure",
+            returns_token=effect is not None,
             sharding=place,
             **how,
         )
         return list(results), token_out
 
-    return _in_order(ctx, order, ordered, one)
+    return _in_order(ctx, effect, one)

@@ -10,24 +10,25 @@ twice, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
+from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.feed import FeedParams
-from hostcall._primitives.axes import size_of
+from hostcall._primitives import once
+from hostcall._primitives.axes import Batched, Dims, Operands, size_of
 from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.lowering import lower, lower_through_jax
+from hostcall._primitives.call.lowering import lower_here, lower_through_jax
 from hostcall._primitives.call.primitive import define
 from hostcall._primitives.eager import run_and_keep
-from hostcall._primitives.emit import check_platform, refuse_some_axes
 
 
-def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
-    name = params["params"].callback.name
+def _would_run_twice(equation: dict[str, CallParams]) -> DerivativeError:
+    name = equation["params"].callback.name
     return DerivativeError(
         f"hostcall: jax.linearize or jax.grad of a while_loop that takes items of the"
         f" feed `{name}`, on which its derivative depends. JAX would run the loop"
@@ -38,16 +39,14 @@ def _would_run_twice(params: dict[str, Any]) -> DerivativeError:
     )
 
 
-feed_p = define("host_feed", FeedParams, run_and_keep, _would_run_twice)
-bind: Callable[..., list[Any]] = feed_p.bind
+feed_p = define("host_feed", run_and_keep, _would_run_twice)
+bind: Callable[..., list[jax.Array]] = feed_p.bind
 
 
 # --- batching ----------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[Any], dims: Sequence[int | None], *, params: FeedParams
-) -> tuple[list[Any], tuple[int, ...]]:
+def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     """One item for each row if `rows=` depends on the row; else one for all rows.
 
     In the second case only the mask depends on the row. An item is then taken if some
@@ -74,16 +73,5 @@ _jax.batchers[feed_p] = _batch
 # --- lowering ----------------------------------------------------------------------
 
 
-def _lower(ctx: Any, *operands: Any, params: FeedParams) -> list[Any]:
-    program = _jax.program_of(ctx)
-    refuse_some_axes(program, params.callback.name)
-    return lower(program, operands, ctx.avals_in, params)
-
-
-def _lower_elsewhere(ctx: Any, *operands: Any, params: FeedParams) -> list[Any]:
-    """Lowers the feed through JAX's own callback, which asks the engine for items."""
-    check_platform(ctx, f"`{params.callback.name}`")
-    return lower_through_jax(ctx, *operands, params=params)
-
-
-_jax.register_lowering(feed_p, _lower, _lower_elsewhere)
+# In place of the engine, JAX's own callback asks the ring for items.
+once.register(feed_p, lower_here, lower_through_jax)

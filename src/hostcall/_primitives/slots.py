@@ -13,31 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError
-from hostcall._core.fingerprint import fingerprint
 from hostcall._core.portable import NotPortable
-from hostcall._core.registry import name_of_held
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import Entrance, plan_in_program
+from hostcall._jax.types import Aval
 from hostcall._primitives import travel
 
 
 def put(
     program: _jax.Program,
     info: CallInfo,
-    avals: Sequence[Any],
+    avals: Sequence[Aval],
     *,
     only: Sequence[int] = (),
     whole: bool = True,
     entry: Entrance,
-) -> dict[str, Any]:
+) -> dict[str, str | np.uint64]:
     """Makes a plan, and puts it into a slot that lives as long as the program.
 
     Returns the attributes by which the program finds it. An exported program has no
@@ -62,13 +60,16 @@ def put(
         if why:
             refuse_export(info.callback, why)
         return {travel.ATTRIBUTE: text}
-    key = _key_of(info.params, avals)
+    key = info.params.key(avals)
     entry = replace(entry, text=text)
     info.of_program = _jax.all_devices(program)
     plan = plan_in_program(program.client, program.platforms, info, avals, entry)
     slot = _native.Slot(plan, key, program.across)
     _jax.keep_alive(program, Kept(slot, info.name, why))
-    attributes = {"key": np.uint64(key), "count": np.uint64(slot.count)}
+    attributes: dict[str, str | np.uint64] = {
+        "key": np.uint64(key),
+        "count": np.uint64(slot.count),
+    }
     return {**attributes, travel.ATTRIBUTE: text} if text else attributes
 
 
@@ -85,32 +86,6 @@ def refuse_export(callback: Callback, reason: str) -> NoReturn:
     )
 
 
-# Fields of a call's or tap's parameters that its key has.
-_IN_KEY = (
-    *("order", "masked", "grid", "batched", "levels", "keep"),
-    *("rows", "when_full", "on", "every", "sample", "batch", "always", "through"),
-    *("kind", "partitioned"),
-)
-
-
-def _key_of(params: Equation, operands: Sequence[Any]) -> int:
-    """The key by which programs find a call: equal in all processes for equal calls.
-
-    It says what the call is: the function, the avals, the options. A program that was
-    compiled in another process looks its calls up here, so it finds no call of another
-    kind. It also says where the program runs: JAX 0.10's disk cache may return a
-    program that was compiled without host callbacks for one that has them, and XLA
-    would run that on a thread of its own.
-    """
-    callback = params.callback
-    avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *params.avals)]
-    options = [getattr(params, option, None) for option in _IN_KEY]
-    how = (callback.tag, callback.arrays, callback.lend, params.runs_where_dispatched)
-    plain = repr((avals, options, how, type(params).__name__))
-    function = name_of_held(callback.function) or callback.function
-    return fingerprint((function, params.vmap_method, plain))
-
-
 class Kept:
     """Something that an executable keeps alive, and that can't leave the process.
 
@@ -120,12 +95,12 @@ class Kept:
         why: why another process can't make the call; "" if the program has its text.
     """
 
-    def __init__(self, thing: Any, name: str, why: str) -> None:
+    def __init__(self, thing: _native.Slot | None, name: str, why: str) -> None:
         self.thing = thing
         self.name = name
         self.why = why
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Kept], tuple[None, str, str]]:
         if not self.why:
             return Kept, (None, self.name, "")
         raise ExportError(

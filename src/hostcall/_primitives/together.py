@@ -21,21 +21,25 @@ differs between devices, those that reach it wait for the others, as in a `psum`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._jax.types import Aval, Value
 from hostcall._primitives.across import OUTCOME
 
 _DIGITS = 10  # of a device's number, in the outcome's text
 
 
 def share(
-    program: _jax.Program, results: Sequence[Any], avals: Sequence[Any], *, devices: int
-) -> tuple[Sequence[Any], Any]:
+    program: _jax.Program,
+    results: Sequence[Value],
+    avals: Sequence[Aval],
+    *,
+    devices: int,
+) -> tuple[Sequence[Value], Value]:
     """See `Reach`: each of these devices makes the call for itself."""
     del avals
     *results, outcome = results
@@ -48,11 +52,11 @@ def share(
     return results, verdict
 
 
-def _number(device: Any, outcome: Any) -> list[Any]:
+def _number(device: jax.Array, outcome: jax.Array) -> list[jax.Array]:
     return [jnp.where(outcome[0] != 0, device + jnp.uint32(1), jnp.uint32(0))]
 
 
-def _verdict(number: Any) -> list[Any]:
+def _verdict(number: jax.Array) -> list[jax.Array]:
     """An outcome (native/plan/outcome.h) whose text is the device's number."""
     powers = np.array([10**i for i in range(_DIGITS)][::-1], np.uint32)
     digits = (number // powers) % np.uint32(10) + np.uint32(ord("0"))

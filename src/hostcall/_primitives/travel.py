@@ -27,7 +27,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,12 +34,14 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core import portable
 from hostcall._core.errors import HostcallError, LoadError
-from hostcall._core.portable import Malformed, NotPortable
+from hostcall._core.portable import Malformed, NotPortable, Told
 from hostcall._engine import portable as equations
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo, TapInfo
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import Entrance, Team, plan_in_program
-from hostcall._runtime import context, delivery, host_device
+from hostcall._jax.types import Aval, Client, Mesh
+from hostcall._runtime import context, host_device
 
 ATTRIBUTE = "text"
 
@@ -51,7 +52,7 @@ ATTRIBUTE = "text"
 def tell(
     program: _jax.Program,
     info: CallInfo,
-    avals: Sequence[Any],
+    avals: Sequence[Aval],
     team: Team | None,
     only: Sequence[int],
 ) -> str:
@@ -59,22 +60,22 @@ def tell(
 
     Raises NotPortable.
     """
-    told = equations.tell(info.params, avals, exported=program.is_exported)
+    params: Equation = info.params
+    told = equations.tell(params, avals, exported=program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
-    if program.is_exported and team is not None and info.params.sharding is not None:
+    if program.is_exported and team is not None and params.options.sharding is not None:
         raise NotPortable(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"
         )
-    outs = info.params.out_avals
     told |= {
         "hostcall": portable.FORMAT,
         "team": None if team is None else list(team),
         "only": list(only),
-        "linked": info.params.order != "pure" and _jax.has_symbolic(outs),
+        "linked": params.effect is not None and _jax.has_symbolic(params.out_avals),
         "mesh": _tell_mesh(program.mesh),
     }
     known = portable.sizes_in(list(buffers_of(told)))
@@ -92,7 +93,7 @@ def tell(
     return portable.write(told)
 
 
-def _tell_mesh(mesh: Any) -> Any:
+def _tell_mesh(mesh: Mesh | jax.sharding.AbstractMesh | None) -> Told:
     """[names of axes, their sizes, ids of devices]; None without devices."""
     if mesh is None or isinstance(mesh, jax.sharding.AbstractMesh):
         return None
@@ -105,7 +106,7 @@ def _tell_mesh(mesh: Any) -> Any:
 # --- Reading ------------------------------------------------------------------------
 
 
-def parse(text: str) -> Any:
+def parse(text: str) -> Told:
     """What a text says; of that, only the version and the sizes are checked.
 
     Raises LoadError.
@@ -136,7 +137,7 @@ def parse(text: str) -> Any:
 _SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
 
 
-def check(told: Any) -> None:
+def check(told: Told) -> None:
     """Reads what a text says, with any sizes in place of the symbolic ones.
 
     Raises LoadError, or RegistryError if this process lacks its function.
@@ -145,7 +146,7 @@ def check(told: Any) -> None:
         equations.read(_with_any_sizes(told))
 
 
-def _with_any_sizes(told: Any) -> Any:
+def _with_any_sizes(told: Told) -> Told:
     return portable.with_sizes(told, dict.fromkeys(portable.sizes_in(told), 1))
 
 
@@ -180,15 +181,9 @@ def read_text(
     team = None if found["team"] is None else Team(*found["team"])
     if team is not None and found["place"]:  # exported, so on any devices
         team = team._replace(leader=None)
-    tap = None
-    info: CallInfo
     operands = found["operands"]
-    if params.is_tap:
-        delivery.start()
-        tap = params.settings(found["only"], host_device.is_host(client))
-        info = TapInfo.of_whole(params, by_ordinal, mesh, operands)
-    else:
-        info = CallInfo(params, by_ordinal, mesh)
+    tap = params.settings(found["only"], host_device.is_host(client))
+    info = params.info(by_ordinal, mesh, operands)
     info.of_program = None if team is None else ()
     entry = Entrance(tap=tap, team=team, text=text)
     plan = plan_in_program(client, (platform,), info, operands, entry)
@@ -222,7 +217,7 @@ def reading() -> Iterator[None]:
         ) from error
 
 
-def _client(platform: str) -> Any:
+def _client(platform: str) -> Client:
     """The client on which this thread loads a program: host code's own inside it.
 
     A default device of another platform says nothing: JAX loads a program for the
@@ -237,19 +232,14 @@ def _client(platform: str) -> Any:
     return _jax.client_of(platform)
 
 
-def buffers_of(told: Any) -> tuple[list[Any], list[Any]]:
+def buffers_of(told: Told) -> tuple[list[Told], list[Told]]:
     """[dtype, *shape] of the operands and of the results that the program passes."""
-    operands, params = told["operands"], told["params"]
-    if told["equation"] == "tap":
-        first, last = int(params["masked"]), len(operands) - int(params["always"])
-        return operands, operands[first:last] if params["through"] else []
-    grid = params["grid"]
-    results = [[dtype, *grid, *shape] for dtype, *shape in told["avals"]]
+    results = equations.kind_of(told).results_in(told)
     number = [["int32"]] if told["linked"] else []  # see emit.py
-    return [*number, *operands], [*number, *results]
+    return [*number, *told["operands"]], [*number, *results]
 
 
-def _with_sizes(told: Any, buffers: list[list[int]]) -> Any:
+def _with_sizes(told: Told, buffers: list[list[int]]) -> Told:
     """What `told` says, with the sizes that these buffers have."""
     known: dict[str, int] = {}
     wanted = itertools.chain(*buffers_of(told))
@@ -267,13 +257,14 @@ def _with_sizes(told: Any, buffers: list[list[int]]) -> Any:
     return portable.with_sizes(told, values)
 
 
-def _values(told: Any, known: Mapping[str, int]) -> tuple[dict[str, Any], list[str]]:
+def _values(told: Told, known: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """(the values of symbolic sizes, those that don't follow from the known ones)."""
-    values = {n: _jax.size_from(n, known) for n in portable.sizes_in(told)}
-    return values, [name for name, value in values.items() if value is None]
+    every = {name: _jax.size_from(name, known) for name in portable.sizes_in(told)}
+    values = {name: value for name, value in every.items() if value is not None}
+    return values, [name for name in every if name not in values]
 
 
-def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
+def _check_buffers(told: Told, buffers: list[list[int]]) -> None:
     """Refuses a text that says more or less memory than XLA passes."""
     described = itertools.chain(*buffers_of(told))
     wanted = [[portable.XLAS_DTYPES.get(t), *shape] for t, *shape in described]
@@ -285,7 +276,7 @@ def _check_buffers(told: Any, buffers: list[list[int]]) -> None:
         )
 
 
-def _read_mesh(told: Any, client: Any) -> Any:
+def _read_mesh(told: Told, client: Client) -> Mesh | None:
     if told is None:
         return None
     names, sizes, ids = told

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Collector(Protocol):
-    def take(self, tag: str, args: Any, kwargs: Any) -> None: ...
+    def take(self, name: str, args: Any, kwargs: Any) -> None: ...
 
 
 class _Collectors:

@@ -129,7 +129,7 @@ def current() -> Current | None:
     return Current(
         name=info.name,
         place=info.place,
-        order=info.params.order,
+        order=info.callback.options.order,
         device=device,
         mesh_coords=_coords(info.mesh, device),
         row=row or (),

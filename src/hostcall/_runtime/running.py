@@ -86,8 +86,12 @@ def running() -> list[ActiveCall]:
     calls = []
     for info, thread, seconds, row in _native.active():
         (thread,) = workers.delegates.get(thread) or [thread]
-        name, stack = info.callback.tag or info.name, _stack(frames, thread)
-        calls.append(ActiveCall(name, info.place, seconds, row or (), thread, stack))
+        name = info.callback.shown
+        calls.append(
+            ActiveCall(
+                name, info.place, seconds, row or (), thread, _stack(frames, thread)
+            )
+        )
     return sorted(calls, key=lambda call: -call.seconds)
 
 

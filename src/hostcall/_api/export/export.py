@@ -123,7 +123,7 @@ class Exported:
 
     __bytes__ = serialize
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[bytes], Exported], tuple[bytes]]:
         return load, (self.serialize(),)
 
     def __repr__(self) -> str:
@@ -271,7 +271,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     return loaded
 
 
-def _uses_none(program: Any) -> bool:
+def _uses_none(program: jax.core.ClosedJaxpr) -> bool:
     """Whether a jaxpr uses none of its arguments."""
     used = {id(v) for eqn in program.eqns for v in eqn.invars}
     used |= {id(v) for v in program.jaxpr.outvars}

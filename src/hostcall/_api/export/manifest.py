@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostcall._core import registry
+from hostcall._core.portable import Told
 from hostcall._engine import portable
 
 
@@ -90,7 +91,7 @@ def names_in(manifest: Manifest) -> list[registry.Name]:
     return list(dict.fromkeys(names))
 
 
-def described(told: Any, places: int) -> HostCode:
+def described(told: Told, places: int) -> HostCode:
     """What a call is, given what its text says."""
     kind, more = told["function"]
     (name,) = portable.names_in(told) or [registry.Name("", 0)]
@@ -105,7 +106,7 @@ def described(told: Any, places: int) -> HostCode:
         name=name.name or None,
         version=name.version,
         kind=kind,
-        order=told["params"]["order"],
+        order=told["options"]["order"],
         arguments=tuple(_spec(dtype, sizes) for dtype, *sizes in told["operands"]),
         results=tuple(_spec(d, [*grid, *sizes]) for d, *sizes in told["avals"]),
         places=places,

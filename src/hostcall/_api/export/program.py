@@ -10,13 +10,14 @@ passes.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 
 from hostcall import _jax
 from hostcall._core import portable
 from hostcall._core.errors import LoadError
+from hostcall._core.portable import Told
+from hostcall._engine import portable as equations
 from hostcall._engine import targets
 from hostcall._primitives import travel
 
@@ -83,21 +84,21 @@ def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
     return [text]
 
 
-def _check(call: _jax.CustomCall, told: Any, devices: int) -> None:
+def _check(call: _jax.CustomCall, told: Told, devices: int) -> None:
     """Compares a call with what its text says, which nobody has checked so far."""
-    params, is_tap = told["params"], told["equation"] == "tap"
+    kind = equations.kind_of(told)
     what = f"a {told['equation']} of {told['function'][0]!r}"
-    if call.target != (targets.TAP_TARGET if is_tap else targets.TARGET):
+    if call.target != kind.target:
         raise _refused(f"{what} that names {call.target!r}")
-    if call.aliases and not (is_tap and params["through"]):
+    if call.aliases and not told["params"].get("through"):
         raise _refused(f"{what} whose results take the memory of its operands")
     if told["team"] is not None and told["team"][1] != devices:
         raise _refused(
             f"{what} that {told['team'][1]} devices make together, and the program runs"
             f" on {devices}: they would wait for each other for ever"
         )
-    has_effect = params["order"] != "pure"
-    if (is_tap or has_effect) and not call.has_side_effect:
+    has_effect = told["options"]["order"] != "pure"
+    if (kind.kept or has_effect) and not call.has_side_effect:
         raise _refused(f"{what} that XLA may drop")
     operands, results = (
         [_jax.type_text(portable.read_dtype(dtype).name, sizes) for dtype, *sizes in of]

@@ -18,9 +18,9 @@ from hostcall._core.arguments import parse_mask, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
+from hostcall._core.options import FEED, CallOptions, check
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template, is_array_like
-from hostcall._engine.options import FEED, check
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
 from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once
@@ -81,12 +81,10 @@ class Feed(Handle):
                 template=Template.flat(*(None,) * len(markers)),
                 results=results,
                 fills=(None,) * len(results.avals),
+                options=CallOptions(order="ordered"),
                 place=users_place(),
             ),
             avals=results.avals,
-            order="ordered",
-            vmap_method="sequential",
-            sharding=None,
             masked=bool(mask),
             devices=() if shards is None else shards.devices,
         )

@@ -9,9 +9,9 @@ from typing import Any
 from hostcall._core.arguments import conflict, of_a_number, wrong
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
+from hostcall._core.options import check
 from hostcall._core.order import Order
 from hostcall._core.spec import Results, parse_result
-from hostcall._engine.options import check
 
 # What closes, saves or restores an object: a method's name, or a function of it.
 Hook = str | Callable[..., Any] | None

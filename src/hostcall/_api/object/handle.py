@@ -20,6 +20,7 @@ from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import CLOSED, Group, Snapshot
 from hostcall._core import failures, mistakes
 from hostcall._core.arguments import check_function, of_all_processes, parse_mask
+from hostcall._core.callback import Callback
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
@@ -328,7 +329,6 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
     declared, entry = group.declared, Entry(group, name)
-    options = declared.options
     kind, results = declared.factory, declared.methods[name]
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
@@ -345,10 +345,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
-        place = users_place()
-        return results.fill(
-            make(options, entry, template, results, fills, place, operands, mask)
-        )
+        trees = template, results, fills
+        callback = Callback.of(entry, trees, users_place(), declared.options)
+        return results.fill(make(callback, operands, mask))
 
     method.__name__, method.__qualname__ = name, entry.__qualname__
     return method

@@ -18,7 +18,7 @@ from hostcall._api.object.entry import Entry
 from hostcall._api.object.group import Group
 from hostcall._api.object.handle import Object
 from hostcall._core import portable, registry
-from hostcall._core.callback import Policy
+from hostcall._core.options import Policy
 from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.spec import Results
 from hostcall._engine.portable import name_of
@@ -128,7 +128,7 @@ def _is_hook(given: object) -> bool:
     return isinstance(given, str) and given.isidentifier() and given[0] != "_"
 
 
-def read(told: Any) -> tuple[Entry, dict[str, Any]]:
+def read(told: Any) -> tuple[Entry, Policy]:
     group, method = _object_of(told)._group, told["method"]
     # The object of this number may be one of this process, with other methods.
     if method not in group.declared.methods:
@@ -137,4 +137,4 @@ def read(told: Any) -> tuple[Entry, dict[str, Any]]:
             " number does not declare here"
         )
     policy = Policy.of({"concurrency": group.declared.concurrency})
-    return Entry(group, method), {"policy": policy}
+    return Entry(group, method), policy

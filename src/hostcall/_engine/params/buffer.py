@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,8 +13,11 @@ from jax.experimental.buffer_callback import ExecutionStage
 
 from hostcall import _native
 from hostcall._core import config, errors
+from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import Function
+from hostcall._jax.types import Device
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]
 
@@ -33,7 +36,7 @@ _CFunction: Any = ctypes.CFUNCTYPE(None).mro()[1]  # base class of all ctypes fu
 class NativeFunction:
     """Machine code that runs in place of a Python function, without the GIL."""
 
-    keep: Any = field(compare=False)  # the object that owns the machine code
+    keep: object = field(compare=False)  # the object that owns the machine code
     address: int
     status: bool
     name: str = field(compare=False)
@@ -111,60 +114,12 @@ def native(
     return NativeFunction(function, int(address), bool(status), name or str(own))
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class BufferParams(CallParams):
-    """The parameters of one equation of the buffer callback's primitive.
-
-    Attributes:
-        aliases: (input, output) pairs of leaf numbers that share memory.
-        command_buffer: whether a GPU's command buffer may record the call.
-    """
-
-    aliases: tuple[tuple[int, int], ...] = ()
-    command_buffer: bool = False
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        native = isinstance(self.callback.function, NativeFunction)
-        return self.order != "pure" or not native
-
-    def info(self, devices: dict[int, Any], mesh: Any) -> BufferInfo:
-        return BufferInfo(self, devices, mesh)
-
-    def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings]:
-        shared = {output: number for number, output in self.aliases}
-        fn = self.callback.function
-        code = fn if isinstance(fn, NativeFunction) else None
-        settings = _native.BufferSettings(
-            aliases=[shared.get(i, -1) for i in range(len(self.avals))],
-            debug=config.debug(),
-            address=0 if code is None else code.address,
-            status=code is not None and code.status,
-        )
-        return self._function(), settings
-
-    def _function(self) -> Callable[..., Any]:
-        """The function that the engine calls with the context and a Buffer per leaf."""
-        callback = self.callback
-        fn, template, results = callback.function, callback.template, callback.results
-        if template.is_flat and results.treedef == jax.tree.structure(0):
-            return fn
-        n = len(results.avals)
-
-        def whole(ctx: Any, *buffers: Any) -> Any:
-            out = results.treedef.unflatten(buffers[:n])
-            args, kwargs = template.fill(buffers[n:])
-            return fn(ctx, out, *args, **kwargs)
-
-        return whole
-
-
 class BufferInfo(CallInfo):
     """The description of a buffer callback's call, with the errors about Buffers."""
 
     params: BufferParams
 
-    def device_at(self, ordinal: int) -> Any:
+    def device_at(self, ordinal: int) -> Device | None:
         return self.devices.get(ordinal)
 
     def _how_kept(self) -> str:
@@ -184,7 +139,7 @@ class BufferInfo(CallInfo):
             code="hc-buffer",
         )
 
-    def on_unwritten(self, _: Any, number: int) -> None:
+    def on_unwritten(self, _: object, number: int) -> None:
         aval = self.params.avals[number]
         raise errors.UnwrittenError(
             f"hostcall: `{self.name}` did not write all of"
@@ -192,3 +147,65 @@ class BufferInfo(CallInfo):
             " HOSTCALL_DEBUG=1). Elements that are not written hold zeros or arbitrary"
             " values: write numpy.asarray(out)[...] = value"
         )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BufferParams(CallParams):
+    """The parameters of one equation of the buffer callback's primitive.
+
+    Attributes:
+        aliases: (input, output) pairs of leaf numbers that share memory.
+        command_buffer: whether a GPU's command buffer may record the call.
+    """
+
+    aliases: tuple[tuple[int, int], ...] = ()
+    command_buffer: bool = False
+
+    on_buffers = True
+    described_by = BufferInfo
+    name = ""
+    stays = (
+        "it is a buffer callback, which names memory of this process. Use hc.call,"
+        " hc.tap or hc.host"
+    )
+
+    @property
+    def runs_where_dispatched(self) -> bool:
+        native = isinstance(self.callback.function, NativeFunction)
+        return self.effect is not None or not native
+
+    @property
+    def target(self) -> str:  # type: ignore[override]
+        graph = self.command_buffer
+        return targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET
+
+    @cached_property
+    def native(self) -> dict[str, Any]:
+        return {**super().native, "lend": _native.Lend.BUFFERS}
+
+    def in_place(self) -> tuple[Function, _native.BufferSettings]:
+        shared = {output: number for number, output in self.aliases}
+        fn = self.callback.function
+        code = fn if isinstance(fn, NativeFunction) else None
+        settings = _native.BufferSettings(
+            aliases=[shared.get(i, -1) for i in range(len(self.avals))],
+            debug=config.debug(),
+            address=0 if code is None else code.address,
+            status=code is not None and code.status,
+        )
+        return self._function(), settings
+
+    def _function(self) -> Function:
+        """The function that the engine calls with the context and a Buffer per leaf."""
+        callback = self.callback
+        fn, template, results = callback.function, callback.template, callback.results
+        if template.is_flat and results.treedef == jax.tree.structure(0):
+            return fn
+        n = len(results.avals)
+
+        def whole(ctx: Any, *buffers: Any) -> Any:
+            out = results.treedef.unflatten(buffers[:n])
+            args, kwargs = template.fill(buffers[n:])
+            return fn(ctx, out, *args, **kwargs)
+
+        return whole

@@ -1,16 +1,21 @@
-"""The parameters of a call's equation."""
+"""The equation of a call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import jax
 
-from hostcall._core.order import ORDERED
-from hostcall._engine.info import CallInfo
+from hostcall._core.options import CallOptions, PlaceOptions
+from hostcall._core.portable import Malformed, Told
 from hostcall._engine.params.equation import Equation
-from hostcall._native import ResultForm
+from hostcall._jax.types import Aval
+from hostcall._native import Lend, ResultForm
+
+_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -21,21 +26,35 @@ class CallParams(Equation):
         results_as: "tree": the function returns the structure of `result`. "leaves": it
             returns the same leaves in any containers. "nothing": its return value is
             ignored.
-        levels, literals: as `Equation` says.
+        levels: as `Equation` says.
+        literals: whether the function may return Python numbers for 32-bit arrays.
     """
 
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
 
-    @property
-    def ordered(self) -> Any:
-        """The effect whose token an ordered call takes and returns."""
-        return ORDERED
+    takes = CallOptions
+    name = "call"
 
-    def info(self, devices: dict[int, Any], mesh: Any) -> CallInfo:
-        """Describes a call to the engine; see `CallInfo`."""
-        return CallInfo(self, devices, mesh)
+    @cached_property
+    def options(self) -> CallOptions:
+        return cast(CallOptions, self.callback.options)
+
+    @property
+    def method(self) -> str:
+        method = self.options.vmap_method or "sequential"
+        return method if isinstance(method, str) else "own"
+
+    @cached_property
+    def native(self) -> dict[str, Any]:
+        how, tree = self.options, self.callback.results.treedef
+        return {
+            "lend": _LENDS[how.lend],
+            "out_tree": tree.unflatten if how.lend == "out" else None,
+            "keep": how.keep,
+            "literals": self.literals,
+        }
 
     def form(self) -> ResultForm:
         treedef = self.callback.results.treedef
@@ -52,6 +71,20 @@ class CallParams(Equation):
         if n and treedef == structure((0,) * n):
             return ResultForm.TUPLE
         return ResultForm.TREE
+
+    @classmethod
+    def place_of_text(
+        cls, place: PlaceOptions, told: Mapping[str, Told]
+    ) -> PlaceOptions:
+        whole = "expand_dims" if told["params"]["levels"] else None
+        return replace(
+            cast(CallOptions, place),
+            vmap_method="parallel" if told["parallel"] else whole,
+        )
+
+    def check_text(self, operands: Sequence[Aval]) -> None:
+        if self.levels < 0:
+            raise Malformed(f"the option levels={self.levels}")
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

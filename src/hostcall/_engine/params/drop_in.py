@@ -14,7 +14,7 @@ first their number (in any container), then shapes and dtypes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -27,11 +27,13 @@ from hostcall._core import failures
 from hostcall._core.arguments import wrong
 from hostcall._core.callback import Callback
 from hostcall._core.host_code import own
-from hostcall._core.order import UNORDERED
+from hostcall._core.options import CallOptions
+from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
+from hostcall._jax.types import Effect
 
 logger = logging.getLogger("hostcall")
 
@@ -52,8 +54,8 @@ class Flavour(NamedTuple):
 
     api: str
     jax_logger: logging.Logger
-    unordered: Any = None
-    ordered: Any = None
+    unordered: Effect | None = None
+    ordered: Effect | None = None
     refusal: str = ""
 
 
@@ -77,62 +79,6 @@ FLAVOURS: dict[str, Flavour] = {
         unordered=_jax.DEBUG_EFFECT,
         ordered=_jax.ORDERED_DEBUG_EFFECT,
     ),
-}
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class DropInParams(CallParams):
-    """The parameters of one equation of a drop-in's primitive.
-
-    Attributes:
-        kind: which of JAX's callbacks it replaces.
-        partitioned: whether, in a program that is partitioned over devices, each device
-            makes the call for its own part.
-    """
-
-    kind: Kind
-    partitioned: bool = False
-
-    @property
-    def flavour(self) -> Flavour:
-        return FLAVOURS[self.kind]
-
-    @property
-    def ordered(self) -> Any:
-        return self.flavour.ordered
-
-    def info(self, devices: dict[int, Any], mesh: Any) -> DropInInfo:
-        return DropInInfo(self, devices, mesh)
-
-    @property
-    def primitive(self) -> str:
-        """The name of the drop-in's primitive, which JAX's primitive has too."""
-        mine = own(self.callback.function)
-        is_print = mine is not None and mine.source() == PRINT
-        return "debug_print" if is_print else f"{self.kind}_callback"
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        return True  # as for JAX's own callbacks, pure ones included
-
-    @cached_property
-    def is_jaxs_own(self) -> bool:
-        # JAX wraps the user's function of a debug callback in a function of its own.
-        return self.kind != "debug" and is_jaxs(self.callback.function)
-
-    @property
-    def effects(self) -> set[Any]:
-        if self.order == "pure":
-            return set()
-        if self.order == "unordered":
-            return {self.flavour.unordered}
-        # The reason for UNORDERED is in `effects_of` (_core/order.py).
-        return {self.ordered, UNORDERED}
-
-
-_NARROW = {
-    np.dtype(wide): np.dtype(narrow)
-    for wide, narrow in (("f8", "f4"), ("i8", "i4"), ("u8", "u4"), ("c16", "c8"))
 }
 
 
@@ -194,7 +140,7 @@ class DropInInfo(CallInfo):
             )
         return narrow
 
-    def on_error(self, error: BaseException, _: Any, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         self.log(error)
         return super().on_error(error, _, row)
 
@@ -210,40 +156,90 @@ class DropInInfo(CallInfo):
         flavour.jax_logger.error("%s failed", flavour.api, exc_info=error)
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DropInParams(CallParams):
+    """The parameters of one equation of a drop-in's primitive.
+
+    Attributes:
+        kind: which of JAX's callbacks it replaces.
+        partitioned: whether, in a program that is partitioned over devices, each device
+            makes the call for its own part.
+    """
+
+    kind: Kind
+    partitioned: bool = False
+
+    described_by = DropInInfo
+    name = ""
+    stays = (
+        "it stands for one of JAX's own callbacks, whose options name things of this"
+        " process. Use hc.call, hc.tap or hc.host"
+    )
+
+    @property
+    def flavour(self) -> Flavour:
+        return FLAVOURS[self.kind]
+
+    @cached_property
+    def effect(self) -> Effect | None:
+        flavour = self.flavour
+        of = {"unordered": flavour.unordered, "ordered": flavour.ordered}
+        return of.get(self.options.order)
+
+    @property
+    def primitive(self) -> str:
+        """The name of the drop-in's primitive, which JAX's primitive has too."""
+        mine = own(self.callback.function)
+        is_print = mine is not None and mine.source() == PRINT
+        return "debug_print" if is_print else f"{self.kind}_callback"
+
+    @property
+    def runs_where_dispatched(self) -> bool:
+        return True  # as for JAX's own callbacks, pure ones included
+
+    @cached_property
+    def is_jaxs_own(self) -> bool:
+        # JAX wraps the user's function of a debug callback in a function of its own.
+        return self.kind != "debug" and is_jaxs(self.callback.function)
+
+
+_NARROW = {
+    np.dtype(wide): np.dtype(narrow)
+    for wide, narrow in (("f8", "f4"), ("i8", "i4"), ("u8", "u4"), ("c16", "c8"))
+}
+
+
 def make_params(
     kind: Kind,
     fn: Callable[..., Any],
-    template: Template,
-    results: Results,
-    *,
-    ordered: bool = False,
-    vmap_method: str | None = None,
-    sharding: Any = None,
-    partitioned: bool = False,
-    arrays: Literal["numpy", "free"] = "free",
+    trees: tuple[Template, Results],
+    given: Mapping[str, Any],
     place: Place | None = None,
 ) -> DropInParams:
-    """Builds the parameters of a drop-in that calls `fn`."""
+    """Builds the parameters of a drop-in that calls `fn`.
+
+    `given` are options as JAX's functions take them, and `arrays` as an engine's name.
+    """
+    template, results = trees
+    order: Order = "pure" if kind == "pure" else "unordered"
+    if given.get("ordered"):
+        order = "ordered"
     callback = Callback(
         fn=Static(fn),
         template=template,
         results=results,
         fills=(None,) * len(results.avals),
-        arrays=arrays,
+        options=CallOptions.of({**given, "order": order}),
         place=place or users_place(),
     )
-    order = "ordered" if ordered else "pure" if kind == "pure" else "unordered"
     return DropInParams(
         callback=callback,
         avals=results.avals,
-        order=order,  # type: ignore[arg-type]
-        vmap_method=vmap_method,
-        sharding=sharding,
         masked=False,
         results_as="nothing" if kind == "debug" else "leaves",
         literals=not jax.config.jax_enable_x64,
         kind=kind,
-        partitioned=partitioned,
+        partitioned=given.get("partitioned", False),
     )
 
 

@@ -4,18 +4,33 @@ An equation holds the user's function and its trees, and answers what lowering a
 `make_plan` (_engine/plans.py) ask. All are hashable. Equal ones trace to equal
 programs, so JAX's caches hit. Whatever belongs to one call site of one compiled program
 is in `CallInfo` (_engine/info.py) instead.
+
+A kind of equation is one file beside this one, with a subclass, and one file or folder
+of _primitives that binds and lowers it. Nothing else names it: the class answers.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self, TypeVar
 
-from hostcall import _native
+from hostcall import _jax, _native
 from hostcall._core.callback import Callback
-from hostcall._core.order import Order
+from hostcall._core.fingerprint import fingerprint
+from hostcall._core.options import HERE, PlaceOptions, in_key
+from hostcall._core.order import EFFECTS, effects_with
+from hostcall._core.portable import Told
+from hostcall._core.registry import name_of_held
+from hostcall._engine import targets
+from hostcall._engine.info import CallInfo
+from hostcall._jax.types import Aval, Device, Effect, Mesh
+
+Function = Callable[..., Any]  # of one array per leaf; it returns what users return
+T = TypeVar("T")
+_NO_PAIRS: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -23,37 +38,55 @@ class Equation(abc.ABC):
     """The parameters of one equation of a primitive of hostcall's.
 
     Attributes:
-        callback: the user's function with its trees.
-        order: as given to `hc.call` or `hc.tap`.
+        callback: the user's function with its trees and its options.
         masked: whether the first operand is the mask `where`.
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
         avals: the avals of one row's results.
-        vmap_method: as given to `hc.call`.
-        sharding: a sharding on the device that makes the call; None for the first.
-        keep: of hc.watch: how many executions are kept.
-        devices: of a sharded feed: the ordinals of the devices, in the order of the
-            ring's lanes; empty if all devices take from one lane.
     """
 
-    callback: Callback
-    order: Order
+    callback: Callback = field(metadata=HERE)
     masked: bool
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
-    avals: tuple[Any, ...] = ()
-    vmap_method: Any = None
-    sharding: Any = None
-    keep: int | None = None
-    devices: tuple[int, ...] = ()
+    avals: tuple[Aval, ...] = field(default=(), metadata=HERE)
+
+    def __init_subclass__(cls) -> None:
+        _jax.hold_weakly_in_caches(cls)
+
+    # --- What a kind says of itself -------------------------------------------------
+
+    takes: ClassVar[type[PlaceOptions]]  # the options of its place
+    described_by: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
+    name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
+    stays: ClassVar[str] = ""  # why it has none
+    word: ClassVar[str] = "call"  # what reports call it
+    target: ClassVar[str] = targets.TARGET  # of its custom call
+    kept: ClassVar[bool] = False  # whether XLA may not drop one that is pure
+    # Whether it may run once along mesh axes over which a shard_map is not manual.
+    runs_along_axes: ClassVar[bool] = True
+    runs_by_policy: ClassVar[bool] = True  # else a HostFunction is called by itself
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
-    is_tap = False
-    literals = True  # whether the function may return Python numbers for 32-bit arrays
+    through = False  # whether the results are the arguments
+    on_buffers = False  # whether the function works on XLA's memory
+    # (operand, result) pairs of numbers that share memory.
+    aliases = _NO_PAIRS
+    # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
+    devices: ClassVar[tuple[int, ...]] = ()
+
+    @cached_property
+    def options(self) -> PlaceOptions:
+        return self.callback.options
 
     @property
-    def out_avals(self) -> list[Any]:
+    def shown(self) -> str:
+        """What messages call it."""
+        return f"`{self.callback.name}`"
+
+    @property
+    def out_avals(self) -> list[Aval]:
         """The avals of the equation's results."""
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
@@ -63,31 +96,81 @@ class Equation(abc.ABC):
         return 0
 
     @property
+    def parallel(self) -> bool:
+        """Whether it has rows, which run at the same time."""
+        return bool(self.grid) and self.method == "parallel"
+
+    @property
+    def method(self) -> str:
+        """How a batch is called: a vmap_method; "own" for the user's rule."""
+        return "sequential"
+
+    @property
     def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         """JAX's transformations that the function sees, in order of application."""
         return ()
 
+    @cached_property
+    def effect(self) -> Effect | None:
+        """The effect that puts it in order; None if it is pure."""
+        return EFFECTS[self.options.order]
+
+    @property
+    def effects(self) -> set[Effect]:
+        return effects_with(self.effect)
+
     @property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
-        return self.order != "pure" and not self.is_tap
+        return self.effect is not None
 
     @property
     def is_jaxs_own(self) -> bool:
         """Whether the function is one that JAX itself calls back."""
         return False
 
-    def in_place(self) -> tuple[Callable[..., Any], _native.BufferSettings] | None:
+    def info(
+        self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
+    ) -> CallInfo:
+        """Describes a call to the engine.
+
+        Args:
+            devices: by ordinal.
+            mesh: of the program.
+            avals: of the operands, if each device has them whole.
+        """
+        del avals
+        return self.described_by(self, devices, mesh)
+
+    @cached_property
+    def native(self) -> dict[str, Any]:
+        """What a native plan has of it, apart from what all kinds have.
+
+        `literals` says whether the function may return Python numbers for 32-bit
+        arrays; `keep` how many executions are kept (hc.watch).
+        """
+        lend = _native.Lend.COPY
+        return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
+
+    def settings(
+        self, only: Sequence[int] = (), nested: bool = False
+    ) -> _native.TapSettings | None:
+        """The part of a native plan that describes a tap; None for a call.
+
+        Args:
+            only: the ordinals of the devices that tap; empty for all.
+            nested: whether host code runs the program, inside another callback.
+        """
+        del only, nested
+        return None
+
+    def in_place(self) -> tuple[Function, _native.BufferSettings] | None:
         """(function, settings) of a call that works on XLA's buffers, else None."""
         return None
 
     def fed(self) -> _native.FeedSettings | None:
         """The ring whose items are the results, for a feed; else None."""
         return None
-
-    def read(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The operands that Python reads: the mask, if any, and the arguments."""
-        return operands
 
     @abc.abstractmethod
     def form(self) -> _native.ResultForm:
@@ -99,12 +182,76 @@ class Equation(abc.ABC):
         """
         return []
 
+    # --- The operands. Each method takes anything that is said of each of them. -------
+
+    def mask(self, operands: Sequence[T]) -> Sequence[T]:
+        """Only the mask, which is first, if there is one."""
+        return operands[: int(self.masked)]
+
+    def arguments(self, operands: Sequence[T]) -> Sequence[T]:
+        """The operands that the function gets."""
+        return operands[int(self.masked) :]
+
+    def read(self, operands: Sequence[T]) -> Sequence[T]:
+        """The operands that Python reads: the mask, if any, and the arguments."""
+        return operands
+
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""
         return self.masked and self.levels > 0 and operands[0].ndim > len(self.grid)
 
+    def with_mask(self) -> Self:
+        """The same with a mask in front of its operands."""
+        new = ((False,) * len(self.grid), *self.batched) if self.grid else ()
+        return replace(self, masked=True, batched=new)
+
+    # --- Out of the process --------------------------------------------------------
+
+    def key(self, operands: Sequence[Aval]) -> int:
+        """The key by which programs find it: equal in all processes for equal ones.
+
+        It says what the call is: the function, the avals, the options. A program that
+        was compiled in another process looks its calls up here, so it finds no call of
+        another kind. It also says where the program runs: JAX 0.10's disk cache may
+        return a program that was compiled without host callbacks for one that has
+        them, and XLA would run that on a thread of its own.
+        """
+        function = self.callback.function
+        avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
+        said = [*in_key(self), *in_key(self.options)]
+        plain = [pair for pair in said if not callable(pair[1])]
+        more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
+        rules = [value for _, value in said if callable(value)]
+        who = name_of_held(function) or function
+        return fingerprint((who, *rules, repr((more, plain))))
+
+    def why_here(self) -> str:
+        """Why it can't leave the process; "" if it can."""
+        return self.stays
+
+    @classmethod
+    def place_of_text(
+        cls, place: PlaceOptions, told: Mapping[str, Told]
+    ) -> PlaceOptions:
+        """The options of a place, with what a text says in another way."""
+        del told
+        return place
+
+    @abc.abstractmethod
+    def check_text(self, operands: Sequence[Aval]) -> None:
+        """Raises Malformed for what its primitive never makes, as far as this kind
+        differs from others.
+        """
+
+    @classmethod
+    def results_in(cls, told: Told) -> list[Told]:
+        """[dtype, *sizes] of the results that a text describes."""
+        grid = told["params"]["grid"]
+        return [[dtype, *grid, *sizes] for dtype, *sizes in told["avals"]]
+
     def __repr__(self) -> str:
-        return f"<{' '.join([self.callback.name, self.order, *self._details()])}>"
+        details = [self.callback.name, self.options.order, *self._details()]
+        return f"<{' '.join(details)}>"
 
     def _details(self) -> list[str]:
         return ["where"] if self.masked else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hostcall import _native
 from hostcall._core.errors import LoadError
+from hostcall._core.options import HERE
 from hostcall._engine.params.call import CallParams
 from hostcall._runtime.feeds import Stream
 
@@ -16,7 +17,19 @@ class FeedParams(CallParams):
 
     The function is the feed's `Stream`. The engine takes items from the stream's ring,
     and calls the stream only to wait for one.
+
+    Attributes:
+        devices: with sharding=, the ordinals of the devices, in the order of the ring's
+            lanes; empty if all devices take from one lane.
     """
+
+    devices: tuple[int, ...] = field(default=(), metadata=HERE)  # type: ignore[misc]
+
+    name = "feed"
+    runs_along_axes = False
+
+    def why_here(self) -> str:
+        return "it is a feed with sharding=, which names devices" * bool(self.devices)
 
     def fed(self) -> _native.FeedSettings | None:
         stream = self.callback.function

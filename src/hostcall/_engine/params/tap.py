@@ -1,19 +1,36 @@
-"""The parameters of a tap's equation."""
+"""The equation of a tap, and the hooks for its deliveries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self, cast
+
+import numpy as np
 
 from hostcall import _native
+from hostcall._core import portable
 from hostcall._core.arguments import conflict
-from hostcall._engine.params.equation import Equation
+from hostcall._core.options import TapOptions
+from hostcall._core.portable import Malformed, Told
+from hostcall._engine import targets
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.equation import Equation, T
+from hostcall._jax.types import Aval, Device, Mesh
+from hostcall._runtime import delivery, tap_failures
 
-WhenFull = Literal["block", "drop_newest", "drop_oldest"]
-Rows = Literal["batched", "each"]
-Remat = Literal["once", "repeat"]
-On = Literal["once", "process", "shards"]
+
+class TapInfo(CallInfo):
+    """The description of one tap, with the hooks that native code calls."""
+
+    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
+        """Logs the failure and keeps it for the next barrier(); the program goes on."""
+        tap_failures.failed(self.name, self.place, error, row)
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<tap of {self.name} at {self.place}>"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -21,35 +38,35 @@ class TapParams(Equation):
     """The parameters of one equation of the tap primitive.
 
     Attributes:
-        order: "unordered" or "ordered"; "pure" if the value passes through the tap
-            (`hc.tap_through`).
-        rows: under vmap, "batched" delivers the batch at once, "each" row by row.
-        when_full, remat, every, sample, batch: as given to `hc.tap`.
-        on: as given to `hc.tap`; "once" if that was a device.
         always: whether the last operand is the flag `always`, one bool for all rows.
         through: whether the equation returns its arguments.
-        device: the device that taps a whole value in a program that is partitioned over
-            devices; None for the program's first device.
         flags: with rows="batched", for each vmap in the order of application (the
             innermost first), whether each operand has its axis. The axis of a later
             vmap comes first in the operands.
         sizes: the size of each vmap in `flags`.
     """
 
-    rows: Rows = "batched"
-    when_full: WhenFull = "block"
-    remat: Remat = "once"
-    on: On = "once"
-    every: int | float | None = None
-    sample: float | None = None
-    batch: int | None = None
     always: bool = False
     through: bool = False
-    device: Any = None
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
-    is_tap = True
+    takes: ClassVar[type[TapOptions]] = TapOptions
+    described_by = TapInfo
+    name = "tap"
+    word = "tap"
+    target = targets.TAP_TARGET
+    kept = True
+    runs_by_policy = False
+    runs_where_dispatched = False
+
+    @cached_property
+    def options(self) -> TapOptions:
+        return cast(TapOptions, self.callback.options)
+
+    @property
+    def shown(self) -> str:
+        return f"the tap `{self.callback.name}`"
 
     @property
     def levels(self) -> int:
@@ -63,14 +80,24 @@ class TapParams(Equation):
         ]
         return tuple(("batch", {"batch_dims": each}) for each in dims)
 
+    def info(
+        self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
+    ) -> CallInfo:
+        info = super().info(devices, mesh)
+        if self.options.on != "once" and mesh is None and avals:
+            whole = (a.shape for a in self.arguments(avals))
+            place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
+            info.places = dict.fromkeys(devices, place)
+        return info
+
     def settings(
         self,
-        only: tuple[int, ...] = (),
+        only: Sequence[int] = (),
         nested: bool = False,
         linked: bool = False,
         in_program: bool = True,
     ) -> _native.TapSettings:
-        """The part of a native plan that describes a tap (native/plan/plan.h).
+        """See `Equation.settings`, and native/plan/plan.h.
 
         Args:
             only: the ordinals of the devices that tap; empty for all.
@@ -79,40 +106,37 @@ class TapParams(Equation):
             in_program: whether the engine's handler gets the operands, and so the flag
                 `always`; else Python reads the flag.
         """
-        every = self.every
+        delivery.start()
+        how = self.options
+        every = how.every
         return _native.TapSettings(
-            when_full=_native.WhenFull[self.when_full.upper()],
+            when_full=_native.WhenFull[how.when_full.upper()],
             nested=nested,
             only=only,
             linked=linked,
             through=self.through,
             every_steps=every if isinstance(every, int) else 0,
             every_ns=int(every * 1e9) if isinstance(every, float) else 0,
-            sample=1.0 if self.sample is None else self.sample,
+            sample=1.0 if how.sample is None else how.sample,
             always=self.always and in_program,
-            batch=self.batch or 0,
+            batch=how.batch or 0,
         )
 
-    def arguments(self, operands: Any) -> Any:
-        """The operands without the mask, which is first, and the flag, which is last.
-
-        `operands` may be anything that is said of each operand.
-        """
+    def arguments(self, operands: Sequence[T]) -> Sequence[T]:
+        """The operands without the mask, in front, and the flag, at the end."""
         return operands[int(self.masked) : len(operands) - self.always]
 
-    def mask(self, operands: Any) -> Any:
-        """Only the mask, if there is one."""
-        return operands[: int(self.masked)]
-
-    def read(self, operands: Sequence[Any]) -> Sequence[Any]:
+    def read(self, operands: Sequence[T]) -> Sequence[T]:
         # The engine reads the flag `always`, and never queues it.
         return operands[:-1] if self.always else operands
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         compressed = super().compresses(operands)
-        if compressed and self.batch is not None:  # one delivery, without some rows
+        if (
+            compressed and self.options.batch is not None
+        ):  # one delivery, without some rows
             raise conflict(
-                f"the tap `{self.callback.name}`",
+                self.shown,
                 "batch= and a where= that differs between the rows of a vmap, so its"
                 " taps differ in size. Pass the mask as an argument instead of where=,"
                 " or leave out batch=",
@@ -125,10 +149,52 @@ class TapParams(Equation):
     def form(self) -> _native.ResultForm:
         return _native.ResultForm.IGNORED
 
+    def flag_of(self, operands: Sequence[np.ndarray]) -> bool:
+        """The flag `always` of operands on the host; False if there is none."""
+        return self.always and bool(np.asarray(operands[-1]))
+
+    # --- Under vmap ------------------------------------------------------------------
+
+    def with_axis(self, flags: Sequence[bool], size: int) -> Self:
+        """The same under one more vmap; its axis is first in the flagged operands."""
+        if self.options.rows == "each":
+            before = self.batched or ((),) * len(flags)
+            new = tuple((f, *b) for f, b in zip(flags, before, strict=True))
+            return replace(self, grid=(size, *self.grid), batched=new)
+        return replace(
+            self, flags=(*self.flags, tuple(flags)), sizes=(*self.sizes, size)
+        )
+
+    def with_mask(self) -> Self:
+        flags = tuple((False, *flags) for flags in self.flags)
+        return replace(super().with_mask(), flags=flags)
+
+    # --- As a text -------------------------------------------------------------------
+
+    @classmethod
+    def results_in(cls, told: Told) -> list[Told]:
+        given, params = told["operands"], told["params"]
+        if not params["through"]:
+            return []
+        found: list[Told] = given[
+            int(params["masked"]) : len(given) - int(params["always"])
+        ]
+        return found
+
+    def check_text(self, operands: Sequence[Aval]) -> None:
+        portable.read_aval(["bool", *self.sizes])
+        portable.check_flags("flags", self.flags, len(self.sizes), len(operands))
+        if self.always and (operands[-1].dtype != bool or operands[-1].shape):
+            raise Malformed(f"always= of {operands[-1]}")
+        if (self.options.every or 0) >= 2**31:
+            raise Malformed(f"the option every={self.options.every}")
+        if self.avals:
+            raise Malformed(f"results {self.avals} of a tap")
+
     def _details(self) -> list[str]:
         parts = super()._details()
         if self.always:
             parts.append("always")
         if self.grid or self.sizes:
-            parts.append(f"{self.rows}={self.grid or self.sizes}")
+            parts.append(f"{self.options.rows}={self.grid or self.sizes}")
         return parts

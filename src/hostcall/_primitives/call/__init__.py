@@ -1,7 +1,6 @@
 """The call primitive: a host function with results.
 
     make.py        the way in: binds a call that a face has checked and flattened
-    options.py     checks of the options that every face of a call shares
     primitive.py   the primitive, eager evaluation, abstract evaluation, derivatives
     batching.py    the batching rule
     lowering.py    the lowering to one custom call

@@ -2,7 +2,7 @@
 
 `vmap_method` chooses between three ways:
 
-rows (sequential, parallel; of drop-ins also sequential_unrolled)
+rows (sequential, parallel)
     The call's grid gets one more batch axis, and the engine runs the rows: in row
     order, or all at once. The program keeps one call, whatever the batch size.
 whole (expand_dims, broadcast_all, legacy_vectorized)
@@ -24,32 +24,33 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
+from hostcall._core.options import WHOLE
 from hostcall._core.spec import wrap_keys
-from hostcall._engine.options import WHOLE
 from hostcall._engine.params.call import CallParams
-from hostcall._primitives.axes import in_front, size_of
+from hostcall._jax.types import Aval, Primitive, TreeDef
+from hostcall._primitives.axes import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.call.primitive import call_p
 
 
 def batch(
-    operands: Sequence[Any],
-    dims: Sequence[int | None],
+    operands: Operands,
+    dims: Dims,
     *,
     params: CallParams,
-    primitive: Any = call_p,
+    primitive: Primitive = call_p,
     innermost: bool = False,
-) -> tuple[list[Any], tuple[int, ...]]:
+) -> Batched:
     """The batching rule of any primitive whose equations have `CallParams`.
 
     With `innermost`, the rows of a vmap that is applied later vary fastest. JAX's own
     callbacks run in that order, since JAX batches them by a loop or by copies.
     """
-    bind = primitive.bind
+    bind, method = primitive.bind, params.options.vmap_method
     size = size_of(operands, dims)
-    if callable(params.vmap_method):
-        return _batch_by_rule(operands, dims, size, params)
+    if callable(method):
+        return _batch_by_rule(method, operands, dims, size, params)
     flags = [d is not None for d in dims]
-    if params.vmap_method in WHOLE:
+    if method in WHOLE:
         return _batch_whole(bind, in_front(operands, dims), flags, size, params)
     # A vmap that is applied later is the outer one, so its axis is first in the grid.
     before = params.batched or ((),) * len(operands)
@@ -68,20 +69,20 @@ _jax.batchers[call_p] = batch
 
 
 def _batch_whole(
-    bind: Callable[..., Any],
-    operands: list[Any],
+    bind: Callable[..., list[jax.Array]],
+    operands: list[jax.Array],
     flags: list[bool],
     size: int,
     params: CallParams,
-) -> tuple[list[Any], tuple[int, ...]]:
-    method, levels = params.vmap_method, params.levels
+) -> Batched:
+    method, levels = params.options.vmap_method, params.levels
     if method == "legacy_vectorized" and params.masked and flags[0]:
         raise BatchingError(
             f"hostcall: `{params.callback.name}` has a where= that differs between"
             ' rows, and vmap_method="legacy_vectorized", which does not tell batched'
             ' arguments from others. Use "expand_dims", "broadcast_all" or "sequential"'
         )
-    if params.masked and flags[0] and params.callback.lend == "out":
+    if params.masked and flags[0] and params.options.lend == "out":
         raise BatchingError(
             f"hostcall: `{params.callback.name}` has lend='out', and a where= that"
             " differs between the rows of its batch. It gets only the rows where the"
@@ -103,7 +104,7 @@ def _batch_whole(
     return outs, (0,) * len(outs)
 
 
-def _widen_mask(mask: Any, flag: bool, levels: int) -> Any:
+def _widen_mask(mask: jax.Array, flag: bool, levels: int) -> jax.Array:
     """A mask is a scalar for the whole batch, or has one axis for each level."""
     if flag:
         return mask.reshape(mask.shape + (1,) * levels) if mask.ndim == 1 else mask
@@ -111,11 +112,12 @@ def _widen_mask(mask: Any, flag: bool, levels: int) -> Any:
 
 
 def _batch_by_rule(
-    operands: Sequence[Any],
-    dims: Sequence[int | None],
+    rule: Callable[..., Any],
+    operands: Operands,
+    dims: Dims,
     size: int,
     params: CallParams,
-) -> tuple[list[Any], tuple[int, ...]]:
+) -> Batched:
     callback = params.callback
     if params.masked:
         raise BatchingError(
@@ -127,8 +129,8 @@ def _batch_by_rule(
     leaves = wrap_keys(in_front(operands, dims), template.keys)
     args, kwargs = template.fill(leaves)
     in_args, in_kwargs = template.fill([d is not None for d in dims])
-    in_batched: Any = (*in_args, in_kwargs) if kwargs else tuple(in_args)
-    answer = params.vmap_method(size, in_batched, *args, **kwargs)
+    in_batched = (*in_args, in_kwargs) if kwargs else tuple(in_args)
+    answer = rule(size, in_batched, *args, **kwargs)
     what = f"the vmap_method of `{callback.name}`"
     outs, marks = batched_results(
         answer, size, callback.results.treedef, params.avals, what
@@ -141,8 +143,8 @@ def _batch_by_rule(
 
 
 def batched_results(
-    answer: Any, size: int, treedef: Any, avals: Sequence[Any], what: str
-) -> tuple[list[Any], list[bool]]:
+    answer: Any, size: int, treedef: TreeDef, avals: Sequence[Aval], what: str
+) -> tuple[list[jax.Array], list[bool]]:
     """The arrays that a user's vmap rule returned, and which of them are batched.
 
     Args:
@@ -179,9 +181,8 @@ def batched_results(
         )
     outs = []
     for leaf, mark, aval in zip(leaves, marks, avals, strict=True):
-        if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
-            leaf = jax.random.key_data(leaf)
-        leaf = jnp.asarray(leaf)
+        is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
+        leaf = jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
         want = (size, *aval.shape) if mark else aval.shape
         if leaf.shape != want or leaf.dtype != aval.dtype:
             raise BatchingError(

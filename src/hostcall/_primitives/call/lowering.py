@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,13 +15,13 @@ from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.plans import Entrance, Team
+from hostcall._jax.types import Aval, Device, LoweringContext, Value
+from hostcall._native import Plan
 from hostcall._primitives import across, once, slots, together
 from hostcall._primitives.across import Reach
-from hostcall._primitives.call.primitive import bind, call_p
+from hostcall._primitives.call.primitive import call_p
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
-    check_place,
-    check_platform,
     emit,
     emit_through_jax,
 )
@@ -31,12 +30,10 @@ from hostcall._runtime import host_device
 
 def lower(
     program: _jax.Program,
-    operands: Sequence[Any],
-    avals: Sequence[Any],
+    operands: Sequence[Value],
+    avals: Sequence[Aval],
     params: CallParams,
-    target: str = targets.TARGET,
-    aliases: dict[int, int] | None = None,
-) -> list[Any]:
+) -> list[Value]:
     """Emits the call.
 
     Args:
@@ -44,31 +41,26 @@ def lower(
         operands: the values.
         avals: their avals; for a typed key, the aval of its uint32 block.
         params: the parameters of the call.
-        target: the name under which the call's handlers are registered.
-        aliases: operand number -> number of the result that may take its memory.
     """
     info = params.info(program.by_ordinal, program.mesh)
-    leader = None
-    if params.sharding is not None and program.is_partitioned:
-        (leader,) = params.sharding.device_set
+    leader = params.options.device if program.is_partitioned else None
     attributes, source = prepare(program, info, avals, leader)
     with _jax.named(program.ctx, info.label):
         return emit(
             program,
-            target,
+            params.target,
             operands,
+            effect=params.effect,
             attributes=attributes,
-            aliases=aliases,
-            order=params.order,
-            ordered=params.ordered,
-            has_side_effect=params.order != "pure",
+            aliases=dict(params.aliases),
+            has_side_effect=params.effect is not None,
             source=source,
         )
 
 
 def prepare(
-    program: _jax.Program, info: CallInfo, avals: Sequence[Any], leader: Any | None
-) -> tuple[dict[str, np.uint64], Reach | None]:
+    program: _jax.Program, info: CallInfo, avals: Sequence[Aval], leader: Device | None
+) -> tuple[dict[str, str | np.uint64], Reach | None]:
     """Puts the call's plan into a slot that lives as long as the program.
 
     Returns the attributes by which the program finds the slot, and how the outcome of
@@ -94,24 +86,23 @@ def prepare(
     return attributes, reaches
 
 
-def _lower(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
-    program = _jax.program_of(ctx)
-    check_place(program, params.sharding, params.callback.name)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
-    return lower(program, operands, ctx.avals_in, params)
+def lower_here(
+    ctx: LoweringContext, *operands: Value, params: CallParams
+) -> list[Value]:
+    """The lowering for the platforms that the engine serves."""
+    return lower(_jax.program_of(ctx), operands, ctx.avals_in, params)
 
 
 def _fails_together(program: _jax.Program, info: CallInfo) -> bool:
     """Whether a failure of this call should raise in all processes of its program."""
-    callback = info.callback
+    params: CallParams = info.params
     # A call that works in place in GPU memory has no host memory to write the outcome
     # to, and a sharded feed has no call.
-    if program.platforms != ("cpu",) and callback.lend == "buffers":
+    if program.platforms != ("cpu",) and params.on_buffers:
         return False
-    if not program.across or info.params.devices:
+    if not program.across or params.devices:
         return False
-    return (callback.fail or config.settings.fail) == "together"
+    return (params.options.fail or config.settings.fail) == "together"
 
 
 def _size(program: _jax.Program) -> int:
@@ -119,7 +110,7 @@ def _size(program: _jax.Program) -> int:
 
 
 def _team(
-    program: _jax.Program, info: CallInfo, leader: Any | None
+    program: _jax.Program, info: CallInfo, leader: Device | None
 ) -> tuple[Team | None, Reach | None, bool]:
     """How the devices of the program make the call together.
 
@@ -155,7 +146,7 @@ def _team(
     if len(local) < len(devices) and (has_results or _fails_together(program, info)):
         # A call that works in place in GPU memory has no host memory to write the
         # outcome to.
-        on_host = program.platforms == ("cpu",) or info.callback.lend != "buffers"
+        on_host = program.platforms == ("cpu",) or not info.params.on_buffers
         share = partial(
             across.share,
             number=devices.index(leader),
@@ -173,42 +164,31 @@ def _team(
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
-def _lower_elsewhere(ctx: Any, *operands: Any, params: CallParams) -> list[Any]:
-    """Lowers the call through JAX's own callback, with that callback's cost.
-
-    JAX brings the arrays to the host, and the engine runs on them, so rows, masks,
-    dtypes and errors are the same. Where JAX has no callback, the call is refused.
-    """
-    check_platform(ctx, f"`{params.callback.name}`")
-    program = _jax.program_of(ctx)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
-    return lower_through_jax(ctx, *operands, params=params)
-
-
 def lower_through_jax(
-    ctx: Any, *operands: Any, params: CallParams, partitioned: bool = False
-) -> list[Any]:
-    """`_lower_elsewhere` without its check, on any platform with a JAX callback."""
+    ctx: LoweringContext,
+    *operands: Value,
+    params: CallParams,
+    partitioned: bool = False,
+) -> list[Value]:
+    """The lowering for any platform that JAX's callback serves; see `once.register`."""
     targets.start()
     program = _jax.program_of(ctx)
     info = params.info({}, program.mesh)
     info.job = targets.failures_over(program.across)
     avals = _jax.physical_avals(ctx.avals_in)
     device = host_device.above(None)
-    made: dict[Any, Any] = {}  # by operand shapes, which differ between blocks
+    made: dict[tuple[tuple[int, ...], ...], Plan] = {}
 
-    def plan_of(operands: Sequence[Any]) -> Any:
-        shapes = tuple(operand.shape for operand in operands)
+    def plan_of(operands: Sequence[Aval | np.ndarray]) -> Plan:
+        shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
         if shapes not in made:
-            made[shapes] = plans.make_plan(
-                params, operands, info, Entrance(device=device)
-            )
+            entry = Entrance(device=device)
+            made[shapes] = plans.make_plan(params, operands, info, entry)
         return made[shapes]
 
     plan_of(avals)
 
-    def run(*arrays: Any) -> list[np.ndarray]:
+    def run(*arrays: jax.Array) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         try:
             results: list[np.ndarray] = plan_of(hosts).invoke(hosts)
@@ -222,12 +202,11 @@ def lower_through_jax(
         ctx,
         run,
         operands,
-        order=params.order,
-        ordered=params.ordered,
-        has_side_effect=params.order != "pure",
-        sharding=params.sharding,
+        effect=params.effect,
+        has_side_effect=params.effect is not None,
+        sharding=params.options.sharding,
         partitioned=partitioned,
     )
 
 
-_jax.register_lowering(call_p, _lower, _lower_elsewhere)
+once.register(call_p, lower_here, lower_through_jax)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
+
+import jax
 
 from hostcall import _jax
 from hostcall._core import errors
 from hostcall._core.host_code import own
-from hostcall._core.order import effects_of
 from hostcall._engine.params.call import CallParams
+from hostcall._jax.types import Aval, Effect, Primitive
 from hostcall._primitives.eager import run_and_keep
+
+P = TypeVar("P", bound=CallParams)
 
 
 def define(
     name: str,
-    params_type: type[CallParams],
-    impl: Callable[..., list[Any]],
-    would_run_twice: Callable[[dict[str, Any]], Exception],
-) -> Any:
+    impl: Callable[..., list[jax.Array]],
+    would_run_twice: Callable[[dict[str, CallParams]], Exception],
+) -> Primitive:
     """A primitive of calls, with the rules that all kinds of calls share.
 
     `would_run_twice` is the error of a while loop that would run the call once more for
@@ -29,27 +32,27 @@ def define(
     primitive.def_impl(impl)
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
     _jax.run_once_in_while_loops(primitive, would_run_twice)
-    _jax.hold_weakly_in_caches(params_type)
     return primitive
 
 
-def _abstract_eval(*operands: Any, params: CallParams) -> tuple[list[Any], set[Any]]:
-    pure = params.order == "pure"
-    avals = _jax.result_avals(params.out_avals, operands, pure)
-    return avals, effects_of(params.order)
+def _abstract_eval(
+    *operands: Aval, params: CallParams
+) -> tuple[list[Aval], set[Effect]]:
+    pure = params.effect is None
+    return _jax.result_avals(params.out_avals, operands, pure), params.effects
 
 
-def _impl(*operands: Any, params: CallParams) -> list[Any]:
+def _impl(*operands: jax.Array, params: CallParams) -> list[jax.Array]:
     results = run_and_keep(*operands, params=params)
     _jax.refuse_special(results, params.callback.described)
     return results
 
 
-def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
-    callback = params["params"].callback
+def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:
+    callback = equation["params"].callback
     return errors.DerivativeError(
         f"hostcall: jax.linearize or jax.grad of a while_loop that calls"
-        f" {callback.described()}, with order={params['params'].order!r}, on whose"
+        f" {callback.described()}, with order={callback.options.order!r}, on whose"
         " results its derivative or its condition depends. JAX would run the loop, and"
         " the call, once more for the derivative. Use lax.scan, with where= for steps"
         " that make no call: it keeps the results. Or use jax.jvp, which runs the loop"
@@ -58,24 +61,24 @@ def would_run_twice(params: dict[str, Any]) -> errors.DerivativeError:
     )
 
 
-call_p = define("host_call", CallParams, _impl, would_run_twice)
-bind: Callable[..., list[Any]] = call_p.bind
+call_p = define("host_call", _impl, would_run_twice)
+bind: Callable[..., list[jax.Array]] = call_p.bind
 
 
 # --- JVP, transpose ----------------------------------------------------------------
 
 
 def refuse_derivatives(
-    primitive: Any,
-    jvp: Callable[[Any], Exception],
-    transpose: Callable[[Any], Exception],
+    primitive: Primitive,
+    jvp: Callable[[P], Exception],
+    transpose: Callable[[P], Exception],
 ) -> None:
     """`jvp` and `transpose` make the errors, from the parameters of an equation."""
 
-    def no_jvp(primals: Any, tangents: Any, *, params: Any) -> NoReturn:
+    def no_jvp(primals: object, tangents: object, *, params: P) -> NoReturn:
         raise jvp(params)
 
-    def no_transpose(cotangents: Any, *operands: Any, params: Any) -> NoReturn:
+    def no_transpose(cotangents: object, *operands: object, params: P) -> NoReturn:
         raise transpose(params)
 
     _jax.jvps[primitive] = no_jvp
@@ -99,14 +102,14 @@ def _why_and_what(params: CallParams) -> str:
     if why:  # an object's method
         return why
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"
-    if params.order == "pure":
+    if params.effect is None:
         return (
             f"Write {rule}, f.defjvp(rule), or hc.derivatives.finite_difference(f)"
             " without one."
         )
     begin = (
-        f"It has order={params.order!r}, and derivatives run a function again, or not"
-        " at all."
+        f"It has order={params.options.order!r}, and derivatives run a function again,"
+        " or not at all."
     )
     if not params.avals:
         return (

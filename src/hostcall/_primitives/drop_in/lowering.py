@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,16 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import targets
-from hostcall._engine.params.drop_in import DropInInfo, DropInParams
-from hostcall._primitives.blocks import Partitioned, lower_blocks
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.drop_in import DropInParams
+from hostcall._jax.types import Aval, LoweringContext, Value
+from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in.primitive import PRIMITIVES, bind
 from hostcall._primitives.emit import NUMBER
 
 
-def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
+def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[Value]:
     """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
     program = _jax.program_of(ctx)
     if params.kind == "debug" and program.automatic:
@@ -35,7 +37,7 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)
-    place = _jax.place_of_callback(ctx, params.sharding)
+    place = _jax.place_of_callback(ctx, params.options.sharding)
     if program.is_partitioned:
         _jax.mark_place(ctx, place)
     avals = _jax.physical_avals(ctx.avals_in)
@@ -43,14 +45,17 @@ def lower(ctx: Any, *operands: Any, params: DropInParams) -> list[Any]:
 
 
 def _lower_once_along(
-    ctx: Any, operands: Any, automatic: list[Any], params: DropInParams
-) -> list[Any]:
+    ctx: LoweringContext,
+    operands: Sequence[Value],
+    automatic: list[Hashable],
+    params: DropInParams,
+) -> list[Value]:
     """A debug callback in a shard_map that is manual over some mesh axes only: it runs
     once along the others.
     """
 
-    def call(*values: Any) -> Any:
-        return _jax.on_first_of(automatic, lambda: bind(*values, params=params))
+    def call(*values: jax.Array) -> list[jax.Array]:
+        return list(_jax.on_first_of(automatic, lambda: bind(*values, params=params)))
 
     return _jax.lower_by(ctx, call, *operands)
 
@@ -67,14 +72,14 @@ class CallBlocks(Partitioned):
         super().__init__(program, self._info(params, program))
 
     @staticmethod
-    def _info(params: DropInParams, program: Any) -> DropInInfo:
+    def _info(params: DropInParams, program: _jax.Program | CallBlocks) -> CallInfo:
         info = params.info(program.by_ordinal, None)
         info.job = targets.failures_over(program.across)
         return info
 
     def of_block(
-        self, avals: list[Any], places: Sequence[Any]
-    ) -> tuple[DropInInfo, list[Any], None]:
+        self, avals: list[Aval], places: Places
+    ) -> tuple[CallInfo, list[Aval], None]:
         del places
         return self._info(_with_number(self.params), self), [NUMBER, *avals], None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,13 +18,16 @@ import jax
 from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.spec import Static
+from hostcall._engine.params.call import CallParams
 from hostcall._engine.params.drop_in import DropInParams
+from hostcall._jax.types import Aval, Effect, Primitive
+from hostcall._primitives.axes import Batched, Dims, Operands
 from hostcall._primitives.call.batching import batch
 from hostcall._primitives.call.primitive import refuse_derivatives
 from hostcall._primitives.eager import prepare
 
 
-def _primitive(name: str) -> Any:
+def _primitive(name: str) -> Primitive:
     primitive = _jax.Primitive(name)
     primitive.multiple_results = True
     return primitive
@@ -34,10 +37,9 @@ PRIMITIVES = {
     name: _primitive(name)
     for name in ("pure_callback", "io_callback", "debug_callback", "debug_print")
 }
-_jax.hold_weakly_in_caches(DropInParams)
 
 
-def bind(*operands: Any, params: DropInParams) -> list[Any]:
+def bind(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
     primitive = PRIMITIVES[params.primitive]
     return primitive.bind(*operands, params=params)  # type: ignore[no-any-return]
 
@@ -51,10 +53,10 @@ def bind(*operands: Any, params: DropInParams) -> list[Any]:
 _SEEN_AT_MOST = 4096
 # Hash of params -> reference to function, the oldest first. Changed by single steps,
 # without a lock, which a fork could leave locked.
-_seen: dict[int, Any] = {}
+_seen: dict[int, weakref.ref[Callable[..., Any]]] = {}
 
 
-def seen_before(params: Any, fn: Any) -> bool:
+def seen_before(params: Hashable, fn: Callable[..., Any]) -> bool:
     """Whether an equal eager call of `fn`, which is still alive, was made before."""
     found = _seen.pop(key := hash(params), None)
     with contextlib.suppress(TypeError):  # no weak reference to it: it runs each time
@@ -65,7 +67,7 @@ def seen_before(params: Any, fn: Any) -> bool:
     return found is not None and found() is fn
 
 
-def _impl(*operands: Any, params: DropInParams) -> list[Any]:
+def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
     """Runs or compiles the equation; a failure raises JaxRuntimeError in both cases.
 
     An eager debug callback raises the function's own exception instead, as JAX's does.
@@ -80,17 +82,21 @@ def _impl(*operands: Any, params: DropInParams) -> list[Any]:
     return run_eagerly(primitive, operands, params)
 
 
-def run_compiled(primitive: Any, operands: Sequence[Any], params: Any) -> list[Any]:
+def run_compiled(
+    primitive: Primitive, operands: Operands, params: CallParams
+) -> list[jax.Array]:
     """Compiles the equation alone. An error of JAX's NaN check names the function."""
     try:
-        out: list[Any] = _jax.apply_primitive(primitive, *operands, params=params)
+        out: list[jax.Array] = _jax.apply_primitive(primitive, *operands, params=params)
     except FloatingPointError as error:
         text = f"{error} of {params.callback.described()}"
         raise FloatingPointError(text) from None
     return out
 
 
-def run_eagerly(primitive: Any, operands: Sequence[Any], params: Any) -> list[Any]:
+def run_eagerly(
+    primitive: Primitive, operands: Operands, params: CallParams
+) -> list[jax.Array]:
     """Calls now; on failure raises what the equation's info chooses."""
     arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
     info, run = prepare(arrays, params)
@@ -113,17 +119,17 @@ def run_eagerly(primitive: Any, operands: Sequence[Any], params: Any) -> list[An
     return results
 
 
-def _at_home(operands: Sequence[Any], params: DropInParams) -> bool:
+def _at_home(operands: Operands, params: DropInParams) -> bool:
     """Whether JAX would find nothing to refuse about the operands' devices."""
     places = {
         frozenset(operand.devices())
         for operand in operands
         if isinstance(operand, jax.Array) and _jax.is_committed(operand)
     }
-    return params.sharding is None and len(places) <= 1
+    return params.options.sharding is None and len(places) <= 1
 
 
-def is_compiled(operands: Sequence[Any], params: Any) -> bool:
+def is_compiled(operands: Operands, params: CallParams) -> bool:
     """Whether an eager call is compiled: it was made before, or JAX's transfer guards
     apply, since a program would move operands that are no jax.Arrays yet to its device.
     """
@@ -133,8 +139,8 @@ def is_compiled(operands: Sequence[Any], params: Any) -> bool:
 
 
 def _open_keys(
-    operands: Sequence[Any], params: DropInParams
-) -> tuple[list[Any], DropInParams]:
+    operands: Operands, params: DropInParams
+) -> tuple[list[jax.Array], DropInParams]:
     """Replaces typed keys by their uint32 blocks, and marks them in the template.
 
     A debug callback gets typed keys when it is called eagerly. In a program it gets
@@ -161,7 +167,9 @@ def _open_keys(
 # --- abstract eval -----------------------------------------------------------------
 
 
-def _abstract_eval(*operands: Any, params: DropInParams) -> tuple[list[Any], set[Any]]:
+def _abstract_eval(
+    *operands: Aval, params: DropInParams
+) -> tuple[list[Aval], set[Effect]]:
     del operands
     return params.out_avals, params.effects
 
@@ -169,13 +177,11 @@ def _abstract_eval(*operands: Any, params: DropInParams) -> tuple[list[Any], set
 # --- batching ----------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[Any], dims: Sequence[int | None], *, params: DropInParams
-) -> Any:
+def _batch(operands: Operands, dims: Dims, *, params: DropInParams) -> Batched:
     primitive = PRIMITIVES[params.primitive]
-    if params.kind == "io" and params.order == "ordered":
+    if params.kind == "io" and params.options.order == "ordered":
         raise ValueError("Cannot `vmap` ordered IO callback.")
-    if params.kind == "pure" and params.vmap_method is None:
+    if params.kind == "pure" and params.options.vmap_method is None:
         _jax.refuse_vmap(primitive, operands, dims)
     if params.partitioned:  # only the compiler knows which rows a device has
         return _jax.unroll(primitive, operands, dims, {"params": params})
@@ -189,12 +195,16 @@ def _refusal(what: str, remedy: str, params: DropInParams) -> ValueError:
     return ValueError(params.flavour.refusal.format(what, remedy))
 
 
-def _debug_jvp(primals: Any, tangents: Any, *, params: DropInParams) -> Any:
+def _debug_jvp(
+    primals: Sequence[jax.Array], tangents: object, *, params: DropInParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
     del tangents
     return bind(*primals, params=params), []
 
 
-def _debug_transpose(cotangents: Any, *operands: Any, params: DropInParams) -> Any:
+def _debug_transpose(
+    cotangents: object, *operands: object, params: DropInParams
+) -> list[None]:
     del cotangents, params
     return [None for _ in operands]
 
@@ -202,7 +212,7 @@ def _debug_transpose(cotangents: Any, *operands: Any, params: DropInParams) -> A
 # --- registration ------------------------------------------------------------------
 
 
-def _register(name: str, primitive: Any) -> None:
+def _register(name: str, primitive: Primitive) -> None:
     primitive.def_impl(_impl)
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
     _jax.batchers[primitive] = _batch

@@ -8,16 +8,17 @@ first of them taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core.arguments import conflict
 from hostcall._engine import targets
-from hostcall._engine.info import TapInfo
+from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
+from hostcall._jax.types import Aval, Sharding, Value
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.tap import parts
-from hostcall._runtime import delivery, host_device
+from hostcall._primitives.tap.parts import Index
+from hostcall._runtime import host_device
 
 
 class TapBlocks(Partitioned):
@@ -27,24 +28,24 @@ class TapBlocks(Partitioned):
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
         self._nested = host_device.is_host(program.client)
-        info = TapInfo(params, program.by_ordinal, None)
+        info = params.info(program.by_ordinal, None)
         super().__init__(program, info, tap=params.settings((), self._nested))
 
     def of_block(
-        self, avals: list[Any], places: Sequence[Any]
-    ) -> tuple[TapInfo, list[Any], _native.TapSettings]:
-        info = TapInfo(self.params, self.by_ordinal, None)
+        self, avals: list[Aval], places: Places
+    ) -> tuple[CallInfo, list[Aval], _native.TapSettings]:
+        info = self.params.info(self.by_ordinal, None)
         info.places = self._here(places)
         tap = self.params.settings(tuple(info.places), self._nested, linked=True)
         return info, avals, tap
 
-    def _here(self, places: Sequence[Any]) -> dict[int, Any]:
+    def _here(self, places: Places) -> dict[int, tuple[Index, ...]]:
         """Ordinal -> index of each array's block, for the devices here that tap.
 
         Among devices that hold identical blocks, only the first taps.
         """
         local = {d.id: n for n, d in self.by_ordinal.items()}
-        found: dict[str, tuple[int, Any]] = {}
+        found: dict[str, tuple[int, tuple[Index, ...]]] = {}
         for device, blocks in places:
             if device in local:
                 index = tuple(tuple(slice(*ends) for ends in block) for block in blocks)
@@ -52,7 +53,10 @@ class TapBlocks(Partitioned):
         return dict(found.values())
 
     def places(
-        self, everywhere: Any, shardings: Sequence[Any], shapes: Sequence[Any]
+        self,
+        everywhere: Sharding,
+        shardings: Sequence[Sharding],
+        shapes: Sequence[tuple[int, ...]],
     ) -> Places:
         """For each device of the program its id, and for each array (start, stop) of
         each axis of its block.
@@ -70,8 +74,10 @@ class TapBlocks(Partitioned):
             found.append((device.id, tuple(self.params.arguments(boxes))))
         return tuple(found)
 
-    def regroup(self, sharding: Any, shape: Sequence[int], number: int) -> Any:
-        if self.params.on == "shards":
+    def regroup(
+        self, sharding: Sharding, shape: Sequence[int], number: int
+    ) -> Sharding:
+        if self.params.options.on == "shards":
             return sharding
         return parts.regroup(self.params, sharding, shape, number)
 
@@ -81,33 +87,33 @@ class TapBlocks(Partitioned):
 
 def serves(program: _jax.Program, params: TapParams) -> bool:
     """Whether the tap of this program is one of blocks."""
-    if params.on == "process":  # within one process the part is the whole value
+    if params.options.on == "process":  # within one process the part is the whole value
         return program.is_partitioned and program.across
-    return params.on == "shards" and program.is_partitioned
+    return params.options.on == "shards" and program.is_partitioned
 
 
 def lower(
-    program: _jax.Program, operands: Sequence[Any], params: TapParams
-) -> list[Any]:
+    program: _jax.Program, operands: Sequence[Value], params: TapParams
+) -> list[Value]:
     """The lowering of a tap for which `serves` is true."""
     _refuse(params, program.ctx.avals_in)
     targets.start_lowering(program)
-    delivery.start()
     return lower_blocks(program, operands, TapBlocks(program, params))
 
 
 _HOLDER = {"shards": "device", "process": "process"}
 
 
-def _refuse(params: TapParams, avals: Sequence[Any]) -> None:
-    if params.rows == "each" and params.grid:
+def _refuse(params: TapParams, avals: Sequence[Aval]) -> None:
+    on = params.options.on
+    if params.grid:  # only rows="each" has one
         what, instead = "rows='each'", "rows='batched'"
     elif params.masked and avals[0].ndim > 0:
         what, instead = "a where= that differs between rows", "jnp.where on the values"
     else:
         return
     raise conflict(
-        f"the tap `{params.callback.name}`",
-        f"on={params.on!r} and {what}. A {_HOLDER[params.on]} has some of the rows"
+        params.shown,
+        f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
         f" only, or parts of them: use {instead}, or on='once'",
     )

@@ -7,32 +7,37 @@ the same primitive on the tangent, and its transpose rule taps the cotangent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
+from hostcall._jax.types import LoweringContext, Primitive, Value
+from hostcall._primitives.axes import Dims, Operands
 from hostcall._primitives.tap import primitive
 from hostcall._primitives.tap.primitive import batched
+
+T = TypeVar("T")
 
 tangent_tap_p = _jax.Primitive("host_tangent_tap")
 cotangent_tap_p = _jax.Primitive("host_cotangent_tap")
 
 
-def _identity(*operands: Any, params: TapParams) -> list[Any]:
+def _identity(*operands: T, params: TapParams) -> list[T]:
     return list(params.arguments(operands))
 
 
 def _batch(
-    identity: Any, operands: Any, dims: Any, *, params: TapParams
-) -> tuple[list[Any], Any]:
+    identity: Primitive, operands: Operands, dims: Dims, *, params: TapParams
+) -> tuple[list[jax.Array], Dims]:
     moved, params, axes = batched(operands, dims, params)
     return identity.bind(*moved, params=params), axes
 
 
-def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+def _lower(ctx: LoweringContext, *operands: Value, params: TapParams) -> list[Value]:
     del ctx
     return _identity(*operands, params=params)
 
@@ -49,8 +54,8 @@ for _p in (tangent_tap_p, cotangent_tap_p):
 
 
 def _tangent_jvp(
-    primals: Any, tangents: Any, *, params: TapParams
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, params: TapParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
     dots = list(params.arguments(tangents))
     if any(type(dot) is not _jax.Zero for dot in dots):
         mask = params.mask(primals)
@@ -65,8 +70,8 @@ _jax.jvps[tangent_tap_p] = _tangent_jvp
 
 
 def _cotangent_jvp(
-    primals: Any, tangents: Any, *, params: TapParams
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, params: TapParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Leaves the primal alone, and binds the primitive on the tangent: transposing
     that equation taps the cotangent.
     """
@@ -79,8 +84,8 @@ def _cotangent_jvp(
 
 
 def _cotangent_transpose(
-    cotangents: Any, *operands: Any, params: TapParams
-) -> list[Any]:
+    cotangents: Sequence[jax.Array], *operands: jax.Array, params: TapParams
+) -> list[jax.Array | None]:
     mask = params.mask(operands)
     back = list(map(_jax.instantiate_zeros, cotangents))
     primitive.bind(*mask, *back, params=params)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +13,33 @@ from hostcall import _jax, _native
 from hostcall._core.errors import HostcallError
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
-from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
+from hostcall._jax.types import Aval, Device, LoweringContext, Sharding, Value
 from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
-    check_place,
-    check_platform,
     emit,
     emit_through_jax,
 )
 from hostcall._primitives.tap import blocks
-from hostcall._primitives.tap.primitive import bind, flag_of, tap_p
-from hostcall._runtime import delivery, host_device
+from hostcall._primitives.tap.primitive import tap_p
+from hostcall._runtime import host_device
 
 
-def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+def lower_here(
+    ctx: LoweringContext, *operands: Value, params: TapParams
+) -> list[Value]:
     program = _jax.program_of(ctx)
-    check_place(program, params.device, params.callback.name)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_lowering(program)
-    delivery.start()
     flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
     if flagged:
         if not params.masked:
-            avals, params = [_FLAG, *avals], once.with_mask(params)
+            avals, params = [_FLAG, *avals], params.with_mask()
         prepare = partial(_only_on_first, program, avals)
-    info = TapInfo.of_whole(params, program.by_ordinal, program.mesh, avals)
+    info = params.info(program.by_ordinal, program.mesh, avals)
     nested = host_device.is_host(program.client)
     only = () if flagged else _leader(program, params)
     tap = params.settings(only, nested)
@@ -53,10 +48,10 @@ def _lower(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
     with _jax.named(ctx, info.label):
         return emit(
             program,
-            targets.TAP_TARGET,
+            params.target,
             operands,
             attributes=attributes,
-            order=params.order,
+            effect=params.effect,
             has_side_effect=True,
             aliases={first + i: i for i in range(len(ctx.avals_out))},
             prepare=prepare,
@@ -79,14 +74,14 @@ def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
     return (_jax.ordinal(device),) if device in local else _NONE_HERE
 
 
-def _tapping(program: _jax.Program, params: TapParams) -> Any:
+def _tapping(program: _jax.Program, params: TapParams) -> Device:
     """The device that taps, in a program that is partitioned over several."""
     devices = program.devices
     assert devices is not None
-    device = params.device or devices[0]
+    device = params.options.device or devices[0]
     if device not in devices:
         raise HostcallError(
-            f"hostcall: the tap `{params.callback.name}` has on={device}, which is not"
+            f"hostcall: {params.shown} has on={device}, which is not"
             f" among the devices of the program: {devices}",
             code="hc-device",
         )
@@ -109,18 +104,18 @@ def _is_flagged(program: _jax.Program, params: TapParams) -> bool:
     """
     if not program.is_exported or program.mesh is not None or program.size == 1:
         return False
-    if params.device is not None:
+    if params.options.device is not None:
         slots.refuse_export(
             params.callback,
-            f"it has on={params.device}, and the program may run on other devices."
-            " Leave out on=: the first device of the program then taps",
+            f"it has on={params.options.device}, and the program may run on other"
+            " devices. Leave out on=: the first device of the program then taps",
         )
     return True
 
 
 def _only_on_first(
-    program: _jax.Program, avals: Sequence[Any], operands: Sequence[Any]
-) -> tuple[list[Any], Sequence[Any]]:
+    program: _jax.Program, avals: Sequence[Aval], operands: Sequence[Value]
+) -> tuple[list[Value], Sequence[Aval]]:
     """The operands with a mask that is False on all devices but the first; their avals.
 
     Runs inside a region that is manual over all devices. The mask is new if there is
@@ -128,7 +123,7 @@ def _only_on_first(
     """
     masks = len(operands) + 1 - len(avals)
 
-    def both(device: Any, *mask: Any) -> list[Any]:
+    def both(device: jax.Array, *mask: jax.Array) -> list[jax.Array]:
         here = device == 0
         return [jnp.logical_and(mask[0], here) if mask else here]
 
@@ -141,48 +136,37 @@ def _only_on_first(
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
-def _lower_elsewhere(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
-    check_platform(ctx, f"the tap `{params.callback.name}`")
-    return lower_through_jax(ctx, *operands, params=params)
-
-
-def lower_through_jax(ctx: Any, *operands: Any, params: TapParams) -> list[Any]:
+def lower_through_jax(
+    ctx: LoweringContext, *operands: Value, params: TapParams
+) -> list[Value]:
     """The lowering on any platform that JAX's callback serves.
 
     JAX's callback brings the values to the host, and there they are queued.
     """
     targets.start()
-    delivery.start()
     program = _jax.program_of(ctx)
-    check_place(program, params.device, params.callback.name)
-    if program.automatic:
-        return once.lower(program, operands, params, bind)
     place = _place(program, params)
-    info = TapInfo(params, {-1: None}, program.mesh)
-    plan = plans.make_plan(
-        params,
-        ctx.avals_in,
-        info,
-        Entrance(device=host_device.above(None), tap=params.settings(in_program=False)),
-    )
+    info = params.info({-1: None}, program.mesh)
+    tap = params.settings(in_program=False)
+    entry = Entrance(device=host_device.above(None), tap=tap)
+    plan = plans.make_plan(params, ctx.avals_in, info, entry)
 
     # JAX's callback knows neither device nor run, so all share one throttle.
     own = _native.Throttle(params.settings())
     counters = costs.counters_of(params.callback)
 
-    def run(*arrays: Any) -> list[np.ndarray]:
+    def run(*arrays: jax.Array) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and own.lets(counters, flag_of(hosts, params)):
+        if not masked and own.lets(counters, params.flag_of(hosts)):
             plan.push(list(params.read(hosts)))
         return list(params.arguments(hosts)) if params.through else []
 
-    return emit_through_jax(
-        ctx, run, operands, order=params.order, has_side_effect=True, sharding=place
-    )
+    how = {"has_side_effect": True, "sharding": place}
+    return emit_through_jax(ctx, run, operands, effect=params.effect, **how)
 
 
-def _place(program: _jax.Program, params: TapParams) -> Any:
+def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     """The sharding by which JAX's callback gets the values from the tap's device; None
     if each device taps, or if there is one.
     """
@@ -190,7 +174,7 @@ def _place(program: _jax.Program, params: TapParams) -> Any:
         return None
     if blocks.serves(program, params):
         raise HostcallError(
-            f"hostcall: the tap `{params.callback.name}` has on={params.on!r}, and is"
+            f"hostcall: {params.shown} has on={params.options.on!r}, and is"
             f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"
             " only the whole value. Put the tap into a jax.shard_map, where each device"
             " taps its own block, or leave out on=",
@@ -199,4 +183,4 @@ def _place(program: _jax.Program, params: TapParams) -> Any:
     return jax.sharding.SingleDeviceSharding(_tapping(program, params))
 
 
-_jax.register_lowering(tap_p, _lower, _lower_elsewhere)
+once.register(tap_p, lower_here, lower_through_jax)

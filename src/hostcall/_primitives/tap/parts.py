@@ -11,39 +11,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._engine.params.tap import TapParams
+from hostcall._jax.types import Shard, Sharding
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
+Index = tuple[slice, ...]  # of a block in the whole array
 
 
 # --- Where a block lies in the whole array: a slice for each axis, with both ends -----
 
 
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+def whole(shape: tuple[int, ...]) -> Index:
     return tuple(slice(0, size) for size in shape)
 
 
-def block_index(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+def block_index(index: Index, shape: tuple[int, ...]) -> Index:
     """The index with both ends of each slice, which JAX omits at the array's ends."""
     return tuple(
         slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
     )
 
 
-def box(index: Any, shape: Sequence[int]) -> Box:
+def box(index: Index, shape: Sequence[int]) -> Box:
     return tuple((part.start, part.stop) for part in block_index(index, tuple(shape)))
 
 
 # --- The parts of processes -----------------------------------------------------------
 
 
-def regroup(params: TapParams, sharding: Any, shape: Sequence[int], number: int) -> Any:
+def regroup(
+    params: TapParams, sharding: Sharding, shape: Sequence[int], number: int
+) -> Sharding:
     """The sharding of an operand of a tap whose blocks are the parts."""
     devices = _jax.devices_of(sharding)
     if 0 in shape:  # no block lies apart from another
@@ -95,7 +98,9 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
     return tiles if math.prod(tiles) == len(owners) else None
 
 
-def assembled(shards: Sequence[Any], shape: Sequence[int]) -> tuple[Any, Any] | None:
+def assembled(
+    shards: Sequence[Shard], shape: Sequence[int]
+) -> tuple[np.ndarray, Index] | None:
     """(array, index) of the part of an array that this process's shards make.
 
     None if they make no single block.

@@ -8,72 +8,54 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._core import errors, failures, process
+from hostcall._core import errors, process
 from hostcall._core.errors import SpecError
-from hostcall._core.order import effects_of
 from hostcall._core.source import source_of
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
-from hostcall._engine.info import TapInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
-from hostcall._primitives.axes import in_front, size_of
-from hostcall._primitives.eager import first_device, row_major
+from hostcall._jax.types import Aval, Device, Effect, JaxprEquation
+from hostcall._primitives.axes import Batched, Dims, Operands, in_front, size_of
+from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
 from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.parts import block_index, whole
-from hostcall._runtime import delivery, host_device
+from hostcall._primitives.tap.parts import Index, block_index, whole
+from hostcall._runtime import host_device
+
+T = TypeVar("T")
 
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
-_jax.hold_weakly_in_caches(TapParams)
-bind: Callable[..., list[Any]] = tap_p.bind
-
-
-def flag_of(operands: Any, params: TapParams) -> bool:
-    """The flag `always` of operands on the host; False if there is none."""
-    return params.always and bool(np.asarray(operands[-1]))
+bind: Callable[..., list[jax.Array]] = tap_p.bind
 
 
 # --- impl --------------------------------------------------------------------------
 
 
-def _impl(*operands: Any, params: TapParams) -> list[Any]:
+def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     targets.start()
     process.refuse(f"`{params.callback.name}` is tapped")
-    delivery.start()
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
-    if params.order == "ordered":
-        for failure in failures.failures_of_effects():
-            plans.logger.error(
-                "an ordered tap continues after a failed program: %s", failure
-            )
+    go_on_after_failures(params)
     for home, place, blocks in _blocks(operands, params):
-        if not _lets(params, home, flag_of(operands, params)):
+        if not _lets(params, home, params.flag_of(operands)):
             continue
         arrays = [row_major(block) for block in blocks]
-        info = TapInfo(params, {-1: home}, mesh=None)
+        info = params.info({-1: home}, None)
         info.places = None if place is None else {-1: place}
-        plan = plans.make_plan(
-            params,
-            arrays,
-            info,
-            Entrance(
-                device=host_device.above_here(),
-                tap=params.settings(in_program=False),
-            ),
-        )
+        tap = params.settings(in_program=False)
+        entry = Entrance(device=host_device.above_here(), tap=tap)
+        plan = plans.make_plan(params, arrays, info, entry)
         plan.push(list(params.read(arrays)))
     return results
 
@@ -81,21 +63,26 @@ def _impl(*operands: Any, params: TapParams) -> list[Any]:
 tap_p.def_impl(_impl)
 
 
-def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]]:
-    """(device, place, operands) for each delivery of an eager tap in this process.
+# (device, index of each array's block, operands) of one delivery.
+Block = tuple[Device, tuple[Index, ...] | None, list[jax.Array]]
+
+
+def _blocks(operands: Operands, params: TapParams) -> list[Block]:
+    """The deliveries of an eager tap in this process.
 
     Among devices that hold identical blocks, only the first taps.
     """
     sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
-    if params.on == "shards" and sharded:
+    on = params.options.on
+    if on == "shards" and sharded:
         return _of_each_device(operands, sharded[0], params)
-    home, place = params.device or _home(operands), None
-    if params.on == "once":
+    home = params.options.device or first_device(_devices(operands))
+    if on == "once":
         _refuse_parts(operands, params)
         # Each process runs this line, and one of them delivers.
         if home.process_index != _jax.process_of(home):
             return []
-        return [(home, place, list(operands))]
+        return [(home, None, list(operands))]
     found, indices = [], []
     for number, x in enumerate(operands):
         index = whole(np.shape(x))
@@ -113,9 +100,9 @@ def _blocks(operands: Any, params: TapParams) -> list[tuple[Any, Any, list[Any]]
 
 
 def _of_each_device(
-    operands: Any, sharded: jax.Array, params: TapParams
-) -> list[tuple[Any, Any, list[Any]]]:
-    found: dict[str, tuple[Any, Any, list[Any]]] = {}
+    operands: Operands, sharded: jax.Array, params: TapParams
+) -> list[Block]:
+    found: dict[str, Block] = {}
     for device in (shard.device for shard in sharded.addressable_shards):
         blocks, indices = [], []
         for x in operands:
@@ -129,7 +116,7 @@ def _of_each_device(
     return list(found.values())
 
 
-def _refuse_parts(operands: Any, params: TapParams) -> None:
+def _refuse_parts(operands: Operands, params: TapParams) -> None:
     """Refuses values of which other processes hold parts: no program gathers them."""
     for x in operands:
         is_part = isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -144,14 +131,10 @@ def _refuse_parts(operands: Any, params: TapParams) -> None:
             )
 
 
-def _devices(operands: Any) -> list[Any]:
+def _devices(operands: Operands) -> list[Device]:
+    """Those of the first array, which may be another process's."""
     arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
     return [device for array in arrays[:1] for device in array.devices()]
-
-
-def _home(operands: Any) -> Any:
-    """The first device of the first array, which may be another process's."""
-    return first_device(_devices(operands))
 
 
 # --- every= and sample= outside any program ------------------------------------------
@@ -164,20 +147,19 @@ def _home(operands: Any) -> Any:
 # starts counting anew.
 _AT_MOST = 4096
 
-_places: OrderedDict[Any, _native.Throttle] = OrderedDict()
+_places: OrderedDict[Hashable, _native.Throttle] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _lets(params: TapParams, device: Any, always: bool) -> bool:
+def _lets(params: TapParams, device: Device, always: bool) -> bool:
     """Whether an eager tap is delivered, on this device; `always` is its flag.
 
     If not, `hc.monitor.stats()` counts it.
     """
-    if params.every is None and params.sample is None:
+    callback, how = params.callback, params.options
+    if not how.thinned:
         return True
-    callback = params.callback
-    where = callback.place, source_of(callback.function), device.platform, device.id
-    key = (*where, params.every, params.sample)
+    key = callback.place, source_of(callback.function), device.platform, device.id, how
     with _lock:
         found = _places.pop(key, None) or _native.Throttle(params.settings())
         _places[key] = found
@@ -189,15 +171,17 @@ def _lets(params: TapParams, device: Any, always: bool) -> bool:
 # --- abstract eval -----------------------------------------------------------------
 
 
-def _abstract_eval(*operands: Any, params: TapParams) -> tuple[list[Any], set[Any]]:
+def _abstract_eval(
+    *operands: Aval, params: TapParams
+) -> tuple[list[Aval], set[Effect]]:
     avals = list(params.arguments(operands)) if params.through else []
-    return avals, effects_of(params.order)
+    return avals, params.effects
 
 
 _jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
 
 
-def _passed(operands: Sequence[Any], equation: dict[str, Any]) -> Sequence[Any]:
+def _passed(operands: Sequence[T], equation: dict[str, TapParams]) -> Sequence[T]:
     """The operands that are the results of a tap."""
     params = equation["params"]
     return params.arguments(operands) if params.through else ()
@@ -210,48 +194,31 @@ _jax.run_once_in_while_loops(tap_p, passes=_passed)
 
 
 def batched(
-    operands: Any, dims: Any, params: TapParams
-) -> tuple[list[Any], TapParams, tuple[int | None, ...]]:
+    operands: Operands, dims: Dims, params: TapParams
+) -> tuple[list[jax.Array], TapParams, tuple[int | None, ...]]:
     """The operands, the parameters and the arguments' axes under one more vmap."""
     if params.always and dims[-1] is not None:
-        *operands, flag = operands
-        *dims, axis = dims
-        operands.append(_of_any_row(flag, axis, operands, dims, params))
-        dims.append(None)
+        flag = _of_any_row(operands, dims, params)
+        operands, dims = [*operands[:-1], flag], [*dims[:-1], None]
         if all(dim is None for dim in dims):  # the rows differ in the flag only
             return operands, params, tuple(params.arguments(dims))
     flags = [d is not None for d in dims]
     axes = tuple(0 if flag else None for flag in params.arguments(flags))
-    params = _with_axis(params, flags, size_of(operands, dims))
+    params = params.with_axis(flags, size_of(operands, dims))
     return in_front(operands, dims), params, axes
 
 
-def _of_any_row(
-    flag: Any, axis: int, operands: Any, dims: Any, params: TapParams
-) -> Any:
+def _of_any_row(operands: Operands, dims: Dims, params: TapParams) -> jax.Array:
     """The flag `always` of a batch: whether that of any row that is tapped is True."""
-    flag = jnp.moveaxis(flag, axis, 0)
+    first, *_, flag = in_front(operands, dims)
     if params.masked and dims[0] is not None:
         # The axes of inner vmaps are behind this one. Their rows share the flag.
-        mask = jnp.moveaxis(operands[0], dims[0], 0)
+        mask = first
         flag &= mask.reshape(len(mask), -1).any(1)
-    return flag.any()
+    return flag.any()  # type: ignore[no-any-return]
 
 
-def _with_axis(params: TapParams, flags: Sequence[bool], size: int) -> TapParams:
-    """The parameters under one more vmap; its axis is first in the flagged operands."""
-    if params.rows == "each":
-        before = params.batched or ((),) * len(flags)
-        batched = tuple((f, *b) for f, b in zip(flags, before, strict=True))
-        return replace(params, grid=(size, *params.grid), batched=batched)
-    return replace(
-        params, flags=(*params.flags, tuple(flags)), sizes=(*params.sizes, size)
-    )
-
-
-def _batch(
-    operands: Any, dims: Any, *, params: TapParams
-) -> tuple[list[Any], tuple[Any, ...]]:
+def _batch(operands: Operands, dims: Dims, *, params: TapParams) -> Batched:
     moved, params, axes = batched(operands, dims, params)
     outs = bind(*moved, params=params)
     return outs, axes[: len(outs)]
@@ -264,14 +231,16 @@ _jax.batchers[tap_p] = _batch
 
 
 def _jvp(
-    primals: Any, tangents: Any, *, params: TapParams
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, params: TapParams
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """A tap sees primals. The tangents of its results are those of its arguments."""
     outs = bind(*primals, params=params)
     return outs, list(params.arguments(tangents))[: len(outs)]
 
 
-def _transpose(cotangents: Any, *operands: Any, params: TapParams) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[jax.Array], *operands: object, params: TapParams
+) -> list[None]:
     """Drops a tap of tangents: a program of the transpose alone has no tangents."""
     del params
     if cotangents:
@@ -290,7 +259,11 @@ _jax.transposes[tap_p] = _transpose
 # --- Partial evaluation under remat --------------------------------------------------
 
 
-def _partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
+def _partial_eval(
+    saveable: object, unknown: Sequence[bool], inst: Sequence[bool], eqn: JaxprEquation
+) -> tuple[
+    JaxprEquation | None, JaxprEquation | None, list[bool], list[bool], list[object]
+]:
     """Known values are tapped in the forward pass. The backward pass, which computes
     them again, taps them a second time only with remat="repeat".
 
@@ -302,7 +275,7 @@ def _partial_eval(saveable: Any, unknown: Any, inst: Any, eqn: Any) -> Any:
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
     if any(unknown):
         return None, eqn, [True] * n, [True] * n, residuals
-    if eqn.params["params"].remat == "repeat":
+    if eqn.params["params"].options.remat == "repeat":
         return eqn, eqn, [False] * n, [True] * n, residuals
     return eqn, None, [False] * n, [False] * n, []
 

@@ -1,0 +1,547 @@
+"""What the options of calls, taps and host functions may be, and which may not meet.
+
+Each option of a place is one field of `CallOptions` or `TapOptions`, and each option of
+a function one of `Policy`. The field has the option's row (`Option`): the values that
+fit, whether the key of a program has it, and whether it leaves the process with a
+program. Each pair that is refused has a row too. The faces check with them what a user
+gives, and portable.py what a file says. Pairs that only a transformation or a lowering
+shows are refused there.
+
+A face builds one of the three dataclasses, and everything below passes it on.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
+
+import jax
+
+from hostcall._core import config
+from hostcall._core.arguments import choices, conflict, wrong
+from hostcall._core.order import ORDERS, Order
+from hostcall._core.signatures import own_option
+from hostcall._core.spec import Static
+from hostcall._jax.types import Device, Sharding
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ROWS = ("sequential", "parallel")
+WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
+
+# "free" is for drop-ins: jax.Arrays that are not committed to a device.
+Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
+Fail = Literal["together", "alone"]
+Lend = Literal[False, True, "out"]
+WhenFull = Literal["block", "drop_newest", "drop_oldest"]
+Rows = Literal["batched", "each"]
+Remat = Literal["once", "repeat"]
+On = Literal["once", "process", "shards"]
+_ON = get_args(On)
+
+VmapMethod = str | Callable[..., Any] | None
+
+
+# --- What an option may be -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option may be.
+
+    Attributes:
+        wanted: what that is, in the words of an error.
+        fits: whether a value is that.
+        needed: whether None is no value of it; else None says that it is not given.
+        values: those that fit, if there are only these.
+    """
+
+    wanted: str
+    fits: Callable[[object], bool]
+    needed: bool = False
+    values: tuple[object, ...] = ()
+
+
+def choice(*values: object, or_none: bool = False) -> Option:
+    """An option that has one of these values."""
+    kinds = (str, bool, types.NoneType)
+    return Option(
+        choices(values) + (" or None" if or_none else ""),
+        lambda v: isinstance(v, kinds) and v in values,
+        needed=not or_none,
+        values=values,
+    )
+
+
+def _number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def count(what: str) -> Option:
+    """An option that says how many."""
+    return Option(
+        f"{what}, an int of 1 or more",
+        lambda v: _number(v) and isinstance(v, int) and v > 0,
+    )
+
+
+def _is_executor(value: object) -> bool:
+    """Whether this is an Executor, a Dask client, or a pool like multiprocessing's.
+
+    Ray's pool is one of the last kind.
+    """
+    return any(hasattr(value, name) for name in ("submit", "apply_async"))
+
+
+class CachePart:
+    """What a `cache=` becomes: a `Part` of _policies/stores.py."""
+
+
+def is_dictionary(given: object) -> bool:
+    """Whether this is a diskcache.Cache, or has its `get` and `set`."""
+    return hasattr(given, "get") and hasattr(given, "set")
+
+
+def _is_cache(given: object) -> bool:
+    if isinstance(given, CachePart):
+        return True
+    if isinstance(given, (str, type)):
+        return isinstance(given, str) and given == "memory"
+    return is_dictionary(given) or callable(getattr(given, "cache", None))
+
+
+SECONDS = Option("a number of seconds above 0", lambda v: _number(v) and v > 0)
+_TEXT = Option("a non-empty string", lambda v: isinstance(v, str) and v != "")
+_METHODS = choice(*ROWS, *WHOLE, None)
+
+# What the metadata of a field says.
+_ROW, _KEY, _STAYS = "row", "key", "stays"
+# Of a field that says where a program runs, not what it is: two programs that differ in
+# it may have one key, and it stays in the process.
+HERE = types.MappingProxyType({_KEY: False, _STAYS: True})
+
+
+def option(
+    row: Option,
+    default: object = None,
+    *,
+    key: bool = True,
+    stays: bool = False,
+    **how: Any,
+) -> Any:
+    """The field of an option.
+
+    Args:
+        row: what it may be.
+        default: its value if it is not given.
+        key: whether the keys of programs differ that differ in it.
+        stays: whether it does not leave the process with a program.
+        how: as for `dataclasses.field`.
+    """
+    return field(default=default, metadata={_ROW: row, _KEY: key, _STAYS: stays}, **how)
+
+
+def table(*of: type) -> dict[str, Option]:
+    """The rows of the options that these dataclasses have."""
+    every = [f for each in of for f in fields(each)]
+    return {f.name: f.metadata[_ROW] for f in every if _ROW in f.metadata}
+
+
+def in_key(thing: DataclassInstance) -> list[tuple[str, object]]:
+    """The fields of a dataclass that the key of a program has, and their values."""
+    every = [f.name for f in fields(thing) if f.metadata.get(_KEY, True)]
+    return [(name, getattr(thing, name)) for name in every]
+
+
+def that_travel(cls: type) -> Iterable[str]:
+    """The fields of a dataclass that leave the process with a program."""
+    return [f.name for f in fields(cls) if not f.metadata.get(_STAYS, False)]
+
+
+# --- The options ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """The options of every place: of each call and tap.
+
+    Attributes:
+        order: how often and in which order the function runs (_core/order.py).
+        arrays: the kind of array that the function gets.
+        tag: the name in statistics, `status()` and collectors; None for the function's
+            name.
+        sharding: a sharding on the device that makes the call, or taps the whole value,
+            in a program over several; None for the program's first device.
+    """
+
+    order: Order = option(choice(*ORDERS), "pure")
+    arrays: Arrays = option(choice("numpy", "jax", "dlpack", "cuda"), "numpy")
+    tag: str | None = option(_TEXT)
+    sharding: Sharding | None = field(default=None, metadata=HERE)
+
+    @property
+    def device(self) -> Device | None:
+        """The device that `on` names."""
+        return None if self.sharding is None else next(iter(self.sharding.device_set))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Those of the options that a place has."""
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions(PlaceOptions):
+    """The options of a call's place.
+
+    Attributes:
+        vmap_method: as given to `hc.call`. A text says whether rows run at once, and
+            all else is in the equation that JAX has batched.
+        lend: whether the function gets views of XLA's memory.
+        fail: as given to `hc.call`.
+        keep: of hc.watch: how many executions are kept. Its programs don't travel.
+    """
+
+    vmap_method: VmapMethod = option(
+        replace(_METHODS, fits=lambda v: callable(v) or _METHODS.fits(v)), stays=True
+    )
+    lend: Lend = option(choice(False, True, "out"), False)
+    fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
+    keep: int | None = field(default=None, metadata={_STAYS: True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapOptions(PlaceOptions):
+    """The options of a tap's place, as given to `hc.tap`.
+
+    Attributes:
+        order: "pure" if the value passes through the tap (`hc.tap_through`).
+        on: "once" if that was a device.
+    """
+
+    order: Order = option(choice("unordered", "ordered", "pure"), "unordered")
+    arrays: Arrays = option(choice("numpy", "jax", "dlpack"), "numpy")
+    when_full: WhenFull = option(choice(*get_args(WhenFull)), "block")
+    rows: Rows = option(choice(*get_args(Rows)), "batched")
+    remat: Remat = option(choice(*get_args(Remat)), "once", key=False)
+    on: On = option(
+        Option(
+            "'once', 'process', 'shards' or a device, such as jax.devices()[0]",
+            lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in _ON),
+            needed=True,
+            values=_ON,
+        ),
+        "once",
+    )
+    every: int | float | None = option(
+        Option(
+            "a number of executions (an int) or of seconds (a float) above 0",
+            SECONDS.fits,
+        )
+    )
+    sample: float | None = option(
+        Option(
+            "a float above 0 and up to 1.0, the share of executions that tap",
+            lambda v: isinstance(v, float) and 0 < v <= 1,
+        )
+    )
+    batch: int | None = option(count("the most taps that a call gets"))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        on = given.get("on")
+        if isinstance(on, jax.Device):
+            place = jax.sharding.SingleDeviceSharding(on)
+            given = {**given, "on": "once", "sharding": place}
+        return super().of(given)
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some executions don't tap."""
+        return self.every is not None or self.sample is not None
+
+
+_WAIT = 0.002  # seconds that a call waits for others without `wait=`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a function is run, wherever it is called (`hc.host`). Nothing of it travels.
+
+    Attributes:
+        timeout: the limit in seconds, or None.
+        executor: runs the rows of a parallel call; see _policies/executors.py.
+        concurrency: how many calls of a coroutine function wait at the same time, or
+            None for the default. A plain rule of such a function ignores it.
+        coalesce: (the most calls that are merged, seconds that one waits), or None.
+        cache: where results are kept, a `Part` of _policies/stores.py; or None. It is
+            not compared: it belongs to the function.
+        owner: the HostFunction that has it, or None.
+    """
+
+    timeout: float | None = option(SECONDS)
+    executor: Static | None = option(
+        Option(
+            "a concurrent.futures.Executor, a Dask client or a pool such as"
+            " multiprocessing.Pool",
+            _is_executor,
+        )
+    )
+    concurrency: int | None = option(
+        count("how many of its calls wait at the same time")
+    )
+    coalesce: tuple[int, float] | None = option(
+        count("how many calls are merged into one at most")
+    )
+    cache: Any = option(
+        Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
+        compare=False,
+    )
+    owner: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
+        """The policy in options as `hc.host` takes them."""
+        given = {f.name: options[f.name] for f in fields(cls) if f.name in options}
+        executor, merged = given.get("executor"), given.get("coalesce")
+        if executor is not None:
+            given["executor"] = Static(executor)
+        if merged is not None:
+            wait = options.get("wait")
+            given["coalesce"] = merged, float(_WAIT if wait is None else wait)
+        return cls(**given, owner=owner)
+
+    def at_a_place(self) -> dict[str, object]:
+        """What may not meet an option of a place that a program has chosen. (Rows that
+        don't run at the same time do without the executor.)
+        """
+        return {each: vars(self)[each] for each in ("timeout", "coalesce", "cache")}
+
+    @property
+    def merges(self) -> bool:
+        """Whether several calls may become one."""
+        return self.coalesce is not None
+
+    @property
+    def pool(self) -> Any:
+        """The executor of its rows; None for the default."""
+        return None if self.executor is None else self.executor.value
+
+
+# Options of `hc.host` that are part of another one: of `coalesce`, and of `cache`.
+_PARTS = {
+    "wait": Option(
+        "the seconds that a call waits for others, a number of 0 or more",
+        lambda v: _number(v) and v >= 0,
+    ),
+    "version": Option("a string or an int", lambda v: type(v) in (str, int)),
+}
+# Those of a function, which `hc.host` takes; all others are a place's.
+POLICY = (*table(Policy), *_PARTS)
+
+CALL: Mapping[str, Option] = {**table(CallOptions, Policy), **_PARTS}
+TAP: Mapping[str, Option] = table(TapOptions)
+FEED: Mapping[str, Option] = {
+    "batch": count("a number of rows"),
+    "prefetch": replace(count("a number of items"), needed=True),
+    "on_end": choice("mask", "raise", "repeat"),
+    "timeout": SECONDS,
+    "tag": _TEXT,
+}
+
+# Values that were there once, and what to write instead.
+_GONE = {"sequential_unrolled": ". 'sequential' does the same"}
+
+
+# --- Pairs ---------------------------------------------------------------------------
+
+Test = Callable[[object], bool]
+Pair = tuple[dict[str, Test], dict[str, Test], str]
+
+
+def _given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _missing(value: object) -> bool:
+    return not _given(value)
+
+
+def _is(text: str) -> Test:
+    return lambda value: isinstance(value, str) and value == text
+
+
+def _is_not(*texts: object) -> Test:
+    return lambda value: callable(value) or value not in texts
+
+
+_TOGETHER = "Taps of a batch are delivered together, not one by one between others"
+_LENT = "A function on another thread could outlive the memory it was lent"
+
+# (options, others, why): none of the first may meet one of the others. "awaits" is
+# whether the function is a coroutine function.
+_PAIRS: tuple[Pair, ...] = (
+    (
+        {"lend": _given},
+        {"timeout": _given, "vmap_method": _is("parallel")},
+        f"{_LENT}: drop one of the two",
+    ),
+    ({"lend": _given}, {"awaits": _given}, f"{_LENT}: leave out lend="),
+    (
+        {"concurrency": _given},
+        {"awaits": _missing},
+        "Make it an `async def`, or leave out concurrency=: rows of a plain function"
+        ' run on the threads of executor= with vmap_method="parallel"',
+    ),
+    (
+        {"executor": _given},
+        {"awaits": _given},
+        "It runs on the event loop: leave out executor=, and give concurrency=",
+    ),
+    (
+        {"executor": _given},
+        {"vmap_method": _is_not("parallel")},
+        'Rows go to an executor with vmap_method="parallel"',
+    ),
+    (
+        {"wait": _given},
+        {"coalesce": _missing},
+        "Calls wait for others to be merged with: give coalesce=, or leave out wait=",
+    ),
+    (
+        {"coalesce": _given},
+        {"order": _is_not("pure")},
+        "Merged calls have no order among each other: leave out one of the two",
+    ),
+    (
+        {"coalesce": _given},
+        {"vmap_method": _is_not(None, *ROWS)},
+        "The rows of a batch are merged anyway: leave out vmap_method=",
+    ),
+    (
+        {"coalesce": _given},
+        {"lend": _given, "executor": _given, "arrays": _is("cuda")},
+        "That is for calls that are made one by one: leave out one of the two",
+    ),
+    (
+        {"coalesce": _given},
+        {"result": _is("infer")},
+        "A merged function gets several entries, and it is inferred from one: say what"
+        " it returns with result=",
+    ),
+    (
+        {"arrays": _is("cuda")},
+        {
+            **dict.fromkeys(("where", "timeout", "lend", "on"), _given),
+            "vmap_method": _is_not(None, "sequential", *WHOLE),
+        },
+        "That is for arrays on the host: leave out one of the two",
+    ),
+    (
+        {"arrays": _is("cuda")},
+        {"awaits": _given},
+        "XLA's memory and stream are a function's own only while XLA's thread runs it:"
+        " leave out arrays=",
+    ),
+    (
+        {"version": _given},
+        {"cache": _missing},
+        "It is the version of the code whose results are kept: give cache=, or drop"
+        " version=",
+    ),
+    (
+        {"cache": _given},
+        {"order": _is_not("pure")},
+        "A result that is found needs no call, and then the function's effects would be"
+        " missing: make it pure, or drop cache=",
+    ),
+    (
+        {"cache": _given},
+        {"lend": _is("out")},
+        "Results are kept as copies: use lend=True, or drop cache=",
+    ),
+    (
+        {"cache": _given},
+        {"arrays": _is("cuda")},
+        "Keys are made of bytes on the host: use another arrays=, or drop cache=",
+    ),
+    (
+        {"batch": _given},
+        {"order": _is("ordered")},
+        f"{_TOGETHER}: leave out order=, or batch=",
+    ),
+    (
+        {"batch": _given},
+        {"rows": _is("each")},
+        f"{_TOGETHER}: use rows='batched', or leave out batch=",
+    ),
+)
+
+
+def _by_option(pairs: Iterable[Pair]) -> dict[str, list[tuple[Test, str, Test, str]]]:
+    found: dict[str, list[tuple[Test, str, Test, str]]] = {}
+    for ones, others, why in pairs:
+        for one, test in ones.items():
+            rows = ((test, other, of_other, why) for other, of_other in others.items())
+            found.setdefault(one, []).extend(rows)
+    return found
+
+
+_REFUSED = _by_option(_PAIRS)
+
+
+def pair_refused(given: Mapping[str, object]) -> str | None:
+    """Which two of these may not meet, and why; None if all may."""
+    for option, value in given.items():
+        for test, other, of_other, why in _REFUSED.get(option, ()):
+            if test(value) and other in given and of_other(given[other]):
+                return (
+                    f"{_shown(option, value)} and {_shown(other, given[other])}. {why}"
+                )
+    return None
+
+
+def _shown(option: str, value: object) -> str:
+    if option == "awaits":
+        return f"is {'' if value else 'not '}a coroutine function"
+    if _missing(value):
+        return f"no {option}="
+    return f"{option}={value!r}" if isinstance(value, (str, bool)) else f"{option}="
+
+
+# --- Checks --------------------------------------------------------------------------
+
+
+def check(
+    of: str,
+    given: Mapping[str, object],
+    options: Mapping[str, Option] = CALL,
+    fn: Callable[..., Any] | None = None,
+) -> None:
+    """Refuses wrong values of options, and those that may not meet.
+
+    Args:
+        of: what has them, in the words of an error.
+        given: the values, and "awaits". Pairs with what is not here are not looked for.
+        options: what they may be.
+        fn: the function, if its own keywords come with them, so that a value may have
+            been meant for it.
+    """
+    for name, value in given.items():
+        option = options.get(name)
+        if option is None or (value is None and not option.needed):
+            continue
+        if not option.fits(value):
+            gone = _GONE.get(value, "") if isinstance(value, str) else ""
+            own = "" if fn is None else own_option(fn, name, value)
+            raise wrong(name, of, option.wanted, value, gone or own)
+    refuse_pairs(of, given)
+
+
+def refuse_pairs(of: str, given: Mapping[str, object]) -> None:
+    what = pair_refused(given)
+    if what is not None:
+        raise conflict(of, what)
