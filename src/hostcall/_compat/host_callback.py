@@ -137,7 +137,10 @@ def id_print(
     printer = functools.partial(
         _print_tap_func, output_stream=output_stream, threshold=threshold, **kwargs
     )
-    where = {"tap_with_device": tap_with_device, "device_index": device_index}
+    where: dict[str, Any] = {
+        "tap_with_device": tap_with_device,
+        "device_index": device_index,
+    }
     return id_tap(printer, arg, result=result, **where)
 
 
@@ -293,9 +296,9 @@ def _document(value: object, threshold: int | None) -> _jax.Doc:
     elif isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
         parts = list(map(document, value))
+    elif isinstance(value, np.ndarray):
+        return pp.text(np.array2string(value, threshold=threshold))
     else:
-        is_array = isinstance(value, np.ndarray)
-        text = np.array2string(value, threshold=threshold) if is_array else str(value)
-        return pp.text(text)
+        return pp.text(str(value))
     inner = pp.nest(2, pp.join(pp.brk(), parts))
     return pp.group(pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")]))

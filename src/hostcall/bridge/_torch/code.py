@@ -51,7 +51,7 @@ class Plain:
         self.writes = True
         self._wrote = False  # ever
 
-    def __call__(self, *args: object) -> object:
+    def __call__(self, *args: Any) -> object:
         return self.fn(*args)
 
     def watch(self) -> None:
@@ -122,7 +122,7 @@ class Module(Plain):
             ) from error
         return copied, _places(copied, self.names)
 
-    def __call__(self, params: Mapping[str, torch.Tensor], *args: object) -> object:
+    def __call__(self, params: Mapping[str, torch.Tensor], *args: object) -> object:  # type: ignore[override]
         # list.pop and list.append are atomic, so the list of idle copies needs no lock.
         try:
             module, places = self._idle.pop()
