@@ -298,9 +298,9 @@ def _document(value: object, threshold: int | None) -> _jax.Doc:
     elif isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
         parts = list(map(document, value))
+    elif isinstance(value, np.ndarray):
+        return pp.text(np.array2string(value, threshold=threshold))
     else:
-        if isinstance(value, np.ndarray):
-            return pp.text(np.array2string(value, threshold=threshold))
         return pp.text(str(value))
     inner = pp.nest(2, pp.join(pp.brk(), parts))
     return pp.group(pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")]))

@@ -246,8 +246,8 @@ def _pushed(
     return outs, pick(touts, out_diff)
 
 
-def _mapped(run: Run, args: Arrays, batched: bytes) -> object:
-    return jax.vmap(run, [0 if flag else None for flag in batched])(*args)
+def _mapped(run: Run, args: Arrays, batched: bytes) -> Arrays:
+    return jax.vmap(run, [0 if flag else None for flag in batched])(*args)  # type: ignore[no-any-return]
 
 
 _OVER: dict[str, Callable[..., object]] = {

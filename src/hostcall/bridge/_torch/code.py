@@ -51,7 +51,7 @@ class Plain:
         self.writes = True
         self._wrote = False  # ever
 
-    def __call__(self, *args: object) -> object:
+    def __call__(self, *args: Any) -> object:
         return self.fn(*args)
 
     def watch(self) -> None:

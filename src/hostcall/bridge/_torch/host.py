@@ -61,7 +61,7 @@ class OnHost(Code):
     __signature__: inspect.Signature  # set for a module
 
     @_entering_torch
-    def __call__(self, *args: object) -> object:
+    def __call__(self, *args: Any) -> object:
         code = self.run
         make = own_tensor if code.writes or code.keeps else tensor
         # Few steps for the usual arguments: once torch has gone through large tensors,
