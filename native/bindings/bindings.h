@@ -1,7 +1,10 @@
-// Each function binds one part of the engine to Python.
+// The parts of the engine that are bound to Python, and what they share.
 #pragma once
 
 #include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <vector>
 
 namespace hostcall {
 
@@ -21,5 +24,10 @@ void InitPlans(nanobind::module_& m);
 void InitTaps(nanobind::module_& m);
 /// The flight recorder, and events for traces.
 void InitTraces(nanobind::module_& m);
+
+/// The addresses of the memory of NumPy's arrays, which the list keeps alive.
+/// Throws if they are not row-major, or have other bytes than these, `times` over.
+std::vector<const void*> DataOf(nanobind::list arrays,
+                                const std::vector<size_t>& sizes, size_t times = 1);
 
 }  // namespace hostcall

@@ -18,25 +18,11 @@ namespace nb = nanobind;
 namespace hostcall {
 namespace {
 
-/// The addresses of the operands' memory, which the caller's list keeps alive.
-/// Throws if they don't fit the plan.
+/// The addresses of the operands' memory. Throws if they don't fit the plan.
 std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
-  if (operands.size() != plan.operands()) {
-    throw nb::value_error("the number of operands differs from the plan's");
-  }
-  std::vector<const void*> in;
-  const std::vector<size_t> sizes = plan.InputSizes();
-  for (nb::handle operand : operands) {
-    auto* array = reinterpret_cast<PyArrayObject*>(operand.ptr());
-    if (!PyArray_Check(operand.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-      throw nb::type_error("operands must be row-major arrays");
-    }
-    if (static_cast<size_t>(PyArray_NBYTES(array)) != sizes[in.size()]) {
-      throw nb::value_error("an operand's size differs from the plan's");
-    }
-    in.push_back(PyArray_DATA(array));
-  }
-  return in;
+  std::vector<size_t> sizes = plan.InputSizes();
+  sizes.resize(plan.operands());  // an eager tap has no flag `always`
+  return DataOf(operands, sizes);
 }
 
 /// Queues a tap of arrays on the host. Returns false if it was dropped.

@@ -19,22 +19,8 @@ namespace {
 /// the ring was closed. Reserve has made space.
 bool Push(FeedRing& ring, nb::list arrays) {
   const size_t n = ring.leaves().size();
-  if (arrays.size() != n * ring.lanes()) {
-    throw nb::value_error("the number of arrays differs from the ring's");
-  }
-  // The caller's list keeps the arrays alive, and only this thread has the list.
-  std::vector<const void*> from;
-  for (nb::handle each : arrays) {
-    auto* array = reinterpret_cast<PyArrayObject*>(each.ptr());
-    if (!PyArray_Check(each.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-      throw nb::type_error("items must be row-major arrays");
-    }
-    if (static_cast<size_t>(PyArray_NBYTES(array)) !=
-        ring.leaves()[from.size() % n]) {
-      throw nb::value_error("an array's size differs from the ring's");
-    }
-    from.push_back(PyArray_DATA(array));
-  }
+  // Only this thread has the list, which keeps the arrays alive.
+  const std::vector<const void*> from = DataOf(arrays, ring.leaves(), ring.lanes());
   GilRelease unlocked;
   for (size_t i = 0; i < from.size(); ++i) {
     const size_t bytes = ring.leaves()[i % n];
@@ -61,6 +47,26 @@ nb::dict CountsOf(const FeedRing& ring) {
 }
 
 }  // namespace
+
+std::vector<const void*> DataOf(nb::list arrays, const std::vector<size_t>& sizes,
+                                size_t times) {
+  if (arrays.size() != sizes.size() * times) {
+    throw nb::value_error("there are more or fewer arrays than expected");
+  }
+  std::vector<const void*> data;
+  for (nb::handle each : arrays) {
+    auto* array = reinterpret_cast<PyArrayObject*>(each.ptr());
+    if (!PyArray_Check(each.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+      throw nb::type_error("arrays must be row-major");
+    }
+    const size_t size = sizes[data.size() % sizes.size()];
+    if (static_cast<size_t>(PyArray_NBYTES(array)) != size) {
+      throw nb::value_error("an array has another size than expected");
+    }
+    data.push_back(PyArray_DATA(array));
+  }
+  return data;
+}
 
 void InitFeeds(nb::module_& m) {
   BindEnum<FeedRing::Ending>(m, "FeedEnding", {"NONE", "END", "STOPPED"});

@@ -47,11 +47,6 @@ constexpr size_t kMaxAmbient = 4;  // CallScope::saved_ has as many places
 Setting g_ambient[kMaxAmbient];
 size_t g_ambient_count = 0;
 
-}  // namespace
-
-ActiveCall* CurrentCall() { return t_current; }
-namespace {
-
 /// Raises KeyboardInterrupt once on each thread with a wanted call, and returns
 /// their number. The first call of a thread is its innermost, which is where Python
 /// code runs.
@@ -71,6 +66,8 @@ int Interrupt(Wanted wanted) {
 }
 
 }  // namespace
+
+ActiveCall* CurrentCall() { return t_current; }
 
 int InterruptForeignCalls(bool taps) {
   return Interrupt([taps](const ActiveCall& call) {
