@@ -16,7 +16,8 @@ import numpy as np
 
 import hostcall as hc
 from fuzz.draw import Draw
-from hostcall._core.callback import Callback, Policy
+from hostcall._core.callback import Callback
+from hostcall._core.options import CallOptions, Policy
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, parse_result
 from hostcall._engine.info import CallInfo
@@ -56,12 +57,11 @@ def choices_of(
         results=results or results_of(()),
         fills=tuple(fill.tobytes() for fill in FILLS),
         policy=policy or Policy(),
-        tag=tag,
+        options=CallOptions(tag=tag),
         place=Place("stacks.py", 1, "choices_of"),
     )
     equation = CallParams(
         callback=callback,
-        order="pure",
         masked=False,
         avals=callback.results.avals,
         levels=options.get("levels", 0),

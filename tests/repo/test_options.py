@@ -21,9 +21,10 @@ import pytest
 
 import hostcall as hc
 from hostcall._api import tap as tap_module
-from hostcall._core import options, portable
+from hostcall._core import options
 from hostcall._core.options import CallOptions, Option, Policy, TapOptions
 from hostcall._core.portable import Malformed
+from hostcall._engine import portable
 from hostcall._engine.params.tap import TapParams
 
 PAGE = (Path(__file__).parents[2] / "docs" / "options.md").read_text()

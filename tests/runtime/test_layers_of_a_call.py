@@ -19,7 +19,7 @@ import pytest
 from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
-from hostcall._core.callback import Policy
+from hostcall._core.options import Policy
 from hostcall._core.spec import Static, Template
 from hostcall._engine import plans
 from hostcall._native import ResultForm
@@ -33,7 +33,8 @@ from hostcall._policies.stack import entries
 from hostcall._policies.stores import Cache, Part
 from hostcall._policies.trees import Checked, Trees
 from hostcall._policies.unmasked import Unmasked, UnmaskedTap
-from hostcall._runtime import collectors, host_device, workers
+from hostcall._runtime import host_device, workers
+from hostcall._runtime.collectors import collectors
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 try:
@@ -208,11 +209,11 @@ def test_collectors_see_what_a_tap_gets():
 
     choices = choices_of(print, template=NAMED, tap=True, tag="loss")
     collector = Collector()
-    collectors.add(collector)
+    collectors.active.append(collector)
     try:
         Trees(Inner(), choices).rows([(1, 2)], Site())
     finally:
-        collectors.remove(collector)
+        collectors.active.remove(collector)
     assert seen == [("loss", (1,), {"y": 2})]
 
 

@@ -3,7 +3,7 @@
 The function goes by a name: that of `hc.register`, or, for the callables that hostcall
 itself makes (a HostFunction's rules, the printer of `hc.print`, an object's methods), a
 kind and what the kind needs. All else is written down by value: the fields of the
-equation and of its options, but for those that stay (_engine/options.py).
+equation and of its options, but for those that stay (_core/options.py).
 
 A text comes from a file that may say anything. Options are checked as `hc.call` and
 `hc.tap` check them, and the numbers and sizes of operands as their primitives make

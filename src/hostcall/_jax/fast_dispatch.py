@@ -124,6 +124,8 @@ def dispatch_fast(is_ours: Callable[[_t.Effect], bool]) -> None:
 
     `is_ours` says whether an effect can have been made by nothing but an engine's call.
     """
+    if not hasattr(_pxla, "_cached_lowering_to_hlo"):
+        return  # a later JAX: programs go through Python
     plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache

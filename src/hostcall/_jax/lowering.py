@@ -88,6 +88,8 @@ def host_callback_handler() -> object:
 
     native/handlers/host_callback.h says what the engine needs it for.
     """
+    if not hasattr(_xla_client, "custom_call_targets"):
+        return None
     targets = _xla_client.custom_call_targets("cpu")
     return targets.get("xla_buffer_python_cpu_callback", {}).get("execute")
 
