@@ -12,7 +12,7 @@ from limits import holds_in_time
 
 import hostcall as hc
 from hostcall._host_function import residuals
-from hostcall._host_function.residuals import Store, store
+from hostcall._host_function.residuals import ResidualStore, store
 
 X = np.array([0.3, -1.2, 2.0], dtype=np.float32)
 
@@ -368,7 +368,7 @@ def test_an_exception_of_a_rule_is_raised_and_leaves_nothing():
 
 
 def test_the_newest_are_kept():
-    s = Store(lambda: 3)
+    s = ResidualStore(lambda: 3)
     handles = [s.put(n) for n in range(5)]
     assert len(s) == 3
     assert [s.get(h, False) for h in handles[2:]] == [(n, True) for n in (2, 3, 4)]
@@ -379,7 +379,7 @@ def test_the_newest_are_kept():
 
 
 def test_a_residual_that_was_missed_once_is_kept():
-    s = Store(lambda: 3)
+    s = ResidualStore(lambda: 3)
     handle = s.put("first")
     assert s.get(handle, True) == ("first", True)
     assert s.get(handle, True) == (None, False)
@@ -388,7 +388,7 @@ def test_a_residual_that_was_missed_once_is_kept():
 
 
 def test_a_handle_of_another_process_finds_nothing():
-    one, other = Store(lambda: 3), Store(lambda: 3)
+    one, other = ResidualStore(lambda: 3), ResidualStore(lambda: 3)
     handle = one.put("one")
     other.put("other")
     assert other.get(handle, True) == (None, False)
@@ -396,7 +396,7 @@ def test_a_handle_of_another_process_finds_nothing():
 
 def test_an_array_that_dies_while_the_store_is_in_use():
     """What is dropped may hold the handle of another residual."""
-    s = Store(lambda: 2)
+    s = ResidualStore(lambda: 2)
     holder = []
     s.put(holder)
     array = jnp.asarray(s.put("x"))

@@ -51,7 +51,7 @@ class Bad(Exception):
 
 
 def bound(fn, timeout=None):
-    return Bound(fn, workers.Settings(host_device.above(None)), timeout)
+    return Bound(fn, workers.ThreadSettings(host_device.above(None)), timeout)
 
 
 # --- What runs the function ------------------------------------------------------------

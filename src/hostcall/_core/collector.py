@@ -18,11 +18,11 @@ _GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 _TRIES = 1000  # of a millisecond; a bound in case somebody clears gc.callbacks
 
 
-class _Here(threading.local):
+class _OfThread(threading.local):
     has_collected = False
 
 
-_thread = _Here()
+_thread = _OfThread()
 
 
 def _note(phase: str, _: Any) -> None:

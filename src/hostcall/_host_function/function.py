@@ -38,7 +38,7 @@ from hostcall._host_function.rules import (
     check_rules,
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
-from hostcall._host_function.site import Site
+from hostcall._host_function.site import CallSite
 from hostcall._primitives.call.make import make
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
@@ -170,7 +170,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             operands.append(mask)
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
-        site = Site(self, template, in_avals, results, nondiff, fills, place)
+        site = CallSite(self, template, in_avals, results, nondiff, fills, place)
         return results.fill(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:

@@ -18,7 +18,7 @@ from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.rules import RULES, Kind
-from hostcall._host_function.site import Site, options_for
+from hostcall._host_function.site import CallSite, options_for
 from hostcall._host_function.steps import Steps
 
 
@@ -42,7 +42,7 @@ def tell(steps: Steps, _: bool) -> dict[str, object]:
     }
 
 
-# What travels of `Steps` and of their `Site`.
+# What travels of `Steps` and of their `CallSite`.
 _STEPS = {"kind": Kind, "avals": AVALS, "nz": tuple[bool, ...], "take": bool}
 _SITE = {
     "template": Template,
@@ -63,7 +63,7 @@ def read(told: object) -> tuple[Steps, Policy]:
             raise Malformed(f"the slope {slope!r}")
         function = function.differences.slope(slope)
     place = Place("a loaded program", 0, function.__name__)
-    site = Site(function, **{part: found[part] for part in _SITE}, place=place)
+    site = CallSite(function, **{part: found[part] for part in _SITE}, place=place)
     steps = Steps(site, **{part: found[part] for part in _STEPS})
     return steps, Policy.of(options_for(steps), function)
 

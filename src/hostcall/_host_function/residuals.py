@@ -62,7 +62,7 @@ HANDLE = _jax.ShapedArray((2,), np.dtype(np.uint32))
 _REMEMBERED = 1024
 
 
-class Store:
+class ResidualStore:
     """The newest residuals, by number.
 
     Args:
@@ -162,4 +162,4 @@ def number_of(handle: np.ndarray) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
-store = Store(lambda: config.settings.residuals)
+store = ResidualStore(lambda: config.settings.residuals)

@@ -18,7 +18,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.spec import is_array_like
 from hostcall._host_function.rules import Function, Kind, Options, Tree, call_here
-from hostcall._host_function.trees import Trees
+from hostcall._host_function.trees import RuleTrees
 
 tree = jax.tree_util
 
@@ -172,7 +172,7 @@ def inferred(fn: Function, avals: tuple[Tree, ...], name: str) -> Tree:
 
 
 def aligned(
-    args: list[jax.Array], site: Trees, kind: Kind, options: Options
+    args: list[jax.Array], site: RuleTrees, kind: Kind, options: Options
 ) -> list[jax.Array]:
     """Gives the operands of an elementwise function as many axes as the result.
 

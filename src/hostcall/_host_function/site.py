@@ -14,14 +14,14 @@ The others, and functions with several rules, go through `host_jvp` (see `primit
 The way of a value and its gradient, for a `defvjp` in host code:
 
     traced    HostFunction._call flattens the arguments and binds host_function on a
-                `Site`
-              JAX differentiates it: `Site.jvp` binds host_jvp on a `Derivative`
+                `CallSite`
+              JAX differentiates it: `CallSite.jvp` binds host_jvp on a `Derivative`
               JAX splits that: `Derivative.start` binds host_function on the
                 FunctionCode of "forward" and leaves one on a `LinearPart`
               JAX transposes that: `LinearPart.back` binds host_function on the
                 FunctionCode of "backward"
     lowered   `FunctionCode.run` makes each of the two a call, by `make`. Without a
-                derivative `Site.run` does so, on the FunctionCode of "value"
+                derivative `CallSite.run` does so, on the FunctionCode of "value"
     run       the engine calls `Steps.__call__`: fwd runs, and its residual goes into
                 `residuals.store`; bwd runs on what is found there
 """
@@ -54,14 +54,14 @@ from hostcall._host_function.primitive import (
 from hostcall._host_function.residuals import HANDLE, store
 from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.steps import Steps, TracedSteps
-from hostcall._host_function.trees import Trees, pick, spread
+from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval
 from hostcall._primitives.axes import Dims, in_front
 from hostcall._primitives.call.batching import batched_results
 from hostcall._primitives.call.make import make
 
 
-class Site(Trees):
+class CallSite(RuleTrees):
     """A HostFunction, called with arguments of these trees."""
 
     def run(self, operands: Arrays) -> Arrays:
@@ -104,7 +104,7 @@ class Site(Trees):
     # function again. So derivatives of any order work, and none needs `host_jvp`.
 
     @property
-    def of_tangents(self) -> Site:
+    def of_tangents(self) -> CallSite:
         """The same function with tangents for its linear arguments. Fills have none."""
         return replace(self, fills=(None,) * len(self.avals)) if self.masked else self
 
@@ -159,7 +159,7 @@ class Transpose(Linear):
     cotangents of the results.
     """
 
-    site: Site
+    site: CallSite
     n: int
 
     def __repr__(self) -> str:
@@ -281,7 +281,7 @@ class Derivative(Pair):
         nz: for each array of the arguments, whether it has a tangent.
     """
 
-    value: Trees
+    value: RuleTrees
     n: int
     nz: tuple[bool, ...]
 
@@ -328,7 +328,7 @@ class LinearPart(Linear):
         template: the tree of the residuals of JAX code.
     """
 
-    site: Trees
+    site: RuleTrees
     n: int
     n_args: int
     n_outs: int
@@ -383,7 +383,7 @@ class LinearPart(Linear):
 
 
 def _forward(
-    site: Trees, vjp: rules.Rule, args: Arrays
+    site: RuleTrees, vjp: rules.Rule, args: Arrays
 ) -> tuple[Arrays, Arrays, Template | None]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
     n = len(site.avals)
@@ -412,12 +412,12 @@ def _forget_with(handle: jax.Array) -> None:
 # out.shape + in.shape. Forward mode computes J t, reverse mode ct J, with the same J.
 
 
-def jacobian(site: Trees, args: Arrays) -> Arrays:
-    """The blocks for a `site.Site` at these arguments."""
+def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
+    """The blocks for a `site.CallSite` at these arguments."""
     return bound(Steps(site, "jacobian", site.jacobian_avals), args)
 
 
-def push(jacobian: Arrays, tangents: Tangents, site: Trees) -> Arrays:
+def push(jacobian: Arrays, tangents: Tangents, site: RuleTrees) -> Arrays:
     """The tangents of the results, J t; a tangent that is None is zero."""
     ins = pick(zip(tangents, site.in_avals, strict=True), site.diff)
     used = [(j, t, x.shape) for j, (t, x) in enumerate(ins) if t is not None]
@@ -430,7 +430,7 @@ def push(jacobian: Arrays, tangents: Tangents, site: Trees) -> Arrays:
 
 
 def pull(
-    jacobian: Arrays, cotangents: Arrays, site: Trees, wanted: Sequence[bool]
+    jacobian: Arrays, cotangents: Arrays, site: RuleTrees, wanted: Sequence[bool]
 ) -> Arrays:
     """The cotangents of the arrays that `wanted` marks, ct J."""
     n, axes = sum(site.diff), [len(out.shape) for out in site.out_avals]
@@ -450,5 +450,5 @@ def _dot(left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
     return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
 
 
-for _type in (Site, Transpose, FunctionCode, Derivative, LinearPart):
+for _type in (CallSite, Transpose, FunctionCode, Derivative, LinearPart):
     _jax.hold_weakly_in_caches(_type)

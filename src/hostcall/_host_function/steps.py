@@ -35,7 +35,7 @@ from hostcall._host_function.rules import (
     Tree,
     forward_pair,
 )
-from hostcall._host_function.trees import Trees, pick, spread
+from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
 from hostcall._policies.layer import same
 
@@ -66,7 +66,7 @@ class Steps(HostCode):
 
     travels_as: ClassVar[str] = "host"
 
-    site: Trees
+    site: RuleTrees
     kind: Kind
     avals: tuple[Aval, ...] = field(compare=False)
     nz: tuple[bool, ...] = ()

@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trees(Value):
+class RuleTrees(Value):
     """How flat arrays become the arguments of rules, and rules' results flat arrays.
 
-    `site.Site` says how the derivatives of such a call are made.
+    `site.CallSite` says how the derivatives of such a call are made.
 
     Attributes:
         function: the HostFunction, compared by identity.

@@ -48,7 +48,7 @@ from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Static
 from hostcall._core.wait import wait
 from hostcall._policies.layer import Choices, Flat, Inner, Leaves, Site
-from hostcall._policies.stores import Flight, Part, Values, kept
+from hostcall._policies.stores import Part, Pending, Values, kept
 from hostcall._runtime import host_device, loop, workers
 
 # The bytes of smaller arrays are copied: that takes less time than a view.
@@ -78,7 +78,7 @@ class Cached:
         missing = [key for key in dict.fromkeys(keys) if not self._find(key, found)]
         computed = 0
         while missing:
-            mine: dict[bytes, Flight] = {}
+            mine: dict[bytes, Pending] = {}
             try:
                 theirs = self._claim(missing, mine, found)
                 again = [key for key in missing if key not in theirs | found.keys()]
@@ -111,14 +111,14 @@ class Cached:
     def _claim(
         self,
         keys: Sequence[bytes],
-        mine: dict[bytes, Flight],
+        mine: dict[bytes, Pending],
         found: dict[bytes, Values],
-    ) -> dict[bytes, Flight]:
+    ) -> dict[bytes, Pending]:
         """Claims keys, into `mine`. Returns those that others compute."""
         theirs, may_wait = {}, self._may_wait()
         for key in keys:
             # Into `mine` first: whatever interrupts this, `_end` takes it out again.
-            mine[key] = flight = Flight()
+            mine[key] = flight = Pending()
             other = self._cache.under_way.setdefault(key, flight)
             if other is not flight:
                 del mine[key]
@@ -136,7 +136,7 @@ class Cached:
         inside = self._second or workers.stand_in() is not None
         return not (inside or loop.running() or _native.on_foreign_thread())
 
-    def _end(self, mine: dict[bytes, Flight], found: dict[bytes, Values]) -> None:
+    def _end(self, mine: dict[bytes, Pending], found: dict[bytes, Values]) -> None:
         under_way = self._cache.under_way
         for key, flight in mine.items():
             if under_way.get(key) is flight:

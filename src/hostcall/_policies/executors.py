@@ -229,7 +229,7 @@ def fresh(shared: Any) -> np.ndarray:
 _ON_ITS_WAY = 2.0
 
 
-class Pool(Workers):
+class MultiprocessingPool(Workers):
     """`multiprocessing.Pool`.
 
     It replaces a worker that has died, but never reports the task that it was running,
@@ -336,11 +336,11 @@ def workers_of(given: Any, once: bool) -> Workers:
     if _is_ray(given):
         return _RayPool(given)
     if not hasattr(given, "submit"):
-        return Pool(given)
+        return MultiprocessingPool(given)
     return Workers(given)
 
 
-class _RayPool(Pool):
+class _RayPool(MultiprocessingPool):
     """`ray.util.multiprocessing.Pool`, whose workers may be on other machines.
 
     Unlike multiprocessing's pool, it fails the tasks of a worker that has died.

@@ -30,7 +30,7 @@ from hostcall._core.host_code import own
 from hostcall._core.source import name_of
 from hostcall._native import ResultForm
 from hostcall._runtime import context, flights
-from hostcall._runtime.workers import Settings
+from hostcall._runtime.workers import ThreadSettings
 
 Row = tuple[tuple[Any, ...], dict[str, Any]]  # as the user's function gets it
 Leaves = Sequence[Any]  # the same as one array for each leaf of a call's arguments
@@ -85,7 +85,7 @@ class Site(NamedTuple):
             vars(error)["hostcall_index"] = self.indices[row]
 
 
-class Results(Protocol):
+class ChecksResults(Protocol):
     """What checks the results of a call: its `CallInfo`."""
 
     name: str
@@ -125,7 +125,7 @@ class Choices:
     """
 
     callback: Callback
-    results: Results
+    results: ChecksResults
     device: Any = None
     guard: Any = None
     shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]] = ()
@@ -164,7 +164,7 @@ class Bound(NamedTuple):
     """
 
     fn: Callable[..., Any]
-    settings: Settings
+    settings: ThreadSettings
     timeout: float | None = None
     name: str = ""
 

@@ -46,11 +46,11 @@ _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
 
 
-class _Thread(threading.local):
+class _ThisThread(threading.local):
     in_pool = False  # whether it is of a pool below
 
 
-_thread = _Thread()
+_thread = _ThisThread()
 
 
 def _pool(threads: int) -> DaemonPool:
@@ -78,15 +78,15 @@ class OnExecutor:
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
         here = site.here()
         if self.executor is not None:
-            return _Run(self, self.executor, rows, here).values(rows[0])
+            return _RowsThere(self, self.executor, rows, here).values(rows[0])
         if not _thread.in_pool:
-            return _Run(self, _default, rows, here).values(rows[0])
+            return _RowsThere(self, _default, rows, here).values(rows[0])
         # A row on a thread of the pool makes this call and waits for it. Rows in the
         # same pool could wait for a free thread forever, so they get a pool of their
         # own.
         pool = _pool(len(rows))
         try:
-            return _Run(self, pool, rows, here).values(rows[0])
+            return _RowsThere(self, pool, rows, here).values(rows[0])
         finally:
             pool.shutdown(wait=False)
 
@@ -100,7 +100,7 @@ def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
     return [array for array in same.values() if not array.dtype.hasobject]
 
 
-class _Run:
+class _RowsThere:
     """The rows of one call while they run.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Run:
         self._unsent: list[range] = []
         self._at_once = n
         self._started: dict[Any, range] = {}  # the rows that each task runs
-        self._lanes: dict[Any, waits.Lane] = {}  # while traced, for other processes
+        self._lanes: dict[Any, waits.TraceRow] = {}  # while traced, for other processes
         self._values: list[Any] = [None] * n
         self._shared: list[np.ndarray] = []  # the arrays that all rows share, and
         self._there: list[Any] = []  # what is sent in place of them
@@ -251,7 +251,7 @@ class _Run:
         where = (*here, chunk.start, self._workers.leash)
         task = self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
         if self._of.sends and _native.events_on():
-            self._lanes[task] = waits.Lane(self.place, chunk.start, len(chunk))
+            self._lanes[task] = waits.TraceRow(self.place, chunk.start, len(chunk))
         return task
 
     def _rows_of(self, rows: range) -> str:
@@ -287,11 +287,11 @@ class _Run:
 # --- Chunks: what is sent to an executor, and what a worker does with it --------------
 
 
-class _Runs(Owned):
+class _RunsUnderWay(Owned):
     """The runs of this process. A chunk has its run's number, which can be pickled."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, _Run] = {}
+        self.under_way: dict[int, _RowsThere] = {}
         self.numbers = itertools.count()
         self._token = os.urandom(8).hex()
         super().__init__()
@@ -301,7 +301,7 @@ class _Runs(Owned):
         return self._token, os.getpid()
 
 
-_runs = _Runs()
+_runs = _RunsUnderWay()
 
 
 def run_chunk(
@@ -340,7 +340,7 @@ def run_chunk(
 
 
 def _chunk_here(
-    run: _Run | None, start: int, fn: Callable[..., Any], sent: tuple[Any, Any]
+    run: _RowsThere | None, start: int, fn: Callable[..., Any], sent: tuple[Any, Any]
 ) -> list[Any]:
     rows, shared = sent
     if run is None:

@@ -89,7 +89,7 @@ class OnLoop:
             entered = list(self._entered(rows, here, held))
             if entered:
                 part, there = apply, [((entry,), {}) for entry in entered]
-            values = _Run(self, loop, part, there, here).wait(rows[0])
+            values = _RowTasks(self, loop, part, there, here).wait(rows[0])
         return [end(value) for end, value in zip(finish, values, strict=True)]
 
     def _entered(
@@ -126,7 +126,7 @@ def run_one(fn: Callable[..., Any], *args: Any) -> Any:
 
     The settings of host code are those of this thread, and so is `hc.current()`.
     """
-    run = OnLoop(Bound(fn, workers.Settings.here()))
+    run = OnLoop(Bound(fn, workers.ThreadSettings.here()))
     return run.rows([(args, {})], Site())[0]
 
 
@@ -147,7 +147,7 @@ class Lane:
 
     def __init__(self) -> None:
         self.running = 0
-        self.waiting: deque[tuple[_Run, int]] = deque()
+        self.waiting: deque[tuple[_RowTasks, int]] = deque()
 
     def fill(self) -> None:
         while self.waiting:
@@ -173,7 +173,7 @@ class _Lanes(Owned):
 lanes = _Lanes()
 
 
-class _Run:
+class _RowTasks:
     """The rows of one call.
 
     Attributes:
@@ -328,7 +328,7 @@ class _Run:
         import asyncio
 
         # In a trace, a row of its own: others run on this thread meanwhile.
-        lane = waits.Lane(self._place, number, 1) if _native.events_on() else None
+        lane = waits.TraceRow(self._place, number, 1) if _native.events_on() else None
         try:
             args, kwargs = self._rows[number]
             row = functools.partial(self._fn, *args, **kwargs)
@@ -379,7 +379,7 @@ class _Run:
             self._fill()
 
 
-async def _made(row: Callable[[], Any], settings: workers.Settings) -> Any:
+async def _made(row: Callable[[], Any], settings: workers.ThreadSettings) -> Any:
     awaitable = settings.run(row)
     if not inspect.isawaitable(awaitable):
         return awaitable  # a plain function of a HostFunction's or an object's

@@ -13,7 +13,7 @@ from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Choices, Index, Leaves, Runs, Site
 from hostcall._policies.trees import Checked, Trees, filled
-from hostcall._runtime.workers import Settings
+from hostcall._runtime.workers import ThreadSettings
 
 # Most programs have no cache, merged calls, coroutines or parallel rows, so
 # what these need is imported when a plan has one.
@@ -87,7 +87,7 @@ def _runs(choices: Choices) -> Runs:
     together = choices.grid and choices.parallel and policy.coalesce is None
     if not (callback.awaits or together or policy.timeout is not None):
         return Here(callback.function)
-    settings = Settings(choices.device, choices.guard, callback.traced)
+    settings = ThreadSettings(choices.device, choices.guard, callback.traced)
     name = choices.results.name
     bound = Bound(callback.function, settings, policy.timeout, name)
     if callback.awaits:

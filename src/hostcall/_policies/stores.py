@@ -33,7 +33,7 @@ class Store(Protocol):
     def clear(self) -> None: ...
 
 
-class Flight:
+class Pending:
     """A computation that other calls may wait for."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Cache:
         self._given, self.name = given, name
         self.in_memory = isinstance(given, str)
         self.store: Store = _Memory() if self.in_memory else _elsewhere(given, name)
-        self.under_way: dict[bytes, Flight] = {}
+        self.under_way: dict[bytes, Pending] = {}
 
     def __reduce__(self) -> Any:
         return Cache, (self._given, self.name)

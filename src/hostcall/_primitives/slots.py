@@ -65,7 +65,7 @@ def put(
     info.of_program = _jax.all_devices(program)
     plan = plan_in_program(program.client, program.platforms, info, avals, entry)
     slot = _native.Slot(plan, key, program.across)
-    _jax.keep_alive(program, Kept(slot, info.name, why))
+    _jax.keep_alive(program, KeptAlive(slot, info.name, why))
     attributes: dict[str, str | np.uint64] = {
         "key": np.uint64(key),
         "count": np.uint64(slot.count),
@@ -86,7 +86,7 @@ def refuse_export(callback: Callback, reason: str) -> NoReturn:
     )
 
 
-class Kept:
+class KeptAlive:
     """Something that an executable keeps alive, and that can't leave the process.
 
     Args:
@@ -100,9 +100,9 @@ class Kept:
         self.name = name
         self.why = why
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[None, str, str]]:
+    def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
         if not self.why:
-            return Kept, (None, self.name, "")
+            return KeptAlive, (None, self.name, "")
         raise ExportError(
             f"hostcall: a compiled program that calls `{self.name}` can't be"
             f" serialized: {self.why}. (To compile a program only once, without"

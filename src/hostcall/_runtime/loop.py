@@ -24,6 +24,7 @@ from hostcall._core import config
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned
+from hostcall._core.wait import over, wait
 
 if TYPE_CHECKING:
     import asyncio
@@ -128,8 +129,7 @@ def stop() -> None:
     with contextlib.suppress(RuntimeError):  # it was closed meanwhile
         loop.call_soon_threadsafe(loop.stop)
     # A task that blocks the loop is left behind with the thread, a daemon.
-    thread.join(2 * _LAST)
-    if not thread.is_alive():
+    if wait(over(thread), 2 * _LAST):
         _state.stopping.clear()
         with _state.lock:
             _state.own = _state.thread = None

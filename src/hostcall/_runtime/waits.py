@@ -12,7 +12,7 @@ KINDS = ("call", "tap", "delivery", "team", "rows", "wait", "feed")
 ROW, WAIT = KINDS.index("rows"), KINDS.index("wait")
 
 
-class Lane:
+class TraceRow:
     """A row of a trace for something that runs elsewhere, such as another process.
 
     Things on one row must not overlap, so each takes a free one. Lists and counts

@@ -36,7 +36,7 @@ def stand_in() -> Any | None:
     return None if given is None else given()
 
 
-class Settings:
+class ThreadSettings:
     """The settings of JAX that host code of a call has, for other threads than its own.
 
     Args:
@@ -57,7 +57,7 @@ class Settings:
         ]
 
     @classmethod
-    def here(cls) -> Settings:
+    def here(cls) -> ThreadSettings:
         """Those of the calling thread, which runs host code."""
         now = {each.kind: each.get(each.setting) for each in _jax.ambient_settings()}
         device, guard = map(now.get, (_native.Ambient.DEVICE, _native.Ambient.GUARD))
@@ -94,7 +94,7 @@ def be_host_code() -> bool:
     """
     if not _jax.back_ends_started():
         return False
-    Settings(host_device.above(None)).enter()
+    ThreadSettings(host_device.above(None)).enter()
     return True
 
 

@@ -15,7 +15,7 @@ from hostcall._engine import portable
 
 
 @dataclasses.dataclass(frozen=True)
-class HostCode:
+class NamedCode:
     """Host code that an exported program calls (`Manifest.calls`).
 
     Attributes:
@@ -63,7 +63,7 @@ class Manifest:
     jax: str
     platforms: tuple[str, ...]
     vjp_order: int
-    calls: tuple[HostCode, ...]
+    calls: tuple[NamedCode, ...]
 
     def __str__(self) -> str:
         lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
@@ -91,7 +91,7 @@ def names_in(manifest: Manifest) -> list[registry.Name]:
     return list(dict.fromkeys(names))
 
 
-def described(told: Told, places: int) -> HostCode:
+def described(told: Told, places: int) -> NamedCode:
     """What a call is, given what its text says."""
     kind, more = told["function"]
     (name,) = portable.names_in(told) or [registry.Name("", 0)]
@@ -102,7 +102,7 @@ def described(told: Told, places: int) -> HostCode:
         kind = told["equation"]
     elif kind == "host":
         kind = more["kind"]
-    return HostCode(
+    return NamedCode(
         name=name.name or None,
         version=name.version,
         kind=kind,

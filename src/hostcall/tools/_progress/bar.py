@@ -30,7 +30,7 @@ EAGER = -1  # the run of a tap outside of programs
 clock = time.monotonic  # tests replace it
 
 
-class Steps:
+class DeviceSteps:
     """What one device has delivered, with an element for each row of the batch.
 
     Attributes:
@@ -72,7 +72,7 @@ class Bar:
         key: the line that calls `hc.progress`, with its options.
         runs: the newest runs of programs whose steps the bar has shown.
         spans_runs: whether a Python loop drives it, run by run.
-        place: the smallest `Steps.place` of its devices.
+        place: the smallest `DeviceSteps.place` of its devices.
         is_done: whether all rows of all devices have reached the total.
         encloses: whether inner loops start after a step of this loop is shown, so that
             they still run after its last.
@@ -89,10 +89,10 @@ class Bar:
         self.place: int = self.loop.initial
         self.is_done = self.encloses = False
         self.moves, self.moved, self.longest_pause = 0, clock(), 0.0
-        self._devices: dict[jax.Device | None, Steps] = {}
+        self._devices: dict[jax.Device | None, DeviceSteps] = {}
         self.drawn: list[drawing.Drawn] = []
 
-    def show(self, here: Current, new: Steps) -> None:
+    def show(self, here: Current, new: DeviceSteps) -> None:
         now, before, old = clock(), self.place, self._devices.get(here.device)
         self._devices[here.device] = new
         order = sorted(self._devices, key=lambda device: device.id if device else -1)
@@ -130,7 +130,7 @@ class Bar:
             for drawn in reversed(self.drawn) if leave else self.drawn:
                 stack.callback(drawn.close, leave)
 
-    def _lines(self, parts: list[Steps]) -> list[tuple[int, int | None, str]]:
+    def _lines(self, parts: list[DeviceSteps]) -> list[tuple[int, int | None, str]]:
         """(done, total, postfix) of each bar to draw."""
         done: np.ndarray = np.concatenate([part.done for part in parts])
         totals = [part.total for part in parts if part.total is not None]
@@ -160,7 +160,7 @@ def _passed(tap: int | None) -> float:
     return time.time()
 
 
-def _postfix(parts: list[Steps], row: int | None) -> str:
+def _postfix(parts: list[DeviceSteps], row: int | None) -> str:
     """The metrics of one row, or of all rows as mean and range."""
     texts = []
     for name, value in parts[0].metrics.items():

@@ -28,7 +28,7 @@ import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned
 from hostcall.tools._progress import bar as one
-from hostcall.tools._progress.bar import EAGER, Bar, Key, Steps
+from hostcall.tools._progress.bar import EAGER, Bar, DeviceSteps, Key
 from hostcall.tools._progress.drawing import BarSpec
 
 # Seconds for which the steps of an inner loop are skipped after one was shown. The
@@ -55,7 +55,7 @@ class Loop(BarSpec, HostCode):
             return
         here = hc.current()
         assert here is not None
-        new = Steps(here, step, self.total if total is None else total, metrics)
+        new = DeviceSteps(here, step, self.total if total is None else total, metrics)
         with _bars.lock:
             _bars.move(self, here, new)
 
@@ -91,7 +91,7 @@ class Bars(Owned):
             drawn.bar.disable = True
         super().renew()
 
-    def move(self, loop: Loop, here: hc.typing.Current, new: Steps) -> None:
+    def move(self, loop: Loop, here: hc.typing.Current, new: DeviceSteps) -> None:
         """Shows a step that was delivered just now."""
         assert here.run is not None
         key = loop, here.place
