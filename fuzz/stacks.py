@@ -292,7 +292,7 @@ class Case:
 
         def device(number: int) -> None:
             if self.answers:
-                workers.answer.set(Row)
+                workers.answer.set((None, Row))
             try:
                 outcomes[number] = self.execution(made)
             except BaseException as error:

@@ -47,7 +47,8 @@ auto During(Get get) {
   return [get](T& self) {
     const Lease::Use use(self.lease);
     if (!T::Check(use)) throw nb::python_error();
-    return get(self, *use);
+    // It may run Python code: the text of a dtype, or a garbage collection.
+    return OrPark([&] { return get(self, *use); });
   };
 }
 template <typename Get>
@@ -153,7 +154,10 @@ nb::object ToArray(BufferObject& b, nb::object dtype, nb::object copy) {
   nb::object array = ViewOf(b);
   if (!dtype.is_none()) {
     PyArray_Descr* wanted = nullptr;
-    if (PyArray_DescrConverter(dtype.ptr(), &wanted) == 0) throw nb::python_error();
+    const auto convert = [&] {
+      return PyArray_DescrConverter(dtype.ptr(), &wanted);
+    };
+    if (OrPark(convert) == 0) throw nb::python_error();
     nb::object held = nb::steal(reinterpret_cast<PyObject*>(wanted));
     if (!PyArray_EquivTypes(
             wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.ptr())))) {
@@ -177,9 +181,11 @@ nb::str TextOf(BufferObject& b) {
     shape = ShapeOf(*b.leaf);
     dtype = nb::borrow(b.leaf->dtype.get());
   }
-  return nb::steal<nb::str>(
-      PyUnicode_FromFormat("<Buffer %S%S, %s>", dtype.ptr(), shape.ptr(),
-                           b.writeable ? "writeable" : "read-only"));
+  const char* access = b.writeable ? "writeable" : "read-only";
+  return nb::steal<nb::str>(OrPark([&] {
+    return PyUnicode_FromFormat("<Buffer %S%S, %s>", dtype.ptr(), shape.ptr(),
+                                access);
+  }));
 }
 
 void InitBuffer(nb::module_& m) {

@@ -74,6 +74,11 @@ bool OnHost(const Lease::Use& use) {
 
 int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
   view->obj = nullptr;
+  // `Buffer.__new__(Buffer)` allocates one that nothing has made.
+  if (!nanobind::inst_ready(self)) {
+    PyErr_SetString(PyExc_TypeError, "hostcall: only hostcall makes Buffers");
+    return -1;
+  }
   BufferObject* b = AsBuffer(self);
   const Lease::Use use(b->lease);
   if (!OnHost(use)) return -1;

@@ -154,8 +154,10 @@ nb::object Capsule(std::unique_ptr<Export> made, bool versioned) {
       managed, versioned ? "dltensor_versioned" : "dltensor", [](PyObject* self) {
         // A consumer renames the capsule when it takes the tensor over; the deleter
         // is then its business.
-        const std::string_view name = PyCapsule_GetName(self);
-        if (name.rfind("dltensor", 0) != 0) return;
+        if (!PyCapsule_IsValid(self, "dltensor") &&
+            !PyCapsule_IsValid(self, "dltensor_versioned")) {
+          return;
+        }
         delete static_cast<Export*>(PyCapsule_GetContext(self));
       }));
   if (!capsule.is_valid() ||

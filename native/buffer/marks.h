@@ -50,7 +50,8 @@ class Marks {
  private:
   /// The address of mark `i`.
   char* At(int64_t i) const {
-    const int64_t last = count_ - 1;
+    if (count_ == places_) return data_ + unit_ * i;
+    const int64_t last = count_ - 1;  // so few that the product fits
     return data_ + unit_ * (last == 0 ? 0 : (places_ - 1) * i / last);
   }
   char* data_ = nullptr;  ///< the array; not owned

@@ -170,8 +170,8 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
 constexpr int64_t kSharedBytes = 32 * 1024;
 
 /// Whether all rows get the same array object, which the runner then sends to other
-/// processes only once (_policies/on_executor.py). Nobody writes to it here, since the
-/// function runs there.
+/// processes only once (_policies/on_executor.py). Nobody writes to it here, since
+/// the function runs there.
 bool IsShared(const Plan& plan, const Leaf& leaf) {
   return plan.sends && leaf.rows == 1 && leaf.row_bytes >= kSharedBytes &&
          !leaf.convert;

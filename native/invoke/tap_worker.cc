@@ -79,7 +79,11 @@ int64_t Deliver(TapEvent& event, size_t count) {
 }  // namespace
 
 void RunTapWorker() {
-  t_delivers_taps = true;
+  struct Delivers {
+    Delivers() { t_delivers_taps = true; }
+    ~Delivers() { t_delivers_taps = false; }
+  };
+  const Delivers mark;
   TapQueue& queue = TapQueue::Get();
   size_t want = 1;
   for (;;) {
@@ -135,7 +139,6 @@ void RunTapWorker() {
                   : std::min(want * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
-  t_delivers_taps = false;
 }
 
 bool PushOrDeliver(const Plan& plan, int device, int64_t run,

@@ -54,11 +54,14 @@ void Disown(PyObject* array, const Leaf& leaf) {
   char* copy = static_cast<char*>(PyMem_Malloc(bytes));
   if (copy == nullptr) return;
   std::memcpy(copy, fields->data, static_cast<size_t>(leaf.row_bytes));
+  // The error of a call that kept the array stays set.
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
   PyObject* owner = PyCapsule_New(copy, nullptr, [](PyObject* capsule) {
     PyMem_Free(PyCapsule_GetPointer(capsule, nullptr));
   });
+  PyErr_Restore(type, value, trace);
   if (owner == nullptr) {
-    PyErr_Clear();
     PyMem_Free(copy);
     return;
   }

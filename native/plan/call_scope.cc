@@ -107,6 +107,10 @@ void ForgetCallsAfterFork() {
 
 void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
                        PyObject* get, PyObject* value, PyObject* unset) {
+  // A start that was interrupted is made again.
+  for (size_t i = 0; i < g_ambient_count; ++i) {
+    if (g_ambient[i].self == self) return;
+  }
   if (g_ambient_count == kMaxAmbient) return;
   for (PyObject* kept : {self, swap, set, get, value, unset}) Py_XINCREF(kept);
   g_ambient[g_ambient_count++] = {kind, self, swap, set, get, value, unset};

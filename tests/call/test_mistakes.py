@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -808,4 +809,28 @@ def test_an_option_that_the_function_has_as_a_parameter(option):
     assert f"functools.partial(named, {option}={value!r})" in said
     assert warning.filename == __file__
     use(lambda *args: names["named"](*args))  # says nothing
+    hc.barrier()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: hc.call(np.sin, x, x),
+        lambda x: hc.tap(print, x),
+        lambda x: hc.print("{}", x),
+        lambda x: hc.host(np.sin, result=hc.results.like(0))(x),
+    ],
+)
+def test_under_a_debugger_that_reads_local_variables(call, capsys):
+    def look(frame, event, arg):
+        del event, arg
+        assert frame.f_locals is not None
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        call(jnp.float32(1))
+    finally:
+        sys.settrace(before)
     hc.barrier()

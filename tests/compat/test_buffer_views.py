@@ -604,3 +604,11 @@ def test_buffers_do_not_grow_memory():
     for _ in range(10):
         loop(x).block_until_ready()
     assert resident_kib() - before < 4096  # for 40,000 Buffers and views of each kind
+
+
+def test_a_buffer_that_nothing_has_made():
+    kind = hc.buffers.Buffer
+    made = kind.__new__(kind)
+    for read in (memoryview, bytes):
+        with pytest.raises(TypeError, match="hostcall"):
+            read(made)

@@ -377,3 +377,50 @@ def test_shapes_that_are_not_the_programs():
         assert changed != text
         with pytest.raises(jax.errors.JaxRuntimeError, match="hostcall: the program"):
             jax.block_until_ready(call(X, text=changed))
+
+
+def of_kind(f, *specs):
+    """The only text of a program, as JSON."""
+    (text,) = texts_of(f, *specs)
+    return json.loads(text)
+
+
+def more_levels(told):
+    told["params"]["levels"] = 10**12
+
+
+def more_rows(told):
+    told["params"]["grid"] = [2**40]
+    told["params"]["batched"] = [[False] for _ in told["operands"]]
+    told["parallel"] = True
+    told["avals"], told["fills"] = [], []
+
+
+def an_axis_of_no_operand(told):
+    told["params"]["sizes"] = [3, 2**40]
+    told["params"]["flags"] = [[True], [False]]
+
+
+def mask_and_flag(told):
+    told["params"]["masked"] = told["params"]["always"] = True
+    told["operands"] = [["bool"]]
+
+
+@pytest.mark.parametrize(
+    ("f", "change"),
+    [
+        (lambda x: hc.call(r.sine, x, x), more_levels),
+        (lambda x: hc.call(r.sine, x, x), more_rows),
+        (jax.vmap(lambda x: hc.tap(r.seen, x)), an_axis_of_no_operand),
+        (lambda x: hc.tap(r.seen, x), mask_and_flag),
+    ],
+)
+def test_sizes_that_no_array_has(f, change):
+    def program(x):
+        out = f(x)
+        return x if out is None else out
+
+    told = of_kind(program, X)
+    change(told)
+    with pytest.raises(hc.errors.LoadError):
+        travel.read_text(json.dumps(told), False, None)

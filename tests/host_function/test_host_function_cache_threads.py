@@ -225,3 +225,26 @@ def test_ctrl_c_ends_the_wait_for_another_computation(run_python):
         """
     )
     assert done.stdout.split() == ["interrupted", "1.0", "1.0"]
+
+
+def test_a_forked_child_keeps_functions_apart(run_python):
+    """One of the parent's and one that the child makes."""
+    done = run_python(
+        """
+        import os
+        import numpy as np, jax
+        import hostcall as hc
+        S = jax.ShapeDtypeStruct((), "float32")
+        one = hc.host(lambda x: np.float32(x + 1), result=S, cache="memory")
+        child = os.fork()
+        if child:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        other = hc.host(lambda x: np.float32(x * 100), result=S, cache="memory")
+        assert float(one(3.0)) == 4 and float(other(3.0)) == 300
+        del one
+        import gc; gc.collect()
+        assert float(other(3.0)) == 300
+        os._exit(0)
+        """
+    )
+    assert done.returncode == 0

@@ -283,3 +283,12 @@ def test_errors():
     hc.derivatives.finite_difference(f)
     with pytest.raises(hc.errors.SpecError, match="defjacobian already"):
         hc.derivatives.finite_difference(f)
+
+
+def test_complex_results_of_a_function_with_a_jacobian():
+    spec = jax.ShapeDtypeStruct((2,), np.complex64)
+    f = hc.host(lambda x: x * (1 + 2j), result=spec)
+    hc.derivatives.finite_difference(f)
+    x = jax.numpy.array([1.0, 2.0])
+    _, dots = jax.jvp(f, (x,), (jax.numpy.ones(2),))
+    np.testing.assert_allclose(dots, [1 + 2j, 1 + 2j], rtol=1e-3)

@@ -617,3 +617,56 @@ def test_whole_batches_reach_the_rules():
     assert calls.take() == {"fwd": 1, "bwd": 1}
     same(run(lambda x: jax.jvp(jax.vmap(f), (x,), (x,))[1], X), np.cos(X) * X)
     assert calls.take() == {"jvp": 1}
+
+
+class Empty:
+    """A rule whose truth is False, as that of an empty container."""
+
+    def __init__(self, rule):
+        self.rule = rule
+
+    def __len__(self):
+        return 0
+
+    def __call__(self, *args):
+        return self.rule(*args)
+
+
+def test_rules_that_are_false():
+    x, y = jnp.array([1.0, 2.0, 3.0]), jnp.array([2.0, 4.0, 6.0])
+    f = hc.host(lambda x, y: x * x * y, result=hc.results.like(0))
+    f.defjvps(lambda t, out, x, y: 2 * x * y * t, Empty(lambda t, out, x, y: x * x * t))
+    _, dots = jax.jvp(lambda y: f(x, y), (y,), (jnp.ones(3),))
+    np.testing.assert_allclose(dots, x * x)
+
+    g = hc.host(lambda x: x * x, result=hc.results.like(0))
+    g.defvjp(Empty(lambda x: (x * x, x)), Empty(lambda x, ct: (2 * x * ct,)))
+    np.testing.assert_allclose(jax.grad(lambda x: g(x).sum())(x), 2 * x)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit])
+def test_linearize_with_a_backward_rule_and_a_jacobian(mode):
+    x = jnp.array([1.0, 2.0])
+    f = hc.host(lambda x: np.sin(x), result=hc.results.like(0))
+    f.defvjp(
+        lambda x: (np.sin(x), np.cos(x)),
+        lambda r, ct: (r * ct,),
+        residuals=jax.ShapeDtypeStruct((2,), np.float32),
+    )
+    f.defjacobian(lambda x: np.diag(np.cos(x)))
+    _, pushed = jax.linearize(mode(f), x)
+    np.testing.assert_allclose(pushed(jnp.ones(2)), np.cos(x), rtol=1e-6)
+
+
+def test_a_result_is_inferred_once_for_each_dtype():
+    calls = []
+
+    def f(x, y):
+        calls.append(1)
+        return x * y
+
+    host = hc.host(f, result="infer")
+    host(jnp.float32(1), 2.0)
+    before = len(calls)
+    host(jnp.float32(1), np.float32(2))
+    assert len(calls) == before + 1  # the call itself

@@ -335,3 +335,14 @@ def test_ctrl_c_ends_the_wait_for_others(run_python):
         """
     )
     assert done.stdout.split() == ["True"]
+
+
+def test_a_call_that_names_its_device_meets_others():
+    sizes = Sizes()
+    how = {"coalesce": 2, "wait": HANG_SECONDS}
+    plain = compiled(sizes, **how)
+    host = hc.host(sizes, **how)
+    here = jax.jit(lambda x: hc.call(host, F32, x, on=jax.devices("cpu")[0]))
+    here.lower(0.0).compile()
+    outs = on_threads([lambda: float(plain(1.0)), lambda: float(here(2.0))])
+    assert (outs, sizes.sizes) == ([2, 4], [2])

@@ -87,7 +87,7 @@ def at(*numbers):
 @pytest.fixture
 def in_a_call():
     """This thread is in a call, as `hc.current()` says."""
-    token = workers.answer.set(Row)
+    token = workers.answer.set((None, Row))
     yield
     workers.answer.reset(token)
 

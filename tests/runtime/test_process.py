@@ -625,3 +625,15 @@ def test_children_of_multiprocessing_deliver_what_is_queued(run_python, tmp_path
         for method in ("fork", "forkserver", "spawn")
         for line in ("the last", f"{method} 0 True")
     ]
+
+
+def test_a_barrier_with_a_limit_in_a_forked_child(run_python):
+    run_python("""
+        import os
+        import hostcall as hc
+        assert hc.barrier(timeout=60)
+        child = os.fork()
+        if child:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(0 if hc.barrier(timeout=60) else 1)
+    """)

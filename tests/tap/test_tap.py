@@ -646,3 +646,14 @@ def test_a_barrier_in_a_traced_function():
     jax.grad(f)(1.0)
     with jax.ensure_compile_time_eval():
         f(1.0)
+
+
+def test_every_of_executions_and_of_seconds_are_two(log):
+    def twice(every):
+        for _ in range(2):
+            hc.tap(log, 1.0, every=every)
+
+    for every in (1000, 1000.0):  # equal numbers
+        twice(every)
+    hc.barrier()
+    assert len(log.seen) == 2

@@ -295,3 +295,22 @@ def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
             expected = want[2 * at : 2 * at + 2] + step if there else np.nan
             np.testing.assert_array_equal(entry[at], np.broadcast_to(expected, (2, 20)))
     assert sorted(r["alone"] for r in table if r["alone"] is not None) == [0, 1]
+
+
+def test_a_forked_child_that_leaves_the_block_of_a_recorder(run_python, tmp_path):
+    run_python(
+        """
+        import os, sys
+        import hostcall as hc
+        with hc.Recorder(sys.argv[1]) as rec:
+            rec(step=0, loss=1.0)
+            child = os.fork()
+            if not child:
+                sys.exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == 0, code
+        table = hc.tools.read(sys.argv[1]).table()
+        assert table["loss"].to_pylist() == [1.0], table
+        """,
+        str(tmp_path / "run"),
+    )

@@ -179,7 +179,7 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    given = {name: value for name, value in locals().items() if name in CALL}
+    given = {name: value for name, value in dict(locals()).items() if name in CALL}
     options = dict(vars(CallOptions()))
     made, owner, code = handle(fn), None, fn
     if made is not None and (callee := made._callee()) is not None:

@@ -77,7 +77,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    options = {name: v for name, v in locals().items() if name in FACE.options}
+    options = {name: v for name, v in dict(locals()).items() if name in FACE.options}
     check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,

@@ -269,7 +269,27 @@ def _remat(
 ) -> object:
     """Taps in the forward pass, and again where its values are recomputed."""
     n = len(eqn.outvars)
-    residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
+    residuals = [
+        v
+        for v, here in zip(eqn.invars, inst, strict=True)
+        if not here and not _jax.is_literal(v)
+    ]
+    params, half = eqn.params["params"], n // 2
+    pair = params.identity and params.transforms[-1:] == (("jvp",),)
+    if pair and any(unknown) and not any(unknown[:half]):
+        # The values are known, and are tapped alone; their tangents are not.
+        first, _ = params.arg_tree.unflatten(eqn.invars)
+        alone = replace(
+            params,
+            arg_tree=jax.tree.structure(first),
+            transforms=params.transforms[:-1],
+        )
+        known = eqn.replace(
+            params={"params": alone},
+            invars=eqn.invars[:half],
+            outvars=eqn.outvars[:half],
+        )
+        return known, eqn, [i >= half for i in range(n)], [True] * n, residuals
     if any(unknown):
         return None, eqn, [True] * n, [True] * n, residuals
     return eqn, eqn, [False] * n, [True] * n, residuals

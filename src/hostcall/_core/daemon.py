@@ -17,7 +17,9 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
+from hostcall import _native
 from hostcall._core.errors import HostcallError
+from hostcall._core.process import Owned
 
 
 def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -67,8 +69,10 @@ class Pool(futures.ThreadPoolExecutor):
         return contextvars.Context().run(super().submit, fn, *args, **kwargs)
 
 
-class DaemonPool(futures.Executor):
+class DaemonPool(Owned, futures.Executor):
     """A pool of daemon threads, for rows and for calls with a limit.
+
+    A forked child gets new ones.
 
     A ThreadPoolExecutor takes nothing more when the main thread has ended, though
     programs may still run. And the process then waits for its threads: for ever, if a
@@ -89,10 +93,18 @@ class DaemonPool(futures.Executor):
         """
         self._max_workers = threads  # asked for where ThreadPoolExecutor has it
         self._begin, self._name, self._what = begin, name, what
+        self._start_anew()
+        super().__init__()
+
+    def _start_anew(self) -> None:
         self._jobs = queue.SimpleQueue[Job | None]()
         self._lock = threading.Lock()  # of the two below
         self._threads = 0
         self._free = 0  # threads that wait for a job, less the jobs that wait for them
+
+    def renew(self) -> None:
+        _native.keep_for_ever((self._jobs, self._lock))
+        self._start_anew()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         made = futures.Future[Any]()

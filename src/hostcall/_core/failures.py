@@ -107,7 +107,7 @@ class _Known(Owned):
     ]
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
@@ -117,7 +117,7 @@ class _Known(Owned):
 
     def renew(self) -> None:
         """A forked child may still ask for its parent's failures, and owes none."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.owed.clear()
 
     def keeps_too_many(self, now: float) -> bool:

@@ -111,6 +111,25 @@ def check_flags(what: str, flags: Sequence[Any], rows: int, columns: int) -> Non
         raise Malformed(f"{what}={flags!r}")
 
 
+def check_axes(
+    sizes: Sequence[int], flags: Sequence[Sequence[bool]], operands: Sequence[Aval]
+) -> None:
+    """Refuses axes that no operand has, and operands with other leading sizes.
+
+    Args:
+        sizes: of the axes, outermost first.
+        flags: for each operand, which of the axes it has.
+        operands: the operands.
+    """
+    for number, size in enumerate(sizes):
+        if not any(each[number] for each in flags):
+            raise Malformed(f"an axis of {size} that no operand has")
+    for operand, each in zip(operands, flags, strict=True):
+        leading = tuple(n for n, has in zip(sizes, each, strict=True) if has)
+        if operand.shape[: len(leading)] != leading:
+            raise Malformed(f"an operand {operand} in rows of {tuple(sizes)}")
+
+
 def tell_aval(aval: Aval) -> list[Told]:
     return [np.dtype(aval.dtype).name, *map(_tell_size, aval.shape)]
 

@@ -88,7 +88,9 @@ def once(make: Callable[[], Made]) -> Callable[[], Made]:
         if not made:
             with starting.lock:
                 if not made:
-                    made.append(make())
+                    value = make()
+                    # A signal handler may have started it meanwhile, on this thread.
+                    made[:] = made or [value]
         return made[0]
 
     return get

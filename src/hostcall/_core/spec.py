@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -370,6 +371,7 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
     return tuple(out)
 
 
+@functools.cache
 def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
     """(bits, signed) for elements that XLA packs into bytes; (0, False) for others."""
     bits = 8 if dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(dtype)

@@ -58,7 +58,9 @@ def slice_of(until: float | None) -> float:
 
 def ended(future: futures.Future[Any]) -> Callable[[float], object]:
     """For `wait`: whether a future has a value or an error."""
-    return lambda seconds: futures.wait([future], seconds).done
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    return done.wait
 
 
 def over(thread: threading.Thread) -> Callable[[float], object]:

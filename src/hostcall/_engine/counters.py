@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hostcall import _native
 from hostcall._core.callback import Callback
+from hostcall._core.process import Owned
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters, Lend
 from hostcall._runtime.waits import WAIT
@@ -46,7 +47,7 @@ class Tally:
             self.misses += misses
 
 
-class _Costs:
+class _Costs(Owned):
     """What calls have cost in this process. Readers copy the tables in a single step.
 
     Attributes:
@@ -58,11 +59,15 @@ class _Costs:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may wait in a barrier
         self.counters: defaultdict[str, Counters] = defaultdict(Counters)
         self.facts: defaultdict[str, Facts] = defaultdict(Facts)
         self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self.barriers, self.barrier_seconds = 0, 0.0
+        super().__init__()
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()  # the parent's costs stay
 
     def counters_of(self, callback: Callback) -> Counters:
         """The counters of all calls with one tag, or of all functions of one `def`."""
@@ -88,9 +93,10 @@ class _Costs:
 
     def waited_in_barrier(self, start: int) -> None:
         """Counts a wait of this thread from `start`, in ticks, to now."""
+        seconds = (_native.ticks() - start) * _native.tick_ns() * 1e-9
         with self.lock:
             self.barriers += 1
-            self.barrier_seconds += (_native.ticks() - start) * _native.tick_ns() * 1e-9
+            self.barrier_seconds += seconds
         _native.note_event(WAIT, 0, start, -1, 1)
 
 

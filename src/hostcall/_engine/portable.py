@@ -301,7 +301,8 @@ def _check_shapes(params: Equation, operands: Sequence[Aval]) -> None:
     if before < params.masked or len(operands) < before + len(given):
         raise Malformed(f"{len(operands)} operands, too few for its masks")
     params.check_text(operands)
-    _check_grid(params, operands)
+    axes = params.batched if grid else ((),) * len(operands)
+    portable.check_axes(grid, axes, operands)
     if params.masked:
         mask = operands[0]
         flags = params.batched[0] if grid else ()
@@ -311,15 +312,6 @@ def _check_shapes(params: Equation, operands: Sequence[Aval]) -> None:
     if arrays != len(given):
         raise Malformed(f"{len(operands)} operands for {arrays} arguments")
     _check_results(params)
-
-
-def _check_grid(params: Equation, operands: Sequence[Aval]) -> None:
-    """The leading sizes of each operand are those of the axes that it has."""
-    for operand, flags in zip(operands, params.batched, strict=False):
-        each = zip(params.grid, flags, strict=True)
-        sizes = tuple(size for size, has in each if has)
-        if operand.shape[: len(sizes)] != sizes:
-            raise Malformed(f"an operand {operand} in rows of {params.grid}")
 
 
 def _check_results(params: Equation) -> None:

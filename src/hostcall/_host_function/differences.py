@@ -262,9 +262,11 @@ class _Point:
             leaves: list[np.ndarray | None] = [None] * len(self.leaves)
             for leaf in self.moving:
                 x = self.leaves[leaf]
-                block = np.zeros((*out.shape, x.size))
-                for k in range(x.size):
-                    block[..., k] = next(rest)[i]
+                parts = [next(rest)[i] for _ in range(x.size)]
+                dtype = np.result_type(np.float64, *parts)
+                block = np.zeros((*out.shape, x.size), dtype)
+                for k, part in enumerate(parts):
+                    block[..., k] = part
                 leaves[leaf] = block.reshape(out.shape + x.shape)
             args = self._tree.unflatten(leaves)
             positions = dict.fromkeys(self.moving.values())

@@ -204,7 +204,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         _, template = flatten_arguments(args, {})
         avals = jax.tree.map(shorthands.aval_of, args)
         leaves = jax.tree.leaves(avals)
-        shapes = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
+        arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
+        shapes = ((x.shape, x.dtype) for x in arrays)
         key = template, tuple(shapes), bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
             self._inferred[key] = self._infer(avals)

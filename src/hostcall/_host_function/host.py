@@ -180,7 +180,7 @@ def host(
     both, and `defjacobian` is one call for all rows and columns of a Jacobian. With
     `cache`, a result in memory is found in 8 us and 1 us a KiB of arguments.
     """
-    options = {k: v for k, v in locals().items() if k != "fn"}
+    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True)

@@ -351,7 +351,9 @@ def _present(tangent: jax.Array) -> jax.Array | None:
 def _transpose(
     cotangents: Sequence[jax.Array], *operands: jax.Array, what: Value
 ) -> Tangents:
-    if all(type(ct) is _jax.Zero for ct in cotangents):
+    # Those of a pair's values have no part in it.
+    values = len(what.value.avals) if isinstance(what, Pair) else 0
+    if all(type(ct) is _jax.Zero for ct in cotangents[values:]):
         return [None] * len(operands)
     known = [None if _jax.is_undefined_primal(x) else x for x in operands]
     back = what.transposed(known, list(map(_jax.instantiate_zeros, cotangents)))

@@ -71,7 +71,7 @@ class Rule:
     @property
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
-        return bool(self.bwd) and self.where == "host" and self.residuals is None
+        return self.bwd is not None and self.where == "host" and self.residuals is None
 
 
 @dataclass
@@ -142,13 +142,15 @@ class Ruled(Handle):
         found = rule.bwd if kind == "backward" else rule.fn
         if index is not None:
             found = rule.each[index]
-        return found or next(each for each in rule.each if each is not None)
+        if found is None:
+            found = next(each for each in rule.each if each is not None)
+        return found
 
     def _awaits(self, kind: Kind) -> bool:
         """Whether host code of this kind may call a coroutine function."""
         called = [self._code_of(kind)]
         if kind in ("jvp", "both"):
-            called += [self.fn, *filter(None, self._rule_of(kind).each)]
+            called += [self.fn, *(f for f in self._rule_of(kind).each if f is not None)]
         elif kind == "backward":  # runs it if its residual was dropped
             called.append(self._code_of("forward"))
         return any(map(is_coroutine_function, called))

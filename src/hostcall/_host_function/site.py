@@ -308,7 +308,8 @@ class Derivative(Pair):
             if backward and found.jacobian:
                 residuals = jacobian(site, args)
         again = found.vjp and (site.masked or found.vjp.keeps_objects)
-        kept_args = args if found.jvp or again or not backward else []
+        needed = found.jvp or found.jacobian or again or not backward
+        kept_args = args if needed else []
         kept_outs = outs if found.jvp and found.jvp.each else []
         consts = [*kept_args, *kept_outs, *residuals]
         counts = len(consts), len(kept_args), len(kept_outs)

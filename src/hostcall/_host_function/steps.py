@@ -164,7 +164,7 @@ class Steps(HostCode):
 
     @staticmethod
     def zeros(like: jax.Array) -> jax.Array:
-        return np.zeros_like(like)
+        return np.zeros(like.shape, like.dtype)
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template

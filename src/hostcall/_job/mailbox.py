@@ -100,24 +100,27 @@ class Mailbox:
                     stopping = True
                 else:
                     key, text, posted = letter
-            if _jax.job_size() == 1:  # jax.distributed.shutdown()
-                return
-            # The service is gone, or the network is. JAX ends the process for the
-            # first, and the second passes.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._look()
-            if posted is not None:
+            try:
+                if _jax.job_size() == 1:  # jax.distributed.shutdown()
+                    return
+                # The service is gone, or the network is. JAX ends the process for the
+                # first, and the second passes.
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    if key:
+                    self._look()
+                if posted is not None and key:
+                    with contextlib.suppress(jax.errors.JaxRuntimeError):
                         _jax.job_put(key, text)
-                posted.set_result(None)
+            finally:
+                if posted is not None:
+                    posted.set_result(None)
 
     def _look(self) -> None:
         here, size = _jax.place_in_job()
         there = _jax.job_folder(BOARD)
-        new = there.keys() - self._seen
-        self._seen = set(there)  # what was asked is deleted by who asked
-        for name in sorted(new):
+        self._seen &= there.keys()  # what was asked is deleted by who asked
+        # Failures first: an answer may fail.
+        for name in sorted(there.keys() - self._seen, reverse=True):
+            self._seen.add(name)
             known = _NAME.fullmatch(name)
             if known is None or (process := int(known[2])) == here or process >= size:
                 continue

@@ -230,13 +230,16 @@ class _Pickler(pickle.Pickler):
         super().__init__(file)
         self._in_memory, self.met = in_memory, list[int]()
 
-    def persistent_id(self, thing: Any) -> None:
+    def persistent_id(self, thing: Any) -> str | None:
+        if thing is _Array:
+            return "array"  # not its module's name, which a release may change
         if not isinstance(thing, (type, types.FunctionType)):
-            return
+            return None
         if self._in_memory:
             self.met.append(kept.number_of(thing))
         elif isinstance(thing, types.FunctionType):
             self.met.append(fingerprint(thing))
+        return None
 
 
 def _pickled(tree: Any, in_memory: bool) -> bytes:

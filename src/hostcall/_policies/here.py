@@ -48,7 +48,7 @@ class OnThread:
 
         def each() -> Iterator[Row]:
             for number, row in enumerate(rows):
-                workers.answer.set(functools.partial(here, number))
+                workers.answer_here(functools.partial(here, number))
                 yield row
 
         def job() -> list[Any]:

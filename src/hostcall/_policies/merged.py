@@ -219,7 +219,7 @@ class _Turn:
 class Merged:
     """Makes rows of several calls one call of the layer inside.
 
-    Whichever thread makes that call, it uses its own plan's: equal functions, options
+    Whichever thread makes that call, it uses its own plan's: equal functions
     and shapes meet. The call is no row of anybody's batch, so it has no index.
     """
 
@@ -229,10 +229,14 @@ class Merged:
         self._inner, self._results = inner, choices.results
         self._avals = choices.avals
         callback = choices.callback
-        # With the options and the shapes, so that entries can be stacked.
+        # With what the function gets and returns, so that entries can be stacked; not
+        # with where and how a place calls it.
         shapes = tuple((shape, str(dtype)) for shape, dtype in choices.shapes)
+        trees = callback.template, callback.results, callback.fills
+        how = callback.policy, callback.traced, callback.options.arrays
+        who = callback.fn, callback.options.tag, trees, how, shapes
         self._meeting: Meeting
-        self._meeting = shared.one((callback, shapes), lambda: Meeting(size, seconds))
+        self._meeting = shared.one(who, lambda: Meeting(size, seconds))
         self._awaits = callback.function if callback.awaits else None
         name, key = choices.results.name, (callback.fn, choices.device)  # of a rung
         self._turn = (

@@ -144,7 +144,10 @@ class _RowsThere:
                 _runs.under_way[self._number] = self
                 self._workers.open()
                 self._divide()
-                if not wait(self._step, self._bound.timeout, self._look_for_dead):
+                left = self._bound.timeout
+                if left is not None:  # sharing arrays takes a part of it
+                    left = max(0.0, left - (time.monotonic() - began))
+                if not wait(self._step, left, self._look_for_dead):
                     raise self._bound.late(first, self._rows_of(self._oldest()))
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
                 leave = True  # running rows are left to themselves
@@ -350,7 +353,7 @@ def _chunk_here(
         for i, row in enumerate(rows, start):
             if i >= min(run.until, run.failing):
                 raise _dropped()
-            workers.answer.set(functools.partial(run.here, i))
+            workers.answer_here(functools.partial(run.here, i))
             yield _taken(row, shared)
 
     started = _native.ticks()

@@ -317,7 +317,7 @@ class _RowTasks:
 
     def start(self, number: int) -> None:
         context = self._context.copy()
-        context.run(workers.answer.set, functools.partial(self._here, number))
+        context.run(workers.answer.set, (None, functools.partial(self._here, number)))
         task = self._loop.create_task(self._row(number), context=context)
         self._tasks[number] = task
         task.add_done_callback(functools.partial(self._ended, number))

@@ -10,8 +10,9 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hostcall._core import config
 from hostcall._core.options import CachePart, is_dictionary
@@ -89,17 +90,19 @@ class _Kept(Owned):
     Attributes:
         bytes: how many they hold.
         gone: functions whose entries the next `fit` drops.
-        owners: numbers for functions.
+        owners: numbers for functions. A forked child goes on with these and those of
+            `number_of`, since it has its parent's functions.
     """
+
+    owners: ClassVar[Iterator[int]] = itertools.count()
+    _numbers: ClassVar[MutableMapping[Any, int]] = weakref.WeakKeyDictionary()
+    _next: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: OrderedDict[tuple[int, bytes], Values] = OrderedDict()
         self.bytes = 0
         self.gone: list[int] = []
-        self.owners = itertools.count()
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._next = itertools.count()
         super().__init__()
 
     def number_of(self, thing: Any) -> int:

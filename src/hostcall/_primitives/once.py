@@ -25,7 +25,7 @@ from hostcall._primitives.emit import (
     refuse_some_axes,
 )
 
-Lowering = Callable[..., list[Value]]  # (ctx, *operands, params=) -> results
+Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> results
 
 
 def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
@@ -48,7 +48,7 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
         check_place(program, params)
         if program.automatic:
             return _lower(program, operands, params, primitive.bind)
-        return rule(ctx, *operands, params=params)
+        return rule(program, *operands, params=params)
 
     given = partial(lowered, here), partial(lowered, elsewhere)
     _jax.register_lowering(primitive, *given)

@@ -54,10 +54,16 @@ def start() -> None:
     with starting.lock:
         if state.thread is None:
             _native.set_tap_limit(config.settings.tap_queue_bytes)
+            # Known before it runs: a signal handler may come here meanwhile.
             worker = daemon.daemon("hostcall-taps", _native.run_tap_worker)
+            state.thread = worker
             try:
-                state.thread = daemon.start(worker, "a tap")
-            except HostcallError:
+                daemon.start(worker, "a tap")
+            except BaseException as error:
+                if worker.ident is None:
+                    state.thread = None
+                if not isinstance(error, HostcallError):
+                    raise
                 # Without a worker, the thread that taps delivers.
                 _native.stop_taps()
 
@@ -83,7 +89,9 @@ def call_at_barrier(*, ending: bool) -> None:
     for fn in list(state.at_barrier):
         try:
             fn(ending)
-        except Exception as error:
+        except BaseException as error:
+            if not (ending or isinstance(error, Exception)):
+                raise
             tap_failures.failed(name_of(fn), place_of(fn), error, ())
 
 

@@ -103,8 +103,8 @@ _end = _End()
 
 
 def begin() -> None:
-    """Prepares the process for its end. Called once, when the engine is first used."""
-    if _end.ending:
+    """Prepares the process for its end, once, when the engine is first used."""
+    if _end.ending or _end.begun:
         return
     try:
         watcher.start()

@@ -71,10 +71,18 @@ _state = _Watcher()
 
 
 def start() -> None:
-    """Starts the thread. Watches SIGINT, and SIGTERM if it has the default action."""
-    _state.thread = daemon.start(
-        daemon.daemon("hostcall-watcher", _watch), "the engine"
-    )
+    """Starts the thread, once, for SIGINT and, if it has the default action, SIGTERM.
+
+    A signal handler may come here between any two steps, or end them.
+    """
+    if _state.thread is None:
+        thread = _state.thread = daemon.daemon("hostcall-watcher", _watch)
+        try:
+            daemon.start(thread, "the engine")
+        except BaseException:
+            if thread.ident is None:
+                _state.thread = None
+            raise
     flights.apply()
     _watch_interrupt()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -7,6 +7,7 @@ that call the user's code.
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,10 @@ delegates: dict[int, list[int]] = {}
 
 # What answers `hc.current()` in host code on a thread that is in no call itself: one
 # that has rows of a call, or the event loop's, which runs other tasks in between.
-# Threads that asyncio.to_thread starts in a coroutine inherit it.
-answer: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar(
-    "hostcall_current", default=None
-)
+# With the thread that it holds for; None: also for threads that inherit it, as those do
+# that asyncio.to_thread starts in a coroutine.
+answer: contextvars.ContextVar[tuple[int | None, Callable[[], Any]] | None]
+answer = contextvars.ContextVar("hostcall_current", default=None)
 
 # Whether a coroutine is a tap's, for which the worker of taps waits.
 in_tap: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -32,8 +33,19 @@ in_tap: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 def stand_in() -> Any | None:
     """What `hc.current()` is here by `answer`; None without."""
-    given = answer.get()
-    return None if given is None else given()
+    thread, ask = answer.get() or (None, _nothing)
+    return ask() if thread in (None, threading.get_ident()) else None
+
+
+def answer_here(ask: Callable[[], Any]) -> None:
+    """Answers on this thread alone. (On a Python without the GIL, threads that a row
+    starts inherit its context variables, and may outlive it.)
+    """
+    answer.set((threading.get_ident(), ask))
+
+
+def _nothing() -> None:
+    """In no call."""
 
 
 class ThreadSettings:

@@ -95,7 +95,7 @@ def of_autograd(
 
     Source: autograd's tutorial; its convention for complex derivatives is JAX's.
     """
-    options = {k: v for k, v in locals().items() if k != "fn"}
+    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(of_autograd, **options)
     shown = name or check_function(fn, "hc.bridge.autograd(fn)")

@@ -85,7 +85,7 @@ def on_device(
     `jax.experimental.host_callback`, which had reverse mode.
     """
     if fn is None:
-        options = {k: v for k, v in locals().items() if k != "fn"}
+        options = {k: v for k, v in dict(locals()).items() if k != "fn"}
         return functools.partial(on_device, **options)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
     if device is not None and not isinstance(device, jax.Device):

@@ -205,6 +205,8 @@ class Recorder:
             BaseException: an error of `hc.barrier`, of the writer, or of a sink, if no
                 barrier raised it; an ExceptionGroup if there are several.
         """
+        if os.getpid() != self._process:  # a forked child has none of the threads
+            self._closed = True
         if self._closed:
             return
         raised: list[BaseException] = []

@@ -8,7 +8,6 @@ objects live as long as anything can call them.
 from __future__ import annotations
 
 import contextvars
-import inspect
 import logging
 import pickle
 import threading
@@ -255,7 +254,7 @@ def _said(batch: Batch) -> str:
 
 
 def _lacks(name: str, method: str, value: object) -> HostcallError:
-    has = [name for name, _ in inspect.getmembers(value, callable) if name[0] != "_"]
+    has = [n for n in dir(value) if n[0] != "_" and callable(getattr(value, n, None))]
     return HostcallError(
         f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
         f" a {type(value).__name__}, which has no such method. Its methods are:"

@@ -181,7 +181,8 @@ class BufferParams(CallParams):
 
     @cached_property
     def native(self) -> dict[str, Any]:
-        return {**super().native, "lend": _native.Lend.BUFFERS}
+        lend = _native.Lend.BUFFERS
+        return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
 
     def in_place(self) -> tuple[Function, _native.BufferSettings]:
         shared = {output: number for number, output in self.aliases}

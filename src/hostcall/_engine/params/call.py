@@ -83,7 +83,8 @@ class CallParams(Equation):
         )
 
     def check_text(self, operands: Sequence[Aval]) -> None:
-        if self.levels < 0:
+        ndims = [aval.ndim for aval in (*operands, *self.avals)]
+        if not 0 <= self.levels <= max(ndims, default=0):
             raise Malformed(f"the option levels={self.levels}")
 
     def _details(self) -> list[str]:

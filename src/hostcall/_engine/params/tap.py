@@ -182,8 +182,13 @@ class TapParams(Equation):
         return found
 
     def check_text(self, operands: Sequence[Aval]) -> None:
+        if len(operands) < self.masked + self.always:
+            raise Malformed(f"{len(operands)} operands, too few for where= and always=")
         portable.read_aval(["bool", *self.sizes])
         portable.check_flags("flags", self.flags, len(self.sizes), len(operands))
+        # The newest axis is first.
+        flags = [each[::-1] for each in zip(*self.flags, strict=True)]
+        portable.check_axes(self.sizes[::-1], flags or [()] * len(operands), operands)
         if self.always and (operands[-1].dtype != bool or operands[-1].shape):
             raise Malformed(f"always= of {operands[-1]}")
         if (self.options.every or 0) >= 2**31:

@@ -15,7 +15,7 @@ from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.call import CallParams
 from hostcall._engine.plans import Entrance, Team
-from hostcall._jax.types import Aval, Device, LoweringContext, Value
+from hostcall._jax.types import Aval, Device, Value
 from hostcall._native import Plan
 from hostcall._primitives import across, once, slots, together
 from hostcall._primitives.across import Reach
@@ -87,10 +87,10 @@ def prepare(
 
 
 def lower_here(
-    ctx: LoweringContext, *operands: Value, params: CallParams
+    program: _jax.Program, *operands: Value, params: CallParams
 ) -> list[Value]:
     """The lowering for the platforms that the engine serves."""
-    return lower(_jax.program_of(ctx), operands, ctx.avals_in, params)
+    return lower(program, operands, program.ctx.avals_in, params)
 
 
 def _fails_together(program: _jax.Program, info: CallInfo) -> bool:
@@ -165,14 +165,14 @@ def _team(
 
 
 def lower_through_jax(
-    ctx: LoweringContext,
+    program: _jax.Program,
     *operands: Value,
     params: CallParams,
     partitioned: bool = False,
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `once.register`."""
     targets.start()
-    program = _jax.program_of(ctx)
+    ctx = program.ctx
     info = params.info({}, program.mesh)
     info.job = targets.failures_over(program.across)
     avals = _jax.physical_avals(ctx.avals_in)

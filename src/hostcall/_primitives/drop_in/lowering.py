@@ -30,7 +30,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
     if not _jax.is_served(ctx):
         # Through JAX's own callback, which refuses what JAX refuses.
         return call_lowering.lower_through_jax(
-            ctx, *operands, params=params, partitioned=params.partitioned
+            program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
         targets.start_lowering(program)

@@ -15,7 +15,7 @@ from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.plans import Entrance
-from hostcall._jax.types import Aval, Device, LoweringContext, Sharding, Value
+from hostcall._jax.types import Aval, Device, Sharding, Value
 from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
 from hostcall._primitives.emit import (
@@ -28,9 +28,9 @@ from hostcall._runtime import host_device
 
 
 def lower_here(
-    ctx: LoweringContext, *operands: Value, params: TapParams
+    program: _jax.Program, *operands: Value, params: TapParams
 ) -> list[Value]:
-    program = _jax.program_of(ctx)
+    ctx = program.ctx
     if blocks.serves(program, params):
         return blocks.lower(program, operands, params)
     targets.start_lowering(program)
@@ -137,14 +137,14 @@ def _only_on_first(
 
 
 def lower_through_jax(
-    ctx: LoweringContext, *operands: Value, params: TapParams
+    program: _jax.Program, *operands: Value, params: TapParams
 ) -> list[Value]:
     """The lowering on any platform that JAX's callback serves.
 
     JAX's callback brings the values to the host, and there they are queued.
     """
     targets.start()
-    program = _jax.program_of(ctx)
+    ctx = program.ctx
     place = _place(program, params)
     info = params.info({-1: None}, program.mesh)
     tap = params.settings(in_program=False)

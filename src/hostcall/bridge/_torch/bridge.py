@@ -95,7 +95,7 @@ def torch(
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.
     """
-    options = {k: v for k, v in locals().items() if k != "fn"}
+    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(torch, **options)
     needed("torch", "torch")

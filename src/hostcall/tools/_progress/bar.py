@@ -15,7 +15,6 @@ import numpy as np
 import hostcall as hc
 from hostcall.tools._progress import drawing
 from hostcall.tools._values import with_all_axes
-from hostcall.typing import Current
 
 if TYPE_CHECKING:
     from hostcall.typing import Current
