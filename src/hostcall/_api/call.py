@@ -12,15 +12,7 @@ from hostcall._core.arguments import check_function, parse_mask, parse_on
 from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.host_code import HostCode, handle
-from hostcall._core.options import (
-    CALL,
-    POLICY,
-    Arrays,
-    CallOptions,
-    Fail,
-    Lend,
-    check,
-)
+from hostcall._core.options import CALL, POLICY, Arrays, CallOptions, Fail, Lend, check
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result

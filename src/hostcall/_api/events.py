@@ -7,14 +7,13 @@ engine's buffer and hands what it had to each open block.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 
 from hostcall import _native
 from hostcall._api.flight import RAW, STATES
-from hostcall._core.process import Owned
+from hostcall._core.process import Guarded
 from hostcall._engine.places import places
 from hostcall._runtime import waits
 
@@ -22,7 +21,7 @@ from hostcall._runtime import waits
 _KEPT = 1 << 18
 
 
-class _Source(Owned):
+class _Source(Guarded):
     """The engine's buffer, which hands each event to all open blocks.
 
     Attributes:
@@ -32,13 +31,9 @@ class _Source(Owned):
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.open: list[events] = []
         self.dropped = 0
         super().__init__()
-
-    def renew(self) -> None:
-        self.lock = threading.RLock()  # a forked child's blocks go on
 
     def share(self) -> None:
         """Hands the engine's events to all open blocks. The lock is held."""

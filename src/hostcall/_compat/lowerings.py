@@ -23,12 +23,7 @@ from hostcall._core.options import CallOptions
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine import targets
-from hostcall._engine.params.drop_in import (
-    DropInParams,
-    Kind,
-    arrays_of,
-    make_params,
-)
+from hostcall._engine.params.drop_in import DropInParams, Kind, arrays_of, make_params
 from hostcall._primitives import buffer
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering

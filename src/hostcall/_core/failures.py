@@ -39,7 +39,7 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import codes, config, frames
-from hostcall._core.process import Owned
+from hostcall._core.process import Guarded
 from hostcall._core.watch_error import WatchError
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
@@ -88,7 +88,7 @@ class _KeptError:
             frames.clear_values(trace)
 
 
-class _Known(Owned):
+class _Known(Guarded):
     """
     Attributes:
         at_first: what the first failure starts, the last first.
@@ -107,7 +107,6 @@ class _Known(Owned):
     ]
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
@@ -117,7 +116,7 @@ class _Known(Owned):
 
     def renew(self) -> None:
         """A forked child may still ask for its parent's failures, and owes none."""
-        self.lock = threading.RLock()
+        super().renew()
         self.owed.clear()
 
     def keeps_too_many(self, now: float) -> bool:

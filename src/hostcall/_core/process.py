@@ -44,6 +44,20 @@ class Owned:
         type(self).__init__(self)
 
 
+class Guarded(Owned):
+    """Has a lock, which a forked child makes anew; the rest of the state stays.
+
+    It is reentrant, since a signal handler may come while this thread holds it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        super().__init__()
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()
+
+
 def living(kind: type[T]) -> list[T]:
     """What there is of a kind in this process, the oldest first."""
     owners = [reference() for reference in list(Owned._living.values())]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from hostcall._core import definitions
 from hostcall._core.errors import RegistryError, SpecError
 from hostcall._core.host_code import handle
-from hostcall._core.process import Owned
+from hostcall._core.process import Guarded
 from hostcall._core.source import name_of, source_of
 
 
@@ -45,7 +44,7 @@ class Registered(NamedTuple):
     by: definitions.Statement
 
 
-class _Registry(Owned):
+class _Registry(Guarded):
     """
     Attributes:
         lock: guards the rest.
@@ -55,15 +54,11 @@ class _Registry(Owned):
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.things: dict[Name, Registered] = {}
         self.names: dict[Any, Name] = {}
         self.replaced: weakref.WeakKeyDictionary[Any, str]
         self.replaced = weakref.WeakKeyDictionary()
         super().__init__()
-
-    def renew(self) -> None:
-        self.lock = threading.RLock()  # a forked child has its parent's names
 
 
 _all = _Registry()

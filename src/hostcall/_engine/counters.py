@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from hostcall import _native
 from hostcall._core.callback import Callback
-from hostcall._core.process import Owned
+from hostcall._core.process import Guarded
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters, Lend
 from hostcall._runtime.waits import WAIT
@@ -47,7 +46,7 @@ class Tally:
             self.misses += misses
 
 
-class _Costs(Owned):
+class _Costs(Guarded):
     """What calls have cost in this process. Readers copy the tables in a single step.
 
     Attributes:
@@ -59,15 +58,11 @@ class _Costs(Owned):
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler may wait in a barrier
         self.counters: defaultdict[str, Counters] = defaultdict(Counters)
         self.facts: defaultdict[str, Facts] = defaultdict(Facts)
         self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self.barriers, self.barrier_seconds = 0, 0.0
         super().__init__()
-
-    def renew(self) -> None:
-        self.lock = threading.RLock()  # the parent's costs stay
 
     def counters_of(self, callback: Callback) -> Counters:
         """The counters of all calls with one tag, or of all functions of one `def`."""

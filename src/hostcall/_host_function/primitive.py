@@ -441,10 +441,7 @@ def _split(trace: JaxprTrace, *tracers: jax.Array, what: Pair) -> Arrays:
 
 
 def _split_under_remat(
-    saveable: object,
-    unknown: Sequence[bool],
-    inst: Sequence[bool],
-    eqn: JaxprEquation,
+    saveable: object, unknown: Sequence[bool], inst: Sequence[bool], eqn: JaxprEquation
 ) -> tuple[JaxprEquation | None, JaxprEquation, list[bool], list[bool], list[Var]]:
     """The forward pass computes only the results, by the function itself.
 

@@ -63,9 +63,7 @@ def custom_call(
     if returns_token:
         avals_out = [abstract_token, *avals_out]
     op = _ffi.build_ffi_lowering_function(
-        target,
-        has_side_effect=has_side_effect,
-        operand_output_aliases=aliases,
+        target, has_side_effect=has_side_effect, operand_output_aliases=aliases
     )(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
     if program.size > 1 or program.mesh is not None:
         _mark_each_device(ctx, op, avals_out)

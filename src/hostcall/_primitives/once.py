@@ -19,11 +19,7 @@ from hostcall import _jax
 from hostcall._engine.params.equation import Equation
 from hostcall._jax.types import LoweringContext, Primitive, Value
 from hostcall._primitives.across import bits, from_bits
-from hostcall._primitives.emit import (
-    check_place,
-    check_platform,
-    refuse_some_axes,
-)
+from hostcall._primitives.emit import check_place, check_platform, refuse_some_axes
 
 Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> results
 

@@ -21,10 +21,7 @@ from hostcall._primitives import across, once, slots, together
 from hostcall._primitives.across import Reach
 from hostcall._primitives.call.primitive import call_p
 from hostcall._primitives.eager import row_major
-from hostcall._primitives.emit import (
-    emit,
-    emit_through_jax,
-)
+from hostcall._primitives.emit import emit, emit_through_jax
 from hostcall._runtime import host_device
 
 

@@ -18,10 +18,7 @@ from hostcall._engine.plans import Entrance
 from hostcall._jax.types import Aval, Device, Sharding, Value
 from hostcall._primitives import once, slots
 from hostcall._primitives.eager import row_major
-from hostcall._primitives.emit import (
-    emit,
-    emit_through_jax,
-)
+from hostcall._primitives.emit import emit, emit_through_jax
 from hostcall._primitives.tap import blocks
 from hostcall._primitives.tap.primitive import tap_p
 from hostcall._runtime import host_device

@@ -301,8 +301,4 @@ def _pushed(
     ]
 
 
-_OVER: dict[str, Function] = {
-    "vjp": _pulled,
-    "jvp": _pushed,
-    "vmap": _mapped,
-}
+_OVER: dict[str, Function] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}

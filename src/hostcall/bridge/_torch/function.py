@@ -137,8 +137,7 @@ def _check_sizes(avals: object, spec: object) -> None:
         return
     if any(0 in x.shape for x in tree.tree_leaves(spec)):
         raise SpecError(
-            _varying("for zeros it returned an empty array"),
-            code="hc-result-spec",
+            _varying("for zeros it returned an empty array"), code="hc-result-spec"
         )
 
 
