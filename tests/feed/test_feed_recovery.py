@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall._runtime import feeds
 from hostcall.errors import FeedError
 
 
@@ -172,11 +173,11 @@ def test_a_job_whose_caller_was_interrupted_is_not_run(monkeypatch):
     with hc.feed(source) as feed:
         assert at.wait(60)
 
-        def interrupted(waiting, timeout=None):
+        def interrupted(done, *more, **how):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(concurrent.futures, "wait", interrupted)
+            patch.setattr(feeds, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 feed.reset()
         go.set()

@@ -390,13 +390,13 @@ def appears(path):
 
 def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path, monkeypatch):
     """The caller then does not wait for ever."""
-    drop = executors.Pool.drop
+    drop = executors.MultiprocessingPool.drop
 
     def told(self):
         drop(self)
         (tmp_path / "dropped").touch()
 
-    monkeypatch.setattr(executors.Pool, "drop", told)
+    monkeypatch.setattr(executors.MultiprocessingPool, "drop", told)
     with pytest.raises(LookupError, match="no 0"), hc.reraise():
         jax.block_until_ready(
             jax.jit(
@@ -421,13 +421,13 @@ def fails_and_dies(x, folder):
 
 def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeypatch):
     """Workers that ended by design don't count as dead, even if looked at meanwhile."""
-    dead = executors.Pool.dead
+    dead = executors.MultiprocessingPool.dead
 
     def asked(self, unfinished):
         (tmp_path / "asked").touch()
         return dead(self, unfinished)
 
-    monkeypatch.setattr(executors.Pool, "dead", asked)
+    monkeypatch.setattr(executors.MultiprocessingPool, "dead", asked)
     waits = functools.partial(waits_for, path=str(tmp_path / "asked"))
     with forked.CONTEXT.Pool(2, maxtasksperchild=1) as pool:
         x = X[:6]
