@@ -624,3 +624,17 @@ def test_stop_outfeed_receiver_waits():
     hcb.id_tap(lambda v, _: seen.append(float(v)), 2.0)
     hcb.barrier_wait()
     assert seen == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:The flag jax_host_callback_ad:FutureWarning")
+def test_taps_with_derivatives_under_checkpoint(flags):
+    flags("jax_host_callback_ad_transforms", True)
+
+    def f(tap):
+        return jax.grad(jax.checkpoint(lambda x: (tap(x) ** 2).sum()))(jnp.ones(2))
+
+    out, seen = tapped(f)
+    np.testing.assert_array_equal(out, 2 * np.ones(2))
+    # Forward, where the values are computed again, and backward.
+    ways = [tuple(name for name, _ in transforms) for _, transforms in seen]
+    assert ways == [(), (), ("jvp", "transpose")]
