@@ -69,6 +69,9 @@ _CPU_ONLY = {
     "test_buffer_views.py": "reads Buffers with NumPy",
     "test_small_elements_and_no_stream": "reads unpacked elements, and wants no stream",
     "test_benchmarks_sweeps.py": "runs the benchmarks' raw handler, which is for CPUs",
+    # arrays="cuda" is among them.
+    "test_any_options_of_a_call_are_refused_or_give_the_result": "reads Buffers with"
+    " NumPy",
     "test_debug_mode": "debug mode looks on CPUs",
     "test_dispatch.py": "is about the CPU",
     "test_arrays_of_a_gpu_on_the_cpu": "is about the CPU",
