@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import io
 import re
 from pathlib import Path
@@ -137,29 +136,3 @@ def test_cell(cell, kind):
         with pytest.raises((ValueError, AssertionError)):
             cell(KINDS[kind], seen)
         assert not seen
-
-
-FACES = {
-    "call": hc.call,
-    "host": hc.host,
-    "tap": hc.tap,
-    "through": hc.tap_through,
-    "print": hc.print,
-    "feed": hc.feed,
-}
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_the_table_of_options_has_all_of_a_face(face):
-    rows = re.findall(
-        r"^\| (`.*?) \| (.*?) \|", (DOCS / "options.md").read_text(), re.M
-    )
-    listed = {
-        option
-        for options, faces in rows
-        if face in faces.split(", ")
-        for option in re.findall(r"`(\w+)=`", options)
-    }
-    parameters = inspect.signature(FACES[face]).parameters.values()
-    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert listed == taken

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any
+from typing import Any, Protocol
 
 from hostcall import _native
 from hostcall._core.errors import HostcallError
@@ -49,6 +49,29 @@ def start(thread: threading.Thread, what: str) -> threading.Thread:
 
 
 Job = tuple[futures.Future[Any], Callable[[], Any]]
+
+
+class HasThread(Protocol):
+    thread: threading.Thread | None
+
+
+def start_of(
+    owner: HasThread, name: str, target: Callable[..., Any], what: str
+) -> None:
+    """Starts the thread of an owner that has none.
+
+    The owner has it before it runs: a signal handler may come in between and start it
+    too, or raise. If it does not begin, the owner has none again.
+    """
+    if owner.thread is not None:
+        return
+    thread = owner.thread = daemon(name, target)
+    try:
+        start(thread, what)
+    except BaseException:
+        if thread.ident is None:
+            owner.thread = None
+        raise
 
 
 def fulfil(future: futures.Future[Any], job: Callable[[], Any]) -> None:

@@ -223,7 +223,7 @@ def _choices(
         once=equation.effect is not None,
         compressed=arguments.compressed,
         form=equation.form(),
-        tap=equation.word == "tap",
+        tap=equation.delivers,
         batch=equation.axes(),
         count=costs.tally_of(callback).add if cached else None,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hostcall._core.daemon import DaemonPool
-from hostcall._core.wait import wait
+from hostcall._core.wait import ended, wait
 from hostcall._policies.layer import Bound, Row, Site, run_each
 from hostcall._runtime import workers
 
@@ -43,7 +43,7 @@ class OnThread:
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
         bound, here = self._bound, site.here()
-        done, worker = threading.Event(), list[int]()
+        worker = list[int]()
         context = contextvars.copy_context()
 
         def each() -> Iterator[Row]:
@@ -60,10 +60,9 @@ class OnThread:
 
         waiting = threading.get_ident()
         outcome = _threads.submit(job)
-        outcome.add_done_callback(lambda _: done.set())
         workers.delegates[waiting] = worker
         try:
-            if not wait(done.wait, bound.timeout):
+            if not wait(ended(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
             values: list[Any] = outcome.result()
             return values

@@ -54,16 +54,10 @@ def start() -> None:
     with starting.lock:
         if state.thread is None:
             _native.set_tap_limit(config.settings.tap_queue_bytes)
-            # Known before it runs: a signal handler may come here meanwhile.
-            worker = daemon.daemon("hostcall-taps", _native.run_tap_worker)
-            state.thread = worker
+            run = _native.run_tap_worker
             try:
-                daemon.start(worker, "a tap")
-            except BaseException as error:
-                if worker.ident is None:
-                    state.thread = None
-                if not isinstance(error, HostcallError):
-                    raise
+                daemon.start_of(state, "hostcall-taps", run, "a tap")
+            except HostcallError:
                 # Without a worker, the thread that taps delivers.
                 _native.stop_taps()
 

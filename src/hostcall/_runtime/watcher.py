@@ -75,14 +75,7 @@ def start() -> None:
 
     A signal handler may come here between any two steps, or end them.
     """
-    if _state.thread is None:
-        thread = _state.thread = daemon.daemon("hostcall-watcher", _watch)
-        try:
-            daemon.start(thread, "the engine")
-        except BaseException:
-            if thread.ident is None:
-                _state.thread = None
-            raise
+    daemon.start_of(_state, "hostcall-watcher", _watch, "the engine")
     flights.apply()
     _watch_interrupt()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -61,6 +61,7 @@ class Equation(abc.ABC):
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays: ClassVar[str] = ""  # why it has none
     word: ClassVar[str] = "call"  # what reports call it
+    delivers: ClassVar[bool] = False  # whether what its function returns is ignored
     target: ClassVar[str] = targets.TARGET  # of its custom call
     kept: ClassVar[bool] = False  # whether XLA may not drop one that is pure
     # Whether it may run once along mesh axes over which a shard_map is not manual.

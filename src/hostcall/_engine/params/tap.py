@@ -55,6 +55,7 @@ class TapParams(Equation):
     described_by = TapInfo
     name = "tap"
     word = "tap"
+    delivers = True
     target = targets.TAP_TARGET
     kept = True
     runs_by_policy = False
