@@ -55,8 +55,6 @@ The programs are written like this:
 
 [Options](options.md), [which of them do I want](choosing.md), and `vmap` of `cond` and
 `while_loop`, where `where=` says which rows call: [call a simulator](calling.md).
-
-Reviewed: 2026-11-26.
 """
 
 

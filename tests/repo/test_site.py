@@ -1,4 +1,4 @@
-"""The site builds without a warning, shows every public name once, and dates its pages.
+"""The site builds without a warning, and shows every public name once.
 
 Here its programs are not run: test_readme.py, test_codes.py and test_gallery.py run
 them, and so does `make docs`.
@@ -138,19 +138,3 @@ def test_names_on_pages_exist():
             starts = ROOT, ROOT / "src" / "hostcall", ROOT / "native"
             if any((start / name.split("/")[0]).exists() for start in starts):  # ours
                 assert any((s / name).exists() for s in starts), (page.name, name)
-
-
-# errors.md is dated with the pages of the codes, which end with their programs.
-FOLDERS = (".", "migrating", "design", "design/rejected")
-PAGES = [page for name in FOLDERS for page in (DOCS / name).glob("*.md")]
-UNDATED = {
-    *(DOCS / name for name in ("index.md", "contributing.md", "benchmarks.md")),  # made
-    DOCS / "design" / "index.md",  # links
-}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_pages_say_when_they_were_reviewed(page):
-    last = page.read_text().rstrip().splitlines()[-1]
-    if page not in UNDATED:
-        assert re.fullmatch(r"Reviewed: \d{4}-\d{2}-\d{2}\.", last), last
