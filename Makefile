@@ -4,6 +4,7 @@
 #               memory for a device's (tests/platforms.py)
 # make test-optional  the tests and examples of bridges and executors with the packages
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
+# make test-chips  compiles every face for H100s and TPUs, without such a chip
 # make docs    build the site into build/site: every program of its pages and its gallery
 #               runs, and a warning is an error
 # make docs-links  after that: ask the hosts of the site's external links
@@ -51,7 +52,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc benchmarks/*.cc
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-staged test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -77,6 +78,16 @@ test-optional:
 	  tests/feed/test_feed_sources.py tests/export/test_export_processes.py tests/runtime/test_where_processes.py \
 	  tests/repo/test_examples.py tests/repo/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
+
+test-chips: CHIPS := .venv-chips
+test-chips:
+	scripts/venv.sh "$(PYTHON)" $(CHIPS)
+	scripts/compiler.sh
+	$(CHIPS)/bin/pip install --quiet --disable-pip-version-check $(JAX) ".[test]" libtpu
+	version=$$($(CHIPS)/bin/python -c "import jax; print(jax.__version__)") && \
+	  $(CHIPS)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	  jax-cuda12-pjrt==$$version jax-cuda12-plugin==$$version
+	$(CHIPS)/bin/python -m pytest tests/chips
 
 docs docs-links: SITE := .venv-docs
 docs:

@@ -147,13 +147,15 @@ def run_where_dispatched(program: Program) -> None:
     XLA's CPU runtime does that with every program that was compiled with host
     callbacks, so programs with JAX's own callbacks run there. The list may hold any
     callable, since only JAX's own custom calls use it. An exported program must not
-    have host callbacks.
+    have host callbacks, nor one that is compiled for devices that are not here.
 
     On GPUs, where each program runs so, the list makes JAX keep the program's token:
     `jax.effects_barrier` waits for it and raises its failure, as with JAX's callbacks.
     """
     module = program.ctx.module_context
-    if program.is_exported or program.platforms not in (("cpu",), ("cuda",)):
+    if program.is_exported or program.client is None:
+        return
+    if program.platforms not in (("cpu",), ("cuda",)):
         return
     if _not_called not in module.host_callbacks:
         module.add_host_callback(_not_called)
