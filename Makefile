@@ -33,6 +33,7 @@
 # make wheels  a wheel for each Python (PYTHONS="python3.12 ..." names them) and an sdist,
 #               in dist/, each tried without a compiler under the oldest and newest jax
 # make sdist   the sdist alone
+# make ports   compiles native/ for 64-bit Arm and for macOS
 # make compat  one wheel under every jax of the range: a table of the core tests
 # make wheels-ci  the wheels of a release, by cibuildwheel (it needs Docker on Linux)
 # make workflows-check  lints .github/workflows and CITATION.cff
@@ -53,7 +54,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
 .PHONY: demo test test-staged test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
-  fuzz coverage mutation clients wheels sdist compat wheels-ci workflows-check test-lowest audit matrix api clean
+  fuzz coverage mutation clients wheels sdist ports compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -179,6 +180,10 @@ $(TOOLS)/.made:
 
 sdist: $(TOOLS)/.made
 	$(TOOLS)/bin/python scripts/wheels.py sdist
+
+ports: $(TOOLS)/.made
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check numpy nanobind jaxlib==0.10.2 ziglang
+	scripts/ports.sh $(TOOLS)/bin/python
 
 wheels: $(TOOLS)/.made
 	scripts/compiler.sh
