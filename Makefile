@@ -34,6 +34,8 @@
 #               in dist/, each tried without a compiler under the oldest and newest jax
 # make sdist   the sdist alone
 # make ports   compiles native/ for 64-bit Arm and for macOS
+# make test-arm  runs tests/native on 64-bit Arm, which QEMU stands for (Debian's packages
+#               qemu-user-static and libc6-arm64-cross)
 # make compat  one wheel under every jax of the range: a table of the core tests
 # make wheels-ci  the wheels of a release, by cibuildwheel (it needs Docker on Linux)
 # make workflows-check  lints .github/workflows and CITATION.cff
@@ -54,7 +56,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
 .PHONY: demo test test-staged test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
-  fuzz coverage mutation clients wheels sdist ports compat wheels-ci workflows-check test-lowest audit matrix api clean
+  fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
@@ -184,6 +186,12 @@ sdist: $(TOOLS)/.made
 ports: $(TOOLS)/.made
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check numpy nanobind jaxlib==0.10.2 ziglang
 	scripts/ports.sh $(TOOLS)/bin/python
+
+test-arm: $(TOOLS)/.made
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check ziglang
+	$(MAKE) -C tests/native run KINDS=plain BUILD=../../build/native-arm \
+	  CXX="$(abspath $(TOOLS))/bin/python -m ziglang c++ -target aarch64-linux-gnu.2.28" \
+	  RUN="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 wheels: $(TOOLS)/.made
 	scripts/compiler.sh
