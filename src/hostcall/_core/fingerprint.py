@@ -7,7 +7,7 @@ then a program from JAX's compilation cache would never fit. Functions among the
 since a decorator's wrapper is otherwise the same for all that it wraps.
 
 Different functions may have the same fingerprint. Nothing relies on that: whoever needs
-to tell two live functions apart counts them (_primitives/slots.py).
+to tell two live functions apart counts them (_primitives/lowering.py).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -12,9 +13,10 @@ from hostcall._core import failures, process
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
-from hostcall._engine.plans import Entrance
 from hostcall._jax.types import Device, Sharding
 from hostcall._runtime import host_device
+
+logger = logging.getLogger("hostcall")
 
 
 def prepare(
@@ -29,11 +31,11 @@ def prepare(
     process.refuse(f"{params.shown} is called")
     go_on_after_failures(params)
     place = _result_sharding(operands, params.options.sharding)
-    device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
     home = first_device(() if place is None else place.device_set)
     info = params.info({-1: home}, None)
-    plan = plans.make_plan(params, arrays, info, Entrance(device=device))
+    info.device = host_device.above_here()
+    plan = plans.make_plan(info, arrays)
 
     def run() -> list[jax.Array]:
         try:
@@ -63,7 +65,7 @@ def go_on_after_failures(params: Equation) -> None:
         return
     for failure in failures.failures_of_effects():
         text = "an ordered %s continues after a failed program: %s"
-        plans.logger.error(text, params.word, failure)
+        logger.error(text, params.word, failure)
 
 
 def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:

@@ -15,8 +15,7 @@ from hostcall import _native
 from hostcall._core import config, errors
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Function
+from hostcall._engine.params.equation import CallParams, Function
 from hostcall._jax.types import Device
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]

@@ -32,7 +32,7 @@ from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
 
 logger = logging.getLogger("hostcall")

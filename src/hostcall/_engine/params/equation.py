@@ -1,12 +1,13 @@
-"""What the equations of all kinds of calls and taps have in common.
+"""What the equations of all kinds of calls and taps have in common, and plain calls.
 
 An equation holds the user's function and its trees, and answers what lowering and
 `make_plan` (_engine/plans.py) ask. All are hashable. Equal ones trace to equal
 programs, so JAX's caches hit. Whatever belongs to one call site of one compiled program
 is in `CallInfo` (_engine/info.py) instead.
 
-A kind of equation is one file beside this one, with a subclass, and one file or folder
-of _primitives that binds and lowers it. Nothing else names it: the class answers.
+Each other kind of equation is one file beside this one, with a subclass, and one file
+or folder of _primitives that binds and lowers it. Nothing else names it: the class
+answers.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+
+import jax
 
 from hostcall import _jax, _native
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
-from hostcall._core.options import HERE, PlaceOptions, in_key
+from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
 from hostcall._core.order import EFFECTS, effects_with
-from hostcall._core.portable import Told
+from hostcall._core.portable import Malformed, Told
 from hostcall._core.registry import name_of_held
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._jax.types import Aval, Device, Effect, Mesh
+from hostcall._native import Lend, ResultForm
 
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
 T = TypeVar("T")
@@ -150,7 +154,7 @@ class Equation(abc.ABC):
         `literals` says whether the function may return Python numbers for 32-bit
         arrays; `keep` how many executions are kept (hc.watch).
         """
-        lend = _native.Lend.COPY
+        lend = Lend.COPY
         return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
 
     def settings(
@@ -174,7 +178,7 @@ class Equation(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def form(self) -> _native.ResultForm:
+    def form(self) -> ResultForm:
         """The form of what the function returns."""
 
     def axes(self) -> list[tuple[tuple[bool, ...], int]]:
@@ -256,3 +260,81 @@ class Equation(abc.ABC):
 
     def _details(self) -> list[str]:
         return ["where"] if self.masked else []
+
+
+# --- Calls ----------------------------------------------------------------------------
+
+_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT}
+_LEAF, _NOTHING = jax.tree.structure(0), jax.tree.structure(None)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CallParams(Equation):
+    """The parameters of one equation of the call primitive.
+
+    Attributes:
+        results_as: "tree": the function returns the structure of `result`. "leaves": it
+            returns the same leaves in any containers. "nothing": its return value is
+            ignored.
+        levels: as `Equation` says.
+        literals: whether the function may return Python numbers for 32-bit arrays.
+    """
+
+    levels: int = 0
+    results_as: Literal["tree", "leaves", "nothing"] = "tree"
+    literals: bool = True
+
+    takes = CallOptions
+    name = "call"
+
+    @cached_property
+    def options(self) -> CallOptions:
+        return cast(CallOptions, self.callback.options)
+
+    @property
+    def method(self) -> str:
+        method = self.options.vmap_method or "sequential"
+        return method if isinstance(method, str) else "own"
+
+    @cached_property
+    def native(self) -> dict[str, Any]:
+        how, tree = self.options, self.callback.results.treedef
+        return {
+            "lend": _LENDS[how.lend],
+            "out_tree": tree.unflatten if how.lend == "out" else None,
+            "keep": how.keep,
+            "literals": self.literals,
+        }
+
+    def form(self) -> ResultForm:
+        treedef = self.callback.results.treedef
+        n = treedef.num_leaves
+        if self.results_as == "nothing":
+            return ResultForm.IGNORED
+        if self.results_as == "leaves":
+            return ResultForm.LEAF if n == 1 else ResultForm.TREE
+        if treedef == _LEAF:
+            return ResultForm.LEAF
+        if treedef == _NOTHING:
+            return ResultForm.NOTHING
+        flat = n and treedef == jax.tree.structure((0,) * n)
+        return ResultForm.TUPLE if flat else ResultForm.TREE
+
+    @classmethod
+    def place_of_text(
+        cls, place: PlaceOptions, told: Mapping[str, Told]
+    ) -> PlaceOptions:
+        whole = "expand_dims" if told["params"]["levels"] else None
+        return replace(
+            cast(CallOptions, place),
+            vmap_method="parallel" if told["parallel"] else whole,
+        )
+
+    def check_text(self, operands: Sequence[Aval]) -> None:
+        ndims = [aval.ndim for aval in (*operands, *self.avals)]
+        if not 0 <= self.levels <= max(ndims, default=0):
+            raise Malformed(f"the option levels={self.levels}")
+
+    def _details(self) -> list[str]:
+        rows = [f"rows={self.grid}"] if self.grid else []
+        return super()._details() + rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hostcall import _native
 from hostcall._core.errors import LoadError
 from hostcall._core.options import HERE
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._runtime.feeds import Stream
 
 

@@ -8,8 +8,9 @@ first of them taps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from hostcall import _jax, _native
+from hostcall import _jax
 from hostcall._core.arguments import conflict
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -17,7 +18,6 @@ from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import Aval, Sharding, Value
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.parts import Index
 from hostcall._runtime import host_device
 
 
@@ -29,28 +29,22 @@ class TapBlocks(Partitioned):
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
         self._nested = host_device.is_host(program.client)
         info = params.info(program.by_ordinal, None)
-        super().__init__(program, info, tap=params.settings((), self._nested))
+        info.tap = params.settings((), self._nested)
+        super().__init__(program, info)
 
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[CallInfo, list[Aval], _native.TapSettings]:
-        info = self.params.info(self.by_ordinal, None)
-        info.places = self._here(places)
-        tap = self.params.settings(tuple(info.places), self._nested, linked=True)
-        return info, avals, tap
-
-    def _here(self, places: Places) -> dict[int, tuple[Index, ...]]:
-        """Ordinal -> index of each array's block, for the devices here that tap.
-
-        Among devices that hold identical blocks, only the first taps.
-        """
-        local = {d.id: n for n, d in self.by_ordinal.items()}
-        found: dict[str, tuple[int, tuple[Index, ...]]] = {}
-        for device, blocks in places:
-            if device in local:
-                index = tuple(tuple(slice(*ends) for ends in block) for block in blocks)
-                found.setdefault(str(index), (local[device], index))
-        return dict(found.values())
+    ) -> tuple[CallInfo, list[Aval]]:
+        """Among devices that hold identical blocks, only the first taps."""
+        info = self.params.info(self.devices, None)
+        ordinals = {device.id: n for n, device in info.devices.items()}
+        first: dict[str, tuple[int, Any]] = {}
+        for device, boxes in places:
+            if device in ordinals:
+                first.setdefault(str(boxes), (ordinals[device], parts.slices(boxes)))
+        info.places = dict(first.values())
+        info.tap = self.params.settings(tuple(info.places), self._nested, linked=True)
+        return info, avals
 
     def places(
         self,
@@ -67,10 +61,8 @@ class TapBlocks(Partitioned):
         ]
         found = []
         for device in sorted(everywhere.device_set, key=lambda d: d.id):
-            boxes = [
-                parts.box(of[device], shape)
-                for of, shape in zip(maps, shapes, strict=True)
-            ]
+            each = zip(maps, shapes, strict=True)
+            boxes = [parts.box(of[device], shape) for of, shape in each]
             found.append((device.id, tuple(self.params.arguments(boxes))))
         return tuple(found)
 

@@ -19,26 +19,23 @@ from hostcall._core.errors import SpecError
 from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import Shard, Sharding
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis
-Index = tuple[slice, ...]  # of a block in the whole array
+# Where a block lies in the whole array: (start, stop) along each axis.
+Box = tuple[tuple[int, int], ...]
 
 
-# --- Where a block lies in the whole array: a slice for each axis, with both ends -----
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
 
 
-def whole(shape: tuple[int, ...]) -> Index:
-    return tuple(slice(0, size) for size in shape)
+def box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The block of an index as JAX writes it, without ends that are the array's."""
+    each = zip(index, shape, strict=True)
+    return tuple(part.indices(size)[:2] for part, size in each)
 
 
-def block_index(index: Index, shape: tuple[int, ...]) -> Index:
-    """The index with both ends of each slice, which JAX omits at the array's ends."""
-    return tuple(
-        slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
-    )
-
-
-def box(index: Index, shape: Sequence[int]) -> Box:
-    return tuple((part.start, part.stop) for part in block_index(index, tuple(shape)))
+def slices(boxes: Sequence[Box]) -> tuple[tuple[slice, ...], ...]:
+    """For each array, its block as an index."""
+    return tuple(tuple(slice(*ends) for ends in box) for box in boxes)
 
 
 # --- The parts of processes -----------------------------------------------------------
@@ -100,24 +97,21 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
 
 def assembled(
     shards: Sequence[Shard], shape: Sequence[int]
-) -> tuple[np.ndarray, Index] | None:
-    """(array, index) of the part of an array that this process's shards make.
+) -> tuple[np.ndarray, Box] | None:
+    """(array, block) of the part of an array that this process's shards make.
 
     None if they make no single block.
     """
     blocks = {box(shard.index, shape): shard.data for shard in shards}
-    whole = hull(set(blocks))
-    if whole is None:
+    part = hull(set(blocks))
+    if part is None:
         return None
-    begin = [start for start, _ in whole]
-    out = np.empty([stop - start for start, stop in whole], shards[0].data.dtype)
+    out = np.empty([stop - start for start, stop in part], shards[0].data.dtype)
     for block, data in blocks.items():
-        at = tuple(
-            slice(start - first, stop - first)
-            for (start, stop), first in zip(block, begin, strict=True)
-        )
+        each = zip(block, part, strict=True)
+        at = tuple(slice(a - first, b - first) for (a, b), (first, _) in each)
         out[at] = _jax.to_numpy(data)
-    return out, tuple(slice(*ends) for ends in whole)
+    return out, part
 
 
 # --- What can go wrong ----------------------------------------------------------------

@@ -14,17 +14,21 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.spec import Static
-from hostcall._engine.params.call import CallParams
+from hostcall._core.spec import Results, Static, Template
+from hostcall._engine import targets
+from hostcall._engine.info import CallInfo
 from hostcall._engine.params.drop_in import DropInParams
-from hostcall._jax.types import Aval, Effect, Primitive
-from hostcall._primitives.axes import Batched, Dims, Operands
-from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.primitive import refuse_derivatives
+from hostcall._engine.params.equation import CallParams
+from hostcall._jax.types import Aval, Device, Effect, LoweringContext, Primitive, Value
+from hostcall._primitives import call
+from hostcall._primitives.batching import Batched, Dims, Operands, batch
+from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.eager import prepare
+from hostcall._primitives.lowering import NUMBER
 
 
 def _primitive(name: str) -> Primitive:
@@ -185,7 +189,7 @@ def _batch(operands: Operands, dims: Dims, *, params: DropInParams) -> Batched:
         _jax.refuse_vmap(primitive, operands, dims)
     if params.partitioned:  # only the compiler knows which rows a device has
         return _jax.unroll(primitive, operands, dims, {"params": params})
-    return batch(operands, dims, params=params, primitive=primitive, innermost=True)
+    return batch(primitive, operands, dims, params=params, innermost=True)
 
 
 # --- JVP, transpose ----------------------------------------------------------------
@@ -209,6 +213,98 @@ def _debug_transpose(
     return [None for _ in operands]
 
 
+# --- lowering ----------------------------------------------------------------------
+
+
+def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[Value]:
+    """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
+    program = _jax.program_of(ctx)
+    if params.kind == "debug" and program.automatic:
+        axes = sorted(program.automatic, key=str)
+        return _lower_once_along(ctx, operands, axes, params)
+    if not _jax.is_served(ctx):
+        # Through JAX's own callback, which refuses what JAX refuses.
+        return call.lower_through_jax(
+            program, *operands, params=params, partitioned=params.partitioned
+        )
+    if params.partitioned and program.is_partitioned:
+        targets.start_lowering(program)
+        equation = CallBlocks(program, params)
+        _jax.run_where_dispatched(program)
+        return lower_blocks(program, operands, equation)
+    place = _jax.place_of_callback(ctx, params.options.sharding)
+    if program.is_partitioned:
+        _jax.mark_place(ctx, place)
+    avals = _jax.physical_avals(ctx.avals_in)
+    return call.lower(program, *operands, params=params, avals=avals)
+
+
+def _lower_once_along(
+    ctx: LoweringContext,
+    operands: Sequence[Value],
+    automatic: list[Hashable],
+    params: DropInParams,
+) -> list[Value]:
+    """A debug callback in a shard_map that is manual over some mesh axes only: it runs
+    once along the others.
+    """
+
+    def once(*values: jax.Array) -> list[jax.Array]:
+        return list(_jax.on_first_of(automatic, lambda: bind(*values, params=params)))
+
+    return _jax.lower_by(ctx, once, *operands)
+
+
+# --- partitioned=True: each device calls for its own block ----------------------------
+
+
+class CallBlocks(Partitioned):
+    """What the parts of a call share."""
+
+    target = targets.TARGET
+
+    def __init__(self, program: _jax.Program, params: DropInParams) -> None:
+        self._job = targets.failures_over(program.across)
+        super().__init__(program, self._info(params, program.by_ordinal))
+
+    def _info(self, params: DropInParams, devices: dict[int, Device]) -> CallInfo:
+        info = params.info(devices, None)
+        info.job = self._job
+        return info
+
+    def of_block(
+        self, avals: list[Aval], places: Places
+    ) -> tuple[CallInfo, list[Aval]]:
+        del places
+        info = self._info(_with_number(self.params), self.devices)
+        return info, [NUMBER, *avals]
+
+
+def _with_number(params: DropInParams) -> DropInParams:
+    """The same call, with the number as its first argument and as its result."""
+    callback = params.callback
+    fn, template = callback.function, callback.template
+
+    def numbered(number: Any, *leaves: Any) -> np.ndarray:
+        args, kwargs = template.fill(leaves)
+        fn(*args, **kwargs)
+        return np.zeros((), np.int32)
+
+    numbered.__qualname__ = callback.name
+    return replace(
+        params,
+        callback=replace(
+            callback,
+            fn=Static(numbered),
+            template=Template.flat(None, *template.keys),
+            results=Results(jax.tree.structure(0), (NUMBER,), (None,)),
+            fills=(None,),
+        ),
+        avals=(NUMBER,),
+        results_as="leaves",
+    )
+
+
 # --- registration ------------------------------------------------------------------
 
 
@@ -216,6 +312,7 @@ def _register(name: str, primitive: Primitive) -> None:
     primitive.def_impl(_impl)
     _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
     _jax.batchers[primitive] = _batch
+    _jax.register_lowering(primitive, lower)
     if name.startswith("debug"):
         _jax.jvps[primitive] = _debug_jvp
         _jax.transposes[primitive] = _debug_transpose
@@ -223,7 +320,9 @@ def _register(name: str, primitive: Primitive) -> None:
         _jax.discharge_in_place(primitive)
     else:
         no_jvp = partial(_refusal, "JVP", "jvp")
-        refuse_derivatives(primitive, no_jvp, partial(_refusal, "transpose", "vjp"))
+        call.refuse_derivatives(
+            primitive, no_jvp, partial(_refusal, "transpose", "vjp")
+        )
 
 
 for _name, _p in PRIMITIVES.items():
