@@ -29,6 +29,7 @@ from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import plan_in_program
+from hostcall._engine.portable import may_travel, why_here
 from hostcall._jax.types import (
     Aval,
     Effect,
@@ -175,15 +176,18 @@ def put(
         only: the ordinals of the devices that tap; empty for all.
         whole: False if each device finds the plan of its own block by this slot.
     """
-    why = ""
-    try:
-        if not whole:
-            raise NotPortable(_BY_BLOCKS)
-        info.text = travel.tell(program, info, avals, only)
-    except NotPortable as error:
-        why = str(error)
+    why: Callable[[], str] | str = ""
+    if not whole:
+        why = _BY_BLOCKS
+    elif program.is_exported or may_travel(info.callback):
+        try:
+            info.text = travel.tell(program, info, avals, only)
+        except NotPortable as error:
+            why = str(error)
+    else:  # most calls: only who serializes the program asks
+        why = partial(why_here, info.params, avals)
     if program.is_exported:
-        if why:
+        if isinstance(why, str) and why:
             refuse_export(info.callback, why)
         return {travel.ATTRIBUTE: info.text}
     key = info.params.key(avals)
@@ -214,20 +218,24 @@ class KeptAlive:
     Args:
         thing: what is kept.
         name: names the call in messages.
-        why: why another process can't make the call; "" if the program has its text.
+        why: why another process can't make the call, or a function that says it; ""
+            if the program has its text.
     """
 
-    def __init__(self, thing: _native.Slot | None, name: str, why: str) -> None:
+    def __init__(
+        self, thing: _native.Slot | None, name: str, why: Callable[[], str] | str
+    ) -> None:
         self.thing = thing
         self.name = name
         self.why = why
 
     def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
-        if not self.why:
+        why = self.why() if callable(self.why) else self.why
+        if not why:
             return KeptAlive, (None, self.name, "")
         raise ExportError(
             f"hostcall: a compiled program that calls `{self.name}` can't be"
-            f" serialized: {self.why}. (To compile a program only once, without"
+            f" serialized: {why}. (To compile a program only once, without"
             " serializing it, use JAX's compilation cache, jax_compilation_cache_dir)"
         )
 

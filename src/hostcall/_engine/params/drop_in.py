@@ -180,7 +180,7 @@ class DropInParams(CallParams):
     def flavour(self) -> Flavour:
         return FLAVOURS[self.kind]
 
-    @cached_property
+    @property
     def effect(self) -> Effect | None:
         flavour = self.flavour
         of = {"unordered": flavour.unordered, "ordered": flavour.ordered}

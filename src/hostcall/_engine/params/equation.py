@@ -81,7 +81,7 @@ class Equation(abc.ABC):
     # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
     devices: ClassVar[tuple[int, ...]] = ()
 
-    @cached_property
+    @property
     def options(self) -> PlaceOptions:
         return self.callback.options
 
@@ -93,6 +93,8 @@ class Equation(abc.ABC):
     @property
     def out_avals(self) -> list[Aval]:
         """The avals of the equation's results."""
+        if not self.grid:
+            return list(self.avals)
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
@@ -115,7 +117,7 @@ class Equation(abc.ABC):
         """JAX's transformations that the function sees, in order of application."""
         return ()
 
-    @cached_property
+    @property
     def effect(self) -> Effect | None:
         """The effect that puts it in order; None if it is pure."""
         return EFFECTS[self.options.order]
@@ -287,7 +289,7 @@ class CallParams(Equation):
     takes = CallOptions
     name = "call"
 
-    @cached_property
+    @property
     def options(self) -> CallOptions:
         return cast(CallOptions, self.callback.options)
 
