@@ -74,7 +74,7 @@ class _Costs(Guarded):
         with self.lock:
             return self.tallies[callback.counted_as]
 
-    def note(self, equation: Equation) -> Counters:
+    def note(self, equation: Equation, lend: Lend) -> Counters:
         """Notes what a plan that is made says about the calls of its function.
 
         Returns the counters of these calls.
@@ -86,7 +86,7 @@ class _Costs(Guarded):
             facts.arrays.add(equation.options.arrays)
             facts.methods.add(equation.method)
             facts.rows = max(facts.rows, math.prod(equation.grid))
-            facts.lends |= equation.native["lend"] is not Lend.COPY
+            facts.lends |= lend is not Lend.COPY
             facts.nothing &= not equation.avals
             return self.counters[name]
 

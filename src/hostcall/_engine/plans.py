@@ -45,10 +45,9 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     ]
     choices = _choices(info, guard, shapes, compressed)
     scouts = info.inside is Inside.ASKED
-    traced = callback.traced
+    called, traced = _called(info, choices), callback.traced
     return _native.Plan(
-        **_called(info, choices),
-        **equation.native,
+        **called,
         args=_leaves(info, choices, batched),
         results=_results(info),
         grid=equation.grid,
@@ -57,7 +56,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
         device=info.device,
         enter=traced and traced.enter,
         leave=traced and traced.leave,
-        counters=costs.note(equation),
+        counters=costs.note(equation, called["lend"]),
         place=info.number,
         tells=info.tells,
         elsewhere=info.elsewhere,
@@ -174,20 +173,20 @@ def _leaf(info: CallInfo, dtype: np.dtype, **how: Any) -> _native.Leaf:
 
 
 def _called(info: CallInfo, choices: Choices) -> dict[str, Any]:
-    """What the engine calls, and what it needs in place of arguments or results."""
-    equation, buffers, feed = info.params, None, None
+    """What the engine calls, and what a kind of equation says of that."""
+    native = info.params.native
     if info.elsewhere:
         called = Entries(_nothing, ResultForm.NOTHING)
-    elif (in_place := equation.in_place()) is not None:
-        function, buffers = in_place
-        called = Entries(function, ResultForm.IGNORED)
+        native["feed"] = None  # its items are taken there
+    elif (bare := info.params.bare()) is not None:
+        called = Entries(bare, ResultForm.IGNORED)
     else:
-        called, feed = entries(choices), equation.fed()
+        called = entries(choices)
     if info.job is not None:  # refused after a failure of a program over processes
         runner = called.runner and info.job.until_failure(called.runner)
         function = info.job.until_failure(called.function)
         called = called._replace(function=function, runner=runner)
-    return {**called._asdict(), "buffers": buffers, "feed": feed}
+    return {**native, **called._asdict()}
 
 
 def _tile(fill: bytes, aval: Any, levels: int) -> bytes:

@@ -23,7 +23,7 @@ from hostcall._engine.params.buffer import BufferParams
 from hostcall._jax.types import LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
-from hostcall._primitives.drop_in import is_compiled, run_compiled, run_eagerly
+from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
 from hostcall._primitives.lowering import refuse_some_axes
 
 

@@ -6,9 +6,7 @@ effects, refusals and checks (see `_engine/params/drop_in.py`).
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,17 +15,15 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import failures
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.drop_in import DropInParams
-from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Aval, Device, Effect, LoweringContext, Primitive, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
-from hostcall._primitives.eager import prepare
+from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
 from hostcall._primitives.lowering import NUMBER
 
 
@@ -50,25 +46,6 @@ def bind(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
 
 # --- impl --------------------------------------------------------------------------
 #
-# JAX compiles every eager callback, which takes 5 to 8 ms for each fresh lambda, and
-# keeps what it compiled. Here the first call of a function runs at once and compiles
-# nothing. Only an equal call that comes while the function is still alive is compiled.
-
-_SEEN_AT_MOST = 4096
-# Hash of params -> reference to function, the oldest first. Changed by single steps,
-# without a lock, which a fork could leave locked.
-_seen: dict[int, weakref.ref[Callable[..., Any]]] = {}
-
-
-def seen_before(params: Hashable, fn: Callable[..., Any]) -> bool:
-    """Whether an equal eager call of `fn`, which is still alive, was made before."""
-    found = _seen.pop(key := hash(params), None)
-    with contextlib.suppress(TypeError):  # no weak reference to it: it runs each time
-        _seen[key] = weakref.ref(fn)
-    with contextlib.suppress(RuntimeError):  # another thread was faster
-        while len(_seen) > _SEEN_AT_MOST:
-            _seen.pop(next(iter(_seen)), None)
-    return found is not None and found() is fn
 
 
 def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
@@ -86,43 +63,6 @@ def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
     return run_eagerly(primitive, operands, params)
 
 
-def run_compiled(
-    primitive: Primitive, operands: Operands, params: CallParams
-) -> list[jax.Array]:
-    """Compiles the equation alone. An error of JAX's NaN check names the function."""
-    try:
-        out: list[jax.Array] = _jax.apply_primitive(primitive, *operands, params=params)
-    except FloatingPointError as error:
-        text = f"{error} of {params.callback.described()}"
-        raise FloatingPointError(text) from None
-    return out
-
-
-def run_eagerly(
-    primitive: Primitive, operands: Operands, params: CallParams
-) -> list[jax.Array]:
-    """Calls now; on failure raises what the equation's info chooses."""
-    arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
-    info, run = prepare(arrays, params)
-    try:
-        results = run()
-    except Exception as error:
-        raised = info.eager_error(error)
-        failures.hand_over(error)
-        try:
-            if raised is error:
-                raise
-            raise raised from error
-        finally:  # breaks the reference cycle of the exception with this frame
-            del raised
-    except BaseException as error:  # KeyboardInterrupt, SystemExit
-        failures.keep(error, handed_over=True)
-        raise
-    what = params.callback.described
-    _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")
-    return results
-
-
 def _at_home(operands: Operands, params: DropInParams) -> bool:
     """Whether JAX would find nothing to refuse about the operands' devices."""
     places = {
@@ -131,15 +71,6 @@ def _at_home(operands: Operands, params: DropInParams) -> bool:
         if isinstance(operand, jax.Array) and _jax.is_committed(operand)
     }
     return params.options.sharding is None and len(places) <= 1
-
-
-def is_compiled(operands: Operands, params: CallParams) -> bool:
-    """Whether an eager call is compiled: it was made before, or JAX's transfer guards
-    apply, since a program would move operands that are no jax.Arrays yet to its device.
-    """
-    moves = not all(isinstance(x, jax.Array) for x in operands)
-    guarded = moves and _jax.guards_transfers_to_devices()
-    return guarded or seen_before(params, params.callback.function)
 
 
 def _open_keys(

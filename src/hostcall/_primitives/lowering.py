@@ -74,8 +74,8 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
             return _lower_once(program, operands, params, primitive)
         return rule(program, *operands, params=params)
 
-    given = partial(lowered, here), partial(lowered, elsewhere)
-    _jax.register_lowering(primitive, *given)
+    rules = partial(lowered, here), partial(lowered, elsewhere)
+    _jax.register_lowering(primitive, *rules)
 
 
 _JAXS_OWN = ("oneapi", "rocm", "tpu")
@@ -301,34 +301,38 @@ class EngineCall:
         Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Aval]]] | None
     ) = None
 
+    @property
+    def _how(self) -> dict[str, Any]:
+        """What `_jax.custom_call` takes of it."""
+        named = "attributes", "has_side_effect", "aliases"
+        return {name: vars(self)[name] for name in named}
+
     def emit(self, operands: Sequence[Value], effect: Effect | None) -> list[Value]:
         """Emits it with the tokens that its order needs; returns the results.
 
         `effect` puts it in order; None if it is pure.
         """
-        return _in_order(
-            self.program.ctx,
-            effect,
-            lambda token: self.emit_with(token, operands, effect is not None),
-        )
+        needs = effect is not None
+        given = self.program.ctx, effect
+        return _in_order(*given, lambda token: self.emit_with(token, operands, needs))
 
     def emit_with(
         self, token: Value | None, operands: Sequence[Value], returns_token: bool
     ) -> Emitted:
         """Emits it behind this token; returns (results, token)."""
-        program = self.program
+        program, avals = self.program, self.program.ctx.avals_in
         if program.mesh is not None or program.size == 1:
-            return self._one(token, operands, returns_token)
+            return self._one(token, operands, avals, returns_token)
         if self.reach is not None and token is not None and not operands:
             # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region
             # that a token alone enters and an all-reduce leaves.
             raise HostcallError(_TOKEN_ALONE, code="hc-device")
 
         def in_region(token: Value | None, operands: Sequence[Value]) -> Emitted:
-            if self.prepare is None:
-                return self._one(token, operands, returns_token)
-            operands, avals = self.prepare(operands)
-            return self._one(token, operands, returns_token, avals)
+            inner = avals
+            if self.prepare is not None:
+                operands, inner = self.prepare(operands)
+            return self._one(token, operands, inner, returns_token)
 
         return _jax.on_each_device(program, in_region, token, operands, returns_token)
 
@@ -336,69 +340,61 @@ class EngineCall:
         self,
         token: Value | None,
         operands: Sequence[Value],
+        avals_in: Sequence[Aval],
         returns_token: bool,
-        avals_in: Sequence[Aval] | None = None,
     ) -> Emitted:
-        """Emits the call of one device; `avals_in` are the equation's, if None."""
-        ctx, reach = self.program.ctx, self.reach
-        avals_in = ctx.avals_in if avals_in is None else avals_in
-        avals_out = list(ctx.avals_out)
+        """Emits the call of one device."""
+        program, reach, how = self.program, self.reach, self._how
+        outs = list(program.ctx.avals_out)
         if reach is not None and reach.tells:
-            avals_out.append(OUTCOME_AVAL)
-        linked = returns_token and _jax.has_symbolic(avals_out)
-        if linked:
-            # XLA does not put a token and symbolic shapes together. In place of the
-            # token the call takes and returns a number, which carries no information. A
-            # link before it and one behind it, of known shapes, have the token:
-            # (token, 0) -> (token, number), and (token, number) -> (token, number).
-            (zero,) = _jax.lower_traced(ctx, lambda: [np.int32(0)], (), ())
-            number, token = self._link(token, zero)
-            operands, avals_in = [number, *operands], [NUMBER, *avals_in]
-            avals_out = [NUMBER, *avals_out]
-        shift = int(linked)
-        results, after = self._custom_call(
-            self.target,
-            None if linked else token,
-            (operands, avals_in, avals_out),
-            returns_token=returns_token and not linked,
-            attributes=self.attributes,
-            aliases={i + shift: o + shift for i, o in self.aliases.items()},
-        )
-        if linked:
-            number, *results = results
-            _, after = self._link(token, number)
+            outs.append(OUTCOME_AVAL)
+        if returns_token and _jax.has_symbolic(outs):
+            results, token = self._linked(token, operands, avals_in, outs)
+        else:
+            given = program, self.target, token, operands, avals_in, outs
+            results, token = _jax.custom_call(
+                *given, returns_token=returns_token, **how
+            )
         if reach is None:
-            return results, after
-        avals = _jax.physical_avals(ctx.avals_out)
-        shared, outcome = reach.share(self.program, results, avals)
+            return results, token
+        avals = _jax.physical_avals(program.ctx.avals_out)
+        shared, outcome = reach.share(program, results, avals)
         if outcome is None:
-            return list(shared), after
+            return list(shared), token
         # Passes the results on, or fails on this device if the outcome says so.
-        return self._custom_call(
-            targets.VERDICT_TARGET,
-            after,
-            ([outcome, *shared], [OUTCOME_AVAL, *avals], avals),
-            returns_token=after is not None,
-            attributes=self.attributes,
-            aliases={1 + i: i for i in range(len(avals))},
-        )
+        how["aliases"] = {1 + i: i for i in range(len(avals))}
+        values = [outcome, *shared], [OUTCOME_AVAL, *avals], avals
+        given = program, targets.VERDICT_TARGET, token, *values
+        return _jax.custom_call(*given, returns_token=token is not None, **how)
 
-    def _link(self, token: Value | None, number: Value) -> tuple[Value, Value | None]:
-        values = [number], [NUMBER], [NUMBER]
-        how = {"returns_token": True, "attributes": {}}
-        (number,), token = self._custom_call(targets.LINK_TARGET, token, values, **how)
-        return number, token
-
-    def _custom_call(
+    def _linked(
         self,
-        target: str,
         token: Value | None,
-        values: tuple[Sequence[Value], Sequence[Aval], Sequence[Aval]],
-        **how: Any,
+        operands: Sequence[Value],
+        avals_in: Sequence[Aval],
+        avals_out: Sequence[Aval],
     ) -> Emitted:
-        side = self.has_side_effect or target == targets.LINK_TARGET
-        given = self.program, target, token, *values
-        return _jax.custom_call(*given, has_side_effect=side, **how)
+        """Emits a call with a token and symbolic shapes, which XLA does not put
+        together.
+
+        In place of the token the call takes and returns a number, which carries no
+        information. A link before it and one behind it, of known shapes, have the
+        token: (token, 0) -> (token, number), and (token, number) -> (token, number).
+        """
+        program, how = self.program, self._how
+
+        def link(token: Value | None, number: Value) -> Emitted:
+            given = program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]
+            effect = {**how, "has_side_effect": True, "attributes": {}, "aliases": None}
+            return _jax.custom_call(*given, returns_token=True, **effect)
+
+        (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
+        (number,), token = link(token, zero)
+        how["aliases"] = {i + 1: o + 1 for i, o in self.aliases.items()}
+        values = [number, *operands], [NUMBER, *avals_in], [NUMBER, *avals_out]
+        given = program, self.target, None, *values
+        (number, *results), _ = _jax.custom_call(*given, returns_token=False, **how)
+        return results, link(token, number)[1]
 
 
 # --- Platforms that the engine does not serve -----------------------------------------

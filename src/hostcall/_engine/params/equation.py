@@ -15,7 +15,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import jax
@@ -149,15 +148,16 @@ class Equation(abc.ABC):
         del avals
         return self.described_by(self, devices, mesh)
 
-    @cached_property
+    @property
     def native(self) -> dict[str, Any]:
         """What a native plan has of it, apart from what all kinds have.
 
         `literals` says whether the function may return Python numbers for 32-bit
-        arrays; `keep` how many executions are kept (hc.watch).
+        arrays; `keep` how many executions are kept (hc.watch); `feed` has the ring
+        whose items are the results, and `buffers` is of a call on XLA's memory.
         """
-        lend = Lend.COPY
-        return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
+        own = {"lend": Lend.COPY, "out_tree": None, "keep": None, "literals": True}
+        return {**own, "feed": None, "buffers": None}
 
     def settings(
         self, only: Sequence[int] = (), nested: bool = False
@@ -171,12 +171,8 @@ class Equation(abc.ABC):
         del only, nested
         return None
 
-    def in_place(self) -> tuple[Function, _native.BufferSettings] | None:
-        """(function, settings) of a call that works on XLA's buffers, else None."""
-        return None
-
-    def fed(self) -> _native.FeedSettings | None:
-        """The ring whose items are the results, for a feed; else None."""
+    def bare(self) -> Function | None:
+        """What the engine calls if there can be no layers, and nothing is returned."""
         return None
 
     @abc.abstractmethod
@@ -298,15 +294,12 @@ class CallParams(Equation):
         method = self.options.vmap_method or "sequential"
         return method if isinstance(method, str) else "own"
 
-    @cached_property
+    @property
     def native(self) -> dict[str, Any]:
         how, tree = self.options, self.callback.results.treedef
-        return {
-            "lend": _LENDS[how.lend],
-            "out_tree": tree.unflatten if how.lend == "out" else None,
-            "keep": how.keep,
-            "literals": self.literals,
-        }
+        own = {"lend": _LENDS[how.lend], "keep": how.keep, "literals": self.literals}
+        out_tree = tree.unflatten if how.lend == "out" else None
+        return {**super().native, **own, "out_tree": out_tree}
 
     def form(self) -> ResultForm:
         treedef = self.callback.results.treedef

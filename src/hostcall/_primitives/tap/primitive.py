@@ -33,8 +33,8 @@ from hostcall._primitives.lowering import (
     refuse_export,
     register,
 )
-from hostcall._primitives.tap import blocks, parts
-from hostcall._primitives.tap.parts import Box
+from hostcall._primitives.tap import blocks
+from hostcall._primitives.tap.blocks import Box
 from hostcall._runtime import host_device
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
             continue
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
-        info.places = None if place is None else {-1: parts.slices(place)}
+        info.places = None if place is None else {-1: blocks.slices(place)}
         info.tap, info.device = tap, host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
@@ -89,11 +89,11 @@ def _blocks(operands: Operands, params: TapParams) -> list[Block]:
         return [(home, None, list(operands))]
     found, boxes = [], []
     for number, x in enumerate(operands):
-        box = parts.whole(np.shape(x))
+        box = blocks.whole(np.shape(x))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            part = parts.assembled(x.addressable_shards, x.shape)
+            part = blocks.assembled(x.addressable_shards, x.shape)
             if part is None:
-                raise parts.apart(params, number, x.shape, _jax.process_of(home))
+                raise blocks.apart(params, number, x.shape, _jax.process_of(home))
             x, box = part
         found.append(x)
         boxes.append(box)
@@ -115,7 +115,7 @@ def _of_each_device(
             values.append(here[0].data if here else x)
             shape = np.shape(x)
             boxes.append(
-                parts.box(here[0].index, shape) if here else parts.whole(shape)
+                blocks.box(here[0].index, shape) if here else blocks.whole(shape)
             )
         place = tuple(params.arguments(boxes))
         found.setdefault(place, (device, place, values))
