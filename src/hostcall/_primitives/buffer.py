@@ -95,14 +95,10 @@ _jax.batchers[buffer_p] = _batch
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-_REFUSAL = (
-    "Buffer callbacks do not support {}. Please use `jax.custom_{}` to use callbacks"
-    " while taking gradients."
-)
-call.refuse_derivatives(
+call.refuse_derivatives_as_jax(
     buffer_p,
-    lambda params: ValueError(_REFUSAL.format("JVP", "jvp")),
-    lambda params: ValueError(_REFUSAL.format("transpose", "vjp")),
+    "Buffer callbacks do not support {}. Please use `jax.custom_{}` to use callbacks"
+    " while taking gradients.",
 )
 
 

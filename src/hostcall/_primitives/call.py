@@ -100,6 +100,17 @@ def refuse_derivatives(
     _jax.transposes[primitive] = no_transpose
 
 
+def refuse_derivatives_as_jax(primitive: Primitive, text: str) -> None:
+    """The same for one of JAX's callbacks; `text` has fields for the rule that it has
+    not, and for the function of JAX that gives one.
+    """
+    refuse_derivatives(
+        primitive,
+        lambda params: ValueError(text.format("JVP", "jvp")),
+        lambda params: ValueError(text.format("transpose", "vjp")),
+    )
+
+
 def _no_jvp(params: CallParams) -> errors.DerivativeError:
     return errors.DerivativeError(
         f"hostcall: the call of `{params.callback.name}` has no derivative"

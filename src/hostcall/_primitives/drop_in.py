@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,24 +18,17 @@ from hostcall._core.spec import Results, Static, Template
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.drop_in import DropInParams
-from hostcall._jax.types import Aval, Device, Effect, LoweringContext, Primitive, Value
+from hostcall._jax.types import Aval, Device, Effect, LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
 from hostcall._primitives.lowering import NUMBER
 
-
-def _primitive(name: str) -> Primitive:
-    primitive = _jax.Primitive(name)
-    primitive.multiple_results = True
-    return primitive
-
-
-PRIMITIVES = {
-    name: _primitive(name)
-    for name in ("pure_callback", "io_callback", "debug_callback", "debug_print")
-}
+_NAMES = ("pure_callback", "io_callback", "debug_callback", "debug_print")
+PRIMITIVES = {name: _jax.Primitive(name) for name in _NAMES}
+for _p in PRIMITIVES.values():
+    _p.multiple_results = True
 
 
 def bind(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
@@ -126,8 +118,11 @@ def _batch(operands: Operands, dims: Dims, *, params: DropInParams) -> Batched:
 # --- JVP, transpose ----------------------------------------------------------------
 
 
-def _refusal(what: str, remedy: str, params: DropInParams) -> ValueError:
-    return ValueError(params.flavour.refusal.format(what, remedy))
+REFUSALS = {
+    "pure_callback": "Pure callbacks do not support {}. Please use `jax.custom_{}` to"
+    " use callbacks while taking gradients.",
+    "io_callback": "IO callbacks do not support {}.",
+}
 
 
 def _debug_jvp(
@@ -239,22 +234,15 @@ def _with_number(params: DropInParams) -> DropInParams:
 # --- registration ------------------------------------------------------------------
 
 
-def _register(name: str, primitive: Primitive) -> None:
-    primitive.def_impl(_impl)
-    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
-    _jax.batchers[primitive] = _batch
-    _jax.register_lowering(primitive, lower)
-    if name.startswith("debug"):
-        _jax.jvps[primitive] = _debug_jvp
-        _jax.transposes[primitive] = _debug_transpose
-        _jax.keep_under_remat(primitive)
-        _jax.discharge_in_place(primitive)
-    else:
-        no_jvp = partial(_refusal, "JVP", "jvp")
-        call.refuse_derivatives(
-            primitive, no_jvp, partial(_refusal, "transpose", "vjp")
-        )
-
-
 for _name, _p in PRIMITIVES.items():
-    _register(_name, _p)
+    _p.def_impl(_impl)
+    _jax.def_effectful_abstract_eval(_p, _abstract_eval)
+    _jax.batchers[_p] = _batch
+    _jax.register_lowering(_p, lower)
+    if _name in REFUSALS:
+        call.refuse_derivatives_as_jax(_p, REFUSALS[_name])
+        continue
+    _jax.jvps[_p] = _debug_jvp
+    _jax.transposes[_p] = _debug_transpose
+    _jax.keep_under_remat(_p)
+    _jax.discharge_in_place(_p)

@@ -59,11 +59,12 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
     """
 
     def lowered(
-        rule: Lowering, ctx: LoweringContext, *operands: Value, params: Equation
+        ctx: LoweringContext, *operands: Value, params: Equation
     ) -> list[Value]:
-        program = _jax.program_of(ctx)
-        if rule is elsewhere:
+        program, rule = _jax.program_of(ctx), here
+        if not set(program.platforms) <= set(_jax.SERVED):
             _check_platform(program, params)
+            rule = elsewhere
         if program.mesh is not None and params.options.sharding is not None:
             raise SpecError(
                 f"hostcall: `{params.callback.name}` has on=device inside shard_map or"
@@ -74,8 +75,7 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
             return _lower_once(program, operands, params, primitive)
         return rule(program, *operands, params=params)
 
-    rules = partial(lowered, here), partial(lowered, elsewhere)
-    _jax.register_lowering(primitive, *rules)
+    _jax.register_lowering(primitive, lowered)
 
 
 _JAXS_OWN = ("oneapi", "rocm", "tpu")
