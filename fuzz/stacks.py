@@ -21,7 +21,7 @@ from hostcall._core.options import CallOptions, Policy
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, parse_result
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._native import ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries

@@ -14,17 +14,16 @@ import pytest
 from platforms import without_xlas_words
 
 import hostcall as hc
-from hostcall._primitives import once
-from hostcall._primitives.call import lowering
-from hostcall._primitives.call.primitive import call_p
+from hostcall._primitives.call import call_p, lower, lower_through_jax
+from hostcall._primitives.lowering import register
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    once.register(call_p, lowering.lower_through_jax, lowering.lower_here)
+    register(call_p, lower_through_jax, lower)
     jax.clear_caches()
     yield
-    once.register(call_p, lowering.lower_here, lowering.lower_through_jax)
+    register(call_p, lower, lower_through_jax)
     jax.clear_caches()
 
 
@@ -110,7 +109,7 @@ def test_the_report_of_jax_ends_with_the_code(returned, code):
 
 
 def test_other_platforms_are_refused():
-    once.register(call_p, lowering.lower_here, lowering.lower_through_jax)
+    register(call_p, lower, lower_through_jax)
     spec = jax.ShapeDtypeStruct((), np.float32)
     traced = jax.jit(lambda x: hc.call(np.sin, spec, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):

@@ -348,7 +348,7 @@ def test_merged_checks_the_results():
 def test_cached():
     counts = []
     part = Part(Cache("memory", "f"))
-    choices = choices_of(print, count=lambda *added: counts.append(added))
+    choices = choices_of(print, tally=lambda *added: counts.append(added))
     inner = Inner()
     layer = Cached(inner, choices, part)
     rows = [(F32(x), F32(0)) for x in (1, 2, 1, 3)]

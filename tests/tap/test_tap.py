@@ -30,7 +30,7 @@ class Log:
 
 @pytest.fixture
 def log():
-    primitive._places.clear()
+    primitive._throttle.cache_clear()
     return Log()
 
 

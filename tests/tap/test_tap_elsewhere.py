@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._primitives import once
-from hostcall._primitives.tap import lowering
-from hostcall._primitives.tap.primitive import tap_p
+from hostcall._primitives.lowering import register
+from hostcall._primitives.tap.primitive import lower_here, lower_through_jax, tap_p
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    once.register(tap_p, lowering.lower_through_jax, lowering.lower_here)
+    register(tap_p, lower_through_jax, lower_here)
     jax.clear_caches()
     yield
-    once.register(tap_p, lowering.lower_here, lowering.lower_through_jax)
+    register(tap_p, lower_here, lower_through_jax)
     jax.clear_caches()
 
 
@@ -114,7 +113,7 @@ def test_an_error_is_the_object_itself():
 
 
 def test_other_platforms_are_refused(seen):
-    once.register(tap_p, lowering.lower_here, lowering.lower_through_jax)
+    register(tap_p, lower_here, lower_through_jax)
     traced = jax.jit(lambda x: hc.tap(seen.append, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
         traced.lower(lowering_platforms=("cpu", "rocm"))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
-from hostcall._primitives.tap import parts
+from hostcall._primitives.tap import blocks
 
 ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 MODES = pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -169,8 +169,8 @@ HULLS = {
 
 @pytest.mark.parametrize("name", HULLS)
 def test_blocks_that_make_one(name):
-    blocks, whole = HULLS[name]
-    assert parts.hull(set(blocks)) == whole
+    given, whole = HULLS[name]
+    assert blocks.hull(set(given)) == whole
 
 
 GRIDS = {
@@ -190,4 +190,4 @@ GRIDS = {
 @pytest.mark.parametrize("name", GRIDS)
 def test_parts_that_tile_a_value(name):
     owners, shape, tiles = GRIDS[name]
-    assert parts.grid(owners, shape) == tiles
+    assert blocks.grid(owners, shape) == tiles

@@ -16,7 +16,7 @@ from hostcall._core.options import CALL, POLICY, Arrays, CallOptions, Fail, Lend
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
-from hostcall._primitives.call.make import make
+from hostcall._primitives.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike

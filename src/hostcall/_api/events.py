@@ -14,7 +14,7 @@ import numpy as np
 from hostcall import _native
 from hostcall._api.flight import RAW, STATES
 from hostcall._core.process import Guarded
-from hostcall._engine.places import places
+from hostcall._engine.info import places
 from hostcall._runtime import waits
 
 # Events that a block keeps until it takes them; more are dropped and counted.

@@ -9,7 +9,7 @@ import numpy as np
 
 from hostcall import _native
 from hostcall._core.source import Place
-from hostcall._engine.places import places
+from hostcall._engine.info import places
 from hostcall._runtime import waits
 
 STATES = ("waiting", "running", "ended", "failed")

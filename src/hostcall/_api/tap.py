@@ -26,7 +26,6 @@ from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.tap import TapParams
-from hostcall._primitives.tap import lowering  # noqa: F401  (it registers)
 from hostcall._primitives.tap.primitive import bind
 
 T = TypeVar("T")

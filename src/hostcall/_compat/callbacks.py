@@ -13,8 +13,7 @@ from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.options import WHOLE
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
-from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
-from hostcall._primitives.drop_in.primitive import bind
+from hostcall._primitives.drop_in import bind
 
 _VMAP_METHODS = ["sequential", "sequential_unrolled", *WHOLE, None]
 

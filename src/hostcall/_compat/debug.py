@@ -17,8 +17,7 @@ from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.drop_in import PRINT, arrays_of, make_params
-from hostcall._primitives.drop_in import lowering  # noqa: F401  (it registers)
-from hostcall._primitives.drop_in.primitive import bind
+from hostcall._primitives.drop_in import bind
 
 __all__ = ["callback", "print"]
 

@@ -22,12 +22,8 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.options import CallOptions
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine import targets
 from hostcall._engine.params.drop_in import DropInParams, Kind, arrays_of, make_params
-from hostcall._primitives import buffer
-from hostcall._primitives.call import lowering as call_lowering
-from hostcall._primitives.drop_in import lowering
-from hostcall._primitives.emit import emit_with_token
+from hostcall._primitives import buffer, call, drop_in
 
 # What callbacks get, as the newest patch says; None if JAX is not patched. The patch
 # writes it under its lock. Lowerings read it once each, without a lock.
@@ -59,7 +55,7 @@ def _lower(
     options = {key: given[key] for key in OPTIONS[kind]}
     options["arrays"] = arrays_of(chosen or "jax")
     params = make_params(kind, fn, trees, options, _place(ctx, fn))
-    return lowering.lower(ctx, *operands, params=params)
+    return drop_in.lower(ctx, *operands, params=params)
 
 
 def _lower_buffer(
@@ -122,24 +118,14 @@ def emit_python_callback(
     program = _jax.program_of(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    info = params.info(program.by_ordinal, program.mesh)
-    attributes, source = call_lowering.prepare(
+    made, label = call.prepare(
         program,
-        info,
+        params,
         _jax.physical_avals(operand_avals),
         _jax.device_of(program, sharding),
     )
-    with _jax.named(ctx, info.label):
-        results, token_out = emit_with_token(
-            program,
-            targets.TARGET,
-            operands,
-            token=token,
-            returns_token=token is not None,
-            has_side_effect=has_side_effect,
-            attributes=attributes,
-            source=source,
-        )
+    with _jax.named(ctx, label):
+        results, token_out = made.emit_with(token, operands, token is not None)
     return results, token_out, None
 
 

@@ -27,7 +27,7 @@ from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import ORDERED, effects_with
 from hostcall._core.spec import Static
-from hostcall._primitives.drop_in.primitive import seen_before
+from hostcall._primitives.eager import seen_before
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")

@@ -7,7 +7,7 @@ then a program from JAX's compilation cache would never fit. Functions among the
 since a decorator's wrapper is otherwise the same for all that it wraps.
 
 Different functions may have the same fingerprint. Nothing relies on that: whoever needs
-to tell two live functions apart counts them (_primitives/slots.py).
+to tell two live functions apart counts them (_primitives/lowering.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def fingerprint(thing: Any) -> int:
     Args:
         thing: a function, or a tuple of functions, texts and numbers.
     """
-    digest = hashlib.blake2b(repr(_told(thing, _DEPTH)).encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1 or 1
+    return int.from_bytes(_digest(_told(thing, _DEPTH)), "little") >> 1 or 1
+
+
+def _digest(told: Told) -> bytes:
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
 
 
 def _told(thing: Any, depth: int) -> Told:
@@ -84,7 +87,7 @@ def _functions(things: Iterable[object]) -> list[object]:
 
 
 @functools.lru_cache(maxsize=4096)  # equal code gives an equal result
-def _told_code(code: CodeType) -> Told:
+def _told_code(code: CodeType) -> bytes:
     consts = (
         _told_code(const)
         if isinstance(const, CodeType)
@@ -92,4 +95,4 @@ def _told_code(code: CodeType) -> Told:
         else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
         for const in code.co_consts
     )
-    return code.co_name, code.co_code, code.co_names, tuple(consts)
+    return _digest((code.co_name, code.co_code, code.co_names, tuple(consts)))

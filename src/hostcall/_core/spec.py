@@ -76,7 +76,7 @@ class Template:
     @classmethod
     def flat(cls, *marks: Static | Key) -> Template:
         """A template for positional arrays only; `marks` are its `leaves`."""
-        return cls(tree.tree_structure(((0,) * len(marks), {})), marks)
+        return cls(_flat(len(marks)), marks)
 
     @cached_property
     def keys(self) -> tuple[Key, ...]:
@@ -86,8 +86,8 @@ class Template:
     @cached_property
     def is_flat(self) -> bool:
         """Whether each array is one positional argument, and there is nothing else."""
-        flat = Template.flat(*self.leaves).treedef
-        return self.treedef == flat and len(self.keys) == len(self.leaves)
+        n = len(self.leaves)
+        return self.treedef == _flat(n) and len(self.keys) == n
 
     def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
@@ -106,6 +106,12 @@ class Template:
             for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True)
             if isinstance(leaf, Static) == static
         ]
+
+
+@functools.lru_cache  # asked in each call
+def _flat(n: int) -> TreeDef:
+    """The structure of (args, kwargs) for `n` positional arrays."""
+    return tree.tree_structure(((0,) * n, {}))
 
 
 def _paths(treedef: TreeDef) -> list[Any]:

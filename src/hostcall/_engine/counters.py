@@ -74,17 +74,21 @@ class _Costs(Guarded):
         with self.lock:
             return self.tallies[callback.counted_as]
 
-    def note(self, params: Equation) -> None:
-        """Notes what a plan that is made says about the calls of its function."""
-        callback = params.callback
+    def note(self, equation: Equation, lend: Lend) -> Counters:
+        """Notes what a plan that is made says about the calls of its function.
+
+        Returns the counters of these calls.
+        """
+        name = equation.callback.counted_as
         with self.lock:
-            facts = self.facts[callback.counted_as]
-            facts.kinds.add(params.word)
-            facts.arrays.add(params.options.arrays)
-            facts.methods.add(params.method)
-            facts.rows = max(facts.rows, math.prod(params.grid))
-            facts.lends |= params.native["lend"] is not Lend.COPY
-            facts.nothing &= not params.avals
+            facts = self.facts[name]
+            facts.kinds.add(equation.word)
+            facts.arrays.add(equation.options.arrays)
+            facts.methods.add(equation.method)
+            facts.rows = max(facts.rows, math.prod(equation.grid))
+            facts.lends |= lend is not Lend.COPY
+            facts.nothing &= not equation.avals
+            return self.counters[name]
 
     def waited_in_barrier(self, start: int) -> None:
         """Counts a wait of this thread from `start`, in ticks, to now."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
 import logging
 import math
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
+from hostcall import _native
 from hostcall._core import coerce, collector, errors, failures, frames
+from hostcall._core.callback import Callback
 from hostcall._core.host_code import own
-from hostcall._engine.places import places
+from hostcall._core.source import Place
 from hostcall._jax.types import Device, Mesh
 
 if TYPE_CHECKING:
@@ -26,21 +29,57 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hostcall")
 
 
-class CallInfo:
-    """The description of one call, with the hooks that native code calls.
+class Team(NamedTuple):
+    """How the devices of a program make a call together (native/base/team.h).
 
     Attributes:
+        mode: the name of a `_native.TeamMode`.
+        size: the number of this process's devices.
+        leader: the ordinal of the device that calls; None for the first that comes.
+    """
+
+    mode: str
+    size: int
+    leader: int | None
+
+    def settings(self) -> _native.TeamSettings:
+        mode = _native.TeamMode[self.mode]
+        return _native.TeamSettings(mode=mode, size=self.size, leader=self.leader)
+
+
+class CallInfo:
+    """The description of one call of one program, with the hooks that native code
+    calls.
+
+    Attributes:
+        device: where JAX code inside the callback runs.
+        packed: whether elements smaller than a byte are packed, as in XLA's buffers but
+            not in NumPy's arrays.
+        inside: which of the calls run inside one of XLA's host callbacks.
+        tap: the settings of a tap (`TapParams.settings`); None for a call.
+        team: how the devices of a program make the call together; None if each device
+            makes its own.
+        elsewhere: whether another process makes the call; all take its results.
+        text: describes the call in other processes (_primitives/travel.py), or "".
         job: where its failures are noted if several processes run its program.
         caller: the process whose results all processes take, or None.
         of_program: the devices of its program, those of other processes too; None if
             there is one, empty if they are not known.
-        tells: whether a failure reaches all processes by the program's own reduction.
+        tells: whether one more result tells all processes whether the call failed
+            (native/plan/outcome.h).
         places: in a tap with on="shards", the global index of each array's block, by
             device ordinal; else None.
         origins: if each device makes a call and all fail together, the process of each
             device of the program; empty if they are not known. Else None.
     """
 
+    device: Any = None
+    packed = False
+    inside = _native.Inside.NEVER
+    tap: _native.TapSettings | None = None
+    team: Team | None = None
+    elsewhere = False
+    text = ""
     job: Failures | None = None
     of_program: tuple[Device, ...] | None = None
     caller: int | None = None
@@ -58,8 +97,6 @@ class CallInfo:
         self.number = places.number_of(self.callback)  # in the engine's events
         self.devices = devices  # by ordinal; an eager call has one, at -1
         self.mesh = mesh
-        # Set when the program has several devices (_runtime/host_device.py).
-        self.guard: Any = None
 
     def __repr__(self) -> str:
         return f"<call of {self.name} at {self.place}>"
@@ -290,3 +327,53 @@ def _own_cells(frame: types.FrameType) -> list[types.CellType]:
     }
     cells = [x for x in inside if isinstance(x, types.CellType)]
     return [cell for cell in cells if id(cell) not in free]
+
+
+# --- Numbers for the places of calls --------------------------------------------------
+#
+# Events of the engine hold the number of a place instead of its name, since the plan
+# that made them may be gone when they are read. Equal places get one number, so there
+# are as many as lines of the program that write calls, however many functions they
+# make.
+
+
+class Named(NamedTuple):
+    """What a number stands for."""
+
+    name: str
+    place: Place
+
+
+class _Places:
+    """Never shrinks. Number 0 stands for no place.
+
+    No lock: each step below is a single one, with the GIL and without.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Named, int] = {}
+        self._named: dict[int, Named] = {}
+        self._next = itertools.count(1)
+
+    def number_of(self, callback: Callback) -> int:
+        """The number of a call's place."""
+        key = Named(callback.shown, callback.place)
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        # What a number stands for is known before anybody gets it. If two threads come
+        # with one place, the number of the second is left out.
+        number = next(self._next)
+        self._named[number] = key
+        # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
+        texts = (key.name, str(key.place))
+        shown = [t.encode(errors="backslashreplace").decode() for t in texts]
+        _native.name_place(number, *shown, *map(json.dumps, shown))
+        return self._numbers.setdefault(key, number)
+
+    def named(self, number: int) -> Named | None:
+        """What a number stands for, or None if there is no such number."""
+        return self._named.get(number)
+
+
+places = _Places()

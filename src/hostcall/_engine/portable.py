@@ -23,11 +23,11 @@ from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
 from hostcall import _jax
-from hostcall._core import options, portable, registry
+from hostcall._core import host_code, options, portable, registry
 from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_function, own, why_here
+from hostcall._core.host_code import is_function, own
 from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.portable import AVALS, Malformed, NotPortable
 from hostcall._core.source import Place
@@ -160,6 +160,22 @@ def tell(
     }
 
 
+def may_travel(callback: Callback) -> bool:
+    """A quick look: False if its function has no form in other processes."""
+    function, owner = callback.function, callback.policy.owner
+    named = registry.name_of_held(function) is not None
+    return named or owner is not None or own(function) is not None
+
+
+def why_here(params: Equation, operands: Sequence[Aval]) -> str:
+    """Why an equation can't leave the process; "" if it can."""
+    try:
+        tell(params, operands, exported=False)
+    except NotPortable as error:
+        return str(error)
+    return ""
+
+
 def _tell_function(callback: Callback, exported: bool) -> Told:
     function = callback.function
     mine = own(function)
@@ -192,8 +208,8 @@ def name_of(held: object, remedy: str, code: object = None) -> list[Told]:
     """
     name = registry.name_of_held(held)
     if name is None:
-        why = why_here(held if code is None else code) or registry.why_nameless(held)
-        raise NotPortable(why or remedy)
+        why = host_code.why_here(held if code is None else code)
+        raise NotPortable(why or registry.why_nameless(held) or remedy)
     return list(name)
 
 

@@ -39,7 +39,7 @@ from hostcall._host_function.rules import (
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import CallSite
-from hostcall._primitives.call.make import make
+from hostcall._primitives.make import make
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 

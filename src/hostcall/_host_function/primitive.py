@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._jax.types import Aval, JaxprEquation, JaxprTrace, Primitive, Var
-from hostcall._primitives.axes import Dims, size_of
+from hostcall._primitives.batching import Dims, size_of
 
 Out = TypeVar("Out")
 

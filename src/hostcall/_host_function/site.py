@@ -56,9 +56,8 @@ from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval
-from hostcall._primitives.axes import Dims, in_front
-from hostcall._primitives.call.batching import batched_results
-from hostcall._primitives.call.make import make
+from hostcall._primitives.batching import Dims, batched_results, in_front
+from hostcall._primitives.make import make
 
 
 class CallSite(RuleTrees):

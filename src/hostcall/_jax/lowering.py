@@ -13,13 +13,11 @@ from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
-from hostcall._jax.program import SERVED, platforms
 
 
 def register_lowering(
     primitive: _t.Primitive,
     rule: _t.LoweringRule,
-    elsewhere: _t.LoweringRule | None = None,
     *,
     wants_devices: bool = True,
 ) -> None:
@@ -34,18 +32,12 @@ def register_lowering(
 
     Args:
         primitive: the primitive.
-        rule: lowers an equation for the platforms that the engine serves.
-        elsewhere: lowers it for all others; None: `rule` does.
+        rule: lowers an equation, on any platform.
         wants_devices: the rule needs the program's devices, for `sharding=` and for
             mesh coordinates. JAX then allows only one mesh in that program.
     """
 
-    def lower(ctx: _t.LoweringContext, *operands: _t.Value, **params: object) -> object:
-        if elsewhere is not None and not set(platforms(ctx)) <= set(SERVED):
-            return elsewhere(ctx, *operands, **params)
-        return rule(ctx, *operands, **params)
-
-    _mlir.register_lowering(primitive, lower, cacheable=False)
+    _mlir.register_lowering(primitive, rule, cacheable=False)
     ENGINE_CALLS.add(primitive)
     if wants_devices:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)

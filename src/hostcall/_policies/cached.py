@@ -63,7 +63,7 @@ class Cached:
 
     def __init__(self, inner: Inner, choices: Choices, part: Part) -> None:
         self._inner, self._results = inner, choices.results
-        self._count = choices.count or (lambda hits, misses: None)
+        self._count = choices.tally or (lambda hits, misses: None)
         self._cache, self._key = part.cache, _Keys(choices, part)
         self._shapes = [(x.shape, np.dtype(x.dtype)) for x in choices.avals]
         self._sizes = [math.prod(shape) * kind.itemsize for shape, kind in self._shapes]

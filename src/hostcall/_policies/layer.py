@@ -17,7 +17,6 @@ What holds for each layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -99,8 +98,7 @@ class ChecksResults(Protocol):
     ) -> np.ndarray: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(NamedTuple):
     """What a plan says about its layers.
 
     Attributes:
@@ -121,7 +119,7 @@ class Choices:
         tap: whether results are ignored.
         batch: of a tap: for each vmap, the outermost first, whether each operand has
             its axis, and its size.
-        count: counts rows that a cache has, and rows that it has not; or None.
+        tally: counts rows that a cache has, and rows that it has not; or None.
     """
 
     callback: Callback
@@ -139,7 +137,7 @@ class Choices:
     form: ResultForm = ResultForm.TREE
     tap: bool = False
     batch: Sequence[tuple[Sequence[bool], int]] = ()
-    count: Callable[[int, int], object] | None = None
+    tally: Callable[[int, int], object] | None = None
 
     @property
     def plain(self) -> bool:

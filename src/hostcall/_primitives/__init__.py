@@ -1,11 +1,12 @@
-"""hostcall's JAX primitives: a folder for each, and what their lowerings share.
+"""hostcall's JAX primitives: a file or folder for each, and what they share.
 
-call, drop_in, tap    primitives; `primitive` has a folder's rules, `lowering` its
-                      custom call
+call, drop_in, tap    primitives, with all their rules and their lowering
 buffer, feed          primitives whose calls are lowered as `call`
+batching   the batching rule of calls
 eager      calls outside of compiled programs
-emit       tokens, slots, JAX's own callback
+lowering   the way into a lowering, tokens, slots, the custom call
+outcome    the results or the failure of a call, brought to all devices
 blocks     host code on each device of a partitioned program
-across     the results of one process's call, brought to all processes
-together   calls that fail on all devices of a program if one fails
+make       the way in for the faces
+travel     calls that leave the process with their program, as texts
 """

@@ -20,7 +20,7 @@ import abc
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from hostcall import _jax, _native
 from hostcall._core.order import effects_with
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.plans import Entrance, plan_in_program
+from hostcall._engine.plans import plan_in_program
 from hostcall._jax.types import (
     Aval,
     Effect,
@@ -39,8 +39,7 @@ from hostcall._jax.types import (
     Sharding,
     Value,
 )
-from hostcall._primitives import slots
-from hostcall._primitives.emit import NUMBER, emit
+from hostcall._primitives.lowering import NUMBER, EngineCall, put
 
 # --- A link: it turns the order of effects into a data dependency --------------------
 
@@ -62,14 +61,8 @@ def _lower_link(
 ) -> list[Value]:
     if name:
         _jax.name_partitioning(number, name)
-    return emit(
-        _jax.program_of(ctx),
-        targets.LINK_TARGET,
-        [number],
-        attributes={},
-        effect=effect,
-        has_side_effect=True,
-    )
+    call = EngineCall(_jax.program_of(ctx), targets.LINK_TARGET, {}, True)
+    return call.emit([number], effect)
 
 
 _jax.def_effectful_abstract_eval(link_p, _link_abstract_eval)
@@ -95,25 +88,15 @@ class Partitioned(abc.ABC):
     custom call of one device.
     """
 
-    target: str
+    target: ClassVar[str]
 
-    def __init__(
-        self,
-        program: _jax.Program,
-        info: CallInfo,
-        tap: _native.TapSettings | None = None,
-    ) -> None:
-        self.params = info.params
-        self.client = program.client
-        self._platforms = program.platforms
-        self.by_ordinal = program.by_ordinal
-        self.across = program.across
-        self.of_program = _jax.all_devices(program)
+    def __init__(self, program: _jax.Program, info: CallInfo) -> None:
+        self.params, self.devices = info.params, info.devices
+        self._client, self._platforms = program.client, program.platforms
+        self._of_program = _jax.all_devices(program)
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
-        self.attributes = slots.put(
-            program, info, self._avals, whole=False, entry=Entrance(tap=tap)
-        )
+        self.attributes = put(program, info, self._avals, whole=False)
 
     def plan_of_block(self, block: str) -> _native.Plan:
         """The plan of the part that this text describes."""
@@ -123,16 +106,14 @@ class Partitioned(abc.ABC):
             _jax.ShapedArray(tuple(shape), aval.dtype)
             for aval, shape in zip(self._avals, told["shapes"], strict=True)
         ]
-        info, avals, tap = self.of_block(avals, told["places"])
-        info.of_program = self.of_program
-        return plan_in_program(
-            self.client, self._platforms, info, avals, Entrance(tap=tap)
-        )
+        info, avals = self.of_block(avals, told["places"])
+        info.of_program = self._of_program
+        return plan_in_program(info, avals, self._client, self._platforms)
 
     @abc.abstractmethod
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[CallInfo, list[Aval], _native.TapSettings | None]:
+    ) -> tuple[CallInfo, list[Aval]]:
         """What the plan of a part is made of, given the avals of its blocks."""
 
     def places(
@@ -176,14 +157,9 @@ def _lower_block(
     """
     shapes = [aval.shape for aval in _jax.physical_avals(ctx.avals_in[1:])]
     block = json.dumps({"shapes": shapes, "places": places}, separators=(",", ":"))
-    return emit(
-        _jax.program_of(ctx),
-        equation.target,
-        operands,
-        attributes={**equation.attributes, "block": block},
-        effect=None,
-        has_side_effect=True,
-    )
+    attributes = {**equation.attributes, "block": block}
+    call = EngineCall(_jax.program_of(ctx), equation.target, attributes, True)
+    return call.emit(operands, None)
 
 
 block_p.def_abstract_eval(_block_abstract_eval)

@@ -21,20 +21,10 @@ from hostcall._core.spec import Static
 from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.buffer import BufferParams
 from hostcall._jax.types import LoweringContext, Value
-from hostcall._primitives.axes import Batched, Dims, Operands, size_of
-from hostcall._primitives.call import lowering as call_lowering
-from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.primitive import (
-    define,
-    refuse_derivatives,
-    would_run_twice,
-)
-from hostcall._primitives.drop_in.primitive import (
-    is_compiled,
-    run_compiled,
-    run_eagerly,
-)
-from hostcall._primitives.emit import refuse_some_axes
+from hostcall._primitives import call
+from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
+from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
+from hostcall._primitives.lowering import refuse_some_axes
 
 
 def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
@@ -60,7 +50,7 @@ def _on_host(operands: Operands) -> bool:
     )
 
 
-buffer_p = define("buffer_callback", _impl, would_run_twice)
+buffer_p = call.define("buffer_callback", _impl, call.would_run_twice)
 bind: Callable[..., list[jax.Array]] = buffer_p.bind
 
 
@@ -96,7 +86,7 @@ def _batch(operands: Operands, dims: Dims, *, params: BufferParams) -> Batched:
             x = operands[number]
             operands[number] = jnp.broadcast_to(x, (size, *jnp.shape(x)))
             dims[number] = 0
-    return batch(operands, dims, params=params, primitive=buffer_p, innermost=True)
+    return batch(buffer_p, operands, dims, params=params, innermost=True)
 
 
 _jax.batchers[buffer_p] = _batch
@@ -105,14 +95,10 @@ _jax.batchers[buffer_p] = _batch
 # --- JVP, transpose ------------------------------------------------------------------
 
 
-_REFUSAL = (
-    "Buffer callbacks do not support {}. Please use `jax.custom_{}` to use callbacks"
-    " while taking gradients."
-)
-refuse_derivatives(
+call.refuse_derivatives_as_jax(
     buffer_p,
-    lambda params: ValueError(_REFUSAL.format("JVP", "jvp")),
-    lambda params: ValueError(_REFUSAL.format("transpose", "vjp")),
+    "Buffer callbacks do not support {}. Please use `jax.custom_{}` to use callbacks"
+    " while taking gradients.",
 )
 
 
@@ -131,7 +117,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: BufferParams) -> list[
     if params.effect is not None:
         refuse_some_axes(program, params.callback.name)
     avals = _jax.physical_avals(ctx.avals_in)
-    return call_lowering.lower(program, operands, avals, params)
+    return call.lower(program, *operands, params=params, avals=avals)
 
 
 _jax.register_lowering(buffer_p, lower, wants_devices=False)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,9 +16,10 @@ from hostcall._core import failures, process
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
-from hostcall._engine.plans import Entrance
-from hostcall._jax.types import Device, Sharding
+from hostcall._jax.types import Device, Primitive, Sharding
 from hostcall._runtime import host_device
+
+logger = logging.getLogger("hostcall")
 
 
 def prepare(
@@ -29,11 +34,11 @@ def prepare(
     process.refuse(f"{params.shown} is called")
     go_on_after_failures(params)
     place = _result_sharding(operands, params.options.sharding)
-    device = host_device.above_here()
     arrays = [row_major(operand) for operand in operands]
     home = first_device(() if place is None else place.device_set)
     info = params.info({-1: home}, None)
-    plan = plans.make_plan(params, arrays, info, Entrance(device=device))
+    info.device = host_device.above_here()
+    plan = plans.make_plan(info, arrays)
 
     def run() -> list[jax.Array]:
         try:
@@ -57,13 +62,50 @@ def run_and_keep(*operands: jax.Array, params: Equation) -> list[jax.Array]:
         raise
 
 
+def run_compiled(
+    primitive: Primitive, operands: Sequence[jax.Array], params: Equation
+) -> list[jax.Array]:
+    """Compiles the equation alone. An error of JAX's NaN check names the function."""
+    try:
+        out: list[jax.Array] = _jax.apply_primitive(primitive, *operands, params=params)
+    except FloatingPointError as error:
+        text = f"{error} of {params.callback.described()}"
+        raise FloatingPointError(text) from None
+    return out
+
+
+def run_eagerly(
+    primitive: Primitive, operands: Sequence[jax.Array], params: Equation
+) -> list[jax.Array]:
+    """Calls now; on failure raises what the equation's info chooses."""
+    arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
+    info, run = prepare(arrays, params)
+    try:
+        results = run()
+    except Exception as error:
+        raised = info.eager_error(error)
+        failures.hand_over(error)
+        try:
+            if raised is error:
+                raise
+            raise raised from error
+        finally:  # breaks the reference cycle of the exception with this frame
+            del raised
+    except BaseException as error:  # KeyboardInterrupt, SystemExit
+        failures.keep(error, handed_over=True)
+        raise
+    what = params.callback.described
+    _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")
+    return results
+
+
 def go_on_after_failures(params: Equation) -> None:
     """Logs the failed programs after which an ordered call or tap is made."""
     if params.options.order != "ordered":
         return
     for failure in failures.failures_of_effects():
         text = "an ordered %s continues after a failed program: %s"
-        plans.logger.error(text, params.word, failure)
+        logger.error(text, params.word, failure)
 
 
 def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:
@@ -101,3 +143,35 @@ def _result_sharding(
 def first_device(devices: Iterable[Device]) -> Device:
     """The device with the smallest number; the default device if there is none."""
     return min(devices, key=lambda device: device.id, default=None) or _jax.here()
+
+
+# --- Drop-ins and buffer callbacks ----------------------------------------------------
+#
+# JAX compiles every eager callback, which takes 5 to 8 ms for each fresh lambda, and
+# keeps what it compiled. Here the first call of a function runs at once and compiles
+# nothing. Only an equal call that comes while the function is still alive is compiled.
+
+_SEEN_AT_MOST = 4096
+# Hash of params -> reference to function, the oldest first. Changed by single steps,
+# without a lock, which a fork could leave locked.
+_seen: dict[int, weakref.ref[Callable[..., Any]]] = {}
+
+
+def seen_before(params: Hashable, fn: Callable[..., Any]) -> bool:
+    """Whether an equal eager call of `fn`, which is still alive, was made before."""
+    found = _seen.pop(key := hash(params), None)
+    with contextlib.suppress(TypeError):  # no weak reference to it: it runs each time
+        _seen[key] = weakref.ref(fn)
+    with contextlib.suppress(RuntimeError):  # another thread was faster
+        while len(_seen) > _SEEN_AT_MOST:
+            _seen.pop(next(iter(_seen)), None)
+    return found is not None and found() is fn
+
+
+def is_compiled(operands: Sequence[jax.Array], params: Equation) -> bool:
+    """Whether an eager call is compiled: it was made before, or JAX's transfer guards
+    apply, since a program would move operands that are no jax.Arrays yet to its device.
+    """
+    moves = not all(isinstance(x, jax.Array) for x in operands)
+    guarded = moves and _jax.guards_transfers_to_devices()
+    return guarded or seen_before(params, params.callback.function)

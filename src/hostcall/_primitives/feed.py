@@ -17,14 +17,12 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._engine.params.feed import FeedParams
-from hostcall._primitives import once
-from hostcall._primitives.axes import Batched, Dims, Operands, size_of
-from hostcall._primitives.call.batching import batch
-from hostcall._primitives.call.lowering import lower_here, lower_through_jax
-from hostcall._primitives.call.primitive import define
+from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
+from hostcall._primitives.call import define, lower, lower_through_jax
 from hostcall._primitives.eager import run_and_keep
+from hostcall._primitives.lowering import register
 
 
 def _would_run_twice(equation: dict[str, CallParams]) -> DerivativeError:
@@ -53,7 +51,7 @@ def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     row wants one, and the other rows see zeros.
     """
     if any(dim is not None for dim in dims[1:]) or not params.masked:
-        return batch(operands, dims, params=params, primitive=feed_p)
+        return batch(feed_p, operands, dims, params=params)
     mask, size = _jax.moveaxis(operands[0], dims[0], 0), size_of(operands, dims)
     outs = bind(mask.any(axis=0), *operands[1:], params=params)
     flags = params.batched[0] if params.grid else ()
@@ -74,4 +72,4 @@ _jax.batchers[feed_p] = _batch
 
 
 # In place of the engine, JAX's own callback asks the ring for items.
-once.register(feed_p, lower_here, lower_through_jax)
+register(feed_p, lower, lower_through_jax)

@@ -1,9 +1,9 @@
 """Calls that a program takes with it out of the process, as texts.
 
 The text of a call of registered host code stands in the program, beside the name of its
-slot (slots.py), or in an exported program in place of it. It says all that the engine
-must know to make the call's plan (`_engine/portable.py` has the equation). XLA hands it
-back when it loads the program, here or elsewhere:
+slot (lowering.py), or in an exported program in place of it. It says all that the
+engine must know to make the call's plan (`_engine/portable.py` has the equation). XLA
+hands it back when it loads the program, here or elsewhere:
 
     lowered here        the slot's plan is found, and its text is this one: no Python
     exported            there is no slot: `read_text`
@@ -37,9 +37,8 @@ from hostcall._core.errors import HostcallError, LoadError
 from hostcall._core.portable import Malformed, NotPortable, Told
 from hostcall._engine import portable as equations
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Equation
-from hostcall._engine.plans import Entrance, Team, plan_in_program
+from hostcall._engine.info import CallInfo, Team
+from hostcall._engine.plans import plan_in_program
 from hostcall._jax.types import Aval, Client, Mesh
 from hostcall._runtime import context, host_device
 
@@ -53,14 +52,13 @@ def tell(
     program: _jax.Program,
     info: CallInfo,
     avals: Sequence[Aval],
-    team: Team | None,
     only: Sequence[int],
 ) -> str:
     """The text of a call or tap. `only` are the ordinals of the devices that tap.
 
     Raises NotPortable.
     """
-    params: Equation = info.params
+    params, team = info.params, info.team
     told = equations.tell(params, avals, exported=program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
@@ -182,11 +180,11 @@ def read_text(
     if team is not None and found["place"]:  # exported, so on any devices
         team = team._replace(leader=None)
     operands = found["operands"]
-    tap = params.settings(found["only"], host_device.is_host(client))
     info = params.info(by_ordinal, mesh, operands)
+    info.tap = params.settings(found["only"], host_device.is_host(client))
     info.of_program = None if team is None else ()
-    entry = Entrance(tap=tap, team=team, text=text)
-    plan = plan_in_program(client, (platform,), info, operands, entry)
+    info.team, info.text = team, text
+    plan = plan_in_program(info, operands, client, (platform,))
     return None if buffers is None else plan
 
 
@@ -235,7 +233,7 @@ def _client(platform: str) -> Client:
 def buffers_of(told: Told) -> tuple[list[Told], list[Told]]:
     """[dtype, *shape] of the operands and of the results that the program passes."""
     results = equations.kind_of(told).results_in(told)
-    number = [["int32"]] if told["linked"] else []  # see emit.py
+    number = [["int32"]] if told["linked"] else []  # see lowering.py
     return [*number, *told["operands"]], [*number, *results]
 
 

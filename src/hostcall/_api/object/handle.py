@@ -25,7 +25,7 @@ from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill
-from hostcall._primitives.call.make import make
+from hostcall._primitives.make import make
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ from hostcall import _native
 from hostcall._core import config, errors
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
-from hostcall._engine.params.equation import Function
+from hostcall._engine.params.equation import CallParams, Function
 from hostcall._jax.types import Device
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]
@@ -179,25 +177,21 @@ class BufferParams(CallParams):
         graph = self.command_buffer
         return targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET
 
-    @cached_property
+    @property
     def native(self) -> dict[str, Any]:
-        lend = _native.Lend.BUFFERS
-        return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
-
-    def in_place(self) -> tuple[Function, _native.BufferSettings]:
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function
         code = fn if isinstance(fn, NativeFunction) else None
-        settings = _native.BufferSettings(
+        buffers = _native.BufferSettings(
             aliases=[shared.get(i, -1) for i in range(len(self.avals))],
             debug=config.debug(),
             address=0 if code is None else code.address,
             status=code is not None and code.status,
         )
-        return self._function(), settings
+        return {**super().native, "lend": _native.Lend.BUFFERS, "buffers": buffers}
 
-    def _function(self) -> Function:
-        """The function that the engine calls with the context and a Buffer per leaf."""
+    def bare(self) -> Function:
+        """What the engine calls with the context and a Buffer for each leaf."""
         callback = self.callback
         fn, template, results = callback.function, callback.template, callback.results
         if template.is_flat and results.treedef == jax.tree.structure(0):

@@ -32,7 +32,7 @@ from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
 
 logger = logging.getLogger("hostcall")
@@ -47,38 +47,20 @@ class Flavour(NamedTuple):
     Attributes:
         api: its name in JAX's log.
         jax_logger: the logger to which JAX reports failures of such callbacks.
-        unordered, ordered: the effects of calls of either order.
-        refusal: JAX's message about a derivative, with fields for its name and for the
-            function of JAX that gives a rule.
+        effects: those of unordered and of ordered calls.
     """
 
     api: str
     jax_logger: logging.Logger
-    unordered: Effect | None = None
-    ordered: Effect | None = None
-    refusal: str = ""
+    effects: Mapping[str, Effect]
 
 
-FLAVOURS: dict[str, Flavour] = {
-    "pure": Flavour(
-        api="jax.pure_callback",
-        jax_logger=_jax.callback_logger,
-        refusal="Pure callbacks do not support {}. Please use `jax.custom_{}` to use"
-        " callbacks while taking gradients.",
-    ),
-    "io": Flavour(
-        api="jax.io_callback",
-        jax_logger=_jax.callback_logger,
-        unordered=_jax.IO_EFFECT,
-        ordered=_jax.ORDERED_IO_EFFECT,
-        refusal="IO callbacks do not support {}.",
-    ),
-    "debug": Flavour(
-        api="jax.debug.callback",
-        jax_logger=_jax.debug_logger,
-        unordered=_jax.DEBUG_EFFECT,
-        ordered=_jax.ORDERED_DEBUG_EFFECT,
-    ),
+_IO = {"unordered": _jax.IO_EFFECT, "ordered": _jax.ORDERED_IO_EFFECT}
+_DEBUG = {"unordered": _jax.DEBUG_EFFECT, "ordered": _jax.ORDERED_DEBUG_EFFECT}
+FLAVOURS: dict[Kind, Flavour] = {
+    "pure": Flavour("jax.pure_callback", _jax.callback_logger, {}),
+    "io": Flavour("jax.io_callback", _jax.callback_logger, _IO),
+    "debug": Flavour("jax.debug.callback", _jax.debug_logger, _DEBUG),
 }
 
 
@@ -152,7 +134,7 @@ class DropInInfo(CallInfo):
         return error
 
     def log(self, error: BaseException) -> None:
-        flavour = self.params.flavour
+        flavour = FLAVOURS[self.params.kind]
         flavour.jax_logger.error("%s failed", flavour.api, exc_info=error)
 
 
@@ -177,14 +159,8 @@ class DropInParams(CallParams):
     )
 
     @property
-    def flavour(self) -> Flavour:
-        return FLAVOURS[self.kind]
-
-    @cached_property
     def effect(self) -> Effect | None:
-        flavour = self.flavour
-        of = {"unordered": flavour.unordered, "ordered": flavour.ordered}
-        return of.get(self.options.order)
+        return FLAVOURS[self.kind].effects.get(self.options.order)
 
     @property
     def primitive(self) -> str:

@@ -1,12 +1,13 @@
-"""What the equations of all kinds of calls and taps have in common.
+"""What the equations of all kinds of calls and taps have in common, and plain calls.
 
 An equation holds the user's function and its trees, and answers what lowering and
 `make_plan` (_engine/plans.py) ask. All are hashable. Equal ones trace to equal
 programs, so JAX's caches hit. Whatever belongs to one call site of one compiled program
 is in `CallInfo` (_engine/info.py) instead.
 
-A kind of equation is one file beside this one, with a subclass, and one file or folder
-of _primitives that binds and lowers it. Nothing else names it: the class answers.
+Each other kind of equation is one file beside this one, with a subclass, and one file
+or folder of _primitives that binds and lowers it. Nothing else names it: the class
+answers.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+
+import jax
 
 from hostcall import _jax, _native
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
-from hostcall._core.options import HERE, PlaceOptions, in_key
+from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
 from hostcall._core.order import EFFECTS, effects_with
-from hostcall._core.portable import Told
+from hostcall._core.portable import Malformed, Told
 from hostcall._core.registry import name_of_held
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._jax.types import Aval, Device, Effect, Mesh
+from hostcall._native import Lend, ResultForm
 
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
 T = TypeVar("T")
@@ -77,7 +80,7 @@ class Equation(abc.ABC):
     # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
     devices: ClassVar[tuple[int, ...]] = ()
 
-    @cached_property
+    @property
     def options(self) -> PlaceOptions:
         return self.callback.options
 
@@ -89,6 +92,8 @@ class Equation(abc.ABC):
     @property
     def out_avals(self) -> list[Aval]:
         """The avals of the equation's results."""
+        if not self.grid:
+            return list(self.avals)
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
@@ -111,7 +116,7 @@ class Equation(abc.ABC):
         """JAX's transformations that the function sees, in order of application."""
         return ()
 
-    @cached_property
+    @property
     def effect(self) -> Effect | None:
         """The effect that puts it in order; None if it is pure."""
         return EFFECTS[self.options.order]
@@ -143,15 +148,16 @@ class Equation(abc.ABC):
         del avals
         return self.described_by(self, devices, mesh)
 
-    @cached_property
+    @property
     def native(self) -> dict[str, Any]:
         """What a native plan has of it, apart from what all kinds have.
 
         `literals` says whether the function may return Python numbers for 32-bit
-        arrays; `keep` how many executions are kept (hc.watch).
+        arrays; `keep` how many executions are kept (hc.watch); `feed` has the ring
+        whose items are the results, and `buffers` is of a call on XLA's memory.
         """
-        lend = _native.Lend.COPY
-        return {"lend": lend, "out_tree": None, "keep": None, "literals": True}
+        own = {"lend": Lend.COPY, "out_tree": None, "keep": None, "literals": True}
+        return {**own, "feed": None, "buffers": None}
 
     def settings(
         self, only: Sequence[int] = (), nested: bool = False
@@ -165,16 +171,12 @@ class Equation(abc.ABC):
         del only, nested
         return None
 
-    def in_place(self) -> tuple[Function, _native.BufferSettings] | None:
-        """(function, settings) of a call that works on XLA's buffers, else None."""
-        return None
-
-    def fed(self) -> _native.FeedSettings | None:
-        """The ring whose items are the results, for a feed; else None."""
+    def bare(self) -> Function | None:
+        """What the engine calls if there can be no layers, and nothing is returned."""
         return None
 
     @abc.abstractmethod
-    def form(self) -> _native.ResultForm:
+    def form(self) -> ResultForm:
         """The form of what the function returns."""
 
     def axes(self) -> list[tuple[tuple[bool, ...], int]]:
@@ -256,3 +258,78 @@ class Equation(abc.ABC):
 
     def _details(self) -> list[str]:
         return ["where"] if self.masked else []
+
+
+# --- Calls ----------------------------------------------------------------------------
+
+_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT}
+_LEAF, _NOTHING = jax.tree.structure(0), jax.tree.structure(None)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CallParams(Equation):
+    """The parameters of one equation of the call primitive.
+
+    Attributes:
+        results_as: "tree": the function returns the structure of `result`. "leaves": it
+            returns the same leaves in any containers. "nothing": its return value is
+            ignored.
+        levels: as `Equation` says.
+        literals: whether the function may return Python numbers for 32-bit arrays.
+    """
+
+    levels: int = 0
+    results_as: Literal["tree", "leaves", "nothing"] = "tree"
+    literals: bool = True
+
+    takes = CallOptions
+    name = "call"
+
+    @property
+    def options(self) -> CallOptions:
+        return cast(CallOptions, self.callback.options)
+
+    @property
+    def method(self) -> str:
+        method = self.options.vmap_method or "sequential"
+        return method if isinstance(method, str) else "own"
+
+    @property
+    def native(self) -> dict[str, Any]:
+        how, tree = self.options, self.callback.results.treedef
+        own = {"lend": _LENDS[how.lend], "keep": how.keep, "literals": self.literals}
+        out_tree = tree.unflatten if how.lend == "out" else None
+        return {**super().native, **own, "out_tree": out_tree}
+
+    def form(self) -> ResultForm:
+        treedef = self.callback.results.treedef
+        n = treedef.num_leaves
+        if self.results_as == "nothing":
+            return ResultForm.IGNORED
+        if self.results_as == "leaves":
+            return ResultForm.LEAF if n == 1 else ResultForm.TREE
+        if treedef == _LEAF:
+            return ResultForm.LEAF
+        if treedef == _NOTHING:
+            return ResultForm.NOTHING
+        flat = n and treedef == jax.tree.structure((0,) * n)
+        return ResultForm.TUPLE if flat else ResultForm.TREE
+
+    @classmethod
+    def place_of_text(
+        cls, place: PlaceOptions, told: Mapping[str, Told]
+    ) -> PlaceOptions:
+        whole = "expand_dims" if told["params"]["levels"] else None
+        return replace(
+            cast(CallOptions, place),
+            vmap_method="parallel" if told["parallel"] else whole,
+        )
+
+    def check_text(self, operands: Sequence[Aval]) -> None:
+        ndims = [aval.ndim for aval in (*operands, *self.avals)]
+        if not 0 <= self.levels <= max(ndims, default=0):
+            raise Malformed(f"the option levels={self.levels}")
+
+    def _details(self) -> list[str]:
+        rows = [f"rows={self.grid}"] if self.grid else []
+        return super()._details() + rows

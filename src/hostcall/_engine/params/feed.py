@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hostcall import _native
 from hostcall._core.errors import LoadError
 from hostcall._core.options import HERE
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._runtime.feeds import Stream
 
 
@@ -31,7 +32,11 @@ class FeedParams(CallParams):
     def why_here(self) -> str:
         return "it is a feed with sharding=, which names devices" * bool(self.devices)
 
-    def fed(self) -> _native.FeedSettings | None:
+    @property
+    def native(self) -> dict[str, Any]:
+        return {**super().native, "feed": self._feed()}
+
+    def _feed(self) -> _native.FeedSettings:
         stream = self.callback.function
         if not isinstance(stream, Stream):  # the program comes from a file
             raise LoadError(

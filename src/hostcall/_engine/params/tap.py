@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -61,7 +60,7 @@ class TapParams(Equation):
     runs_by_policy = False
     runs_where_dispatched = False
 
-    @cached_property
+    @property
     def options(self) -> TapOptions:
         return cast(TapOptions, self.callback.options)
 

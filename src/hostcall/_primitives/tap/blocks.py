@@ -1,24 +1,45 @@
 """A tap of blocks in a partitioned program: of each device, or of each process.
 
 With on="shards" each device taps its own block. With on="process" all devices of a
-process are given the part of the value that they hold together (`parts.py`), and the
-first of them taps.
+process are given the part of the value that they hold together, and the first of them
+taps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from hostcall import _jax, _native
+import numpy as np
+
+from hostcall import _jax
 from hostcall._core.arguments import conflict
+from hostcall._core.errors import SpecError
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._jax.types import Aval, Sharding, Value
+from hostcall._jax.types import Aval, Shard, Sharding, Value
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
-from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.parts import Index
 from hostcall._runtime import host_device
+
+# Where a block lies in the whole array: (start, stop) along each axis.
+Box = tuple[tuple[int, int], ...]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The block of an index as JAX writes it, without ends that are the array's."""
+    each = zip(index, shape, strict=True)
+    return tuple(part.indices(size)[:2] for part, size in each)
+
+
+def slices(boxes: Sequence[Box]) -> tuple[tuple[slice, ...], ...]:
+    """For each array, its block as an index."""
+    return tuple(tuple(slice(*ends) for ends in box) for box in boxes)
 
 
 class TapBlocks(Partitioned):
@@ -29,28 +50,22 @@ class TapBlocks(Partitioned):
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
         self._nested = host_device.is_host(program.client)
         info = params.info(program.by_ordinal, None)
-        super().__init__(program, info, tap=params.settings((), self._nested))
+        info.tap = params.settings((), self._nested)
+        super().__init__(program, info)
 
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[CallInfo, list[Aval], _native.TapSettings]:
-        info = self.params.info(self.by_ordinal, None)
-        info.places = self._here(places)
-        tap = self.params.settings(tuple(info.places), self._nested, linked=True)
-        return info, avals, tap
-
-    def _here(self, places: Places) -> dict[int, tuple[Index, ...]]:
-        """Ordinal -> index of each array's block, for the devices here that tap.
-
-        Among devices that hold identical blocks, only the first taps.
-        """
-        local = {d.id: n for n, d in self.by_ordinal.items()}
-        found: dict[str, tuple[int, tuple[Index, ...]]] = {}
-        for device, blocks in places:
-            if device in local:
-                index = tuple(tuple(slice(*ends) for ends in block) for block in blocks)
-                found.setdefault(str(index), (local[device], index))
-        return dict(found.values())
+    ) -> tuple[CallInfo, list[Aval]]:
+        """Among devices that hold identical blocks, only the first taps."""
+        info = self.params.info(self.devices, None)
+        ordinals = {device.id: n for n, device in info.devices.items()}
+        first: dict[str, tuple[int, Any]] = {}
+        for device, boxes in places:
+            if device in ordinals:
+                first.setdefault(str(boxes), (ordinals[device], slices(boxes)))
+        info.places = dict(first.values())
+        info.tap = self.params.settings(tuple(info.places), self._nested, linked=True)
+        return info, avals
 
     def places(
         self,
@@ -67,10 +82,8 @@ class TapBlocks(Partitioned):
         ]
         found = []
         for device in sorted(everywhere.device_set, key=lambda d: d.id):
-            boxes = [
-                parts.box(of[device], shape)
-                for of, shape in zip(maps, shapes, strict=True)
-            ]
+            each = zip(maps, shapes, strict=True)
+            boxes = [box(of[device], shape) for of, shape in each]
             found.append((device.id, tuple(self.params.arguments(boxes))))
         return tuple(found)
 
@@ -79,7 +92,7 @@ class TapBlocks(Partitioned):
     ) -> Sharding:
         if self.params.options.on == "shards":
             return sharding
-        return parts.regroup(self.params, sharding, shape, number)
+        return tiles_of_processes(self.params, sharding, shape, number)
 
 
 # --- The whole tap --------------------------------------------------------------------
@@ -116,4 +129,127 @@ def _refuse(params: TapParams, avals: Sequence[Aval]) -> None:
         params.shown,
         f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
         f" only, or parts of them: use {instead}, or on='once'",
+    )
+
+
+# --- The parts of processes -----------------------------------------------------------
+#
+# A tap with on="process" delivers the part of a value that the devices of one process
+# hold together, once in each process. XLA has no words for it, but it can cut a value
+# into equal tiles and give several devices the same tile. So the tap asks for the
+# sharding whose tiles are the parts of the processes. The compiler then gathers each
+# part among the devices of its process, and no data leave the process. One device a
+# process needs no gathering at all.
+
+
+def tiles_of_processes(
+    params: TapParams, sharding: Sharding, shape: Sequence[int], number: int
+) -> Sharding:
+    """The sharding of an operand of a tap whose blocks are the parts."""
+    devices = _jax.devices_of(sharding)
+    if 0 in shape:  # no block lies apart from another
+        return _jax.tiled(sharding, [], [])
+    indices = dict(sharding.devices_indices_map(tuple(shape)))
+    blocks = [box(indices[device], shape) for device in devices]
+    owners: dict[Box, list[int]] = {}
+    for process in sorted({device.process_index for device in devices}):
+        here = [n for n, d in enumerate(devices) if d.process_index == process]
+        part = hull({blocks[n] for n in here})
+        if part is None:
+            raise apart(params, number, shape, process, [blocks[n] for n in here])
+        owners.setdefault(part, []).extend(here)
+    if len(owners) == 1:
+        return _jax.tiled(sharding, [], [])
+    tiles = grid(owners, shape)
+    if tiles is None:
+        what = f"the parts of {_name(params, number)}, of shape {list(shape)}, that"
+        what += " the processes hold are no even division of it"
+        raise _wrong(params, what, owners)
+    return _jax.tiled(sharding, tiles, [owners[each] for each in sorted(owners)])
+
+
+def hull(blocks: set[Box]) -> Box | None:
+    """The one block that these blocks make together; None if they make none."""
+    sizes = [math.prod(stop - start for start, stop in block) for block in blocks]
+    whole = tuple(
+        (min(start for start, _ in ends), max(stop for _, stop in ends))
+        for ends in zip(*blocks, strict=True)
+    )
+    size = math.prod(stop - start for start, stop in whole)
+    return whole if size == sum(sizes) or len(blocks) == 1 else None
+
+
+def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int] | None:
+    """How many parts lie along each axis; None if they do not tile the value evenly.
+
+    XLA's tiles are equal, and each is on equally many devices.
+    """
+    sizes = {tuple(stop - start for start, stop in each) for each in owners}
+    if len(sizes) > 1 or len({len(devices) for devices in owners.values()}) > 1:
+        return None
+    (size,) = sizes
+    if any(
+        start % n for each in owners for (start, _), n in zip(each, size, strict=True)
+    ):
+        return None
+    tiles = [whole // n for whole, n in zip(shape, size, strict=True)]
+    return tiles if math.prod(tiles) == len(owners) else None
+
+
+def assembled(
+    shards: Sequence[Shard], shape: Sequence[int]
+) -> tuple[np.ndarray, Box] | None:
+    """(array, block) of the part of an array that this process's shards make.
+
+    None if they make no single block.
+    """
+    blocks = {box(shard.index, shape): shard.data for shard in shards}
+    part = hull(set(blocks))
+    if part is None:
+        return None
+    out = np.empty([stop - start for start, stop in part], shards[0].data.dtype)
+    for block, data in blocks.items():
+        each = zip(block, part, strict=True)
+        at = tuple(slice(a - first, b - first) for (a, b), (first, _) in each)
+        out[at] = _jax.to_numpy(data)
+    return out, part
+
+
+# --- What can go wrong ----------------------------------------------------------------
+
+
+def _name(params: TapParams, number: int) -> str:
+    """How messages call an operand."""
+    first = int(params.masked)
+    if number < first:
+        return "where="
+    paths = params.callback.template.paths()
+    return paths[number - first] if number - first < len(paths) else "always="
+
+
+def apart(
+    params: TapParams,
+    number: int,
+    shape: Sequence[int],
+    process: int,
+    blocks: Iterable[Box] = (),
+) -> SpecError:
+    """The error for an operand of which a process holds no single block."""
+    what = f"of {_name(params, number)}, of shape {list(shape)}, that process {process}"
+    return _wrong(params, f"the blocks {what} holds do not make one array", blocks)
+
+
+def _wrong(params: TapParams, what: str, blocks: Iterable[Box]) -> SpecError:
+    said = ", ".join(
+        "[" + ", ".join(f"{start}:{stop}" for start, stop in block) + "]"
+        for block in sorted(set(blocks))[:4]
+    )
+    return SpecError(
+        f"hostcall: the tap `{params.callback.name}` has on='process', but {what}"
+        f"{': ' * bool(said)}{said}. Use on='shards' to tap each device's block, or a"
+        " mesh in which each process's devices are neighbours along the sharded axes"
+        " (jax.devices() in their own order is one for an axis that is sharded alone),"
+        " or give the value a sharding over processes alone"
+        " (jax.lax.with_sharding_constraint)",
+        code="hc-device",
     )

@@ -16,9 +16,8 @@ import jax
 from hostcall import _jax
 from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import LoweringContext, Primitive, Value
-from hostcall._primitives.axes import Dims, Operands
-from hostcall._primitives.tap import primitive
-from hostcall._primitives.tap.primitive import batched
+from hostcall._primitives.batching import Dims, Operands
+from hostcall._primitives.tap.primitive import batched, bind
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ def _tangent_jvp(
     dots = list(params.arguments(tangents))
     if any(type(dot) is not _jax.Zero for dot in dots):
         mask = params.mask(primals)
-        primitive.bind(*mask, *map(_jax.instantiate_zeros, dots), params=params)
+        bind(*mask, *map(_jax.instantiate_zeros, dots), params=params)
     return list(params.arguments(primals)), dots
 
 
@@ -88,7 +87,7 @@ def _cotangent_transpose(
 ) -> list[jax.Array | None]:
     mask = params.mask(operands)
     back = list(map(_jax.instantiate_zeros, cotangents))
-    primitive.bind(*mask, *back, params=params)
+    bind(*mask, *back, params=params)
     return [*(None for _ in mask), *back]
 
 

@@ -6,27 +6,35 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core import errors, process
-from hostcall._core.errors import SpecError
-from hostcall._core.source import source_of
+from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.options import TapOptions
+from hostcall._core.source import Place, source_of
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
-from hostcall._engine.plans import Entrance
-from hostcall._jax.types import Aval, Device, Effect, JaxprEquation
-from hostcall._primitives.axes import Batched, Dims, Operands, in_front, size_of
+from hostcall._jax.types import Aval, Device, Effect, JaxprEquation, Sharding, Value
+from hostcall._primitives.batching import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
-from hostcall._primitives.tap import parts
-from hostcall._primitives.tap.parts import Index, block_index, whole
+from hostcall._primitives.lowering import (
+    EngineCall,
+    emit_through_jax,
+    put,
+    refuse_export,
+    register,
+)
+from hostcall._primitives.tap import blocks
+from hostcall._primitives.tap.blocks import Box
 from hostcall._runtime import host_device
 
 T = TypeVar("T")
@@ -47,31 +55,27 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     go_on_after_failures(params)
-    for home, place, blocks in _blocks(operands, params):
-        if not _lets(params, home, params.flag_of(operands)):
+    tap, always = params.settings(in_program=False), params.flag_of(operands)
+    for home, place, values in _blocks(operands, params):
+        if params.options.thinned and not _lets(params, home, tap, always):
             continue
-        arrays = [row_major(block) for block in blocks]
+        arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
-        info.places = None if place is None else {-1: place}
-        tap = params.settings(in_program=False)
-        entry = Entrance(device=host_device.above_here(), tap=tap)
-        plan = plans.make_plan(params, arrays, info, entry)
-        plan.push(list(params.read(arrays)))
+        info.places = None if place is None else {-1: blocks.slices(place)}
+        info.tap, info.device = tap, host_device.above_here()
+        plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
 
 
 tap_p.def_impl(_impl)
 
 
-# (device, index of each array's block, operands) of one delivery.
-Block = tuple[Device, tuple[Index, ...] | None, list[jax.Array]]
+# (device, block of each array, operands) of one delivery.
+Block = tuple[Device, Sequence[Box] | None, list[jax.Array]]
 
 
 def _blocks(operands: Operands, params: TapParams) -> list[Block]:
-    """The deliveries of an eager tap in this process.
-
-    Among devices that hold identical blocks, only the first taps.
-    """
+    """The deliveries of an eager tap in this process."""
     sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
     on = params.options.on
     if on == "shards" and sharded:
@@ -83,36 +87,38 @@ def _blocks(operands: Operands, params: TapParams) -> list[Block]:
         if home.process_index != _jax.process_of(home):
             return []
         return [(home, None, list(operands))]
-    found, indices = [], []
+    found, boxes = [], []
     for number, x in enumerate(operands):
-        index = whole(np.shape(x))
+        box = blocks.whole(np.shape(x))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            shards = x.addressable_shards
-            part = parts.assembled(shards, x.shape)
+            part = blocks.assembled(x.addressable_shards, x.shape)
             if part is None:
-                raise parts.apart(params, number, x.shape, _jax.process_of(home))
-            x, index = part
+                raise blocks.apart(params, number, x.shape, _jax.process_of(home))
+            x, box = part
         found.append(x)
-        indices.append(index)
-    here = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
-    home = first_device(here) if here else home
-    return [(home, tuple(params.arguments(indices)), found)]
+        boxes.append(box)
+    local = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
+    home = first_device(local) if local else home
+    return [(home, params.arguments(boxes), found)]
 
 
 def _of_each_device(
     operands: Operands, sharded: jax.Array, params: TapParams
 ) -> list[Block]:
-    found: dict[str, Block] = {}
+    """Among devices that hold identical blocks, only the first taps."""
+    found: dict[tuple[Box, ...], Block] = {}
     for device in (shard.device for shard in sharded.addressable_shards):
-        blocks, indices = [], []
+        values, boxes = [], []
         for x in operands:
             shards = x.addressable_shards if isinstance(x, jax.Array) else ()
             here = [shard for shard in shards if shard.device == device]
-            blocks.append(here[0].data if here else x)
-            index = here[0].index if here else whole(np.shape(x))
-            indices.append(block_index(index, np.shape(x)))
-        place = tuple(params.arguments(indices))
-        found.setdefault(str(place), (device, place, blocks))
+            values.append(here[0].data if here else x)
+            shape = np.shape(x)
+            boxes.append(
+                blocks.box(here[0].index, shape) if here else blocks.whole(shape)
+            )
+        place = tuple(params.arguments(boxes))
+        found.setdefault(place, (device, place, values))
     return list(found.values())
 
 
@@ -142,30 +148,37 @@ def _devices(operands: Operands) -> list[Device]:
 # A compiled program has native counters for its taps, one for each tap and device. An
 # eager tap is no part of a program, so its counter is found by the line that wrote it.
 
+
+@dataclass(frozen=True)
+class _Line:
+    """A user's line that taps, on one device. It keeps no function alive."""
+
+    place: Place
+    source: str
+    device: tuple[str, int]
+    options: TapOptions
+    tap: _native.TapSettings = field(compare=False)
+
+
 # How many lines keep a counter. In a notebook each run of a cell makes new lines.
 # Beyond this number the counter that was used longest ago is dropped, and its line
 # starts counting anew.
-_AT_MOST = 4096
+@lru_cache(maxsize=4096)
+def _throttle(line: _Line) -> _native.Throttle:
+    return _native.Throttle(line.tap)
 
-_places: OrderedDict[Hashable, _native.Throttle] = OrderedDict()
-_lock = threading.Lock()
 
-
-def _lets(params: TapParams, device: Device, always: bool) -> bool:
+def _lets(
+    params: TapParams, device: Device, tap: _native.TapSettings, always: bool
+) -> bool:
     """Whether an eager tap is delivered, on this device; `always` is its flag.
 
     If not, `hc.monitor.stats()` counts it.
     """
-    callback, how = params.callback, params.options
-    if not how.thinned:
-        return True
-    key = callback.place, source_of(callback.function), device.platform, device.id, how
-    with _lock:
-        found = _places.pop(key, None) or _native.Throttle(params.settings())
-        _places[key] = found
-        while len(_places) > _AT_MOST:
-            _places.popitem(last=False)
-    return found.lets(costs.counters_of(callback), always)
+    callback, number = params.callback, (device.platform, device.id)
+    source = source_of(callback.function)
+    line = _Line(callback.place, source, number, params.options, tap)
+    return _throttle(line).lets(costs.counters_of(callback), always)
 
 
 # --- abstract eval -----------------------------------------------------------------
@@ -220,7 +233,7 @@ def _of_any_row(operands: Operands, dims: Dims, params: TapParams) -> jax.Array:
 
 def _batch(operands: Operands, dims: Dims, *, params: TapParams) -> Batched:
     moved, params, axes = batched(operands, dims, params)
-    outs = bind(*moved, params=params)
+    outs = tap_p.bind(*moved, params=params)
     return outs, axes[: len(outs)]
 
 
@@ -234,7 +247,7 @@ def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, params: TapParams
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """A tap sees primals. The tangents of its results are those of its arguments."""
-    outs = bind(*primals, params=params)
+    outs = tap_p.bind(*primals, params=params)
     return outs, list(params.arguments(tangents))[: len(outs)]
 
 
@@ -281,3 +294,161 @@ def _partial_eval(
 
 
 _jax.partial_eval_rules[tap_p] = _partial_eval
+
+
+# --- lowering ----------------------------------------------------------------------
+
+
+def lower_here(
+    program: _jax.Program, *operands: Value, params: TapParams
+) -> list[Value]:
+    """The lowering for the platforms that the engine serves: a custom call that only
+    copies, and a slot for its plan.
+    """
+    ctx = program.ctx
+    if blocks.serves(program, params):
+        return blocks.lower(program, operands, params)
+    targets.start_lowering(program)
+    flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
+    if flagged:
+        if not params.masked:
+            avals, params = [_FLAG, *avals], params.with_mask()
+        prepare = partial(_only_on_first, program, avals)
+    info = params.info(program.by_ordinal, program.mesh, avals)
+    only = () if flagged else _leader(program, params)
+    info.tap = params.settings(only, host_device.is_host(program.client))
+    first = int(params.masked)
+    call = EngineCall(
+        program,
+        params.target,
+        put(program, info, avals, only=only),
+        has_side_effect=True,
+        aliases={first + i: i for i in range(len(ctx.avals_out))},
+        prepare=prepare,
+    )
+    with _jax.named(ctx, info.label):
+        return call.emit(operands, params.effect)
+
+
+_NONE_HERE = (-1,)  # no device has this ordinal
+
+
+def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
+    """Ordinals of the devices here that tap; empty if all do.
+
+    If all devices of the program hold the same values, one of them taps. It belongs to
+    one of the processes that run the program, and in the others no device taps.
+    """
+    local, devices = program.local, program.devices
+    if local is None or devices is None or program.mesh is not None:
+        return ()
+    device = _tapping(program, params)
+    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+
+
+def _tapping(program: _jax.Program, params: TapParams) -> Device:
+    """The device that taps, in a program that is partitioned over several."""
+    devices = program.devices
+    assert devices is not None
+    device = params.options.device or devices[0]
+    if device not in devices:
+        raise HostcallError(
+            f"hostcall: {params.shown} has on={device}, which is not"
+            f" among the devices of the program: {devices}",
+            code="hc-device",
+        )
+    return device
+
+
+# --- The one device that taps, in an exported program over several devices ------------
+#
+# A compiled program names this device by its ordinal. An exported program may run on
+# any devices, so each compares its own partition id with 0, and the result is part of
+# the tap's mask. (So `hc.monitor.stats()` counts the other devices' executions as
+# masked.)
+
+_FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
+
+
+def _is_flagged(program: _jax.Program, params: TapParams) -> bool:
+    """Whether a mask says which device taps. Else the engine knows it by its ordinal,
+    or all devices tap.
+    """
+    if not program.is_exported or program.mesh is not None or program.size == 1:
+        return False
+    if params.options.device is not None:
+        refuse_export(
+            params.callback,
+            f"it has on={params.options.device}, and the program may run on other"
+            " devices. Leave out on=: the first device of the program then taps",
+        )
+    return True
+
+
+def _only_on_first(
+    program: _jax.Program, avals: Sequence[Aval], operands: Sequence[Value]
+) -> tuple[list[Value], Sequence[Aval]]:
+    """The operands with a mask that is False on all devices but the first; their avals.
+
+    Runs inside a region that is manual over all devices. The mask is new if there is
+    none so far.
+    """
+    masks = len(operands) + 1 - len(avals)
+
+    def both(device: jax.Array, *mask: jax.Array) -> list[jax.Array]:
+        here = device == 0
+        return [jnp.logical_and(mask[0], here) if mask else here]
+
+    given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
+    values = (_jax.partition_id(), *operands[:masks])
+    mask = _jax.lower_traced(program.ctx, both, given, values)
+    return [*mask, *operands[masks:]], avals
+
+
+def lower_through_jax(
+    program: _jax.Program, *operands: Value, params: TapParams
+) -> list[Value]:
+    """The lowering on any platform that JAX's callback serves; see `register`.
+
+    JAX's callback brings the values to the host, and there they are queued.
+    """
+    targets.start()
+    place = _place(program, params)
+    info = params.info({-1: None}, program.mesh)
+    info.tap = params.settings(in_program=False)
+    info.device = host_device.above(None)
+    plan = plans.make_plan(info, program.ctx.avals_in)
+
+    # JAX's callback knows neither device nor run, so all share one throttle.
+    own = _native.Throttle(info.tap)
+    counters = costs.counters_of(params.callback)
+
+    def run(*arrays: jax.Array) -> list[np.ndarray]:
+        hosts = [row_major(array) for array in arrays]
+        masked = params.masked and hosts[0].size == 1 and not hosts[0]
+        if not masked and own.lets(counters, params.flag_of(hosts)):
+            plan.push(list(params.read(hosts)))
+        return list(params.arguments(hosts)) if params.through else []
+
+    how = {"has_side_effect": True, "sharding": place}
+    return emit_through_jax(program, run, operands, effect=params.effect, **how)
+
+
+def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
+    """The sharding by which JAX's callback gets the values from the tap's device; None
+    if each device taps, or if there is one.
+    """
+    if not program.is_partitioned:
+        return None
+    if blocks.serves(program, params):
+        raise HostcallError(
+            f"hostcall: {params.shown} has on={params.options.on!r}, and is"
+            f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"
+            " only the whole value. Put the tap into a jax.shard_map, where each device"
+            " taps its own block, or leave out on=",
+            code="hc-device",
+        )
+    return jax.sharding.SingleDeviceSharding(_tapping(program, params))
+
+
+register(tap_p, lower_here, lower_through_jax)

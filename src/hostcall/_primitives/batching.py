@@ -26,18 +26,35 @@ from hostcall import _jax
 from hostcall._core.errors import BatchingError
 from hostcall._core.options import WHOLE
 from hostcall._core.spec import wrap_keys
-from hostcall._engine.params.call import CallParams
+from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Aval, Primitive, TreeDef
-from hostcall._primitives.axes import Batched, Dims, Operands, in_front, size_of
-from hostcall._primitives.call.primitive import call_p
+
+Operands = Sequence[jax.Array]
+Dims = Sequence[int | None]  # for each operand the index of its batch axis, if any
+# What a batching rule returns: the results, and for each its batch axis.
+Batched = tuple[Sequence[jax.Array], Sequence[int | None]]
+
+
+def size_of(operands: Operands, dims: Dims) -> int:
+    """The number of rows; symbolic in an export with symbolic shapes."""
+    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    return size  # type: ignore[no-any-return]
+
+
+def in_front(operands: Operands, dims: Dims) -> list[jax.Array]:
+    """The operands with their batch axes moved to the front."""
+    return [
+        x if d is None else _jax.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
 
 
 def batch(
+    primitive: Primitive,
     operands: Operands,
     dims: Dims,
     *,
     params: CallParams,
-    primitive: Primitive = call_p,
     innermost: bool = False,
 ) -> Batched:
     """The batching rule of any primitive whose equations have `CallParams`.
@@ -63,9 +80,6 @@ def batch(
     grid = (*params.grid[:place], size, *params.grid[place:])
     outs = bind(*moved, params=replace(params, grid=grid, batched=tuple(batched)))
     return outs, (place,) * len(outs)
-
-
-_jax.batchers[call_p] = batch
 
 
 def _batch_whole(

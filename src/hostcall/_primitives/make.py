@@ -11,9 +11,8 @@ import jax
 
 from hostcall._core.arguments import conflict
 from hostcall._core.callback import Callback
-from hostcall._engine.params.call import CallParams
-from hostcall._primitives.call import batching, lowering  # noqa: F401  (they register)
-from hostcall._primitives.call.primitive import bind
+from hostcall._engine.params.equation import CallParams
+from hostcall._primitives.call import bind
 
 
 def make(

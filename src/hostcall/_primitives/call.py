@@ -1,0 +1,305 @@
+"""The call primitive: a host function with results.
+
+The operands are the call's arrays, with the mask of `where=` in front if there is one.
+Everything static is in one parameter, `params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn, TypeVar
+
+import jax
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core import config, errors
+from hostcall._core.errors import HostcallError
+from hostcall._core.host_code import own
+from hostcall._engine import plans, targets
+from hostcall._engine.info import CallInfo, Team
+from hostcall._engine.params.equation import CallParams
+from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
+from hostcall._native import Plan
+from hostcall._primitives.batching import batch
+from hostcall._primitives.eager import row_major, run_and_keep
+from hostcall._primitives.lowering import EngineCall, emit_through_jax, put, register
+from hostcall._primitives.outcome import Reach
+from hostcall._runtime import host_device
+
+P = TypeVar("P", bound=CallParams)
+
+
+def define(
+    name: str,
+    impl: Callable[..., list[jax.Array]],
+    would_run_twice: Callable[[dict[str, CallParams]], Exception],
+) -> Primitive:
+    """A primitive of calls, with the rules that all kinds of calls share.
+
+    `would_run_twice` is the error of a while loop that would run the call once more for
+    a derivative.
+    """
+    primitive = _jax.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(impl)
+    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
+    _jax.run_once_in_while_loops(primitive, would_run_twice)
+    return primitive
+
+
+def _abstract_eval(
+    *operands: Aval, params: CallParams
+) -> tuple[list[Aval], set[Effect]]:
+    pure = params.effect is None
+    return _jax.result_avals(params.out_avals, operands, pure), params.effects
+
+
+def _impl(*operands: jax.Array, params: CallParams) -> list[jax.Array]:
+    results = run_and_keep(*operands, params=params)
+    _jax.refuse_special(results, params.callback.described)
+    return results
+
+
+def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:
+    callback = equation["params"].callback
+    return errors.DerivativeError(
+        f"hostcall: jax.linearize or jax.grad of a while_loop that calls"
+        f" {callback.described()}, with order={callback.options.order!r}, on whose"
+        " results its derivative or its condition depends. JAX would run the loop, and"
+        " the call, once more for the derivative. Use lax.scan, with where= for steps"
+        " that make no call: it keeps the results. Or use jax.jvp, which runs the loop"
+        " once, or order='pure' if the call may run again. If the loop has no"
+        " derivative, put jax.lax.stop_gradient around what it starts with"
+    )
+
+
+call_p = define("host_call", _impl, would_run_twice)
+bind: Callable[..., list[jax.Array]] = call_p.bind
+_jax.batchers[call_p] = partial(batch, call_p)
+
+
+# --- JVP, transpose ----------------------------------------------------------------
+
+
+def refuse_derivatives(
+    primitive: Primitive,
+    jvp: Callable[[P], Exception],
+    transpose: Callable[[P], Exception],
+) -> None:
+    """`jvp` and `transpose` make the errors, from the parameters of an equation."""
+
+    def no_jvp(primals: object, tangents: object, *, params: P) -> NoReturn:
+        raise jvp(params)
+
+    def no_transpose(cotangents: object, *operands: object, params: P) -> NoReturn:
+        raise transpose(params)
+
+    _jax.jvps[primitive] = no_jvp
+    _jax.transposes[primitive] = no_transpose
+
+
+def refuse_derivatives_as_jax(primitive: Primitive, text: str) -> None:
+    """The same for one of JAX's callbacks; `text` has fields for the rule that it has
+    not, and for the function of JAX that gives one.
+    """
+    refuse_derivatives(
+        primitive,
+        lambda params: ValueError(text.format("JVP", "jvp")),
+        lambda params: ValueError(text.format("transpose", "vjp")),
+    )
+
+
+def _no_jvp(params: CallParams) -> errors.DerivativeError:
+    return errors.DerivativeError(
+        f"hostcall: the call of `{params.callback.name}` has no derivative"
+        f" ({params.callback.place}). {_why_and_what(params)} Or put jax.custom_jvp or"
+        " jax.custom_vjp around the call, or keep the derivative out with"
+        " jax.lax.stop_gradient on its arguments"
+    )
+
+
+def _why_and_what(params: CallParams) -> str:
+    """Why a call has no derivative, and what to write first."""
+    fn, name = params.callback.function, params.callback.name
+    mine = own(fn)
+    why = "" if mine is None else mine.no_derivative()
+    if why:  # an object's method
+        return why
+    rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"
+    if params.effect is None:
+        return (
+            f"Write {rule}, f.defjvp(rule), or hc.derivatives.finite_difference(f)"
+            " without one."
+        )
+    begin = (
+        f"It has order={params.options.order!r}, and derivatives run a function again,"
+        " or not at all."
+    )
+    if not params.avals:
+        return (
+            f"{begin} To send values out under derivatives, write hc.tap({name}, ...)."
+        )
+    return f"{begin} If it needs no order, write {rule}."
+
+
+def _no_transpose(params: CallParams) -> errors.DerivativeError:
+    return errors.DerivativeError(
+        f"hostcall: the call of `{params.callback.name}` can't be transposed"
+        f" ({params.callback.place}). If it is linear, say so with"
+        " jax.custom_derivatives.linear_call, or give the cotangents with"
+        " jax.custom_vjp around the call"
+    )
+
+
+refuse_derivatives(call_p, _no_jvp, _no_transpose)
+
+
+# --- lowering ----------------------------------------------------------------------
+
+
+def lower(
+    program: _jax.Program,
+    *operands: Value,
+    params: CallParams,
+    avals: Sequence[Aval] | None = None,
+) -> list[Value]:
+    """The lowering for the platforms that the engine serves.
+
+    `avals` are those of the operands, if not as JAX says: for a typed key, that of its
+    uint32 block.
+    """
+    leader = params.options.device if program.is_partitioned else None
+    call, label = prepare(program, params, avals or program.ctx.avals_in, leader)
+    with _jax.named(program.ctx, label):
+        return call.emit(operands, params.effect)
+
+
+def prepare(
+    program: _jax.Program,
+    params: CallParams,
+    avals: Sequence[Aval],
+    leader: Device | None,
+) -> tuple[EngineCall, str]:
+    """Puts the call's plan into a slot that lives as long as the program.
+
+    Args:
+        program: the program.
+        params: the parameters of the call.
+        avals: those of its operands; for a typed key, that of its uint32 block.
+        leader: the device that calls; None for the program's first.
+
+    Returns:
+        (what emits the call, the name by which profilers show it).
+    """
+    info = params.info(program.by_ordinal, program.mesh)
+    info.job = targets.start_lowering(program)
+    reach = _place(program, info, leader)
+    attributes = put(program, info, avals)
+    if params.runs_where_dispatched:
+        _jax.run_where_dispatched(program)
+    call = EngineCall(
+        program,
+        params.target,
+        attributes,
+        has_side_effect=params.effect is not None,
+        aliases=dict(params.aliases),
+        reach=reach,
+    )
+    return call, info.label
+
+
+def _place(
+    program: _jax.Program, info: CallInfo, leader: Device | None
+) -> Reach | None:
+    """Decides how the devices of the program make the call, and notes it in `info`.
+
+    Returns how the outcome of the call reaches all processes; None if it stays where it
+    is.
+    """
+    params, local, mesh = info.params, program.local, program.mesh
+    devices, reach = program.devices, None
+    # A call that works in place in GPU memory has no host memory to write the outcome
+    # to.
+    on_host = program.platforms == ("cpu",) or not params.on_buffers
+    fail = params.options.fail or config.settings.fail
+    together = program.across and on_host and fail == "together"
+    size = program.size if mesh is None else int(mesh.size)
+    if params.devices:  # a sharded feed: each takes its part, and makes no call
+        return None
+    if local is None or devices is None:
+        # A lowering that does not know the program's devices (an export, or a jit
+        # with an abstract mesh): the first device that arrives makes the call. With
+        # several processes, nothing says how many of the devices are in this one.
+        if size > 1 and jax.process_count() == 1:
+            info.team = Team("ONCE" if mesh is None else "EACH", size, None)
+    elif mesh is not None:
+        info.team = Team("EACH", len(local), None)
+    else:
+        leader = leader or devices[0]
+        if leader not in devices:
+            raise HostcallError(
+                f"hostcall: `{info.name}` has on={leader}, which is not among the"
+                f" devices of the program: {devices}",
+                code="hc-device",
+            )
+        info.elsewhere = leader not in local
+        caller = _jax.ordinal(local[0] if info.elsewhere else leader)
+        info.team = Team("ONCE", len(local), caller)
+        if len(local) < len(devices) and (params.avals or together):
+            reach = Reach(len(devices), devices.index(leader), on_host)
+            info.caller = leader.process_index
+    if reach is None and together:
+        reach = Reach(size)
+        info.origins = [device.process_index for device in devices or ()]
+    info.tells = reach is not None and reach.tells
+    return reach
+
+
+# --- Platforms that the engine does not serve -----------------------------------------
+
+
+def lower_through_jax(
+    program: _jax.Program,
+    *operands: Value,
+    params: CallParams,
+    partitioned: bool = False,
+) -> list[Value]:
+    """The lowering for any platform that JAX's callback serves; see `register`."""
+    targets.start()
+    info = params.info({}, program.mesh)
+    info.job = targets.failures_over(program.across)
+    info.device = host_device.above(None)
+    made: dict[tuple[tuple[int, ...], ...], Plan] = {}
+
+    def plan_of(operands: Sequence[Aval | np.ndarray]) -> Plan:
+        shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
+        if shapes not in made:
+            made[shapes] = plans.make_plan(info, operands)
+        return made[shapes]
+
+    plan_of(_jax.physical_avals(program.ctx.avals_in))
+
+    def run(*arrays: jax.Array) -> list[np.ndarray]:
+        hosts = [row_major(array) for array in arrays]
+        try:
+            results: list[np.ndarray] = plan_of(hosts).invoke(hosts)
+        except Exception as error:
+            text = info.on_error(error, None, ())
+            code = error.code if isinstance(error, HostcallError) else None
+            raise HostcallError(text, code=code) from error
+        return results
+
+    return emit_through_jax(
+        program,
+        run,
+        operands,
+        effect=params.effect,
+        has_side_effect=params.effect is not None,
+        sharding=params.options.sharding,
+        partitioned=partitioned,
+    )
+
+
+register(call_p, lower, lower_through_jax)

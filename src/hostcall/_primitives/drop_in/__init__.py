@@ -1,1 +1,0 @@
-"""The primitives behind the drop-ins for JAX's own callbacks, one for each of JAX's."""

@@ -1,0 +1,431 @@
+"""What the lowerings of all primitives share: the way in, the slot, the custom call.
+
+The program's text can't hold a Python function. It holds the key of the call instead,
+which says what the call is, and a count that tells it from other live calls with the
+same key. Under these the engine keeps the plan (function, dtypes, shapes), in a slot
+that is tied to the executable and freed with it.
+
+So the text of a program depends on what it calls, not on what else was compiled, nor in
+which order or process: JAX's compilation cache finds it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax, _native
+from hostcall._core import codes
+from hostcall._core.callback import Callback
+from hostcall._core.errors import ExportError, HostcallError, SpecError
+from hostcall._core.portable import NotPortable
+from hostcall._engine import targets
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.equation import Equation
+from hostcall._engine.plans import plan_in_program
+from hostcall._engine.portable import may_travel, why_here
+from hostcall._jax.types import (
+    Aval,
+    Effect,
+    Emitted,
+    LoweringContext,
+    Primitive,
+    Sharding,
+    Value,
+)
+from hostcall._primitives import travel
+from hostcall._primitives.outcome import OUTCOME_AVAL, Reach, bits, from_bits
+
+Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> results
+
+# --- The way in -----------------------------------------------------------------------
+
+
+def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
+    """Registers the lowerings of a kind of equation, with what they begin with.
+
+    Args:
+        primitive: the primitive.
+        here: for the platforms that the engine serves.
+        elsewhere: through JAX's own callback, with its cost: it brings the arrays to
+            the host, and the engine runs on them, so rows, masks, dtypes and errors are
+            the same. Where JAX has no callback, the equation is refused.
+    """
+
+    def lowered(
+        ctx: LoweringContext, *operands: Value, params: Equation
+    ) -> list[Value]:
+        program, rule = _jax.program_of(ctx), here
+        if not set(program.platforms) <= set(_jax.SERVED):
+            _check_platform(program, params)
+            rule = elsewhere
+        if program.mesh is not None and params.options.sharding is not None:
+            raise SpecError(
+                f"hostcall: `{params.callback.name}` has on=device inside shard_map or"
+                " pmap, where each device makes its own call. Drop on=",
+                code="hc-device",
+            )
+        if program.automatic:
+            return _lower_once(program, operands, params, primitive)
+        return rule(program, *operands, params=params)
+
+    _jax.register_lowering(primitive, lowered)
+
+
+_JAXS_OWN = ("oneapi", "rocm", "tpu")
+
+
+def _check_platform(program: _jax.Program, params: Equation) -> None:
+    """Refuses platforms for which JAX has no callback either."""
+    platforms = program.platforms
+    if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
+        raise HostcallError(
+            f"hostcall: {params.shown} is lowered for"
+            f" {', '.join(platforms)}. The engine serves cpu and cuda, also in one"
+            f" program, and JAX's own callback serves {', '.join(_JAXS_OWN)}, each in a"
+            " program of its own. Lower it for these, or run that part on the CPU: give"
+            ' it arrays that are there, jax.device_put(x, jax.devices("cpu")[0])',
+            code="hc-device",
+        )
+
+
+# --- In a shard_map that is manual over some mesh axes only ---------------------------
+#
+# Along the other axes the compiler splits the values, and only it knows how. So the
+# values are gathered along them, as for JAX's debug callbacks, and of the devices that
+# differ only there the first makes the call: the others have a mask that is False. All
+# of them come to the call, so that a failure reaches all of them. Then the first
+# device's results go to the others, bit for bit.
+
+
+def refuse_some_axes(program: _jax.Program, name: str, remedy: str = "") -> None:
+    """Refuses a shard_map that is manual over some mesh axes only."""
+    if program.automatic:
+        axes = sorted(map(str, program.automatic))
+        text = (
+            f"hostcall: `{name}` is called inside a shard_map that is manual over some"
+            f" mesh axes only. Make it manual over {axes} too{remedy}"
+        )
+        raise NotImplementedError(codes.ended(text, "hc-device"))
+
+
+def _lower_once(
+    program: _jax.Program,
+    operands: Sequence[Value],
+    params: Equation,
+    primitive: Primitive,
+) -> list[Value]:
+    """Lowers the equation to itself, inside a region that is manual over all axes."""
+    if not params.runs_along_axes:
+        refuse_some_axes(program, params.callback.name)
+    if params.options.order == "ordered" and not _jax.SHARDS_TOKENS_OVER_SOME_AXES:
+        remedy = ", or leave out order='ordered', or use jaxlib 0.11.2 or later"
+        refuse_some_axes(program, params.callback.name, remedy)
+    axes = sorted(program.automatic, key=str)
+    masked = params if params.masked else params.with_mask()
+
+    def once(*values: jax.Array) -> list[jax.Array]:
+        first = jax.lax.axis_index(tuple(axes)) == 0
+        mask, *rest = values if params.masked else (True, *values)
+        both = jnp.logical_and(mask, first)
+        results: list[jax.Array] = primitive.bind(both, *rest, params=masked)
+        return results if params.through else [_firsts(x, first, axes) for x in results]
+
+    return _jax.lower_by(
+        program.ctx, lambda *values: _jax.manual_over(once, values), *operands
+    )
+
+
+def _firsts(value: jax.Array, first: jax.Array, axes: Sequence[Hashable]) -> jax.Array:
+    """The value of the first device along these axes, on all of them."""
+    with jax.enable_x64(True):  # without it JAX has no 64-bit integers
+        parts = [jnp.where(first, part, 0) for part in bits(value)]
+        parts = [jax.lax.pmax(part, tuple(axes)) for part in parts]
+        return from_bits(value.dtype, iter(parts))
+
+
+# --- The slot -------------------------------------------------------------------------
+
+# The attributes by which a program finds the slot of a call.
+Attributes: TypeAlias = dict[str, str | int]
+
+
+def put(
+    program: _jax.Program,
+    info: CallInfo,
+    avals: Sequence[Aval],
+    *,
+    only: Sequence[int] = (),
+    whole: bool = True,
+) -> Attributes:
+    """Makes a plan, and puts it into a slot that lives as long as the program.
+
+    An exported program has no slot: its attribute is a text, from which whoever loads
+    it makes the plan.
+
+    Args:
+        program: the program.
+        info: the call or tap.
+        avals: those of its operands; for a typed key, that of its uint32 block.
+        only: the ordinals of the devices that tap; empty for all.
+        whole: False if each device finds the plan of its own block by this slot.
+    """
+    why: Callable[[], str] | str = ""
+    if not whole:
+        why = _BY_BLOCKS
+    elif program.is_exported or may_travel(info.callback):
+        try:
+            info.text = travel.tell(program, info, avals, only)
+        except NotPortable as error:
+            why = str(error)
+    else:  # most calls: only who serializes the program asks
+        why = partial(why_here, info.params, avals)
+    if program.is_exported:
+        if isinstance(why, str) and why:
+            refuse_export(info.callback, why)
+        return {travel.ATTRIBUTE: info.text}
+    key = info.params.key(avals)
+    info.of_program = _jax.all_devices(program)
+    plan = plan_in_program(info, avals, program.client, program.platforms)
+    slot = _native.Slot(plan, key, program.across)
+    _jax.keep_alive(program, KeptAlive(slot, info.name, why))
+    attributes: Attributes = {"key": key, "count": slot.count}
+    return {**attributes, travel.ATTRIBUTE: info.text} if info.text else attributes
+
+
+_BY_BLOCKS = (
+    "each device calls it for its own block, and this process chooses the blocks when"
+    " it compiles the program. Give the whole value (on='once', partitioned=False)"
+)
+
+
+def refuse_export(callback: Callback, reason: str) -> NoReturn:
+    raise ExportError(
+        f"hostcall: a program that calls `{callback.name}` (at {callback.place}) can't"
+        f" be exported: {reason}"
+    )
+
+
+class KeptAlive:
+    """Something that an executable keeps alive, and that can't leave the process.
+
+    Args:
+        thing: what is kept.
+        name: names the call in messages.
+        why: why another process can't make the call, or a function that says it; ""
+            if the program has its text.
+    """
+
+    def __init__(
+        self, thing: _native.Slot | None, name: str, why: Callable[[], str] | str
+    ) -> None:
+        self.thing = thing
+        self.name = name
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
+        why = self.why() if callable(self.why) else self.why
+        if not why:
+            return KeptAlive, (None, self.name, "")
+        raise ExportError(
+            f"hostcall: a compiled program that calls `{self.name}` can't be"
+            f" serialized: {why}. (To compile a program only once, without"
+            " serializing it, use JAX's compilation cache, jax_compilation_cache_dir)"
+        )
+
+
+# --- The custom call ------------------------------------------------------------------
+
+
+def _in_order(
+    ctx: LoweringContext,
+    effect: Effect | None,
+    one: Callable[[Value | None], Emitted],
+) -> list[Value]:
+    """The results of `one`, which gets a token of this effect and returns another."""
+    if effect is None:
+        results, _ = one(None)
+    elif _jax.is_ordered(effect):
+        results, token = one(_jax.ordered_token(ctx, effect))
+        _jax.set_ordered_token(ctx, effect, token)
+    else:
+        before, store = _jax.chain(ctx)
+        results, token = one(before)
+        store(token)
+    return results
+
+
+_TOKEN_ALONE = (
+    "hostcall: a call with results and without array arguments, which comes after"
+    " another effect or has order='ordered', can't be compiled for a program over"
+    " several processes, since XLA would crash. Give it where=, which may be"
+    " jnp.array(True), or an array that the function ignores; to a feed,"
+    " feed(where=jnp.array(True))"
+)
+NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
+
+
+@dataclass
+class EngineCall:
+    """The custom call of an equation.
+
+    In a program that the compiler partitions over several devices, every device makes
+    the call on whole values; inside shard_map or pmap, every device makes it on its own
+    block.
+
+    Attributes:
+        program: the program.
+        target: the name of the handler.
+        attributes: the numbers and texts that the handler decodes.
+        has_side_effect: whether XLA may neither drop nor merge the call.
+        aliases: operand number -> number of the result that may take its memory.
+        reach: how the outcome of the call reaches all devices; None if it stays where
+            it is.
+        prepare: makes each device's operands from the whole ones, in a program that the
+            compiler partitions; returns them and their avals.
+    """
+
+    program: _jax.Program
+    target: str
+    attributes: Attributes
+    has_side_effect: bool
+    aliases: dict[int, int] = field(default_factory=dict)
+    reach: Reach | None = None
+    prepare: (
+        Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Aval]]] | None
+    ) = None
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        """What `_jax.custom_call` takes of it."""
+        named = "attributes", "has_side_effect", "aliases"
+        return {name: vars(self)[name] for name in named}
+
+    def emit(self, operands: Sequence[Value], effect: Effect | None) -> list[Value]:
+        """Emits it with the tokens that its order needs; returns the results.
+
+        `effect` puts it in order; None if it is pure.
+        """
+        needs = effect is not None
+        given = self.program.ctx, effect
+        return _in_order(*given, lambda token: self.emit_with(token, operands, needs))
+
+    def emit_with(
+        self, token: Value | None, operands: Sequence[Value], returns_token: bool
+    ) -> Emitted:
+        """Emits it behind this token; returns (results, token)."""
+        program, avals = self.program, self.program.ctx.avals_in
+        if program.mesh is not None or program.size == 1:
+            return self._one(token, operands, avals, returns_token)
+        if self.reach is not None and token is not None and not operands:
+            # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region
+            # that a token alone enters and an all-reduce leaves.
+            raise HostcallError(_TOKEN_ALONE, code="hc-device")
+
+        def in_region(token: Value | None, operands: Sequence[Value]) -> Emitted:
+            inner = avals
+            if self.prepare is not None:
+                operands, inner = self.prepare(operands)
+            return self._one(token, operands, inner, returns_token)
+
+        return _jax.on_each_device(program, in_region, token, operands, returns_token)
+
+    def _one(
+        self,
+        token: Value | None,
+        operands: Sequence[Value],
+        avals_in: Sequence[Aval],
+        returns_token: bool,
+    ) -> Emitted:
+        """Emits the call of one device."""
+        program, reach, how = self.program, self.reach, self._how
+        outs = list(program.ctx.avals_out)
+        if reach is not None and reach.tells:
+            outs.append(OUTCOME_AVAL)
+        if returns_token and _jax.has_symbolic(outs):
+            results, token = self._linked(token, operands, avals_in, outs)
+        else:
+            given = program, self.target, token, operands, avals_in, outs
+            results, token = _jax.custom_call(
+                *given, returns_token=returns_token, **how
+            )
+        if reach is None:
+            return results, token
+        avals = _jax.physical_avals(program.ctx.avals_out)
+        shared, outcome = reach.share(program, results, avals)
+        if outcome is None:
+            return list(shared), token
+        # Passes the results on, or fails on this device if the outcome says so.
+        how["aliases"] = {1 + i: i for i in range(len(avals))}
+        values = [outcome, *shared], [OUTCOME_AVAL, *avals], avals
+        given = program, targets.VERDICT_TARGET, token, *values
+        return _jax.custom_call(*given, returns_token=token is not None, **how)
+
+    def _linked(
+        self,
+        token: Value | None,
+        operands: Sequence[Value],
+        avals_in: Sequence[Aval],
+        avals_out: Sequence[Aval],
+    ) -> Emitted:
+        """Emits a call with a token and symbolic shapes, which XLA does not put
+        together.
+
+        In place of the token the call takes and returns a number, which carries no
+        information. A link before it and one behind it, of known shapes, have the
+        token: (token, 0) -> (token, number), and (token, number) -> (token, number).
+        """
+        program, how = self.program, self._how
+
+        def link(token: Value | None, number: Value) -> Emitted:
+            given = program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]
+            effect = {**how, "has_side_effect": True, "attributes": {}, "aliases": None}
+            return _jax.custom_call(*given, returns_token=True, **effect)
+
+        (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
+        (number,), token = link(token, zero)
+        how["aliases"] = {i + 1: o + 1 for i, o in self.aliases.items()}
+        values = [number, *operands], [NUMBER, *avals_in], [NUMBER, *avals_out]
+        given = program, self.target, None, *values
+        (number, *results), _ = _jax.custom_call(*given, returns_token=False, **how)
+        return results, link(token, number)[1]
+
+
+# --- Platforms that the engine does not serve -----------------------------------------
+
+
+def emit_through_jax(
+    program: _jax.Program,
+    run: Callable[..., list[np.ndarray]],
+    operands: Sequence[Value],
+    *,
+    effect: Effect | None,
+    sharding: Sharding | None,
+    **how: Any,
+) -> list[Value]:
+    """Emits JAX's own callback, for platforms that the engine does not serve.
+
+    `run` gets one array for each operand and returns one array for each result.
+
+    On a TPU an effect has a token, ordered or not: without one, a callback without
+    results is a send that nothing answers, so the program may end, and a barrier
+    return, before the host has the values. (Elsewhere JAX makes a token only of
+    another.) `how` are the other parameters of JAX's function.
+    """
+    ctx = program.ctx
+    how["sharding"] = _jax.place_of_callback(ctx, sharding)
+
+    def one(token: Value | None) -> Emitted:
+        given = ctx, run, token, list(operands), ctx.avals_in, ctx.avals_out
+        results, token, _ = _jax.emit_python_callback(
+            *given, returns_token=effect is not None, **how
+        )
+        return list(results), token
+
+    return _in_order(ctx, effect, one)

@@ -1,0 +1,203 @@
+"""Brings what a call gave to all devices of its program: results, or that it failed.
+
+Two cases, both in a program over several processes, inside a region that is manual over
+all devices. Each needs one reduction: a maximum over all devices.
+
+One process makes the call for all
+    The calling device gives the bits of its results, read as unsigned integers, and
+    every other device gives zeros. The maximum of one number and zeros is that number,
+    so the reduction is a broadcast. (XLA's CPU backend has no broadcast.) It is exact
+    for every dtype, NaN payloads and -0.0 included, and a device needs the memory of
+    one value, however many devices there are.
+
+    A failure takes the same way. The caller can't raise before the reduction, since the
+    others would wait in it for ever. So the call gives zeros and one more result, its
+    outcome (native/plan/outcome.h): whether it failed, and the text of the error. (A
+    call that works in place in GPU memory has no outcome: `tells` is False.)
+
+Each device makes its own call, and all fail together
+    Each device gives a number: 0 if its call went well, else its place in the program
+    plus one. So all learn whether a call failed, and on which device, before one of
+    them waits for that device in a later collective. Several may fail at once, and the
+    maximum of two texts is neither: the text of the error goes through the job's store
+    (_job/failures.py), where the failing process puts it before the reduction.
+
+    All devices must reach the call equally often. Inside a `lax.cond` whose condition
+    differs between devices, those that reach it wait for the others, as in a `psum`.
+
+In both, a second custom call, the verdict, then reads the outcome. It fails the program
+on every device, or passes the results on. So no operation sees the zeros that stand for
+the results of a failed call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from hostcall import _jax
+from hostcall._jax.types import Aval, Value
+
+# As in native/plan/outcome.h.
+OUTCOME = jax.ShapeDtypeStruct((1024,), np.uint8)
+OUTCOME_AVAL = _jax.ShapedArray(OUTCOME.shape, OUTCOME.dtype)
+
+# A reduction takes some 50 us to 1 ms however small it is, so results of up to this
+# many bytes together go in one. Joining larger ones would take longer than it saves.
+_TOGETHER = 1 << 18
+
+_DIGITS = 10  # of a device's number, in the outcome's text
+_DEVICE = jax.ShapeDtypeStruct((), np.uint32)
+
+
+class Reach(NamedTuple):
+    """How the outcome of a call reaches all devices of its program.
+
+    Attributes:
+        devices: how many there are.
+        caller: the number of the device whose results all take; None if each makes its
+            own call.
+        tells: whether the call has its outcome as one more result.
+    """
+
+    devices: int
+    caller: int | None = None
+    tells: bool = True
+
+    def share(
+        self, program: _jax.Program, results: Sequence[Value], avals: Sequence[Aval]
+    ) -> tuple[Sequence[Value], Value | None]:
+        """Emits the reduction.
+
+        Args:
+            program: the program.
+            results: each device's results of the call.
+            avals: those of the function's results.
+
+        Returns:
+            (the results that the device takes, an outcome that says to all devices
+            whether the program fails; None if the call does not tell).
+        """
+        if self.caller is None:
+            *results, outcome = results
+            return results, self._number(program, outcome)
+        return self._broadcast(program, results, avals, self.caller)
+
+    def _number(self, program: _jax.Program, outcome: Value) -> Value:
+        ctx = program.ctx
+        given = (_DEVICE, OUTCOME), (_jax.partition_id(), outcome)
+        (number,) = _jax.lower_traced(ctx, _number, *given)
+        number = _jax.max_over_devices(ctx, number, _DEVICE, self.devices)
+        (verdict,) = _jax.lower_traced(ctx, _verdict, (_DEVICE,), (number,))
+        return verdict
+
+    def _broadcast(
+        self,
+        program: _jax.Program,
+        results: Sequence[Value],
+        avals: Sequence[Aval],
+        caller: int,
+    ) -> tuple[Sequence[Value], Value | None]:
+        specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        n, ctx = len(specs), program.ctx
+        given = [*specs, *[OUTCOME] * self.tells]
+        together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
+
+        def masked(device: jax.Array, *values: jax.Array) -> list[jax.Array]:
+            here = device == caller
+            parts = [part for value in values[:n] for part in bits(value)]
+            parts = [jnp.where(here, part, 0) for part in parts]
+            # Byte 0 of the outcome says that a device failed, and every device may
+            # set it. The text behind it is the caller's.
+            for outcome in values[n:]:
+                parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
+            return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
+
+        def back(*parts: jax.Array) -> list[jax.Array]:
+            if together:
+                parts = tuple(_split(parts[0], jax.eval_shape(_all_bits, given)))
+            rest = iter(parts)
+            return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
+
+        with jax.enable_x64(True):  # without it JAX has no 64-bit integers
+            shapes = jax.eval_shape(masked, _DEVICE, *given)
+            values = (_jax.partition_id(), *results)
+            parts = _jax.lower_traced(ctx, masked, (_DEVICE, *given), values)
+            parts = [
+                _jax.max_over_devices(ctx, part, shape, self.devices)
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            taken = _jax.lower_traced(ctx, back, shapes, parts)
+        return taken[:n], taken[n] if self.tells else None
+
+
+def _number(device: jax.Array, outcome: jax.Array) -> list[jax.Array]:
+    return [jnp.where(outcome[0] != 0, device + jnp.uint32(1), jnp.uint32(0))]
+
+
+def _verdict(number: jax.Array) -> list[jax.Array]:
+    """An outcome (native/plan/outcome.h) whose text is the device's number."""
+    powers = np.array([10**i for i in range(_DIGITS)][::-1], np.uint32)
+    digits = (number // powers) % np.uint32(10) + np.uint32(ord("0"))
+    head = jnp.concatenate([(number != 0).astype(np.uint32)[None], digits])
+    rest = jnp.zeros(OUTCOME.size - head.size, np.uint8)
+    return [jnp.concatenate([head.astype(np.uint8), rest])]
+
+
+# --- Values as bits -------------------------------------------------------------------
+
+
+def bits(x: jax.Array) -> list[jax.Array]:
+    """`x` as unsigned integers of whole bytes, which XLA can compare on every platform.
+
+    Returns one array; for a complex `x` two, its real and its imaginary part.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [*bits(x.real), *bits(x.imag)]
+    x = x.astype(_whole_bytes(x.dtype))
+    return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")]
+
+
+def _all_bits(values: Sequence[jax.Array]) -> list[jax.Array]:
+    return [part for value in values for part in bits(value)]
+
+
+def from_bits(dtype: np.dtype, parts: Iterator[jax.Array]) -> jax.Array:
+    """The inverse of `bits`: takes one array (or two) from the iterator `parts`."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = np.finfo(dtype).dtype
+        return jax.lax.complex(from_bits(part, parts), from_bits(part, parts))
+    values = jax.lax.bitcast_convert_type(next(parts), _whole_bytes(dtype))
+    return values.astype(dtype)
+
+
+def _whole_bytes(dtype: np.dtype) -> npt.DTypeLike:
+    """The dtype, or for one narrower than a byte, a wider dtype with all its values."""
+    if dtype == np.bool_:
+        return np.uint8
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    if (jnp.finfo(dtype) if floating else jnp.iinfo(dtype)).bits >= 8:
+        return dtype
+    return np.float32 if floating else np.int8
+
+
+def _bytes(part: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(part, np.uint8).ravel()
+
+
+def _split(
+    joined: jax.Array, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> Iterator[jax.Array]:
+    """Takes the parts out of the array that holds their bytes one after the other."""
+    at = 0
+    for part in shapes:
+        size = part.dtype.itemsize
+        end = at + part.size * size
+        shape = part.shape if size == 1 else (*part.shape, size)
+        yield jax.lax.bitcast_convert_type(joined[at:end].reshape(shape), part.dtype)
+        at = end
