@@ -35,7 +35,7 @@ def is_coroutine_function(fn: Any) -> bool:
     if type(fn) is types.FunctionType and not fn.__dict__:  # without a mark
         return bool(fn.__code__.co_flags & inspect.CO_COROUTINE)
     mine = own(fn)
-    if mine is not None and mine.inside() is None:
+    if mine is fn and mine.inside() is None:
         return mine.awaits()
     if not callable(fn):
         return False

@@ -54,8 +54,7 @@ def _told(thing: Any, depth: int) -> Told:
         return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
     if type(thing) is FunctionType:
         return _told_function(thing, depth - 1)
-    mine = own(thing)
-    told = None if mine is None else mine.parts()
+    told = own(thing).parts()
     if told is not None:
         return type(thing).__qualname__, _told(told, depth - 1)
     inner = wrapped(thing)  # jax.jit and its like

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import os
 import sys
 import threading
 import traceback
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hostcall._core.daemon import DaemonPool
+from hostcall._core.source import PACKAGE
 from hostcall._core.wait import ended, wait
 from hostcall._policies.layer import Bound, Row, Site, run_each
 from hostcall._runtime import workers
@@ -82,6 +82,6 @@ def _stack_of(worker: list[int]) -> str:
     if frame is None:
         return "its thread has ended"
     lines = traceback.format_stack(frame)
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package
-    users = [line for line in lines if here not in line and "threading.py" not in line]
+    ours = PACKAGE, "threading.py"
+    users = [line for line in lines if not any(each in line for each in ours)]
     return "it is stuck in:\n" + "".join(users or lines).rstrip()

@@ -186,8 +186,7 @@ class Bound(NamedTuple):
 
         See `HostCode.split`; a user's function runs elsewhere as it is.
         """
-        mine = own(self.fn)
-        steps = [None if mine is None else mine.split(*row) for row in rows]
+        steps = [own(self.fn).split(*row) for row in rows]
         found = [step for step in steps if step is not None]
         if not found:
             return self.fn, rows, [same] * len(rows)
