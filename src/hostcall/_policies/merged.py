@@ -65,16 +65,6 @@ class _Batch:
         self.values: Sequence[Any] = ()
         self.error: BaseException | None = None
 
-    def finish(self, together: Together) -> None:
-        try:
-            self.values = together(self.entries)
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.entries = []
-            self.done.set()
-            del self  # the error's traceback holds this frame
-
 
 class Meeting:
     """Where the calls of one place meet.
@@ -108,12 +98,10 @@ class Meeting:
                 entries = self._join(entries, parts, leads)
                 if leads and not leads[-1].done.is_set():
                     wait(leads[-1].full.wait, self._wait)
-                    self._close(leads[-1])
-                    leads[-1].finish(together)
+                    self._finish(leads[-1], together)
         finally:
             if leads and not leads[-1].done.is_set():  # this thread was interrupted
-                self._close(leads[-1])
-                leads[-1].finish(_interrupted)
+                self._finish(leads[-1], _interrupted)
         values, error = _gathered(parts)
         if error is None:
             return values
@@ -151,10 +139,19 @@ class Meeting:
                 batch.full.set()
         return entries[len(taken) :]
 
-    def _close(self, batch: _Batch) -> None:
+    def _finish(self, batch: _Batch, together: Together) -> None:
+        """Closes a batch, and makes its call."""
         with self._lock:
             if self._open is batch:
                 self._open = None
+        try:
+            batch.values = together(batch.entries)
+        except BaseException as error:
+            batch.error = error
+        finally:
+            batch.entries = []
+            batch.done.set()
+            del batch  # the error's traceback holds this frame
 
 
 def _gathered(
@@ -235,20 +232,16 @@ class Merged:
         trees = callback.template, callback.results, callback.fills
         how = callback.policy, callback.traced, callback.options.arrays
         who = callback.fn, callback.options.tag, trees, how, shapes
-        self._meeting: Meeting
         self._meeting = shared.one(who, lambda: Meeting(size, seconds))
-        self._awaits = callback.function if callback.awaits else None
-        name, key = choices.results.name, (callback.fn, choices.device)  # of a rung
-        self._turn = (
-            contextlib.nullcontext()
-            if callback.awaits
-            else shared.one(key, lambda: _Turn(name))
-        )
+        self._callback, self._turn = callback, contextlib.nullcontext()
+        if not callback.awaits:
+            name, rung = choices.results.name, choices.device
+            self._turn = shared.one((callback.fn, rung), lambda: _Turn(name))
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
-        if self._awaits is not None:  # another thread may need the loop for the call
-            free_loop(self._awaits)
-        return self._meeting.call(rows, self._together)
+        if self._callback.awaits:  # another thread may need the loop for the call
+            free_loop(self._callback.function)
+        return self._meeting.call(rows, self._together)  # type: ignore[no-any-return]
 
     def _together(self, entries: list[Leaves]) -> list[Flat]:
         n = len(entries)

@@ -34,13 +34,11 @@ class Store(Protocol):
     def clear(self) -> None: ...
 
 
-class Pending:
-    """A computation that other calls may wait for."""
+class Pending(threading.Event):
+    """A computation that other calls may wait for; set when it has ended."""
 
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.value: Values | None = None  # set before `done`; None if it failed
-        self.waiting = 0  # roughly how many calls wait; for tests
+    value: Values | None = None  # set before; None if it failed
+    waiting = 0  # roughly how many calls wait; for tests
 
 
 class Cache:
@@ -58,7 +56,12 @@ class Cache:
     def __init__(self, given: Any, name: str) -> None:
         self._given, self.name = given, name
         self.in_memory = isinstance(given, str)
-        self.store: Store = _Memory() if self.in_memory else _elsewhere(given, name)
+        self.store: Store
+        if self.in_memory:
+            self.store = _Memory()
+        else:
+            kind = _Dictionary if is_dictionary(given) else _Joblib
+            self.store = kind(given, name)
         self.under_way: dict[bytes, Pending] = {}
 
     def __reduce__(self) -> Any:
@@ -171,10 +174,6 @@ class _Memory:
 
 
 # --- On disk -------------------------------------------------------------------------
-
-
-def _elsewhere(given: Any, name: str) -> Store:
-    return _Dictionary(given, name) if is_dictionary(given) else _Joblib(given, name)
 
 
 class _Dictionary:
