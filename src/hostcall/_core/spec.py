@@ -23,6 +23,8 @@ tree = jax.tree_util
 # The dtype of a typed PRNG key; None for any other array.
 Key: TypeAlias = KeyDtype | None
 
+NUMBERS = (bool, int, float, complex)  # Python's own
+
 # Stands for any leaf. A pytree class that looks at its children may refuse numbers.
 _LEAF = object()
 
@@ -143,15 +145,9 @@ def flatten_arguments(
 
 def is_array_like(leaf: object) -> bool:
     """Whether JAX would accept this leaf as an array. Others become `Static`."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        return True
     if isinstance(leaf, (np.ndarray, np.generic)):
         return is_numeric(leaf.dtype)
-    return _converts_itself(leaf)
-
-
-def _converts_itself(leaf: object) -> bool:
-    return hasattr(leaf, "__jax_array__")
+    return isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__")
 
 
 # JAX's dtypes beside NumPy's.
@@ -176,9 +172,8 @@ def canonical(leaf: Any) -> jax.Array | np.ndarray:
             " hc.call(fn, result, ref[...])",
             code="hc-arguments",
         )
-    if _converts_itself(leaf):
-        converted: jax.Array = leaf.__jax_array__()
-        return converted
+    if hasattr(leaf, "__jax_array__"):
+        return leaf.__jax_array__()  # type: ignore[no-any-return]
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise SpecError(
             f"hostcall: an argument is {masked(leaf)}. Pass np.ma.filled(x, number), or"
@@ -192,9 +187,7 @@ def canonical(leaf: Any) -> jax.Array | np.ndarray:
     if not array.dtype.isnative:  # big-endian, as some file formats have it
         array = array.astype(np.dtype(array.dtype.type))
     dtype = _jax.canonical_dtype(array.dtype)
-    if dtype == array.dtype:
-        return array
-    if array.dtype.kind in "iu" and array.size:
+    if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
         _refuse_lost((array.min(), array.max()), array.dtype, dtype)
     return np.asarray(array, dtype)
 
@@ -265,20 +258,27 @@ def parse_result(result: Any, name: str) -> Results:
 
 def _parse_leaf(leaf: Any, which: str) -> tuple[Aval, Key]:
     """(aval, key dtype or None) of a leaf of `result=`."""
-    kinds = (bool, int, float, complex)
-    if isinstance(leaf, kinds) and not isinstance(leaf, np.generic):
+    if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
         return _jax.ShapedArray((), jnp.result_type(leaf)), None
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        what = f"is {leaf!r}, which has no shape and dtype. {_instead_of(leaf)}"
+        instead = (
+            "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape"
+            " and dtype"
+        )
+        if issubclass(type(leaf), OfArguments):
+            instead = (
+                "It is only for hc.host, and only as the whole result=. In hc.call give"
+                " the argument itself, or jax.ShapeDtypeStruct(shape, dtype). In"
+                " hc.host write a function: result=lambda x, y: (x, y)"
+            )
+        what = f"is {leaf!r}, which has no shape and dtype. {instead}"
         raise _wrong_result(which, what)
     try:
         shape = tuple(leaf.shape)
     except TypeError:  # one size, or nothing
         shape = (None,)
-    if not all(
-        _jax.is_symbolic(n) or (isinstance(n, (int, np.integer)) and n >= 0)
-        for n in shape
-    ):
+    sizes = (n for n in shape if not _jax.is_symbolic(n))
+    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in sizes):
         raise _wrong_result(
             which,
             f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that are"
@@ -320,20 +320,6 @@ def _parse_dtype(given: Any, which: str) -> tuple[np.dtype, Key]:
 
 def _wrong_result(which: str, what: str) -> SpecError:
     return SpecError(f"hostcall: {which} {what}", code="hc-result-spec")
-
-
-def _instead_of(leaf: object) -> str:
-    """What to write in place of a leaf of `result=` that has no shape and dtype."""
-    if issubclass(type(leaf), OfArguments):
-        return (
-            "It is only for hc.host, and only as the whole result=. In hc.call give the"
-            " argument itself, or jax.ShapeDtypeStruct(shape, dtype). In hc.host write"
-            " a function: result=lambda x, y: (x, y)"
-        )
-    return (
-        "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape and"
-        " dtype"
-    )
 
 
 def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:
