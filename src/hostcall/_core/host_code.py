@@ -248,6 +248,17 @@ def own_dictionary(thing: object) -> dict[str, Any] | None:
     return kept if type(kept) is dict else None
 
 
+def closed_over(fn: types.FunctionType) -> dict[str, Any]:
+    """The variables of the functions around it that a function uses, without those that
+    are not assigned yet.
+    """
+    found = {}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
 def wrapped(thing: object) -> Any:
     """What `functools.wraps` has kept in an object; None without."""
     return (own_dictionary(thing) or {}).get("__wrapped__")
