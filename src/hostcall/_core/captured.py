@@ -59,7 +59,10 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
     if held is not None and fn.__code__.co_argcount:
         for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
             yield f"uses `{path}`", path.partition(".")[2], tracer
-    for name, value in _defaults(fn):
+    code, values = fn.__code__, fn.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    defaults = dict(zip(names, values, strict=True)) | (fn.__kwdefaults__ or {})
+    for name, value in defaults.items():
         for tracer in _tracers_in(value):
             yield f"uses the default of `{name}`", name, tracer
     for name, value in closed_over(fn).items():
@@ -67,14 +70,8 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
             for how, inner, tracer in traced_values(value, seen):
                 yield f"uses `{name}`, which {how}", inner, tracer
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
-            for path, tracer in _used(fn.__code__, name, value):
+            for path, tracer in _used(code, name, value):
                 yield f"uses `{path}`", path, tracer
-
-
-def _defaults(fn: types.FunctionType) -> list[tuple[str, Any]]:
-    code, values = fn.__code__, fn.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    return [*zip(names, values, strict=True), *(fn.__kwdefaults__ or {}).items()]
 
 
 def _tracers_in(value: Any) -> list[Any]:

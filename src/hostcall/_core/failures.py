@@ -64,9 +64,9 @@ class _KeptError:
         self.handed_over = handed_over
         self.own = () if handed_over else frames.own_tracebacks(exception)
 
-    def get(self) -> Any:
+    def get(self) -> BaseException | None:
         held = self.exception
-        return held() if isinstance(held, weakref.ref) else held
+        return held() if isinstance(held, weakref.ref) else held  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
         """Releases the values in its frames, once it is no longer the newest.
@@ -263,7 +263,7 @@ def original(report: BaseException) -> BaseException | None:
 def kept(number: int) -> BaseException | None:
     """The exception that `keep` gave this number, if it is still kept."""
     found = _failures.kept.get(number)
-    return found and found.get()
+    return None if found is None else found.get()
 
 
 def is_kept(error: BaseException) -> bool:
@@ -307,22 +307,17 @@ def failure_of(result: Any) -> Exception | None:
     return None
 
 
-def _replaces_report(found: BaseException | None) -> bool:
-    """Whether JAX's reader gets this exception itself, not a JaxRuntimeError."""
-    if not isinstance(found, Exception):
-        return found is not None
-    debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
-    quits = debugger is not None and isinstance(found, debugger.BdbQuit)
-    return quits or isinstance(found, WatchError)
-
-
 def replacement(number: int) -> BaseException | None:
     """The exception that the caller should see in place of JAX's report of it, or None.
 
     KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
     replace the report.
     """
-    return _handed_over(number) if _replaces_report(kept(number)) else None
+    found = kept(number)
+    debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
+    own = WatchError if debugger is None else (WatchError, debugger.BdbQuit)
+    replaces = isinstance(found, own) or not isinstance(found, Exception)
+    return _handed_over(number) if found is not None and replaces else None
 
 
 def told_as(text: str) -> BaseException:

@@ -269,12 +269,12 @@ class MultiprocessingPool(Workers):
     def dead(self, unfinished: Collection[int]) -> str:
         if self._seen is None:
             return ""
-        processes = list(self._given._pool)
-        self._seen.update((worker.pid, worker) for worker in processes)
-        alive = {worker.pid for worker in processes if worker.exitcode is None}
+        self._seen.update((worker.pid, worker) for worker in list(self._given._pool))
+        alive = {pid for pid, one in self._seen.items() if one.exitcode is None}
         begun = self._begun()
-        lost = [begun[s] for s in unfinished if s in begun and begun[s] not in alive]
-        if not lost and not any(start in begun for start in unfinished):
+        mine = [begun[start] for start in unfinished if start in begun]
+        lost = [pid for pid in mine if pid not in alive]
+        if not mine:
             # A worker may have died after it took a task and before it wrote that into
             # the leash.
             lost = [pid for pid, worker in self._seen.items() if worker.exitcode]
@@ -475,7 +475,9 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
             ' import the main module (with "spawn", a script needs'
             ' `if __name__ == "__main__":`). Make a new executor: this one is broken'
         )
-    elif by_name(given) and _may_be_of_pickle(error):
+    elif by_name(given) and (
+        isinstance(error, _OF_PICKLE) or type(error).__name__ == "MaybeEncodingError"
+    ):
         try:
             pickle.dumps(sent)
         except Exception as reason:
@@ -494,6 +496,4 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
             )
 
 
-def _may_be_of_pickle(error: BaseException) -> bool:
-    kinds = (pickle.PicklingError, AttributeError, TypeError, ValueError)
-    return isinstance(error, kinds) or type(error).__name__ == "MaybeEncodingError"
+_OF_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)

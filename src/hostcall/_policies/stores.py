@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hostcall._core import config
 from hostcall._core.options import CachePart, is_dictionary
@@ -22,16 +22,6 @@ from hostcall._core.spec import Template
 Values = tuple[bytes, ...]
 
 _OVERHEAD = 200  # bytes of an entry besides its values, roughly
-
-
-class Store(Protocol):
-    """The entries of one function."""
-
-    def get(self, key: bytes) -> Values | None: ...
-
-    def put(self, key: bytes, value: Values) -> None: ...
-
-    def clear(self) -> None: ...
 
 
 class Pending(threading.Event):
@@ -56,7 +46,7 @@ class Cache:
     def __init__(self, given: Any, name: str) -> None:
         self._given, self.name = given, name
         self.in_memory = isinstance(given, str)
-        self.store: Store
+        self.store: _Memory | _Dictionary | _Joblib
         if self.in_memory:
             self.store = _Memory()
         else:
@@ -190,11 +180,9 @@ class _Dictionary:
         self._given.set(self._key(key), value)
 
     def clear(self) -> None:
-        for key in [key for key in self._given if self._is_own(key)]:
-            del self._given[key]
-
-    def _is_own(self, key: Any) -> bool:
-        return isinstance(key, str) and key.startswith(self._name + " ")
+        for key in list(self._given):
+            if isinstance(key, str) and key.startswith(self._name + " "):
+                del self._given[key]
 
 
 class _Joblib:
