@@ -181,7 +181,7 @@ class _RowTasks:
         self._values: list[Any] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._done = threading.Event()
-        self._failed: tuple[int, BaseException] | None = None
+        self._failed: BaseException | None = None
         self._left = len(rows)
         self._begun = self.over = False
 
@@ -195,12 +195,7 @@ class _RowTasks:
                 raise self._bound.late(first, self._late())
             if self._failed is None:
                 return self._values
-            number, error = self._failed
-            try:
-                error.__dict__["hostcall_row"] = number
-                raise error
-            finally:
-                del error
+            raise self._failed
         except BaseException:
             if not self._done.is_set():
                 self._give_up()
@@ -340,7 +335,8 @@ class _RowTasks:
 
     def _fail(self, number: int, error: BaseException) -> None:
         if not self.over:  # else it failed while it was being cancelled
-            self._failed = number, error
+            error.__dict__["hostcall_row"] = number
+            self._failed = error
             self._stop_all(but=number)
 
     def _stop_all(self, but: int | None = None) -> None:
