@@ -151,9 +151,10 @@ def _reads(step: dis.Instruction, name: str) -> bool:
     """Whether this instruction puts the variable on the stack, perhaps as the last of
     two.
     """
+    if step.opname not in _READS and "LOAD_FAST" not in step.opname:
+        return False
     last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-    reads = step.opname in _READS or "LOAD_FAST" in step.opname
-    return reads and bool(last == name)
+    return bool(last == name)
 
 
 def _is_index(rest: Sequence[dis.Instruction]) -> bool:
@@ -180,5 +181,5 @@ def _asks(rest: Sequence[dis.Instruction]) -> bool:
     if rest[0].opname in _ATTRIBUTES:
         return rest[0].argval in _KNOWN
     if rest[0].opname in _CONSTANTS and rest[0].argval is None:
-        return rest[1].opname == "IS_OP"
+        return any(step.opname == "IS_OP" for step in rest[1:2])
     return rest[0].opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like

@@ -331,11 +331,6 @@ class Policy:
         return {each: vars(self)[each] for each in ("timeout", "coalesce", "cache")}
 
     @property
-    def merges(self) -> bool:
-        """Whether several calls may become one."""
-        return self.coalesce is not None
-
-    @property
     def pool(self) -> Any:
         """The executor of its rows; None for the default."""
         return None if self.executor is None else self.executor.value
