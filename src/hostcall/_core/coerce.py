@@ -166,9 +166,7 @@ def _as_numpy(value: Any, where: Words) -> np.ndarray:
 def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
     """The arrays with masked elements; `np.asarray` would silently drop the mask."""
     if isinstance(value, (list, tuple)):
-        if not set(map(type, value)) <= set(
-            NUMBERS
-        ):  # skip long lists of plain numbers
+        if not {*map(type, value)} <= {*NUMBERS}:  # skip long lists of plain numbers
             for item in value:
                 yield from _masked_in(item)
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
@@ -205,9 +203,8 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.nda
             RuntimeWarning,
             stacklevel=2,
         )
-    if (kind_have == "integer" and kind_want != "integer") and not np.array_equal(
-        cast.astype(np.complex128), array.astype(object)
-    ):
+    rounds = kind_have == "integer" and kind_want != "integer"
+    if rounds and not np.array_equal(cast.astype(np.complex128), array.astype(object)):
         raise wrong(
             f" with values that {want} can't hold exactly. Return x.astype('{want}') to"
             " round"

@@ -54,10 +54,8 @@ def users_frame() -> types.FrameType:
     JAX's frames are skipped too, since JAX may call hostcall's functions for the user:
     `jax.jit(env.step)(x)`.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (PACKAGE, _JAX)
-    ):
+    frame, inner = sys._getframe(1), (PACKAGE, _JAX)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return frame
 

@@ -22,6 +22,7 @@ tree = jax.tree_util
 
 # The dtype of a typed PRNG key; None for any other array.
 Key: TypeAlias = KeyDtype | None
+Array: TypeAlias = jax.Array | np.ndarray
 
 NUMBERS = (bool, int, float, complex)  # Python's own
 
@@ -94,10 +95,7 @@ class Template:
     def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
         rest = iter(arrays)
-        leaves = [
-            leaf.value if isinstance(leaf, Static) else next(rest)
-            for leaf in self.leaves
-        ]
+        leaves = [x.value if isinstance(x, Static) else next(rest) for x in self.leaves]
         args, kwargs = self.treedef.unflatten(leaves)
         return args, kwargs
 
@@ -117,18 +115,14 @@ def _paths(treedef: TreeDef) -> list[Any]:
 
 def wrap_keys(arrays: Sequence[Any], keys: Sequence[Key]) -> list[Any]:
     """Typed PRNG keys in place of the uint32 blocks that primitives take and give."""
-    return [
-        x if key is None else _jax.wrap_key(x, key)
-        for x, key in zip(arrays, keys, strict=True)
-    ]
+    pairs = zip(arrays, keys, strict=True)
+    return [x if key is None else _jax.wrap_key(x, key) for x, key in pairs]
 
 
-def flatten_arguments(
-    args: Any, kwargs: Any
-) -> tuple[list[jax.Array | np.ndarray], Template]:
+def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     """The arrays among the leaves, ready to bind, and the template to rebuild all."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
-    arrays: list[jax.Array | np.ndarray] = []
+    arrays: list[Array] = []
     marks: list[Static | Key] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
@@ -159,7 +153,7 @@ def is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufc" or dtype.name in _MORE_DTYPES
 
 
-def canonical(leaf: Any) -> jax.Array | np.ndarray:
+def canonical(leaf: Any) -> Array:
     """`leaf` as an array of the dtype that JAX will give it.
 
     Raises:
@@ -249,10 +243,8 @@ def parse_result(result: Any, name: str) -> Results:
     as arguments of a jitted function.
     """
     flat, treedef = tree.tree_flatten_with_path(result)
-    found = [
-        _parse_leaf(leaf, f"result{tree.keystr(path)} of `{name}`")
-        for path, leaf in flat
-    ]
+    leaves = ((leaf, f"result{tree.keystr(path)} of `{name}`") for path, leaf in flat)
+    found = [_parse_leaf(leaf, which) for leaf, which in leaves]
     return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 

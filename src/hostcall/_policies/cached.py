@@ -86,9 +86,8 @@ class Cached:
                 again = [k for k in missing if k not in theirs and found[k] is None]
                 if again:
                     which = [keys.index(key) for key in again]
-                    values = self._inner.rows(
-                        [rows[i] for i in which], site.only(which)
-                    )
+                    asked = [rows[i] for i in which]
+                    values = self._inner.rows(asked, site.only(which))
                     computed += len(again)
                     for key, leaves in zip(again, values, strict=True):
                         found[key] = kept = self._bytes(leaves)
@@ -180,16 +179,15 @@ class _Keys:
         if not self._constant:
             digest.update(self._statics())
         for array in row:
-            small = array.nbytes < _SMALL
-            digest.update(
-                array.tobytes() if small else array.reshape(-1).view(np.uint8)
-            )
+            if array.nbytes < _SMALL:
+                digest.update(array.tobytes())
+            else:
+                digest.update(array.reshape(-1).view(np.uint8))
         return digest.digest()
 
     def _statics(self) -> bytes:
-        marks = [
-            x.value if isinstance(x, Static) else _Array for x in self._template.leaves
-        ]
+        leaves = self._template.leaves
+        marks = [x.value if isinstance(x, Static) else _Array for x in leaves]
         try:
             file = io.BytesIO()
             pickler = _Pickler(file, self._in_memory)

@@ -428,9 +428,8 @@ class _Dask(Workers):
 def _failure(task: Any) -> Any:
     if task.status == "error":
         return task.exception().with_traceback(task.traceback())
-    return futures.CancelledError(
-        f"hostcall: the Dask task ended with status {task.status}"
-    )
+    text = f"hostcall: the Dask task ended with status {task.status}"
+    return futures.CancelledError(text)
 
 
 def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:

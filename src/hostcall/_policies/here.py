@@ -53,10 +53,7 @@ class OnThread:
 
         def job() -> list[Any]:
             worker.append(threading.get_ident())
-            values: list[Any] = bound.settings.run(
-                context.run, run_each, bound.fn, each()
-            )
-            return values
+            return bound.settings.run(context.run, run_each, bound.fn, each())  # type: ignore[no-any-return]
 
         waiting = threading.get_ident()
         outcome = _threads.submit(job)
@@ -64,8 +61,7 @@ class OnThread:
         try:
             if not wait(ended(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
-            values: list[Any] = outcome.result()
-            return values
+            return outcome.result()  # type: ignore[no-any-return]
         finally:
             workers.delegates.pop(waiting, None)
             del outcome  # breaks the cycle error -> this frame -> outcome -> error

@@ -144,10 +144,8 @@ class Choices:
     @property
     def plain(self) -> bool:
         """Whether a layer reads arrays before they become what the function gets."""
-        policy = self.callback.policy
-        return (
-            self.compressed or policy.cache is not None or policy.coalesce is not None
-        )
+        cache, coalesce = self.callback.policy.cache, self.callback.policy.coalesce
+        return self.compressed or cache is not None or coalesce is not None
 
 
 # --- What the layers share in which the function runs ---------------------------------

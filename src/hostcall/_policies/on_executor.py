@@ -259,10 +259,8 @@ class _RowsThere:
         started = _native.ticks()
         context = self._context.copy()  # since no two threads may be in one context
         try:
-            values: list[Any] = self._bound.settings.run(
-                context.run, run_each, self._fn, each()
-            )
-            return values
+            run = self._bound.settings.run
+            return run(context.run, run_each, self._fn, each())  # type: ignore[no-any-return]
         except BaseException:
             # At once: the waiting thread may take a while to notice.
             self.until = min(self.until, start)
@@ -360,8 +358,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _taken(row: Any, shared: Sequence[Any]) -> Row:
-    taken: Row = _Unpickler(row, shared).load() if isinstance(row, bytes) else row
-    return taken
+    return _Unpickler(row, shared).load() if isinstance(row, bytes) else row  # type: ignore[no-any-return]
 
 
 def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> list[Any]:
