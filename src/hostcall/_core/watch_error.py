@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import jax
@@ -76,9 +75,7 @@ class WatchError(HostcallError, RuntimeError):
         self.step, self.row, self.device = step, row, device
         self.place, self.name = place, name
 
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[..., Any], tuple[object, ...], dict[str, Any]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copies and other processes get all that it has; a device as its name."""
         state = {**self.__dict__}
         if self.device is not None:
