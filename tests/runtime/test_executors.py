@@ -20,7 +20,8 @@ import pytest
 import hostcall as hc
 from hostcall._host_function.residuals import store
 from hostcall._policies import executors as kinds
-from hostcall._policies import on_executor
+from hostcall._policies import layer, on_executor
+from hostcall._runtime import workers
 
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
 PID = jax.ShapeDtypeStruct((), np.int32)
@@ -338,17 +339,14 @@ def test_the_time_limit_holds_for_derivatives():
             jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
 
 
-def test_a_row_in_another_process_of_the_same_number():
-    """A row's runner recognises the sending process by a token too, not only by its
-    number.
-    """
-    sent = pickle.dumps(
-        (
-            (("another machine's", os.getpid()), 0, None, 0, None),
-            fails,
-            [((0.5,), {}), ((0.2,), {})],
-        )
-    )
+def test_a_row_of_a_run_that_is_elsewhere():
+    """A run is pickled as None, so that rows elsewhere don't look for theirs."""
+    rows = [((0.5,), {}), ((0.2,), {})]
+    of = on_executor.OnExecutor(layer.Bound(fails, workers.ThreadSettings.here()))
+    with ThreadPool(1) as pool:
+        run = on_executor._RowsThere(of, pool, rows, lambda row: None)
+    sent = pickle.dumps((run, (0, None, None), fails, rows))
+    assert pickle.loads(sent)[0] is None
     assert on_executor.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
 
 

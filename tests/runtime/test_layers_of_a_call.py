@@ -29,9 +29,8 @@ from hostcall._policies.layer import Bound, Site
 from hostcall._policies.merged import Merged
 from hostcall._policies.on_executor import OnExecutor
 from hostcall._policies.on_loop import OnLoop
-from hostcall._policies.stack import entries
+from hostcall._policies.stack import Checked, Trees, entries
 from hostcall._policies.stores import Cache, Part
-from hostcall._policies.trees import Checked, Trees
 from hostcall._policies.unmasked import Unmasked, UnmaskedTap
 from hostcall._runtime import host_device, workers
 from hostcall._runtime.collectors import collectors

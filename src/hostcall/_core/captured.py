@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from hostcall._core.host_code import is_partial, own_dictionary
+from hostcall._core.host_code import closed_over, is_partial, own_dictionary
 
 
 def has_tracers_text(value: Any) -> bool:
@@ -41,9 +41,9 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
         return
     seen.add(id(fn))
     if is_partial(fn):
-        given = [(f"argument {i}", x) for i, x in enumerate(fn.args)]
-        given += [(f"`{k}`", x) for k, x in fn.keywords.items()]
-        for name, value in given:
+        given = {f"argument {i}": x for i, x in enumerate(fn.args)}
+        given |= {f"`{k}`": x for k, x in fn.keywords.items()}
+        for name, value in given.items():
             for tracer in _tracers_in(value):
                 yield f"uses {name} of its functools.partial", "x", tracer
         yield from traced_values(fn.func, seen)
@@ -55,30 +55,23 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
         owner, fn = fn, vars(type(fn)).get("__call__")  # an object that can be called
     if type(fn) is not types.FunctionType:
         return
-    held = None if owner is None else own_dictionary(owner)
+    held = own_dictionary(owner)
     if held is not None and fn.__code__.co_argcount:
         for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
             yield f"uses `{path}`", path.partition(".")[2], tracer
-    for name, value in _defaults(fn):
+    code, values = fn.__code__, fn.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    defaults = dict(zip(names, values, strict=True)) | (fn.__kwdefaults__ or {})
+    for name, value in defaults.items():
         for tracer in _tracers_in(value):
             yield f"uses the default of `{name}`", name, tracer
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # the cell is empty: the variable is not assigned yet
-            continue
+    for name, value in closed_over(fn).items():
         if type(value) in (types.FunctionType, types.MethodType) or is_partial(value):
             for how, inner, tracer in traced_values(value, seen):
                 yield f"uses `{name}`, which {how}", inner, tracer
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
-            for path, tracer in _used(fn.__code__, name, value):
+            for path, tracer in _used(code, name, value):
                 yield f"uses `{path}`", path, tracer
-
-
-def _defaults(fn: types.FunctionType) -> list[tuple[str, Any]]:
-    code, values = fn.__code__, fn.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    return [*zip(names, values, strict=True), *(fn.__kwdefaults__ or {}).items()]
 
 
 def _tracers_in(value: Any) -> list[Any]:
@@ -185,9 +178,8 @@ def _asks(rest: Sequence[dis.Instruction]) -> bool:
     """Whether the next instructions use only what is known of a traced value."""
     if not rest:
         return False
-    first, second = rest[0], rest[1] if len(rest) > 1 else rest[0]
-    if first.opname in _ATTRIBUTES:
-        return first.argval in _KNOWN
-    if first.opname in _CONSTANTS and first.argval is None:
-        return second.opname == "IS_OP"
-    return first.opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like
+    if rest[0].opname in _ATTRIBUTES:
+        return rest[0].argval in _KNOWN
+    if rest[0].opname in _CONSTANTS and rest[0].argval is None:
+        return any(step.opname == "IS_OP" for step in rest[1:2])
+    return rest[0].opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like

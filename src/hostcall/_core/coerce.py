@@ -15,7 +15,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.counted import counted
 from hostcall._core.errors import ResultError
-from hostcall._core.spec import is_numeric, masked
+from hostcall._core.spec import NUMBERS, is_numeric, masked
 from hostcall._jax.types import Aval, TreeDef
 
 
@@ -35,7 +35,7 @@ def take_apart(
             got = f"{_short(value)}, which is no pytree ({why})"
         hint = _CHANGE
         if value is None:
-            hint = "Does the function lack a `return`?"
+            hint = _RETURN
         elif treedef.num_leaves == 0:
             hint = "The call has result=None: return nothing, or declare the result"
         hint = _unawaited(value) or _a_shape(value, treedef, avals) or hint
@@ -49,6 +49,7 @@ def _words(treedef: TreeDef) -> str:
     return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
 
 
+_RETURN = "Does the function lack a `return`?"
 _CHANGE = "Change what the function returns, or what result= declares"
 
 Shape: TypeAlias = tuple[int, ...]
@@ -95,7 +96,7 @@ def _coerce(
         return ResultError(f"hostcall: {should}, got {got}", code=code)
 
     if value is None:
-        raise wrong("None. Does the function lack a `return`?")
+        raise wrong(f"None. {_RETURN}")
     for found in _masked_in(value):
         raise wrong(
             f"{masked(found)}. Return np.ma.filled(x, number) to give those elements a"
@@ -165,14 +166,11 @@ def _as_numpy(value: Any, where: Words) -> np.ndarray:
 def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
     """The arrays with masked elements; `np.asarray` would silently drop the mask."""
     if isinstance(value, (list, tuple)):
-        if not set(map(type, value)) <= _NUMBERS:  # skip long lists of plain numbers
+        if not {*map(type, value)} <= {*NUMBERS}:  # skip long lists of plain numbers
             for item in value:
                 yield from _masked_in(item)
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         yield value
-
-
-_NUMBERS = {bool, int, float, complex}
 
 
 def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.ndarray:
@@ -186,15 +184,16 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.nda
         raise wrong(_narrowing(have, want, weak))
     if kind_have == kind_want == "integer" and array.size:
         info = ml_dtypes.iinfo(want)
-        low, high = int(array.min()), int(array.max())
-        if low < int(info.min) or high > int(info.max):
-            raise wrong(
-                f" holding {low if low < int(info.min) else high}, which {want} can't"
-                f" hold. Declare a wider result, or return x.astype('{want}') to wrap"
-                " around"
-            )
-    cast, overflows = _astype(array, want)
-    if kind_have != "integer" and overflows:
+        for end in int(array.min()), int(array.max()):
+            if not int(info.min) <= end <= int(info.max):
+                raise wrong(
+                    f" holding {end}, which {want} can't hold. Declare a wider result,"
+                    f" or return x.astype('{want}') to wrap around"
+                )
+    over: list[object] = []
+    with np.errstate(over="call", call=lambda *of: over.append(of)):
+        cast = array.astype(want)
+    if over and kind_have != "integer":
         # In place of NumPy's own warning, which would not name the function. The text
         # has no values, so that Python shows it once for each function.
         warnings.warn(
@@ -204,9 +203,8 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.nda
             RuntimeWarning,
             stacklevel=2,
         )
-    if (kind_have == "integer" and kind_want != "integer") and not np.array_equal(
-        cast.astype(np.complex128), array.astype(object)
-    ):
+    rounds = kind_have == "integer" and kind_want != "integer"
+    if rounds and not np.array_equal(cast.astype(np.complex128), array.astype(object)):
         raise wrong(
             f" with values that {want} can't hold exactly. Return x.astype('{want}') to"
             " round"
@@ -224,16 +222,6 @@ def _narrowing(have: np.dtype, want: np.dtype, weak: bool) -> str:
         f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
         f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}"
     )
-
-
-def _astype(array: np.ndarray, want: np.dtype) -> tuple[np.ndarray, bool]:
-    """The array in another dtype, and whether values are beyond its range."""
-    try:
-        with np.errstate(over="raise"):
-            return array.astype(want), False
-    except FloatingPointError:
-        with np.errstate(over="ignore"):
-            return array.astype(want), True
 
 
 _ORDER = {"bool": 0, "integer": 1, "float": 2, "complex": 3}

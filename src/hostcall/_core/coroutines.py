@@ -34,9 +34,8 @@ def is_coroutine_function(fn: Any) -> bool:
     """Whether calling this function makes a coroutine."""
     if type(fn) is types.FunctionType and not fn.__dict__:  # without a mark
         return bool(fn.__code__.co_flags & inspect.CO_COROUTINE)
-    mine = own(fn)
-    if mine is not None and mine.inside() is None:
-        return mine.awaits()
+    if own(fn) is fn and own(fn).inside() is None:
+        return own(fn).awaits()
     if not callable(fn):
         return False
     inner = innermost(fn)  # inspect follows a partial of itself for ever

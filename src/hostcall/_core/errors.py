@@ -133,15 +133,14 @@ class PackageError(HostcallError, ModuleNotFoundError):
             return importlib.import_module(module)
         except ImportError as error:
             name = module.partition(".")[0]
-            is_known = error.name in (name, module)
-            absent = isinstance(error, ModuleNotFoundError) and is_known
-            # There is no release, so pip finds no "hostcall[...]" anywhere.
-            extra = package.removeprefix("hostcall")
+            state = f"can't be imported ({error})"
+            if isinstance(error, ModuleNotFoundError) and error.name in (name, module):
+                state = "is not installed"
             pip = f'pip install "{package}"'
-            if extra != package:
-                here = f'pip install ".{extra}"'
+            if package.startswith("hostcall"):
+                # There is no release, so pip finds no "hostcall[...]" anywhere.
+                here = f'pip install "{package.replace("hostcall", ".", 1)}"'
                 pip = f"pip install {name}; in a checkout of hostcall: {here}"
-            state = "is not installed" if absent else f"can't be imported ({error})"
             missing = PackageError(
                 f"hostcall: {who} needs the package {name}, which {state}. Install it:"
                 f" {pip}{instead and f'; or {instead}'}"

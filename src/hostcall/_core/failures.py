@@ -31,15 +31,14 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from hostcall import _jax, _native
 from hostcall._core import codes, config, frames
-from hostcall._core.process import Guarded
+from hostcall._core.process import Guarded, once
 from hostcall._core.watch_error import WatchError
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
@@ -67,8 +66,7 @@ class _KeptError:
 
     def get(self) -> BaseException | None:
         held = self.exception
-        found = held() if isinstance(held, weakref.ref) else held
-        return found  # type: ignore[no-any-return]
+        return held() if isinstance(held, weakref.ref) else held  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
         """Releases the values in its frames, once it is no longer the newest.
@@ -76,14 +74,10 @@ class _KeptError:
         If the user has the object, its frames are left alone, and hostcall releases
         its reference to the object instead.
         """
-        own: tuple[TracebackType, ...] = ()
         with _failures.lock:
-            own, self.own = self.own, own
-            exception = self.get()
+            own, self.own = self.own, ()
             if self.handed_over:
-                own = ()
-                if exception is not None:
-                    self.exception = _without_frames(exception)
+                own, self.exception = (), _without_frames(self.get())
         for trace in own:
             frames.clear_values(trace)
 
@@ -91,26 +85,18 @@ class _KeptError:
 class _Known(Guarded):
     """
     Attributes:
-        at_first: what the first failure starts, the last first.
         lock: held for every change of the rest; single reads go without it.
         kept: the exceptions, by number.
         last: the number of the newest.
-        told: the numbers of those that the user has seen.
-        told_below: older ones count as told, so that `told` stays small.
+        told: the numbers of those that the user has seen, without very old ones.
         owed: the texts of those that nobody was told of, for the next wait. Any thread
             adds one, and any takes them, in single steps without the lock.
     """
-
-    at_first: ClassVar[list[Callable[[], None]]] = [
-        _native.monitor_raises,
-        lambda: _jax.tell_of_reports(_report_is_made),
-    ]
 
     def __init__(self) -> None:
         self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
-        self.told_below = 0
         self.owed: deque[str] = deque(maxlen=1024)
         super().__init__()
 
@@ -130,6 +116,12 @@ class _Known(Guarded):
 _failures = _Known()
 
 
+@once
+def _watch_reports() -> None:
+    _jax.tell_of_reports(_report_is_made)
+    _native.monitor_raises()
+
+
 def keep(exception: BaseException, handed_over: bool = False) -> int:
     """Keeps an exception that a callback raised; returns its number.
 
@@ -138,12 +130,10 @@ def keep(exception: BaseException, handed_over: bool = False) -> int:
         handed_over: the caller gets this object too, and may look at its frames.
     """
     mine, kept, gone = _failures, _KeptError(exception, handed_over), []
+    _watch_reports()
     with mine.lock:
         before = mine.kept.get(mine.last)
         number = mine.last = mine.last + 1
-        while mine.at_first:  # an interrupt may come in between
-            mine.at_first[-1]()
-            mine.at_first.pop()
         mine.kept[number] = kept
         while mine.keeps_too_many(kept.since):
             gone.append(mine.kept.popitem(last=False))
@@ -180,17 +170,13 @@ def _handed_over(number: int | None) -> BaseException | None:
     return found
 
 
-def _without_frames(exception: BaseException) -> Any:
-    try:
+def _without_frames(exception: BaseException | None) -> Any:
+    with contextlib.suppress(TypeError):
         return weakref.ref(exception)
-    except TypeError:
-        pass
-    if isinstance(exception, BaseExceptionGroup):
-        return None  # its members have frames
-    try:
-        return copy.copy(exception)
-    except Exception:  # its type can't be constructed from its `args`
-        return None
+    if not isinstance(exception, BaseExceptionGroup):  # its members have frames
+        with contextlib.suppress(Exception):  # its type may need other arguments
+            return copy.copy(exception)
+    return None
 
 
 def summary(exception: BaseException) -> str:
@@ -321,22 +307,17 @@ def failure_of(result: Any) -> Exception | None:
     return None
 
 
-def _replaces_report(found: BaseException | None) -> bool:
-    """Whether JAX's reader gets this exception itself, not a JaxRuntimeError."""
-    if not isinstance(found, Exception):
-        return found is not None
-    debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
-    quits = debugger is not None and isinstance(found, debugger.BdbQuit)
-    return quits or isinstance(found, WatchError)
-
-
 def replacement(number: int) -> BaseException | None:
     """The exception that the caller should see in place of JAX's report of it, or None.
 
     KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
     replace the report.
     """
-    return _handed_over(number) if _replaces_report(kept(number)) else None
+    found = kept(number)
+    debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
+    own = WatchError if debugger is None else (WatchError, debugger.BdbQuit)
+    replaces = isinstance(found, own) or not isinstance(found, Exception)
+    return _handed_over(number) if found is not None and replaces else None
 
 
 def told_as(text: str) -> BaseException:
@@ -377,14 +358,19 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
 #     and for BdbQuit: whoever quits a debugger should not have to read a report.
 
 _TOLD_AT_MOST = 4096
-_looking = threading.local()
+
+
+class _Looking(threading.local):
+    on = False
+
+
+_looking = _Looking()
 
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
     """Marks reports made inside, on this thread, as read by hostcall, not the user."""
-    before = getattr(_looking, "on", False)
-    _looking.on = True
+    before, _looking.on = _looking.on, True
     try:
         yield
     finally:
@@ -392,8 +378,10 @@ def looking() -> Iterator[None]:
 
 
 def is_told(number: int) -> bool:
-    """Whether the user has seen this failure, as a report or as the object."""
-    return number in _failures.told or number <= _failures.told_below
+    """Whether the user has seen this failure, as a report or as the object. A very old
+    one counts as told.
+    """
+    return is_surely_told(number) or number <= _failures.last - _TOLD_AT_MOST
 
 
 def is_surely_told(number: int) -> bool:
@@ -409,21 +397,19 @@ def tell(number: int) -> None:
     with mine.lock:
         mine.told.add(number)
         if len(mine.told) > _TOLD_AT_MOST:
-            mine.told_below = sorted(mine.told)[_TOLD_AT_MOST // 2]
-            mine.told = {n for n in mine.told if n > mine.told_below}
+            recent = mine.last - _TOLD_AT_MOST // 2
+            mine.told = {n for n in mine.told if n > recent}
 
 
 def _report_is_made(text: str) -> None:
     number = number_of(text)
     found = kept(number)
-    if getattr(_looking, "on", False) and (
-        is_told(number) or found is None or isinstance(found, Exception)
-    ):
+    is_programs = found is not None and not isinstance(found, Exception)
+    if _looking.on and (is_told(number) or not is_programs):
         return
     if number:
         tell(number)
-    replaced = replacement(number)
-    if replaced is not None:
+    if (replaced := replacement(number)) is not None:
         raise replaced
 
 
@@ -446,11 +432,10 @@ def first_owed() -> BaseException | None:
 
     The caller raises it; those behind it stay.
     """
-    while _failures.owed:
-        with contextlib.suppress(IndexError):  # another thread took the last one
-            text = _failures.owed.popleft()
-            if not is_told(number_of(text)):
-                return told_as(f"INTERNAL: {text}")
+    with contextlib.suppress(IndexError):  # there is none, or no other one
+        while is_told(number_of(text := _failures.owed.popleft())):
+            pass
+        return told_as(f"INTERNAL: {text}")
     return None
 
 
@@ -460,8 +445,7 @@ def failures_of_programs() -> list[BaseException]:
 
 
 def _raise_first() -> None:
-    error = first_owed()
-    if error is not None:
+    if (error := first_owed()) is not None:
         raise error
 
 

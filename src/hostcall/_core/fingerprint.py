@@ -12,14 +12,14 @@ to tell two live functions apart counts them (_primitives/lowering.py).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
-from hostcall._core.host_code import is_partial, own, text_of, wrapped
+from hostcall._core.host_code import closed_over, is_partial, own, text_of, wrapped
 from hostcall._core.source import name_of
 
 # What counts of a thing, as tuples and texts.
@@ -51,14 +51,13 @@ def _told(thing: Any, depth: int) -> Told:
     if depth == 0:
         return type(thing).__qualname__
     if is_partial(thing):
-        parts = (thing.func, *_functions((*thing.args, *thing.keywords.values())))
+        parts = thing.func, *_functions(thing.args, thing.keywords.values())
         return "partial", _told(parts, depth - 1)
     if type(thing) is MethodType:
         return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
     if type(thing) is FunctionType:
         return _told_function(thing, depth - 1)
-    mine = own(thing)
-    told = None if mine is None else mine.parts()
+    told = own(thing).parts()
     if told is not None:
         return type(thing).__qualname__, _told(told, depth - 1)
     inner = wrapped(thing)  # jax.jit and its like
@@ -70,20 +69,15 @@ def _told(thing: Any, depth: int) -> Told:
 
 
 def _told_function(function: FunctionType, depth: int) -> Told:
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not assigned yet
-            held.append(cell.cell_contents)
-    return (
-        function.__module__,
-        function.__qualname__,
-        _told_code(function.__code__),
-        _told(tuple(_functions(held)), depth),
-    )
+    defaults = (function.__defaults__ or ()), (function.__kwdefaults__ or {}).values()
+    held = _functions(*defaults, closed_over(function).values())
+    code = _told_code(function.__code__)
+    return function.__module__, function.__qualname__, code, _told(held, depth)
 
 
-def _functions(things: Iterable[object]) -> list[object]:
-    return [t for t in things if type(t) in (FunctionType, MethodType)]
+def _functions(*things: Iterable[object]) -> list[object]:
+    every = itertools.chain(*things)
+    return [t for t in every if type(t) in (FunctionType, MethodType)]
 
 
 @functools.lru_cache(maxsize=4096)  # equal code gives an equal result

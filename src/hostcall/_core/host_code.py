@@ -142,13 +142,16 @@ class OfArguments:
     """A `result=` that depends on the arguments: `like` and `same_tree`."""
 
 
-def own(fn: object) -> HostCode | None:
-    """The callable, if hostcall made it.
+_USERS = HostCode()
+
+
+def own(fn: object) -> HostCode:
+    """The callable, if hostcall made it; else what answers for a user's function.
 
     By its type: `isinstance` asks the object for its `__class__`, and a Mock with a
     spec, or a proxy, answers the class of something else.
     """
-    return fn if issubclass(type(fn), HostCode) else None  # type: ignore[return-value]
+    return fn if issubclass(type(fn), HostCode) else _USERS  # type: ignore[return-value]
 
 
 def handle(thing: object) -> Handle | None:
@@ -174,8 +177,7 @@ def layers(fn: Any) -> Iterator[Any]:
     """
     yield fn
     for _ in range(_DEPTH):
-        mine = own(fn)
-        inner = fn.func if is_partial(fn) else mine.inside() if mine else None
+        inner = fn.func if is_partial(fn) else own(fn).inside()
         if inner is None:
             return
         fn = inner
@@ -199,8 +201,7 @@ def why_here(fn: object) -> str:
     """Why a callable of hostcall's, or a method of one, can't leave the process; "" for
     a user's.
     """
-    mine = own(fn.__self__ if type(fn) is types.MethodType else fn)
-    return "" if mine is None else mine.stays
+    return own(fn.__self__ if type(fn) is types.MethodType else fn).stays
 
 
 def asked(thing: object, attribute: str, kind: type[T]) -> T | None:
@@ -245,6 +246,17 @@ def own_dictionary(thing: object) -> dict[str, Any] | None:
     except Exception:  # no dictionary, or a property of that name
         return None
     return kept if type(kept) is dict else None
+
+
+def closed_over(fn: types.FunctionType) -> dict[str, Any]:
+    """The variables of the functions around it that a function uses, without those that
+    are not assigned yet.
+    """
+    found = {}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def wrapped(thing: object) -> Any:

@@ -300,9 +300,7 @@ class Policy:
             _is_executor,
         )
     )
-    concurrency: int | None = option(
-        count("how many of its calls wait at the same time")
-    )
+    concurrency: int | None = option(count("how many of its calls wait at a time"))
     coalesce: tuple[int, float] | None = option(
         count("how many calls are merged into one at most")
     )
@@ -329,11 +327,6 @@ class Policy:
         don't run at the same time do without the executor.)
         """
         return {each: vars(self)[each] for each in ("timeout", "coalesce", "cache")}
-
-    @property
-    def merges(self) -> bool:
-        """Whether several calls may become one."""
-        return self.coalesce is not None
 
     @property
     def pool(self) -> Any:
@@ -388,7 +381,6 @@ def _is_not(*texts: object) -> Test:
     return lambda value: callable(value) or value not in texts
 
 
-_TOGETHER = "Taps of a batch are delivered together, not one by one between others"
 _LENT = "A function on another thread could outlive the memory it was lent"
 
 # (options, others, why): none of the first may meet one of the others. "awaits" is
@@ -480,13 +472,9 @@ _PAIRS: tuple[Pair, ...] = (
     ),
     (
         {"batch": _given},
-        {"order": _is("ordered")},
-        f"{_TOGETHER}: leave out order=, or batch=",
-    ),
-    (
-        {"batch": _given},
-        {"rows": _is("each")},
-        f"{_TOGETHER}: use rows='batched', or leave out batch=",
+        {"order": _is("ordered"), "rows": _is("each")},
+        "Taps of a batch are delivered together, not one by one between others: leave"
+        " out one of the two",
     ),
 )
 

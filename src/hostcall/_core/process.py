@@ -76,18 +76,9 @@ def renew_all() -> None:
             logger.exception("a forked child could not start %r anew", owner)
 
 
-class _Starting(Owned):
-    """`lock` is held by a thread that starts something: two programs may be lowered at
-    once. It is reentrant: what is started starts other things, and a signal handler may
-    be the first to use the engine.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        super().__init__()
-
-
-starting = _Starting()
+# Its lock is held by a thread that starts something: two programs may be lowered at
+# once. What is started starts other things.
+starting = Guarded()
 
 
 def once(make: Callable[[], Made]) -> Callable[[], Made]:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -69,10 +69,8 @@ def _call_method(fn: Any) -> Any:
     """The `__call__` in the class of an object; None if the object is itself a class,
     since calling that runs its constructor.
     """
-    if isinstance(fn, type):
-        return None
-    kinds = [kind for kind in type(fn).__mro__ if "__call__" in vars(kind)]
-    return vars(kinds[0])["__call__"] if kinds else None
+    found = (vars(kind).get("__call__") for kind in type(fn).__mro__)
+    return None if isinstance(fn, type) else next(filter(None, found), None)
 
 
 def _binds(
@@ -92,9 +90,9 @@ def _binds(
 
 
 # Without a lock: two threads may both make an entry, and then store equal ones.
-_of_texts: dict[tuple[str, bool], inspect.Signature | None] = {}
-_of_objects: weakref.WeakKeyDictionary[object, inspect.Signature | None]
-_of_objects = weakref.WeakKeyDictionary()
+_Signatures = MutableMapping[object, inspect.Signature | None]
+_of_texts: _Signatures = {}
+_of_objects: _Signatures = weakref.WeakKeyDictionary()
 
 
 def _known_signature(fn: Any) -> inspect.Signature | None:
@@ -103,18 +101,14 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
     A bound C method (`list.append`) is a new object each time, and would keep its list
     alive in a cache. So these are cached by the text of their parameters.
     """
+    cache, key = _of_objects, fn
     if type(fn) is types.BuiltinFunctionType:
         text = fn.__text_signature__  # type: ignore[attr-defined]
-        if text is None:
-            return None
-        key = text, isinstance(fn.__self__, types.ModuleType)
-        if key not in _of_texts:
-            _of_texts[key] = signature_of(fn)
-        return _of_texts[key]
+        cache, key = _of_texts, (text, isinstance(fn.__self__, types.ModuleType))
     try:
-        if fn not in _of_objects:
-            _of_objects[fn] = signature_of(fn)
-        return _of_objects[fn]
+        if key not in cache:
+            cache[key] = signature_of(fn)
+        return cache[key]
     except TypeError:  # it allows no weak references, or has no hash
         return signature_of(fn)
 

@@ -16,7 +16,7 @@ from hostcall._core.host_code import asked, innermost, is_partial, layers, own, 
 Function: TypeAlias = Callable[..., Any]
 
 # The folder of the package. Frames of its code are skipped.
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
@@ -40,8 +40,7 @@ class Place:
 
 def users_place(fn: Any = None) -> Place:
     """The place of `users_frame`, or the one that a function of hostcall tells."""
-    mine = own(fn)
-    told = None if mine is None else mine.place()
+    told = own(fn).place()
     if told is not None:
         return Place(*told)
     frame = users_frame()
@@ -55,10 +54,8 @@ def users_frame() -> types.FrameType:
     JAX's frames are skipped too, since JAX may call hostcall's functions for the user:
     `jax.jit(env.step)(x)`.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (_HERE, _JAX)
-    ):
+    frame, inner = sys._getframe(1), (PACKAGE, _JAX)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return frame
 
@@ -103,9 +100,7 @@ def is_jaxs(fn: Function) -> bool:
 
 def source_of(fn: Function) -> str:
     """A function's name and place, which all closures over one `def` share."""
-    mine = own(fn)
-    said = "" if mine is None else mine.source()
-    if said:
+    if said := own(fn).source():
         return said
     place = place_of(fn)
     name = place.function

@@ -22,6 +22,9 @@ tree = jax.tree_util
 
 # The dtype of a typed PRNG key; None for any other array.
 Key: TypeAlias = KeyDtype | None
+Array: TypeAlias = jax.Array | np.ndarray
+
+NUMBERS = (bool, int, float, complex)  # Python's own
 
 # Stands for any leaf. A pytree class that looks at its children may refuse numbers.
 _LEAF = object()
@@ -92,10 +95,7 @@ class Template:
     def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
         rest = iter(arrays)
-        leaves = [
-            leaf.value if isinstance(leaf, Static) else next(rest)
-            for leaf in self.leaves
-        ]
+        leaves = [x.value if isinstance(x, Static) else next(rest) for x in self.leaves]
         args, kwargs = self.treedef.unflatten(leaves)
         return args, kwargs
 
@@ -121,18 +121,14 @@ def _paths(treedef: TreeDef) -> list[Any]:
 
 def wrap_keys(arrays: Sequence[Any], keys: Sequence[Key]) -> list[Any]:
     """Typed PRNG keys in place of the uint32 blocks that primitives take and give."""
-    return [
-        x if key is None else _jax.wrap_key(x, key)
-        for x, key in zip(arrays, keys, strict=True)
-    ]
+    pairs = zip(arrays, keys, strict=True)
+    return [x if key is None else _jax.wrap_key(x, key) for x, key in pairs]
 
 
-def flatten_arguments(
-    args: Any, kwargs: Any
-) -> tuple[list[jax.Array | np.ndarray], Template]:
+def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     """The arrays among the leaves, ready to bind, and the template to rebuild all."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
-    arrays: list[jax.Array | np.ndarray] = []
+    arrays: list[Array] = []
     marks: list[Static | Key] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
@@ -149,15 +145,9 @@ def flatten_arguments(
 
 def is_array_like(leaf: object) -> bool:
     """Whether JAX would accept this leaf as an array. Others become `Static`."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        return True
     if isinstance(leaf, (np.ndarray, np.generic)):
         return is_numeric(leaf.dtype)
-    return _converts_itself(leaf)
-
-
-def _converts_itself(leaf: object) -> bool:
-    return hasattr(leaf, "__jax_array__")
+    return isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__")
 
 
 # JAX's dtypes beside NumPy's.
@@ -169,7 +159,7 @@ def is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufc" or dtype.name in _MORE_DTYPES
 
 
-def canonical(leaf: Any) -> jax.Array | np.ndarray:
+def canonical(leaf: Any) -> Array:
     """`leaf` as an array of the dtype that JAX will give it.
 
     Raises:
@@ -182,9 +172,8 @@ def canonical(leaf: Any) -> jax.Array | np.ndarray:
             " hc.call(fn, result, ref[...])",
             code="hc-arguments",
         )
-    if _converts_itself(leaf):
-        converted: jax.Array = leaf.__jax_array__()
-        return converted
+    if hasattr(leaf, "__jax_array__"):
+        return leaf.__jax_array__()  # type: ignore[no-any-return]
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise SpecError(
             f"hostcall: an argument is {masked(leaf)}. Pass np.ma.filled(x, number), or"
@@ -198,9 +187,7 @@ def canonical(leaf: Any) -> jax.Array | np.ndarray:
     if not array.dtype.isnative:  # big-endian, as some file formats have it
         array = array.astype(np.dtype(array.dtype.type))
     dtype = _jax.canonical_dtype(array.dtype)
-    if dtype == array.dtype:
-        return array
-    if array.dtype.kind in "iu" and array.size:
+    if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
         _refuse_lost((array.min(), array.max()), array.dtype, dtype)
     return np.asarray(array, dtype)
 
@@ -262,29 +249,34 @@ def parse_result(result: Any, name: str) -> Results:
     as arguments of a jitted function.
     """
     flat, treedef = tree.tree_flatten_with_path(result)
-    found = [
-        _parse_leaf(leaf, f"result{tree.keystr(path)} of `{name}`")
-        for path, leaf in flat
-    ]
+    leaves = ((leaf, f"result{tree.keystr(path)} of `{name}`") for path, leaf in flat)
+    found = [_parse_leaf(leaf, which) for leaf, which in leaves]
     return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 
 def _parse_leaf(leaf: Any, which: str) -> tuple[Aval, Key]:
     """(aval, key dtype or None) of a leaf of `result=`."""
-    kinds = (bool, int, float, complex)
-    if isinstance(leaf, kinds) and not isinstance(leaf, np.generic):
+    if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
         return _jax.ShapedArray((), jnp.result_type(leaf)), None
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        what = f"is {leaf!r}, which has no shape and dtype. {_instead_of(leaf)}"
+        instead = (
+            "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape"
+            " and dtype"
+        )
+        if issubclass(type(leaf), OfArguments):
+            instead = (
+                "It is only for hc.host, and only as the whole result=. In hc.call give"
+                " the argument itself, or jax.ShapeDtypeStruct(shape, dtype). In"
+                " hc.host write a function: result=lambda x, y: (x, y)"
+            )
+        what = f"is {leaf!r}, which has no shape and dtype. {instead}"
         raise _wrong_result(which, what)
     try:
         shape = tuple(leaf.shape)
     except TypeError:  # one size, or nothing
         shape = (None,)
-    if not all(
-        _jax.is_symbolic(n) or (isinstance(n, (int, np.integer)) and n >= 0)
-        for n in shape
-    ):
+    sizes = (n for n in shape if not _jax.is_symbolic(n))
+    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in sizes):
         raise _wrong_result(
             which,
             f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that are"
@@ -326,20 +318,6 @@ def _parse_dtype(given: Any, which: str) -> tuple[np.dtype, Key]:
 
 def _wrong_result(which: str, what: str) -> SpecError:
     return SpecError(f"hostcall: {which} {what}", code="hc-result-spec")
-
-
-def _instead_of(leaf: object) -> str:
-    """What to write in place of a leaf of `result=` that has no shape and dtype."""
-    if issubclass(type(leaf), OfArguments):
-        return (
-            "It is only for hc.host, and only as the whole result=. In hc.call give the"
-            " argument itself, or jax.ShapeDtypeStruct(shape, dtype). In hc.host write"
-            " a function: result=lambda x, y: (x, y)"
-        )
-    return (
-        "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape and"
-        " dtype"
-    )
 
 
 def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:

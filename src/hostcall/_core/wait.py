@@ -20,8 +20,13 @@ SLICE = 0.05  # seconds
 SLOW = 5.0  # seconds after which a wait that may have no end is named in the log
 
 
+# Waits for so many seconds at most, as `threading.Event.wait` does, and says whether
+# what is waited for has come.
+Done = Callable[[float], object]
+
+
 def wait(
-    done: Callable[[float], object],
+    done: Done,
     seconds: float | None = None,
     look: Callable[[], object] | None = None,
     slow: Callable[[], str] | None = None,
@@ -29,8 +34,7 @@ def wait(
     """Waits until `done(slice)` is true; returns False if it isn't after `seconds`.
 
     Args:
-        done: waits for so many seconds at most, as `threading.Event.wait` does.
-            `ended`, `over` and `seen` make one.
+        done: `ended`, `over` and `seen` make one.
         seconds: the limit; None for no limit.
         look: called after each slice; raises if `done` can't become true any more.
         slow: what is logged, once, if this takes long; "" for nothing so far.
@@ -56,14 +60,14 @@ def slice_of(until: float | None) -> float:
     return min(SLICE, max(0.0, until - time.monotonic()))
 
 
-def ended(future: futures.Future[Any]) -> Callable[[float], object]:
+def ended(future: futures.Future[Any]) -> Done:
     """For `wait`: whether a future has a value or an error."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     return done.wait
 
 
-def over(thread: threading.Thread) -> Callable[[float], object]:
+def over(thread: threading.Thread) -> Done:
     """For `wait`: whether a thread has ended."""
 
     def done(seconds: float) -> bool:
@@ -73,9 +77,7 @@ def over(thread: threading.Thread) -> Callable[[float], object]:
     return done
 
 
-def seen(
-    look: Callable[[], object], pause: float | None = None
-) -> Callable[[float], object]:
+def seen(look: Callable[[], object], pause: float | None = None) -> Done:
     """For `wait`: whether `look()` is true, which wakes nobody when it becomes so.
 
     `pause` is the time between two looks, if they are dear. It may be longer than a

@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import jax
@@ -76,9 +75,7 @@ class WatchError(HostcallError, RuntimeError):
         self.step, self.row, self.device = step, row, device
         self.place, self.name = place, name
 
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[..., Any], tuple[object, ...], dict[str, Any]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copies and other processes get all that it has; a device as its name."""
         state = {**self.__dict__}
         if self.device is not None:
@@ -117,7 +114,22 @@ class WatchError(HostcallError, RuntimeError):
     def load(cls, path: str | os.PathLike[str]) -> WatchError:
         """Reads what `save` wrote; `hc.tools.load_failure` says what comes back."""
         try:
-            return cls._load(path)
+            with zipfile.ZipFile(path) as file:
+                if any(one.compress_type for one in file.infolist()):
+                    raise ValueError("it has compressed parts; `save` writes none")
+                told = json.loads(file.read("failure.json"))
+                version = told.pop("version")
+                if version > _VERSION:
+                    raise SpecError(
+                        f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
+                        f" (version {version} of the file; this one reads up to"
+                        f" {_VERSION}). Update hostcall",
+                        code="hc-load",
+                    )
+                state = {name: _read(file, part) for name, part in told.items()}
+            state["place"] = state["place"] and Place(*state["place"])
+            state["history"] = tuple(Watched(**one) for one in state["history"])
+            return cls(state.pop("text"), **state)
         except (SpecError, FileNotFoundError, IsADirectoryError, PermissionError):
             raise  # other OSErrors come from wrong offsets in a damaged file
         except Exception as error:  # zipfile, json and NumPy raise many kinds
@@ -126,25 +138,6 @@ class WatchError(HostcallError, RuntimeError):
                 f" {error}). It was damaged, or WatchError.save did not write it",
                 code="hc-load",
             ) from error
-
-    @classmethod
-    def _load(cls, path: str | os.PathLike[str]) -> WatchError:
-        with zipfile.ZipFile(path) as file:
-            if any(one.compress_type != zipfile.ZIP_STORED for one in file.infolist()):
-                raise ValueError("it has compressed parts, of which `save` writes none")
-            told = json.loads(file.read("failure.json"))
-            version = told.pop("version")
-            if version > _VERSION:
-                raise SpecError(
-                    f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
-                    f" (version {version} of the file; this one reads up to"
-                    f" {_VERSION}). Update hostcall",
-                    code="hc-load",
-                )
-            state = {name: _read(file, part) for name, part in told.items()}
-            state["place"] = state["place"] and Place(*state["place"])
-            state["history"] = tuple(Watched(**one) for one in state["history"])
-            return cls(state.pop("text"), **state)
 
 
 # Where users import them from, and what tracebacks show.

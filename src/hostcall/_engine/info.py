@@ -157,8 +157,7 @@ class CallInfo:
         """(what a result is, which shape it has) if the function is a rule of
         hostcall's that says so; else empty texts.
         """
-        mine = own(self.callback.function)
-        return ("", "") if mine is None else mine.result_words(number)
+        return own(self.callback.function).result_words(number)
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.

@@ -178,8 +178,7 @@ def why_here(params: Equation, operands: Sequence[Aval]) -> str:
 
 def _tell_function(callback: Callback, exported: bool) -> Told:
     function = callback.function
-    mine = own(function)
-    kind = "" if mine is None else mine.travels_as
+    kind = own(function).travels_as
     if kind:
         return [kind, _home(kind).tell(function, exported)]
     policy, owner = callback.policy, callback.policy.owner

@@ -39,24 +39,23 @@ class Failures:
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         """`tell(text)` tells the other processes that this one failed."""
-        # Each holds the first text, and those that came in the same moment. A list's
-        # append is one step, with the GIL and without, so one thread finds its own
-        # text in front: no lock.
-        self._told: list[str] = []
-        self._here: list[str] = []
+        # The first text that is "told" to all, and the first one of a failure "here".
+        # `setdefault` is one step, with the GIL and without, so one thread finds its
+        # own text there: no lock.
+        self._first: dict[str, str] = {}
         self._tell = tell
 
     @property
     def told(self) -> str | None:
         """The first one that all processes are told of, with its process; or None."""
-        return self._told[0] if self._told else None
+        return self._first.get("told")
 
     def failed(self, text: str, *, tell: bool = True) -> None:
         """Notes that a call of a program over several processes failed here.
 
         `tell`: the others do not learn it from the program itself.
         """
-        if _is_first(self._here, text):
+        if self._is_first("here", text):
             _jax.refuse_programs_across(self._refusal)
             if tell:
                 self.tell(text)
@@ -78,7 +77,11 @@ class Failures:
             )
 
     def _learn(self, process: int, text: str) -> bool:
-        return _is_first(self._told, f"process {process} failed: {text}")
+        return self._is_first("told", f"process {process} failed: {text}")
+
+    def _is_first(self, which: str, text: str) -> bool:
+        first = self._first
+        return which not in first and first.setdefault(which, text) is text
 
     @staticmethod
     def keep_text(text: str) -> None:
@@ -109,14 +112,14 @@ class Failures:
         def checked(*args: Any, **kwargs: Any) -> Any:
             # A call that finds nothing here began before the failure was noted, as if
             # it had been made earlier.
-            if self._here:
+            if "here" in self._first:
                 raise self._refusal()
             return function(*args, **kwargs)
 
         return checked
 
     def _refusal(self) -> Exception:
-        if self._here:
+        if "here" in self._first:
             why = (
                 "a program over several processes failed in this process, which"
                 " therefore refuses further ones. Other processes may still be waiting"
@@ -131,17 +134,9 @@ class Failures:
         return HostcallError(
             f"hostcall: {why}. End all processes of the job, and restart them from the"
             " last checkpoint. Programs over this process's own devices still run. The"
-            f" first failure was: {(self._here or self._told)[0]}",
+            f" first failure was: {self._first.get('here', self.told)}",
             code="hc-process",
         )
-
-
-def _is_first(texts: list[str], text: str) -> bool:
-    """Adds a text to those that came first; returns whether it is the very first."""
-    if texts:
-        return False
-    texts.append(text)
-    return texts[0] is text
 
 
 def _key(process: int) -> str:
@@ -150,6 +145,5 @@ def _key(process: int) -> str:
 
 def _shown(text: str) -> str:
     """A text that anyone may have written, cut and without control characters."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "?" for c in text[:_LONGEST]
-    )
+    shown = (c if c.isprintable() or c in "\n\t" else "?" for c in text[:_LONGEST])
+    return "".join(shown)

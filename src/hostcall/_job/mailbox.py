@@ -60,9 +60,9 @@ class Mailbox:
         self.pause = max(0.5, _jax.job_size() / _LOOKS)
         self._failed, self._asked = failed, asked
         self._seen: set[str] = set()
-        # The letters (key, text, when it is there); None for the last one.
-        self._outbox: queue.SimpleQueue[tuple[str, str, Future[None]] | None]
-        self._outbox = queue.SimpleQueue()
+        # The letters (key, text, when it is there).
+        self._outbox = queue.SimpleQueue[tuple[str, str, Future[None]]]()
+        self._stopping = False  # set before the last one is put there
         self._thread = daemon("hostcall-job", self._run)
 
     def start(self) -> None:
@@ -86,20 +86,16 @@ class Mailbox:
         """Ends the thread, after what has been posted. A thread that waits for a
         service that does not answer is left behind.
         """
-        self._outbox.put(None)
+        self._stopping = True
+        self.post("")
         if self._thread.is_alive():
             wait(over(self._thread), 4 * self.patience)
 
     def _run(self) -> None:
-        stopping = False
-        while not stopping:
-            posted = None
+        while not (self._stopping and self._outbox.empty()):
+            key, text, posted = "", "", Future[None]()
             with contextlib.suppress(queue.Empty):
-                letter = self._outbox.get(timeout=self.pause)
-                if letter is None:
-                    stopping = True
-                else:
-                    key, text, posted = letter
+                key, text, posted = self._outbox.get(timeout=self.pause)
             try:
                 if _jax.job_size() == 1:  # jax.distributed.shutdown()
                     return
@@ -107,12 +103,11 @@ class Mailbox:
                 # first, and the second passes.
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._look()
-                if posted is not None and key:
-                    with contextlib.suppress(jax.errors.JaxRuntimeError):
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    if key:
                         _jax.job_put(key, text)
             finally:
-                if posted is not None:
-                    posted.set_result(None)
+                posted.set_result(None)
 
     def _look(self) -> None:
         here, size = _jax.place_in_job()

@@ -76,12 +76,9 @@ def _read(process: int, text: str | None) -> ProcessStatus:
 
 
 def _call(said: Any) -> ActiveCall:
-    name, line, seconds, row, thread, stack = _typed(
-        said, str, list, float, list, int, str
-    )
+    name, line, seconds, row, *rest = _typed(said, str, list, float, list, int, str)
     place = Place(*_typed(line, str, int, str))
-    index = tuple(_typed(row, *[int] * len(row)))
-    return ActiveCall(name, place, seconds, index, thread, stack)
+    return ActiveCall(name, place, seconds, (*_typed(row, *[int] * len(row)),), *rest)
 
 
 def _typed(values: Any, *types: type) -> list[Any]:

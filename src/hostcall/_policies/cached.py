@@ -47,9 +47,12 @@ from hostcall._core.errors import SpecError
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.spec import Static
 from hostcall._core.wait import wait
+from hostcall._policies import stores
 from hostcall._policies.layer import Choices, Flat, Inner, Leaves, Site
-from hostcall._policies.stores import Part, Pending, Values, kept
+from hostcall._policies.stores import Part, Pending, Values
 from hostcall._runtime import host_device, loop, workers
+
+Found = dict[bytes, Values | None]  # by key; None for one that is not known
 
 # The bytes of smaller arrays are copied: that takes less time than a view.
 _SMALL = 4096
@@ -70,89 +73,74 @@ class Cached:
         self._second = host_device.is_second(choices.device.client)
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
-        keys = [self._key.of(row) for row in rows]
-        found: dict[bytes, Values] = {}
-        if len(keys) == 1 and self._find(keys[0], found):  # often, so without lists
+        get, keys = self._cache.store.get, [self._key.of(row) for row in rows]
+        if len(keys) == 1 and (value := get(keys[0])) is not None:  # as often
             self._count(1, 0)
-            return [self._arrays(found[keys[0]])]
-        missing = [key for key in dict.fromkeys(keys) if not self._find(key, found)]
+            return [self._arrays(value)]
+        found = {key: get(key) for key in keys}  # None: not known yet
         computed = 0
-        while missing:
+        while missing := [key for key, value in found.items() if value is None]:
             mine: dict[bytes, Pending] = {}
             try:
                 theirs = self._claim(missing, mine, found)
-                again = [key for key in missing if key not in theirs | found.keys()]
+                again = [k for k in missing if k not in theirs and found[k] is None]
                 if again:
                     which = [keys.index(key) for key in again]
-                    values = self._inner.rows(
-                        [rows[i] for i in which], site.only(which)
-                    )
+                    asked = [rows[i] for i in which]
+                    values = self._inner.rows(asked, site.only(which))
                     computed += len(again)
-                    for key, value in zip(again, values, strict=True):
-                        found[key] = self._bytes(value)
-                        self._cache.store.put(key, found[key])
+                    for key, leaves in zip(again, values, strict=True):
+                        found[key] = kept = self._bytes(leaves)
+                        self._cache.store.put(key, kept)
             finally:
                 self._end(mine, found)
             for key, flight in theirs.items():
                 flight.waiting += 1
-                wait(flight.done.wait)
-                if flight.value is not None:
-                    found[key] = flight.value
-            missing = [key for key in missing if key not in found]
+                wait(flight.wait)
+                found[key] = flight.value
         self._count(len(rows) - computed, computed)
         return [self._arrays(found[key]) for key in keys]
 
-    def _find(self, key: bytes, found: dict[bytes, Values]) -> bool:
-        value = self._cache.store.get(key)
-        if value is not None:
-            found[key] = value
-        return value is not None
-
     def _claim(
-        self,
-        keys: Sequence[bytes],
-        mine: dict[bytes, Pending],
-        found: dict[bytes, Values],
+        self, keys: Sequence[bytes], mine: dict[bytes, Pending], found: Found
     ) -> dict[bytes, Pending]:
-        """Claims keys, into `mine`. Returns those that others compute."""
-        theirs, may_wait = {}, self._may_wait()
+        """Claims keys, into `mine`. Returns those that others compute, if this call may
+        wait for that; see above.
+        """
+        # What a task's threads wait for, the task waits for; and a loop must not wait.
+        inside = self._second or workers.stand_in() is not None
+        may_wait = not (inside or loop.running() or _native.on_foreign_thread())
+        theirs = {}
         for key in keys:
             # Into `mine` first: whatever interrupts this, `_end` takes it out again.
             mine[key] = flight = Pending()
             other = self._cache.under_way.setdefault(key, flight)
-            if other is not flight:
-                del mine[key]
-                if may_wait:
-                    theirs[key] = other
-            else:
-                self._find(key, found)  # it may have been computed since the last look
+            if other is flight:
+                # It may have been computed since the last look.
+                found[key] = self._cache.store.get(key)
+                continue
+            del mine[key]
+            if may_wait:
+                theirs[key] = other
         return theirs
 
-    def _may_wait(self) -> bool:
-        """Whether this call may wait for another's computation; see above.
-
-        What a task's threads wait for, the task waits for; and a loop must not wait.
-        """
-        inside = self._second or workers.stand_in() is not None
-        return not (inside or loop.running() or _native.on_foreign_thread())
-
-    def _end(self, mine: dict[bytes, Pending], found: dict[bytes, Values]) -> None:
+    def _end(self, mine: dict[bytes, Pending], found: Found) -> None:
         under_way = self._cache.under_way
         for key, flight in mine.items():
             if under_way.get(key) is flight:
                 del under_way[key]
-            flight.value = found.get(key)
-            flight.done.set()
+            flight.value = found[key]
+            flight.set()
 
     def _bytes(self, value: Flat) -> Values:
         coerce = self._results.coerce
         return tuple(coerce(i, leaf).tobytes() for i, leaf in enumerate(value))
 
-    def _arrays(self, value: Values) -> Flat:
+    def _arrays(self, value: Values | None) -> Flat:
         """Read-only arrays in the memory of the bytes."""
         # A cache on a disk, or a server's, may return anything.
         plain = type(value) is tuple and all(type(part) is bytes for part in value)
-        if not plain or [len(part) for part in value] != self._sizes:
+        if value is None or not plain or [*map(len, value)] != self._sizes:
             raise SpecError(
                 f"hostcall: the cache of `{self._results.name}` has an entry that is"
                 " not one of its results. Is something else written to that cache?",
@@ -191,19 +179,20 @@ class _Keys:
         if not self._constant:
             digest.update(self._statics())
         for array in row:
-            small = array.nbytes < _SMALL
-            digest.update(
-                array.tobytes() if small else array.reshape(-1).view(np.uint8)
-            )
+            if array.nbytes < _SMALL:
+                digest.update(array.tobytes())
+            else:
+                digest.update(array.reshape(-1).view(np.uint8))
         return digest.digest()
 
     def _statics(self) -> bytes:
-        marks = [
-            x.value if isinstance(x, Static) else _Array for x in self._template.leaves
-        ]
+        leaves = self._template.leaves
+        marks = [x.value if isinstance(x, Static) else _Array for x in leaves]
         try:
-            tree = self._template.treedef.unflatten(marks)
-            return _pickled(tree, self._in_memory)
+            file = io.BytesIO()
+            pickler = _Pickler(file, self._in_memory)
+            pickler.dump(self._template.treedef.unflatten(marks))
+            return file.getvalue() + repr(pickler.met).encode()
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{self._name}` has cache=, whose keys hold its static"
@@ -236,14 +225,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(thing, (type, types.FunctionType)):
             return None
         if self._in_memory:
-            self.met.append(kept.number_of(thing))
+            self.met.append(stores.kept.number_of(thing))
         elif isinstance(thing, types.FunctionType):
             self.met.append(fingerprint(thing))
         return None
-
-
-def _pickled(tree: Any, in_memory: bool) -> bytes:
-    file = io.BytesIO()
-    pickler = _Pickler(file, in_memory)
-    pickler.dump(tree)
-    return file.getvalue() + repr(pickler.met).encode()

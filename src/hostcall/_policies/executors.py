@@ -66,42 +66,38 @@ class Workers:
     """
 
     takes_back = True
+    leash: str | None = None
 
     def __init__(self, given: Any) -> None:
         self._given = given
         self._files: list[str] = []
-        self.leash: str | None = None
-        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended = queue.SimpleQueue[Any]()
 
     def open(self) -> None:
         """Lets rows begin."""
-        self._tell_of_forks()
-        if is_of_processes(self._given):
-            self.leash = self._file()
-
-    def _tell_of_forks(self) -> None:
-        """Warns of an executor that is about to fork this process, its JAX included.
-
-        Workers that were forked before JAX started are sound, so those that exist
-        already are left alone. `multiprocessing.Pool` forks when it is made.
-        """
         pool = self._given
-        if not isinstance(pool, futures.ProcessPoolExecutor) or pool._processes != {}:
-            return
-        context = pool._mp_context
-        if context is not None and context.get_start_method() == "fork":
-            logger.warning(
-                "executor= forks this process, in which JAX has started. The workers"
-                " inherit locks of JAX's threads and may hang. Make the executor with"
-                " mp_context=multiprocessing.get_context('spawn'), or 'forkserver'"
-            )
+        if isinstance(pool, futures.ProcessPoolExecutor) and pool._processes == {}:
+            # Workers that were forked before JAX started are sound, so those that exist
+            # already are left alone. `multiprocessing.Pool` forks when it is made.
+            context = pool._mp_context
+            if context is not None and context.get_start_method() == "fork":
+                logger.warning(
+                    "executor= forks this process, in which JAX has started. The"
+                    " workers inherit locks of JAX's threads and may hang. Make the"
+                    " executor with mp_context=multiprocessing.get_context('spawn'), or"
+                    " 'forkserver'"
+                )
+        if is_of_processes(pool):
+            self.leash = self._file()
 
     def count(self) -> int | None:
         """How many tasks run at once; None if that is not known."""
         return getattr(self._given, "_max_workers", None)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
-        task = self._given.submit(fn, *args)
+        return self._noticed(self._given.submit(fn, *args))
+
+    def _noticed(self, task: futures.Future[Any]) -> futures.Future[Any]:
         # A callback, not `futures.wait`: that is not woken for tasks which an executor
         # cancels in shutdown(cancel_futures=True).
         task.add_done_callback(self._ended.put)
@@ -219,10 +215,7 @@ def begin(leash: str, start: int) -> None:
 
 def fresh(shared: Any) -> np.ndarray:
     """In a worker: a row's own copy of a shared array."""
-    if isinstance(shared, np.ndarray):
-        return shared.copy()
-    array: np.ndarray = shared.get()
-    return array
+    return shared.copy() if isinstance(shared, np.ndarray) else shared.get()  # type: ignore[no-any-return]
 
 
 # Seconds in which the results of a worker that has died may still arrive.
@@ -250,8 +243,7 @@ class MultiprocessingPool(Workers):
         return getattr(self._given, "_processes", None)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
-        task: futures.Future[Any] = futures.Future()
-        task.add_done_callback(self._ended.put)
+        task = self._noticed(futures.Future())
         task.set_running_or_notify_cancel()  # a pool can't cancel a task
         self._given.apply_async(
             _with_traceback,
@@ -277,12 +269,12 @@ class MultiprocessingPool(Workers):
     def dead(self, unfinished: Collection[int]) -> str:
         if self._seen is None:
             return ""
-        processes = list(self._given._pool)
-        self._seen.update((worker.pid, worker) for worker in processes)
-        alive = {worker.pid for worker in processes if worker.exitcode is None}
+        self._seen.update((worker.pid, worker) for worker in list(self._given._pool))
+        alive = {pid for pid, one in self._seen.items() if one.exitcode is None}
         begun = self._begun()
-        lost = [begun[s] for s in unfinished if s in begun and begun[s] not in alive]
-        if not lost and not any(start in begun for start in unfinished):
+        mine = [begun[start] for start in unfinished if start in begun]
+        lost = [pid for pid in mine if pid not in alive]
+        if not mine:
             # A worker may have died after it took a task and before it wrote that into
             # the leash.
             lost = [pid for pid, worker in self._seen.items() if worker.exitcode]
@@ -294,10 +286,10 @@ class MultiprocessingPool(Workers):
         if time.monotonic() - self._since < _ON_ITS_WAY:
             return ""
         code = self._seen[lost[0]].exitcode if lost[0] in self._seen else None
-        how = "" if code is None else f", exit code {code}"
-        if code is not None and code < 0:
-            how = f", signal {-code}"
-        return f"process {lost[0]}{how}"
+        if code is None:
+            return f"process {lost[0]}"
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"process {lost[0]}, {how}"
 
 
 def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
@@ -335,9 +327,7 @@ def workers_of(given: Any, once: bool) -> Workers:
         return _Dask(given, once)
     if _is_ray(given):
         return _RayPool(given)
-    if not hasattr(given, "submit"):
-        return MultiprocessingPool(given)
-    return Workers(given)
+    return Workers(given) if hasattr(given, "submit") else MultiprocessingPool(given)
 
 
 class _RayPool(MultiprocessingPool):
@@ -435,13 +425,11 @@ class _Dask(Workers):
             Event(claim, self._given).clear()
 
 
-def _failure(task: Any) -> BaseException:
+def _failure(task: Any) -> Any:
     if task.status == "error":
-        error: BaseException = task.exception().with_traceback(task.traceback())
-        return error
-    return futures.CancelledError(
-        f"hostcall: the Dask task ended with status {task.status}"
-    )
+        return task.exception().with_traceback(task.traceback())
+    text = f"hostcall: the Dask task ended with status {task.status}"
+    return futures.CancelledError(text)
 
 
 def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -486,7 +474,9 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
             ' import the main module (with "spawn", a script needs'
             ' `if __name__ == "__main__":`). Make a new executor: this one is broken'
         )
-    elif by_name(given) and _may_be_of_pickle(error):
+    elif by_name(given) and (
+        isinstance(error, _OF_PICKLE) or type(error).__name__ == "MaybeEncodingError"
+    ):
         try:
             pickle.dumps(sent)
         except Exception as reason:
@@ -505,6 +495,4 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
             )
 
 
-def _may_be_of_pickle(error: BaseException) -> bool:
-    kinds = (pickle.PicklingError, AttributeError, TypeError, ValueError)
-    return isinstance(error, kinds) or type(error).__name__ == "MaybeEncodingError"
+_OF_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import os
 import sys
 import threading
 import traceback
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hostcall._core.daemon import DaemonPool
+from hostcall._core.source import PACKAGE
 from hostcall._core.wait import ended, wait
 from hostcall._policies.layer import Bound, Row, Site, run_each
 from hostcall._runtime import workers
@@ -53,10 +53,7 @@ class OnThread:
 
         def job() -> list[Any]:
             worker.append(threading.get_ident())
-            values: list[Any] = bound.settings.run(
-                context.run, run_each, bound.fn, each()
-            )
-            return values
+            return bound.settings.run(context.run, run_each, bound.fn, each())  # type: ignore[no-any-return]
 
         waiting = threading.get_ident()
         outcome = _threads.submit(job)
@@ -64,8 +61,7 @@ class OnThread:
         try:
             if not wait(ended(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
-            values: list[Any] = outcome.result()
-            return values
+            return outcome.result()  # type: ignore[no-any-return]
         finally:
             workers.delegates.pop(waiting, None)
             del outcome  # breaks the cycle error -> this frame -> outcome -> error
@@ -82,6 +78,6 @@ def _stack_of(worker: list[int]) -> str:
     if frame is None:
         return "its thread has ended"
     lines = traceback.format_stack(frame)
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the package
-    users = [line for line in lines if here not in line and "threading.py" not in line]
+    ours = PACKAGE, "threading.py"
+    users = [line for line in lines if not any(each in line for each in ours)]
     return "it is stuck in:\n" + "".join(users or lines).rstrip()

@@ -142,10 +142,8 @@ class Choices(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether a layer reads arrays before they become what the function gets."""
-        policy = self.callback.policy
-        return (
-            self.compressed or policy.cache is not None or policy.coalesce is not None
-        )
+        cache, coalesce = self.callback.policy.cache, self.callback.policy.coalesce
+        return self.compressed or cache is not None or coalesce is not None
 
 
 # --- What the layers share in which the function runs ---------------------------------
@@ -184,8 +182,7 @@ class Bound(NamedTuple):
 
         See `HostCode.split`; a user's function runs elsewhere as it is.
         """
-        mine = own(self.fn)
-        steps = [None if mine is None else mine.split(*row) for row in rows]
+        steps = [own(self.fn).split(*row) for row in rows]
         found = [step for step in steps if step is not None]
         if not found:
             return self.fn, rows, [same] * len(rows)

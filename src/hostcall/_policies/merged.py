@@ -53,125 +53,27 @@ from hostcall._core.wait import SLOW, wait
 from hostcall._policies.layer import Choices, Flat, Inner, Leaves, Site
 from hostcall._policies.on_loop import free_loop
 
-# Takes the entries of a batch, and returns one result for each.
-Together = Callable[[list[Any]], Sequence[Any]]
-
 
 class _Batch:
     def __init__(self) -> None:
-        self.entries: list[Any] = []
+        self.entries: list[Leaves] = []
         self.full = threading.Event()
         self.done = threading.Event()
-        self.values: Sequence[Any] = ()
+        self.values: Sequence[Flat] = ()
         self.error: BaseException | None = None
 
-    def finish(self, together: Together) -> None:
-        try:
-            self.values = together(self.entries)
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.entries = []
-            self.done.set()
-            del self  # the error's traceback holds this frame
 
-
-class Meeting:
-    """Where the calls of one place meet.
-
-    Args:
-        size: how many entries a batch has at most.
-        wait: how many seconds a call waits for others.
+class _Meeting:
+    """Where the calls of one place meet. The lock protects the open batch, and its
+    entries.
     """
 
-    def __init__(self, size: int, wait: float) -> None:
-        self._size, self._wait = size, wait
-        self._lock = threading.Lock()  # protects `_open` and its entries
-        self._open: _Batch | None = None
-
-    def call(self, entries: Sequence[Any], together: Together) -> list[Any]:
-        """Adds entries to batches; returns their results when all have been called.
-
-        Args:
-            entries: what the batches gather, one for each row.
-            together: makes the call. Any of the threads in a batch may be the one that
-                uses its own.
-
-        Raises:
-            BaseException: what `together` raised, for the first batch that failed.
-        """
-        parts: list[tuple[_Batch, range]] = []
-        leads: list[_Batch] = []
-        try:
-            # One batch after the other: a batch is open only while its leader waits.
-            while entries:
-                entries = self._join(entries, parts, leads)
-                if leads and not leads[-1].done.is_set():
-                    wait(leads[-1].full.wait, self._wait)
-                    self._close(leads[-1])
-                    leads[-1].finish(together)
-        finally:
-            if leads and not leads[-1].done.is_set():  # this thread was interrupted
-                self._close(leads[-1])
-                leads[-1].finish(_interrupted)
-        values, error = _gathered(parts)
-        if error is None:
-            return values
-        try:
-            raise error
-        finally:  # breaks the cycle error -> traceback -> this frame -> error
-            del error, leads, parts
-
-    def _join(
-        self,
-        entries: Sequence[Any],
-        parts: list[tuple[_Batch, range]],
-        leads: list[_Batch],
-    ) -> Sequence[Any]:
-        """Puts entries into the open batch. Returns those that it has no room for.
-
-        Args:
-            entries: what is left of the call's.
-            parts: gets the batch, and where the entries are in it.
-            leads: gets the batch if this thread leads it, before others can join it: an
-                interrupt may come at any time.
-        """
-        with self._lock:
-            batch = self._open
-            if batch is None:
-                batch = _Batch()
-                leads.append(batch)
-                self._open = batch
-            start = len(batch.entries)
-            taken = entries[: self._size - start]
-            batch.entries += taken
-            parts.append((batch, range(start, len(batch.entries))))
-            if len(batch.entries) == self._size:
-                self._open = None
-                batch.full.set()
-        return entries[len(taken) :]
-
-    def _close(self, batch: _Batch) -> None:
-        with self._lock:
-            if self._open is batch:
-                self._open = None
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open: _Batch | None = None
 
 
-def _gathered(
-    parts: list[tuple[_Batch, range]],
-) -> tuple[list[Any], BaseException | None]:
-    """Waits for the batches; the results of these entries, or the first error."""
-    values: list[Any] = []
-    for batch, mine in parts:
-        wait(batch.done.wait)
-        if batch.error is not None:
-            return [], batch.error
-        values += batch.values[mine.start : mine.stop]
-    return values, None
-
-
-def _interrupted(entries: list[Any]) -> Sequence[Any]:
-    raise KeyboardInterrupt
+Parts = list[tuple[_Batch, range]]  # batches, and where a call's entries are in each
 
 
 class _Shared(Owned):
@@ -221,34 +123,97 @@ class Merged:
 
     Whichever thread makes that call, it uses its own plan's: equal functions
     and shapes meet. The call is no row of anybody's batch, so it has no index.
+
+    Args:
+        inner: makes the call.
+        choices: of the plan.
+        size: how many entries a batch has at most.
+        seconds: how long a call waits for others.
     """
 
     def __init__(
         self, inner: Inner, choices: Choices, size: int, seconds: float
     ) -> None:
-        self._inner, self._results = inner, choices.results
-        self._avals = choices.avals
-        callback = choices.callback
+        self._inner, self._results, self._avals = inner, choices.results, choices.avals
+        self._size, self._seconds = size, seconds
+        self._callback = callback = choices.callback
         # With what the function gets and returns, so that entries can be stacked; not
         # with where and how a place calls it.
         shapes = tuple((shape, str(dtype)) for shape, dtype in choices.shapes)
         trees = callback.template, callback.results, callback.fills
         how = callback.policy, callback.traced, callback.options.arrays
         who = callback.fn, callback.options.tag, trees, how, shapes
-        self._meeting: Meeting
-        self._meeting = shared.one(who, lambda: Meeting(size, seconds))
-        self._awaits = callback.function if callback.awaits else None
-        name, key = choices.results.name, (callback.fn, choices.device)  # of a rung
-        self._turn = (
-            contextlib.nullcontext()
-            if callback.awaits
-            else shared.one(key, lambda: _Turn(name))
-        )
+        self._meeting: _Meeting = shared.one(who, _Meeting)
+        self._turn: Any = contextlib.nullcontext()
+        if not callback.awaits:
+            name, rung = choices.results.name, choices.device
+            self._turn = shared.one((callback.fn, rung), lambda: _Turn(name))
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
-        if self._awaits is not None:  # another thread may need the loop for the call
-            free_loop(self._awaits)
-        return self._meeting.call(rows, self._together)
+        if self._callback.awaits:  # another thread may need the loop for the call
+            free_loop(self._callback.function)
+        parts: Parts = []
+        leads: list[_Batch] = []
+        try:
+            # One batch after the other: a batch is open only while its leader waits.
+            while rows:
+                rows = self._join(rows, parts, leads)
+                if leads and not leads[-1].done.is_set():
+                    wait(leads[-1].full.wait, self._seconds)
+                    self._finish(leads[-1], self._together)
+        finally:
+            if leads and not leads[-1].done.is_set():  # this thread was interrupted
+                self._finish(leads[-1], _interrupted)
+        values, error = _gathered(parts)
+        if error is None:
+            return values
+        try:
+            raise error
+        finally:  # breaks the cycle error -> traceback -> this frame -> error
+            del error, leads, parts
+
+    def _join(
+        self, entries: Sequence[Leaves], parts: Parts, leads: list[_Batch]
+    ) -> Sequence[Leaves]:
+        """Puts entries into the open batch. Returns those that it has no room for.
+
+        Args:
+            entries: what is left of the call's.
+            parts: gets the batch, and where the entries are in it.
+            leads: gets the batch if this thread leads it, before others can join it: an
+                interrupt may come at any time.
+        """
+        meeting = self._meeting
+        with meeting.lock:
+            batch = meeting.open
+            if batch is None:
+                batch = _Batch()
+                leads.append(batch)
+                meeting.open = batch
+            start = len(batch.entries)
+            taken = entries[: self._size - start]
+            batch.entries += taken
+            parts.append((batch, range(start, len(batch.entries))))
+            if len(batch.entries) == self._size:
+                meeting.open = None
+                batch.full.set()
+        return entries[len(taken) :]
+
+    def _finish(
+        self, batch: _Batch, together: Callable[[list[Leaves]], list[Flat]]
+    ) -> None:
+        """Closes a batch, and makes its call."""
+        with self._meeting.lock:
+            if self._meeting.open is batch:
+                self._meeting.open = None
+        try:
+            batch.values = together(batch.entries)
+        except BaseException as error:
+            batch.error = error
+        finally:
+            batch.entries = []
+            batch.done.set()
+            del batch  # the error's traceback holds this frame
 
     def _together(self, entries: list[Leaves]) -> list[Flat]:
         n = len(entries)
@@ -262,3 +227,18 @@ class Merged:
                 for i, (value, aval) in enumerate(zip(values, self._avals, strict=True))
             ]
         return list(zip(*outs, strict=True))
+
+
+def _gathered(parts: Parts) -> tuple[list[Flat], BaseException | None]:
+    """Waits for the batches; the results of these entries, or the first error."""
+    values: list[Flat] = []
+    for batch, mine in parts:
+        wait(batch.done.wait)
+        if batch.error is not None:
+            return [], batch.error
+        values += batch.values[mine.start : mine.stop]
+    return values, None
+
+
+def _interrupted(entries: list[Leaves]) -> list[Flat]:
+    raise KeyboardInterrupt

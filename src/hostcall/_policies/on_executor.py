@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import io
-import itertools
 import math
 import os
 import pickle
@@ -35,7 +34,6 @@ from hostcall import _jax, _native
 from hostcall._core import config
 from hostcall._core.daemon import DaemonPool
 from hostcall._core.errors import CallTimeoutError
-from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
@@ -76,19 +74,17 @@ class OnExecutor:
         self.sends = executor is not None and executors.sends(executor)
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
-        here = site.here()
-        if self.executor is not None:
-            return _RowsThere(self, self.executor, rows, here).values(rows[0])
-        if not _thread.in_pool:
-            return _RowsThere(self, _default, rows, here).values(rows[0])
+        executor = _default if self.executor is None else self.executor
+        if executor is not _default or not _thread.in_pool:
+            return _RowsThere(self, executor, rows, site.here()).values()
         # A row on a thread of the pool makes this call and waits for it. Rows in the
         # same pool could wait for a free thread forever, so they get a pool of their
         # own.
-        pool = _pool(len(rows))
+        own = _pool(len(rows))
         try:
-            return _RowsThere(self, pool, rows, here).values(rows[0])
+            return _RowsThere(self, own, rows, site.here()).values()
         finally:
-            pool.shutdown(wait=False)
+            own.shutdown()
 
 
 def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
@@ -103,30 +99,25 @@ def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
 class _RowsThere:
     """The rows of one call while they run.
 
+    Chunks on threads of this process get this object. Pickled, for any other, it is
+    None.
+
     Attributes:
-        settings: the settings of JAX that the rows have.
-        here: what `hc.current()` answers in a row, by its number.
-        context: the context variables of the waiting thread, for rows on threads.
-        place: the number of the call's place, for traces.
-        until: rows from this number on do not begin. Worker threads read it while the
-            waiting thread lowers it; a stale value starts a row that is then ignored.
-        failing: the same, for the chunks on this process's threads that have failed.
-            They lower it themselves. If two do so at once, the higher one may stay.
+        until: rows behind the one of this number do not begin. Worker threads read it
+            while others lower it; a stale value starts a row that is then ignored.
     """
 
     def __init__(
         self, of: OnExecutor, executor: Any, rows: Sequence[Row], here: Current
     ) -> None:
         self._of, self._bound, self._executor = of, of.bound, executor
+        self._first = rows[0]  # whose shapes messages have
         self._fn, self._rows, self._finish = of.bound.split(rows)
         self._workers = executors.workers_of(executor, of.once)
-        self.place = workers.place_here()
-        self.settings, self.here = of.bound.settings, here
-        self.context = contextvars.copy_context()
-        self.until = self.failing = n = len(rows)
-        self._number = next(_runs.numbers)
+        self._here, self._place = here, workers.place_here()
+        self._context = contextvars.copy_context()  # for rows on threads
+        self.until = self._at_once = n = len(rows)
         self._unsent: list[range] = []
-        self._at_once = n
         self._started: dict[Any, range] = {}  # the rows that each task runs
         self._lanes: dict[Any, waits.TraceRow] = {}  # while traced, for other processes
         self._values: list[Any] = [None] * n
@@ -134,21 +125,20 @@ class _RowsThere:
         self._there: list[Any] = []  # what is sent in place of them
         self._failed: tuple[range, Any] | None = None  # first failed chunk and error
 
-    def values(self, first: Row) -> list[Any]:
-        """`first` is the row whose shapes messages have."""
+    def __reduce__(self) -> Any:
+        return _elsewhere, ()
+
+    def values(self) -> list[Any]:
         began, leave = time.monotonic(), False
         try:
             try:
-                # Before anything is submitted: a chunk looks its run up here. No lock,
-                # since each run has its own key.
-                _runs.under_way[self._number] = self
                 self._workers.open()
                 self._divide()
                 left = self._bound.timeout
                 if left is not None:  # sharing arrays takes a part of it
                     left = max(0.0, left - (time.monotonic() - began))
                 if not wait(self._step, left, self._look_for_dead):
-                    raise self._bound.late(first, self._rows_of(self._oldest()))
+                    raise self._bound.late(self._first, self._rows_of(self._oldest()))
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
                 leave = True  # running rows are left to themselves
                 raise
@@ -165,8 +155,7 @@ class _RowsThere:
             for lane in self._lanes.values():
                 lane.end()
             self._lanes = {}
-            _runs.under_way.pop(self._number, None)
-            self.until = 0  # rows on threads of this process no longer begin,
+            self.until = -1  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
             try:
                 running = self._workers.cancel(started)
@@ -218,7 +207,7 @@ class _RowsThere:
         then the first. `_wait_for` waits for those behind it.
         """
         started = self._started.items()
-        return {task: rows for task, rows in started if rows.start < self.until}
+        return {task: rows for task, rows in started if rows.start <= self.until}
 
     def _oldest(self) -> range:
         return min(self._awaited().values(), key=lambda rows: rows.start)
@@ -241,7 +230,7 @@ class _RowsThere:
                 # before each of its rows.
                 self._failed, self.until = (chunk, error), chunk.start
                 started = self._started.items()
-                self._workers.cancel([t for t, c in started if c.start > self.until])
+                self._workers.cancel([t for t, c in started if c.start > chunk.start])
 
     def _send(self, chunk: range) -> Any:
         rows: Sequence[Any] = self._rows[chunk.start : chunk.stop]
@@ -250,12 +239,34 @@ class _RowsThere:
                 rows = _bytes_of(rows, self._shared, self._workers.pickler())
             except Exception as error:
                 self._raise(chunk, error)
-        here = _runs.process(), self._number, self.settings.traced
-        where = (*here, chunk.start, self._workers.leash)
-        task = self._workers.submit(run_chunk, where, self._fn, rows, *self._there)
+        where = chunk.start, self._bound.settings.traced, self._workers.leash
+        sent = self, where, self._fn, rows
+        task = self._workers.submit(run_chunk, *sent, *self._there)
         if self._of.sends and _native.events_on():
-            self._lanes[task] = waits.TraceRow(self.place, chunk.start, len(chunk))
+            self._lanes[task] = waits.TraceRow(self._place, chunk.start, len(chunk))
         return task
+
+    def chunk(self, start: int, rows: Sequence[Row]) -> list[Any]:
+        """Runs the rows from `start` on, on the calling thread of this process."""
+
+        def each() -> Iterator[Row]:
+            for i, row in enumerate(rows, start):
+                if i > self.until:
+                    raise _dropped()
+                workers.answer_here(functools.partial(self._here, i))
+                yield row
+
+        started = _native.ticks()
+        context = self._context.copy()  # since no two threads may be in one context
+        try:
+            run = self._bound.settings.run
+            return run(context.run, run_each, self._fn, each())  # type: ignore[no-any-return]
+        except BaseException:
+            # At once: the waiting thread may take a while to notice.
+            self.until = min(self.until, start)
+            raise
+        finally:
+            _native.note_event(waits.ROW, self._place, started, start, len(rows))
 
     def _rows_of(self, rows: range) -> str:
         total = len(self._rows)
@@ -290,25 +301,13 @@ class _RowsThere:
 # --- Chunks: what is sent to an executor, and what a worker does with it --------------
 
 
-class _RunsUnderWay(Owned):
-    """The runs of this process. A chunk has its run's number, which can be pickled."""
-
-    def __init__(self) -> None:
-        self.under_way: dict[int, _RowsThere] = {}
-        self.numbers = itertools.count()
-        self._token = os.urandom(8).hex()
-        super().__init__()
-
-    def process(self) -> tuple[str, int]:
-        """Names this process: one on another machine may have the same id."""
-        return self._token, os.getpid()
-
-
-_runs = _RunsUnderWay()
+def _elsewhere() -> None:
+    """What a run is in another process."""
 
 
 def run_chunk(
-    where: tuple[tuple[str, int], int, _jax.Traced | None, int, str | None],
+    run: _RowsThere | None,
+    where: tuple[int, _jax.Traced | None, str | None],
     fn: Callable[..., Any],
     rows: Sequence[Any],
     *shared: Any,
@@ -316,15 +315,16 @@ def run_chunk(
     """Runs a chunk; called by the executor, in this or another process or machine.
 
     Args:
-        where: the run's process and number, the settings of JAX that its trace had of
-            its own, the number of the first row, and the leash.
+        run: the run; None in another process.
+        where: the number of the first row, the settings of JAX that the run's trace had
+            of its own, and the leash.
         fn: the function.
         rows: (args, kwargs) of each row, or bytes if they were sent.
         *shared: arrays that all rows share, as `Workers.share` made them.
     """
-    of, number, traced, start, leash = where
-    if of == _runs.process():
-        return _chunk_here(_runs.under_way.get(number), start, fn, (rows, shared))
+    start, traced, leash = where
+    if run is not None:
+        return run.chunk(start, [_taken(row, shared) for row in rows])
     if leash is not None:
         executors.begin(leash, start)
 
@@ -340,33 +340,6 @@ def run_chunk(
     finally:
         if traced is not None and before is not None:
             traced.leave(before)
-
-
-def _chunk_here(
-    run: _RowsThere | None, start: int, fn: Callable[..., Any], sent: tuple[Any, Any]
-) -> list[Any]:
-    rows, shared = sent
-    if run is None:
-        raise _dropped()
-
-    def each() -> Iterator[Row]:
-        for i, row in enumerate(rows, start):
-            if i >= min(run.until, run.failing):
-                raise _dropped()
-            workers.answer_here(functools.partial(run.here, i))
-            yield _taken(row, shared)
-
-    started = _native.ticks()
-    context = run.context.copy()  # since no two threads may be in one context
-    try:
-        values: list[Any] = run.settings.run(context.run, run_each, fn, each())
-        return values
-    except BaseException:
-        # At once: the waiting thread may take a while to notice.
-        run.failing = min(run.failing, start)
-        raise
-    finally:
-        _native.note_event(waits.ROW, run.place, started, start, len(rows))
 
 
 def _dropped() -> Exception:
@@ -385,8 +358,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _taken(row: Any, shared: Sequence[Any]) -> Row:
-    taken: Row = _Unpickler(row, shared).load() if isinstance(row, bytes) else row
-    return taken
+    return _Unpickler(row, shared).load() if isinstance(row, bytes) else row  # type: ignore[no-any-return]
 
 
 def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> list[Any]:

@@ -17,7 +17,7 @@ Guarantees
     on the same thread then.
 
 What belongs to which thread: lanes, tasks and what rows have left behind are touched by
-the loop's thread only. The waiting thread reads them after `_done` was released, which
+the loop's thread only. The waiting thread reads them after `_done` was set, which
 is the loop's last act for a call, or after it has given up; then it reads no values.
 No lock is needed, since `_done` orders the two threads.
 """
@@ -28,12 +28,11 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import os
 import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
@@ -41,7 +40,7 @@ from hostcall._core.coroutines import CONCURRENCY
 from hostcall._core.errors import DeadlockError, HostcallError
 from hostcall._core.host_code import own
 from hostcall._core.process import Owned
-from hostcall._core.source import name_of
+from hostcall._core.source import PACKAGE, name_of
 from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
 from hostcall._policies.layer import Bound, Current, Row, Site, apply
@@ -53,9 +52,6 @@ if TYPE_CHECKING:
 
 # Seconds that cancelled rows have to end after a timeout or an interrupt.
 _GRACE = 1.0
-
-# The folder of the package. Frames of its code are skipped.
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 # The functions of the tasks above, outermost first: of a coroutine, or of a thread that
 # asyncio.to_thread started in one.
@@ -78,7 +74,7 @@ class OnLoop:
     def __init__(self, bound: Bound, concurrency: int | None = None) -> None:
         self.bound, self.limit = bound, concurrency or CONCURRENCY
         mine = own(bound.fn)
-        self.lane = Static(bound.fn if mine is None else mine.lane())
+        self.lane = Static(mine.lane() if mine is bound.fn else bound.fn)
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
         loop, here = free_loop(self.bound.fn), site.here()
@@ -86,22 +82,12 @@ class OnLoop:
         with contextlib.ExitStack() as held:
             # The objects of all rows are locked by this thread, in row order, until
             # they have ended. Another thread that enters them does so in that order.
-            entered = list(self._entered(rows, here, held))
-            if entered:
+            enter = own(self.bound.fn).enter
+            entered = [enter(here(i), held, *row) for i, row in enumerate(rows)]
+            if entered[0] is not None:
                 part, there = apply, [((entry,), {}) for entry in entered]
             values = _RowTasks(self, loop, part, there, here).wait(rows[0])
         return [end(value) for end, value in zip(finish, values, strict=True)]
-
-    def _entered(
-        self, rows: Sequence[Row], here: Current, held: contextlib.ExitStack
-    ) -> Iterator[Callable[..., Any]]:
-        mine = own(self.bound.fn)
-        for number, row in enumerate(rows):
-            if mine is None:
-                return
-            entry = mine.enter(here(number), held, *row)
-            if entry is not None:
-                yield entry
 
 
 def free_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
@@ -149,16 +135,6 @@ class Lane:
         self.running = 0
         self.waiting: deque[tuple[_RowTasks, int]] = deque()
 
-    def fill(self) -> None:
-        while self.waiting:
-            run, number = self.waiting[0]
-            if not run.over and self.running >= run.limit:
-                return
-            self.waiting.popleft()
-            if not run.over:
-                self.running += 1
-                run.start(number)
-
 
 class _Lanes(Owned):
     """The lanes of each loop, by function. A lane exists while it has rows. Only the
@@ -204,9 +180,8 @@ class _RowTasks:
             self._context.run(workers.in_tap.set, True)
         self._values: list[Any] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._done = threading.Lock()
-        self._done.acquire()
-        self._failed: tuple[int, BaseException] | None = None
+        self._done = threading.Event()
+        self._failed: BaseException | None = None
         self._left = len(rows)
         self._begun = self.over = False
 
@@ -216,27 +191,19 @@ class _RowTasks:
         try:
             self._post(self._begin)
             seconds = self._bound.timeout
-            if not wait(self._is_done, seconds, self._look, self._blocked):
+            if not wait(self._done.wait, seconds, self._look, self._blocked):
                 raise self._bound.late(first, self._late())
             if self._failed is None:
                 return self._values
-            number, error = self._failed
-            try:
-                error.__dict__["hostcall_row"] = number
-                raise error
-            finally:
-                del error
+            raise self._failed
         except BaseException:
-            if not self._begun or self._left:
+            if not self._done.is_set():
                 self._give_up()
             raise
         finally:
             # Breaks cycles: an exception that leaves here holds this frame.
             self._failed = None
             self._values = []
-
-    def _is_done(self, seconds: float) -> bool:
-        return self._done.acquire(timeout=seconds)
 
     def _look(self) -> None:
         if self._loop.is_closed():
@@ -274,7 +241,7 @@ class _RowTasks:
             self._post(self._cancel)
         except HostcallError:
             return  # the loop is closed, so no row runs
-        wait(self._is_done, _GRACE)
+        wait(self._done.wait, _GRACE)
 
     def _post(self, step: Callable[[], None]) -> None:
         try:
@@ -307,15 +274,22 @@ class _RowTasks:
 
     def _fill(self) -> None:
         lane = self._lane
-        lane.fill()
-        if not lane.running and not lane.waiting:
-            mine = lanes.of[self._loop]
+        while lane.waiting:
+            run, number = lane.waiting[0]
+            if not run.over and lane.running >= run.limit:
+                return
+            lane.waiting.popleft()
+            if not run.over:
+                lane.running += 1
+                run._start(number)
+        if not lane.running:
+            mine = lanes.of.get(self._loop, {})
             if mine.get(self._key) is lane:
                 del mine[self._key]
             if not mine:
                 lanes.of.pop(self._loop, None)
 
-    def start(self, number: int) -> None:
+    def _start(self, number: int) -> None:
         context = self._context.copy()
         context.run(workers.answer.set, (None, functools.partial(self._here, number)))
         task = self._loop.create_task(self._row(number), context=context)
@@ -352,17 +326,17 @@ class _RowTasks:
                 code="hc-worker",
             )
             self._fail(number, error)
-        self._release_at_end()
-        self._fill()
+        self._settle()
 
-    def _release_at_end(self) -> None:
+    def _settle(self) -> None:
         if self._left == 0 or (self.over and not self._tasks):
-            self._left = 0
-            self._done.release()
+            self._done.set()
+        self._fill()
 
     def _fail(self, number: int, error: BaseException) -> None:
         if not self.over:  # else it failed while it was being cancelled
-            self._failed = number, error
+            error.__dict__["hostcall_row"] = number
+            self._failed = error
             self._stop_all(but=number)
 
     def _stop_all(self, but: int | None = None) -> None:
@@ -374,9 +348,7 @@ class _RowTasks:
     def _cancel(self) -> None:
         self._stop_all()
         if self._begun:
-            if self._left:
-                self._release_at_end()
-            self._fill()
+            self._settle()
 
 
 async def _made(row: Callable[[], Any], settings: workers.ThreadSettings) -> Any:
@@ -423,11 +395,10 @@ def _stack_of(coroutine: Any) -> str:
             frame, behind = inner.gi_frame, inner.gi_yieldfrom
         else:
             break
-        if frame is not None and not frame.f_code.co_filename.startswith(_HERE):
-            lines += traceback.format_stack(frame, limit=1)
-        if frame is not None and "awaited_in_steps" in frame.f_locals:
-            inner = frame.f_locals["awaited_in_steps"]
-            continue
+        if frame is not None:
+            if not frame.f_code.co_filename.startswith(PACKAGE):
+                lines += traceback.format_stack(frame, limit=1)
+            behind = frame.f_locals.get("awaited_in_steps", behind)
         inner = behind
     if not lines:
         return "has not begun to wait"

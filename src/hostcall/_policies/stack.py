@@ -1,8 +1,12 @@
-"""Puts the layers of a call together, in the one order that works."""
+"""Puts the layers of a call together, in the one order that works.
+
+The layers here make what the function gets of one array for each leaf, as the engine
+has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +15,8 @@ import numpy as np
 from hostcall._core.options import CallOptions
 from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
-from hostcall._policies.layer import Bound, Choices, Index, Leaves, Runs, Site
-from hostcall._policies.trees import Checked, Trees, filled
+from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Runs, Site
+from hostcall._runtime.collectors import collectors
 from hostcall._runtime.workers import ThreadSettings
 
 # Most programs have no cache, merged calls, coroutines or parallel rows, so
@@ -32,7 +36,7 @@ class Entries(NamedTuple):
 
     function: Callable[..., Any]
     form: ResultForm
-    runner: Callable[[list[Leaves], list[Index]], list[Any]] | None = None
+    runner: Callable[..., list[Any]] | None = None
     sends: bool = False
 
 
@@ -67,7 +71,7 @@ def entries(choices: Choices) -> Entries:
     def function(*leaves: Any) -> Any:
         return layer.rows((leaves,), Site())[0]
 
-    def runner(rows: list[Leaves], indices: list[Index]) -> list[Any]:
+    def runner(rows: list[Leaves], indices: Sequence[tuple[int, ...]]) -> list[Any]:
         return layer.rows(rows, Site(indices))  # type: ignore[no-any-return]
 
     together = choices.grid and (choices.parallel or policy.coalesce is not None)
@@ -99,6 +103,63 @@ def _runs(choices: Choices) -> Runs:
 
         return OnExecutor(bound, policy.pool, choices.once)
     return OnThread(bound)
+
+
+# --- The layers that most stacks have -------------------------------------------------
+#
+# They stand outside of what runs the function: an executor gets (args, kwargs), since a
+# treedef can't be pickled, and a worker on another machine has none. Above `Trees` all
+# layers have one array for each leaf, and above `Checked` plain arrays in and out.
+
+
+class Trees:
+    """Leaves to (args, kwargs). Collectors (`tag=` of a tap) see these first."""
+
+    def __init__(self, inner: Runs, choices: Choices) -> None:
+        self._inner, self._fill = inner, filled(choices)
+
+    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
+        try:
+            return self._inner.rows([self._fill(row) for row in rows], site)
+        except BaseException as error:
+            site.failed(error)
+            raise
+
+
+def filled(choices: Choices) -> Callable[[Leaves], Row]:
+    """What makes (args, kwargs) of leaves."""
+    fill = choices.callback.template.fill
+    tag = choices.callback.options.tag if choices.tap else None
+    if tag is None:
+        return fill
+
+    def seen(leaves: Leaves) -> Row:
+        for collector in collectors.active.copy():
+            collector.take(tag, *fill(leaves))
+        return fill(leaves)
+
+    return seen
+
+
+class Checked:
+    """Plain arrays to the kind that the function gets; its results to leaves.
+
+    Only below a layer that reads arrays: else the engine does both, and faster.
+    """
+
+    def __init__(self, inner: Body, choices: Choices) -> None:
+        self._inner, self._converters = inner, choices.converters
+        self._flatten = (lambda value: []) if choices.tap else choices.results.flatten
+
+    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
+        made = [
+            [
+                array if convert is None else convert(array)
+                for array, convert in zip(row, self._converters, strict=True)
+            ]
+            for row in rows
+        ]
+        return [self._flatten(value) for value in self._inner.rows(made, site)]
 
 
 # --- Without a layer ------------------------------------------------------------------

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hostcall._core import config
 from hostcall._core.options import CachePart, is_dictionary
@@ -24,23 +24,11 @@ Values = tuple[bytes, ...]
 _OVERHEAD = 200  # bytes of an entry besides its values, roughly
 
 
-class Store(Protocol):
-    """The entries of one function."""
+class Pending(threading.Event):
+    """A computation that other calls may wait for; set when it has ended."""
 
-    def get(self, key: bytes) -> Values | None: ...
-
-    def put(self, key: bytes, value: Values) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class Pending:
-    """A computation that other calls may wait for."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.value: Values | None = None  # set before `done`; None if it failed
-        self.waiting = 0  # roughly how many calls wait; for tests
+    value: Values | None = None  # set before; None if it failed
+    waiting = 0  # roughly how many calls wait; for tests
 
 
 class Cache:
@@ -58,7 +46,12 @@ class Cache:
     def __init__(self, given: Any, name: str) -> None:
         self._given, self.name = given, name
         self.in_memory = isinstance(given, str)
-        self.store: Store = _Memory() if self.in_memory else _elsewhere(given, name)
+        self.store: _Memory | _Dictionary | _Joblib
+        if self.in_memory:
+            self.store = _Memory()
+        else:
+            kind = _Dictionary if is_dictionary(given) else _Joblib
+            self.store = kind(given, name)
         self.under_way: dict[bytes, Pending] = {}
 
     def __reduce__(self) -> Any:
@@ -173,10 +166,6 @@ class _Memory:
 # --- On disk -------------------------------------------------------------------------
 
 
-def _elsewhere(given: Any, name: str) -> Store:
-    return _Dictionary(given, name) if is_dictionary(given) else _Joblib(given, name)
-
-
 class _Dictionary:
     def __init__(self, given: Any, name: str) -> None:
         self._given, self._name = given, name
@@ -191,11 +180,9 @@ class _Dictionary:
         self._given.set(self._key(key), value)
 
     def clear(self) -> None:
-        for key in [key for key in self._given if self._is_own(key)]:
-            del self._given[key]
-
-    def _is_own(self, key: Any) -> bool:
-        return isinstance(key, str) and key.startswith(self._name + " ")
+        for key in list(self._given):
+            if isinstance(key, str) and key.startswith(self._name + " "):
+                del self._given[key]
 
 
 class _Joblib:

@@ -123,8 +123,7 @@ def _no_jvp(params: CallParams) -> errors.DerivativeError:
 def _why_and_what(params: CallParams) -> str:
     """Why a call has no derivative, and what to write first."""
     fn, name = params.callback.function, params.callback.name
-    mine = own(fn)
-    why = "" if mine is None else mine.no_derivative()
+    why = own(fn).no_derivative()
     if why:  # an object's method
         return why
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"

@@ -31,7 +31,7 @@ def make(
         from hostcall._primitives.buffer import make as make_on_device
 
         return make_on_device(callback, operands, mask)
-    if callback.policy.merges and not operands:
+    if callback.policy.coalesce is not None and not operands:
         raise conflict(
             f"`{callback.name}`",
             "coalesce= and no array among its arguments, so it could not tell how many"
