@@ -815,12 +815,12 @@ MESSAGES = {
     "pure": (
         declare(order="pure"),
         hc.errors.SpecError,
-        "order= of `Walk` should be 'ordered' or 'unordered', got 'pure'. An object has state, so its calls can't be dropped or repeated",
+        "order= of `Walk` should be 'ordered' or 'unordered', since an object has state, so its calls can't be dropped or repeated, got 'pure'",
     ),
     "the batch as a whole": (
         declare(vmap_method="expand_dims"),
         hc.errors.SpecError,
-        "vmap_method= of `Walk` should be 'sequential' or 'parallel', got 'expand_dims'. Each row has its own object",
+        "vmap_method= of `Walk` should be 'sequential' or 'parallel', since each row has its own object, got 'expand_dims'",
     ),
     "save without restore": (
         declare(save="get"),

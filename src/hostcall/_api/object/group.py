@@ -1,25 +1,32 @@
 """The host objects of one `hc.Object`: makes, locks, saves and closes them.
 
 Each place of a batch has one object. Each object has a lock, so two threads are never
-in it at once. Programs hold the functions that they call, and these hold the group, so
+in it at once. Programs hold an `Entry` for each method, and these hold the group, so
 objects live as long as anything can call them.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 from hostcall import _native
-from hostcall._api.object.declaration import Declaration
-from hostcall._core.errors import HostcallError
+from hostcall._core.arguments import of_a_number
+from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
+from hostcall._core.source import name_of
+from hostcall._core.spec import Results
 from hostcall._policies.on_loop import settled
-from hostcall._runtime import lifecycle, loop
+from hostcall._runtime import context, lifecycle, loop
+from hostcall._runtime.context import Current
 
 logger = logging.getLogger("hostcall")
 
@@ -28,6 +35,9 @@ logger = logging.getLogger("hostcall")
 Batch = tuple[int | tuple[str, int], ...]
 Place = tuple[Batch, tuple[int, ...]]
 Snapshot = dict[str, Any]  # what hc.Object.save returns
+
+# What closes, saves or restores an object: a method's name, or a function of it.
+Hook = str | Callable[..., Any] | None
 
 # The reasons why a group's objects can't be called any more. Each completes a sentence
 # that ends in "was called".
@@ -58,21 +68,40 @@ class Group(Owned):
     """The objects of one `hc.Object`, by place. All places belong to one batch.
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
-    it; the other order would deadlock. `member` looks one up without `lock`, so it may
+    it; the other order would deadlock. `join` looks one up without `lock`, so it may
     have left the group by then. A member's lock is taken by `with` alone: behind a call
     of `acquire` Ctrl-C could leave it locked for ever.
+
+    Attributes:
+        methods: what each method returns.
+        options: as given to `hc.Object`, except factory=, methods= and name=.
+        number: of the object in exported programs; "" until it has one.
+        ended: the reason that `check_open` gives, or "".
     """
 
-    def __init__(self, declared: Declaration) -> None:
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        methods: Mapping[str, Results],
+        name: str,
+        options: Mapping[str, Any],
+    ) -> None:
         self.members: dict[Place, Member] = {}  # first: `__del__` looks
-        self.declared, self.name = declared, declared.name
-        self.make = declared.maker()
-        self.end = declared.hook("close", optional=True)
-        self.get_state = declared.hook("save")  # None: the object is its state
-        self.put_state = declared.hook("restore")
-        self.number = ""  # of the object in exported programs; "" until it has one
+        self.factory, self.methods = factory, methods
+        self.name, self.options = name, options
+        self._make = of_a_number(
+            factory,
+            lambda needed: (
+                f"hostcall: the factory of `{name}` should require no argument, or"
+                f" only the object's index, but it requires {needed}. Write lambda: ..."
+                " or lambda index: ..."
+            ),
+        )
+        self._close = _hook(options["close"], optional=True)
+        self._save = _hook(options["save"])  # None: the object is its state
+        self._put = _hook(options["restore"])
+        self.number = self.ended = ""
         self.lock = threading.Lock()
-        self.ended = ""  # or the reason that `check_open` gives
         super().__init__()
 
     def renew(self) -> None:
@@ -80,6 +109,11 @@ class Group(Owned):
         if self.members:  # the child never finalizes the parent's objects
             _native.keep_for_ever(self.members)
             self.members, self.ended = {}, FORKED
+
+    def definition(self, method: str) -> object:
+        """The method as its class defines it; None if the factory is not a class."""
+        is_class = isinstance(self.factory, type)
+        return getattr(self.factory, method, None) if is_class else None
 
     def check_open(self, who: str) -> None:
         if self.ended:
@@ -91,19 +125,15 @@ class Group(Owned):
     def call(self, place: Place, who: str, run: Callable[[Any], Any]) -> Any:
         """`run(object)`, alone with the object at a place."""
         while True:
-            member = self.member(place, who)
+            member = self.join(place, who)
             with member.lock:
-                if member.made:
+                if self.is_there(place, member):
                     return settled(run(member.value))
 
-    def member(self, place: Place, who: str) -> Member:
-        """What is at a place, made if there is nothing yet."""
-        member = self.members.get(place) or self._join(place, who)
-        if not member.made:
-            self._fill(place, member)
-        return member
-
-    def _join(self, place: Place, who: str) -> Member:
+    def join(self, place: Place, who: str) -> Member:
+        """What is at a place, maybe without its object."""
+        if (found := self.members.get(place)) is not None:
+            return found
         with self.lock:
             self.check_open(who)
             before = next(iter(self.members), place)[0]
@@ -111,29 +141,31 @@ class Group(Owned):
                 raise _other_batch(who, self.name, before, place[0])
             return self.members.setdefault(place, Member())
 
-    def _fill(self, place: Place, member: Member) -> None:
-        with member.lock:
-            if member.made or self.members.get(place) is not member:
-                return
-            try:
-                member.value = self._made(place, member.state)
-                member.state = None
-            except BaseException:
-                with self.lock:
-                    if member.state is None and self.members.get(place) is member:
-                        del self.members[place]  # so that it fixes no batch
-                raise
+    def is_there(self, place: Place, member: Member) -> bool:
+        """Makes the object if there is none; False if it has left. Its lock is held."""
+        if member.made:
+            return True
+        if self.members.get(place) is not member:
+            return False
+        try:
+            member.value, member.state = self._made(place, member.state), None
+        except BaseException:
+            with self.lock:
+                if member.state is None and self.members.get(place) is member:
+                    del self.members[place]  # so that it fixes no batch
+            raise
+        return True
 
     def _made(self, place: Place, state: bytes | None) -> Any:
-        if state is not None and self.put_state is None:
-            value = pickle.loads(state)
-        else:
-            value = settled(self.make(place[1]))
-        for method in self.declared.methods:
+        before = None if state is None else pickle.loads(state)
+        value = before
+        if state is None or self._put is not None:
+            value = settled(self._make(place[1]))
+        for method in self.methods:
             if not callable(getattr(value, method, None)):
                 raise _lacks(self.name, method, value)
-        if state is not None and self.put_state is not None:
-            settled(self.put_state(value, pickle.loads(state)))
+        if state is not None and self._put is not None:
+            settled(self._put(value, before))
         return value
 
     def snapshot(self) -> Snapshot:
@@ -151,8 +183,8 @@ class Group(Owned):
                         waiting[index] = member.state
                     continue
                 state = member.value
-                if self.get_state is not None:
-                    state = settled(self.get_state(state))
+                if self._save is not None:
+                    state = settled(self._save(state))
                 try:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
@@ -166,7 +198,7 @@ class Group(Owned):
         The states of objects that are not made yet wait for the first call, if the
         snapshot is of all processes: which of them are this one's is not known before.
         """
-        batch, put = snapshot["batch"], self.put_state
+        batch, put = snapshot["batch"], self._put
         states = {(batch, index): each for index, each in snapshot["objects"].items()}
         with self.lock:
             made = {place for place, each in self.members.items() if each.made}
@@ -180,11 +212,7 @@ class Group(Owned):
                 self.members.update({p: Member(value) for p, value in values.items()})
                 return failures
         for place, value in values.items():
-
-            def back(each: Any, value: Any = value) -> Any:
-                return put(each, value)
-
-            self.call(place, "restore()", back)
+            self.call(place, "restore()", lambda each, state=value: put(each, state))
         return failures
 
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
@@ -198,8 +226,8 @@ class Group(Owned):
             with member.lock:
                 value, member.value = member.value, _UNMADE
                 try:
-                    if value is not _UNMADE and self.end is not None:
-                        settled(self.end(value))
+                    if value is not _UNMADE and self._close is not None:
+                        settled(self._close(value))
                 except Exception as error:
                     failures.append(error)
         return failures
@@ -227,6 +255,91 @@ def _at_exit() -> None:
 
 
 lifecycle.after_the_last_call(_at_exit)
+
+
+def _hook(given: Hook, optional: bool = False) -> Callable[..., Any] | None:
+    """The function of an object that an option gives, itself or as a method's name.
+
+    If `optional`, a method that the object lacks is not called.
+    """
+    if not isinstance(given, str):
+        return given
+
+    def by_name(value: Any, *args: Any) -> Any:
+        if optional and not hasattr(value, given):
+            return None
+        return getattr(value, given)(*args)
+
+    return by_name
+
+
+# --- What programs call --------------------------------------------------------------
+
+
+class Entry(HostCode):
+    """The function that programs call for one method.
+
+    It calls the method of the object that belongs to the calling row and device.
+    """
+
+    travels_as = "object"
+
+    def __init__(self, group: Group, method: str) -> None:
+        self.group, self.name, self.who = group, method, f"{method}()"
+        self._awaits = is_coroutine_function(group.definition(method))
+        self.__qualname__ = f"{group.name}.{method}"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.group.call(
+            self._place(None),
+            self.who,
+            lambda value: getattr(value, self.name)(*args, **kwargs),
+        )
+
+    def enter(
+        self, here: Current | None, held: ExitStack, args: Any, kwargs: Any
+    ) -> Callable[..., Any] | None:
+        place = self._place(here)
+        while True:
+            member = self.group.join(place, self.who)
+            held.enter_context(member.lock)
+            if self.group.is_there(place, member):
+                called = getattr(member.value, self.name)
+                return functools.partial(called, *args, **kwargs)
+
+    def _place(self, here: Current | None) -> Place:
+        """Where the object of a row is."""
+        place = context.place_in_batch(here)
+        if place is None:
+            raise HostcallError(
+                f"hostcall: {self.who} of `{self.group.name}` can't tell which object"
+                " is meant: the program was lowered for a mesh without devices, or the"
+                " executor runs rows on the thread that waits for them",
+                code="hc-object",
+            )
+        return place
+
+    def awaits(self) -> bool:
+        return self._awaits
+
+    def no_derivative(self) -> str:
+        made = name_of(self.group.factory)
+        return (
+            f"It is a method of the hc.Object `{self.group.name}`, made by `{made}`,"
+            " and objects' methods have no derivatives, since a call may change the"
+            " object. Write what needs one as a function: hc.host(f, result=...), with"
+            " a rule."
+        )
+
+    def lane(self) -> Group:  # all methods of the object are one
+        return self.group
+
+    def __reduce__(self) -> NoReturn:
+        raise SpecError(
+            f"hostcall: the objects of `{self.group.name}` are in this process, but its"
+            " executor= runs rows in other processes. Pass a pool of threads",
+            code="hc-conflict",
+        )
 
 
 # --- What can go wrong when a program calls -------------------------------------------

@@ -15,16 +15,21 @@ from jax.typing import ArrayLike
 
 from hostcall import _jax, _native
 from hostcall._api.object import everywhere
-from hostcall._api.object.declaration import Declaration, parse_methods
-from hostcall._api.object.entry import Entry
-from hostcall._api.object.group import CLOSED, Group, Snapshot
+from hostcall._api.object.group import CLOSED, Entry, Group, Snapshot
 from hostcall._core import failures, mistakes
-from hostcall._core.arguments import check_function, of_all_processes, parse_mask
+from hostcall._core.arguments import (
+    check_function,
+    conflict,
+    of_all_processes,
+    parse_mask,
+)
 from hostcall._core.callback import Callback
+from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.options import CALL, Option, check
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_fill
+from hostcall._core.spec import Results, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.call.make import make
 from hostcall._runtime import context
 
@@ -115,21 +120,25 @@ class Object:
         save: str | Callable[[Any], Any] | None = None,
         restore: str | Callable[[Any, Any], Any] | None = None,
     ) -> None:
+        options = {each: value for each, value in locals().items() if each in OPTIONS}
         usage = "hc.Object(factory, methods={...})"
         said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
-        results = parse_methods(name, methods)
-        how = order, vmap_method, executor, concurrency
-        declared = Declaration(factory, results, name, *how, close, save, restore)
+        group = Group(factory, _parse_methods(name, methods), name, options)
         if _jax.is_tracing():
             mistakes.refuse_traced(factory, _instead_of_traced)
-        self._attach(Group(declared))
+        awaits = any(is_coroutine_function(group.definition(m)) for m in methods)
+        check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)
+        if (save is None) != (restore is None):
+            what = "only one of save= and restore=. Pass both, or neither"
+            raise conflict(f"`{name}`", what)
+        self._attach(group)
 
     def _attach(self, group: Group) -> None:
         """Makes this the handle of a group, with a function for each method."""
         self._group = group
-        for method in group.declared.methods:
+        for method in group.methods:
             self.__dict__[method] = _method(group, method)
 
     def __getattr__(self, name: str) -> Any:  # not called for declared methods
@@ -138,7 +147,7 @@ class Object:
             raise AttributeError(name)
         raise AttributeError(
             f"hostcall: `{group.name}` has no declared method `{name}`. Its declared"
-            f" methods are {', '.join(group.declared.methods)}. To add one, write"
+            f" methods are {', '.join(group.methods)}. To add one, write"
             f" hc.Object(..., methods={{{name!r}: result}})"
         )
 
@@ -146,9 +155,7 @@ class Object:
         group = self._group
         made = sum(member.made for member in list(group.members.values()))
         state = "closed" if group.ended else counted(made, "object")
-        return (
-            f"<hc.Object {group.name} ({', '.join(group.declared.methods)}): {state}>"
-        )
+        return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
 
     def __reduce__(self) -> NoReturn:
         raise SpecError(
@@ -320,6 +327,60 @@ def _instead_of_traced(_: str, value: str) -> str:
     )
 
 
+# --- What is declared ----------------------------------------------------------------
+
+_HOOK = Option(
+    "a method's name or a function", lambda v: isinstance(v, str) or callable(v)
+)
+# What `order=` and the like may be.
+OPTIONS = {
+    **{each: CALL[each] for each in ("executor", "concurrency")},
+    "order": Option(
+        "'ordered' or 'unordered', since an object has state, so its calls can't be"
+        " dropped or repeated",
+        lambda v: isinstance(v, str) and v in ("ordered", "unordered"),
+        needed=True,
+    ),
+    "vmap_method": Option(
+        "'sequential' or 'parallel', since each row has its own object",
+        lambda v: isinstance(v, str) and v in ("sequential", "parallel"),
+        needed=True,
+    ),
+    **dict.fromkeys(("close", "save", "restore"), _HOOK),
+}
+
+
+def _parse_methods(name: str, methods: object) -> dict[str, Results]:
+    """What each method returns; refuses wrong names."""
+    wrong = ""
+    if not isinstance(methods, Mapping) or not methods:
+        wrong = (
+            f"methods= of `{name}` should be a dict from method names to result specs,"
+            f" got {methods!r}"
+        )
+    for method in () if wrong else methods:
+        if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
+            wrong = (
+                f"methods= of `{name}` has the key {method!r}, which is not the name of"
+                " a public method"
+            )
+        elif hasattr(Object, method):
+            wrong = (
+                f"`{name}` can't declare `{method}`, since hc.Object has its own method"
+                " of that name. Add a method with another name that calls it, and"
+                " declare that one"
+            )
+    if wrong:
+        raise SpecError(f"hostcall: {wrong}", code="hc-object")
+    return {
+        # Those of an exported program are read.
+        method: each
+        if isinstance(each, Results)
+        else parse_result(each, f"{name}.{method}")
+        for method, each in methods.items()
+    }
+
+
 # --- Calls ---------------------------------------------------------------------------
 
 
@@ -328,13 +389,14 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
-    declared, entry = group.declared, Entry(group, name)
-    kind, results = declared.factory, declared.methods[name]
+    entry, results = Entry(group, name), group.methods[name]
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    called = declared.definition(name)
-    bound = isinstance(called, types.FunctionType) and types.MethodType(called, kind)
+    called = group.definition(name)
+    bound = isinstance(called, types.FunctionType) and types.MethodType(
+        called, group.factory
+    )
 
     def method(
         *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
@@ -346,7 +408,7 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         trees = template, results, fills
-        callback = Callback.of(entry, trees, users_place(), declared.options)
+        callback = Callback.of(entry, trees, users_place(), group.options)
         return results.fill(make(callback, operands, mask))
 
     method.__name__, method.__qualname__ = name, entry.__qualname__
