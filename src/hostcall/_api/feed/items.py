@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,7 @@ def spec_of(item: Any, name: str) -> Any:
     def describe(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, jax.Array):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        if hasattr(leaf, "detach"):  # a torch tensor
-            leaf = leaf.detach()
-        array = np.asarray(_of_tensorflow(leaf))
+        array = np.asarray(_readable(leaf))
         if not is_numeric(array.dtype):
             raise SpecError(
                 f"hostcall: item 0{jax.tree_util.keystr(path)} of the feed `{name}` is"
@@ -30,14 +29,15 @@ def spec_of(item: Any, name: str) -> Any:
                 " hold. Let the source leave it out, or turn it into numbers",
                 code="hc-feed-source",
             )
-        return jax.ShapeDtypeStruct(array.shape, _native_order(array.dtype))
+        native = array.dtype.newbyteorder("=")  # files may have the other order
+        return jax.ShapeDtypeStruct(array.shape, _jax.canonical_dtype(native))
 
     return jax.tree_util.tree_map_with_path(describe, item)
 
 
 def parse_spec(spec: Any, name: str) -> Results:
-    """What `spec` declares, and one bool: whether there is an item."""
-    results = parse_result(jax.tree.map(_in_native_order, spec), name)
+    """What `spec` declares."""
+    results = parse_result(spec, name)
     if not results.avals:
         raise SpecError(
             f"hostcall: the items of the feed `{name}` have no leaves. Does the source"
@@ -45,18 +45,6 @@ def parse_spec(spec: Any, name: str) -> Results:
             code="hc-feed-source",
         )
     return results
-
-
-def _native_order(dtype: Any) -> Any:
-    """JAX's dtype for this one. Its bytes may be in another order, as in some files."""
-    return _jax.canonical_dtype(np.dtype(dtype).newbyteorder("="))
-
-
-def _in_native_order(leaf: Any) -> Any:
-    dtype = getattr(leaf, "dtype", None)
-    if not isinstance(dtype, np.dtype) or dtype.isnative:
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, dtype.newbyteorder("="))
 
 
 def reader(
@@ -84,36 +72,36 @@ def reader(
                 f" spec=. Expected {_words(treedef)}, got"
                 f" {_words(jax.tree.structure(value))}"
             ) from error
-        return [
-            _leaf(leaf, aval, f"item {item}{path} {of}")
-            for leaf, aval, path in zip(leaves, avals, paths, strict=True)
-        ]
+        arrays = []
+        for leaf, aval, path in zip(leaves, avals, paths, strict=True):
+            where, hint = f"item {item}{path} {of}", functools.partial(_hint, aval)
+            leaf = _readable(leaf)
+            to = aval.dtype, aval.shape
+            arrays.append(coerce.coerce(leaf, *to, lambda where=where: where, hint))
+        return arrays
 
     return read
 
 
-def _of_tensorflow(leaf: Any) -> Any:
-    """The array of one of TensorFlow's eager tensors; anything else as it is.
+def _hint(aval: Any, shape: tuple[int, ...]) -> str:
+    if shape[1:] == aval.shape[1:] and (0,) < shape[:1] < aval.shape[:1]:
+        return (
+            "Is it the last batch, which is not full? Items can't differ in size: let"
+            " the source leave it out (drop_last=True), or fill it up"
+        )
+    return "Change what the source gives, or spec="
 
-    The iterator of a `tf.data.Dataset` gives such tensors, unlike the data set itself,
+
+def _readable(leaf: Any) -> Any:
+    """What NumPy can read in place of tensors of torch and TensorFlow.
+
+    The iterator of a `tf.data.Dataset` gives eager tensors, unlike the data set itself,
     which a feed asks for arrays. NumPy can't read those of bfloat16.
     """
-    if type(leaf).__module__.partition(".")[0] != "tensorflow":
-        return leaf
-    return leaf.numpy() if hasattr(leaf, "numpy") else leaf
-
-
-def _leaf(leaf: Any, aval: Any, where: str) -> np.ndarray:
-    def hint(shape: tuple[int, ...]) -> str:
-        if shape[1:] == aval.shape[1:] and (0,) < shape[:1] < aval.shape[:1]:
-            return (
-                "Is it the last batch, which is not full? Items can't differ in size:"
-                " let the source leave it out (drop_last=True), or fill it up"
-            )
-        return "Change what the source gives, or spec="
-
-    leaf = _of_tensorflow(leaf)
-    return coerce.coerce(leaf, aval.dtype, aval.shape, lambda: where, hint)
+    if hasattr(leaf, "detach"):
+        return leaf.detach()
+    is_tensorflows = type(leaf).__module__.partition(".")[0] == "tensorflow"
+    return leaf.numpy() if is_tensorflows and hasattr(leaf, "numpy") else leaf
 
 
 def _words(treedef: Any) -> str:

@@ -19,54 +19,42 @@ def read_source(
     """(makes what gives the items of an epoch, whether it can do so again), for
     `hc.feed(source, batch=batch)`.
     """
+    is_class = isinstance(source, type) and not hasattr(type(source), "__iter__")
+    is_iterator = hasattr(source, "__next__") and not is_class
     if batch is not None:
+        if callable(source) or is_iterator:
+            raise _refused(
+                f"the feed `{name}` has batch=, which is for arrays and tables, and its"
+                f" source is a {type(source).__name__}. Leave out batch=, and let the"
+                " source give batches"
+            )
         return _batches(source, batch, name), True
-    if isinstance(source, type) and not hasattr(type(source), "__iter__"):
-        return _by_epoch(source, name), True  # its objects iterate
-    if hasattr(source, "__next__"):
+    if is_iterator:
         return lambda _: source, False
     if _is_table(source):
-        raise SpecError(
-            f"hostcall: the source `{name}` is a {type(source).__name__}, and iterating"
-            " it does not give its rows. Say how many rows an item has: batch=32",
-            code="hc-feed-source",
+        raise _refused(
+            f"the source `{name}` is a {type(source).__name__}, and iterating it does"
+            " not give its rows. Say how many rows an item has: batch=32"
         )
-    if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
+    iterates = hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator")
+    if iterates and not is_class:
         return lambda _: source, True
-    if callable(source):
-        return _by_epoch(source, name), True
+    if callable(source):  # the objects of a class iterate
+        what = f"the source `{name}` of a feed"
+        return of_a_number(source, what, "the number of the epoch", "epoch"), True
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return lambda _: map(source.__getitem__, range(len(source))), True
-    raise SpecError(
-        f"hostcall: the source of a feed should be an iterable, an iterator, or a"
-        f" function that returns one, got {source!r}",
-        code="hc-feed-source",
+    raise _refused(
+        "the source of a feed should be an iterable, an iterator, or a function that"
+        f" returns one, got {source!r}"
     )
 
 
-def _by_epoch(function: Callable[..., Any], name: str) -> Callable[[int], Any]:
-    """Calls the function with the number of the epoch, if it wants an argument."""
-    return of_a_number(
-        function,
-        lambda needed: (
-            f"hostcall: the source `{name}` of a feed should require no argument, or"
-            f" only the number of the epoch, but it requires {needed}. Write"
-            " hc.feed(lambda: ...) or hc.feed(lambda epoch: ...)"
-        ),
-    )
+def _refused(why: str) -> SpecError:
+    return SpecError(f"hostcall: {why}", code="hc-feed-source")
 
 
 # --- Arrays and tables ---------------------------------------------------------------
-
-
-def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
-    columns = _columns(source, name)
-    ends = range(batch, _rows_of(columns, batch, name) + 1, batch)
-
-    def cut(end: int) -> Any:
-        return jax.tree.map(lambda column: column[end - batch : end], columns)
-
-    return lambda _: map(cut, ends)
 
 
 def _is_table(source: Any) -> bool:
@@ -75,37 +63,25 @@ def _is_table(source: Any) -> bool:
     return bool(kinds & {"pandas.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch"})
 
 
-def _columns(source: Any, name: str) -> Any:
-    """A pytree of NumPy arrays whose first axis are the rows."""
+def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
     if _is_table(source):
         is_arrow = hasattr(source, "to_pydict")
         names = source.schema.names if is_arrow else source.columns
-        return {str(key): np.asarray(source[key]) for key in names}
-    if callable(source) or hasattr(source, "__next__"):
-        raise SpecError(
-            f"hostcall: the feed `{name}` has batch=, which is for arrays and tables,"
-            f" and its source is a {type(source).__name__}. Leave out batch=, and let"
-            " the source give batches",
-            code="hc-feed-source",
+        source = {str(key): source[key] for key in names}
+    columns = jax.tree.map(np.asarray, source)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(columns)]
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        raise _refused(
+            f"the arrays of the feed `{name}` should have the rows as their first axis,"
+            f" and equally many, got the shapes {', '.join(map(str, shapes))}"
         )
-    return jax.tree.map(np.asarray, source)
-
-
-def _rows_of(columns: Any, batch: int, name: str) -> int:
-    leaves = jax.tree.leaves(columns)
-    sizes = {int(leaf.shape[0]) if leaf.ndim else -1 for leaf in leaves}
-    if len(sizes) != 1 or -1 in sizes:
-        raise SpecError(
-            f"hostcall: the arrays of the feed `{name}` should have the rows as their"
-            " first axis, and equally many, got the shapes"
-            f" {', '.join(str(leaf.shape) for leaf in leaves)}",
-            code="hc-feed-source",
-        )
-    (rows,) = sizes
+    ((rows,),) = lengths
     if rows < batch:
-        raise SpecError(
-            f"hostcall: the feed `{name}` has batch={batch}, and only"
-            f" {counted(rows, 'row')}",
-            code="hc-feed-source",
-        )
-    return rows
+        has = counted(rows, "row")
+        raise _refused(f"the feed `{name}` has batch={batch}, and only {has}")
+
+    def cut(end: int) -> Any:
+        return jax.tree.map(lambda column: column[end - batch : end], columns)
+
+    return lambda _: map(cut, range(batch, rows + 1, batch))

@@ -89,14 +89,8 @@ class Group(Owned):
         self.members: dict[Place, Member] = {}  # first: `__del__` looks
         self.factory, self.methods = factory, methods
         self.name, self.options = name, options
-        self._make = of_a_number(
-            factory,
-            lambda needed: (
-                f"hostcall: the factory of `{name}` should require no argument, or"
-                f" only the object's index, but it requires {needed}. Write lambda: ..."
-                " or lambda index: ..."
-            ),
-        )
+        what = f"the factory of `{name}`"
+        self._make = of_a_number(factory, what, "the object's index", "index")
         self._close = _hook(options["close"], optional=True)
         self._save = _hook(options["save"])  # None: the object is its state
         self._put = _hook(options["restore"])
