@@ -191,17 +191,12 @@ def export(
         try:
             exported = make(*args, **kwargs)
         except ValueError as error:
-            no_array = not jax.tree.leaves((args, kwargs))
-            dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
-            unfit = "safe_zip" in str(error)  # jax.export's own, of a missing argument
-            if not unfit or not (no_array or dropped):
+            if "safe_zip" not in str(error):  # jax.export's own, of a missing argument
                 raise
-            what = "got no array among the arguments"
-            if not no_array:
-                what = "got a function that uses no argument, so jax.jit dropped them"
             raise SpecError(
-                f"hostcall: hc.export {what}, and jax.export can't export ordered calls"
-                " and feeds without one. Add an argument, such as a step number:"
+                "hostcall: hc.export got a function that uses no array among its"
+                " arguments, and jax.export can't export ordered calls and feeds of"
+                " such a function. Add an argument, such as a step number:"
                 " hc.export(lambda step: ...)(0). To a jitted function that does not"
                 " use it, also add jax.jit(f, keep_unused=True)",
                 code="hc-export",
@@ -269,10 +264,3 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             " else wrote it"
         )
     return loaded
-
-
-def _uses_none(program: jax.core.ClosedJaxpr) -> bool:
-    """Whether a jaxpr uses none of its arguments."""
-    used = {id(v) for eqn in program.eqns for v in eqn.invars}
-    used |= {id(v) for v in program.jaxpr.outvars}
-    return not any(id(v) in used for v in program.jaxpr.invars)

@@ -72,15 +72,17 @@ def reader(
                 f" spec=. Expected {_words(treedef)}, got"
                 f" {_words(jax.tree.structure(value))}"
             ) from error
-        arrays = []
-        for leaf, aval, path in zip(leaves, avals, paths, strict=True):
-            where, hint = f"item {item}{path} {of}", functools.partial(_hint, aval)
-            leaf = _readable(leaf)
-            to = aval.dtype, aval.shape
-            arrays.append(coerce.coerce(leaf, *to, lambda where=where: where, hint))
-        return arrays
+        return [
+            _array(leaf, aval, f"item {item}{path} {of}")
+            for leaf, aval, path in zip(leaves, avals, paths, strict=True)
+        ]
 
     return read
+
+
+def _array(leaf: Any, aval: Any, where: str) -> np.ndarray:
+    hint = functools.partial(_hint, aval)
+    return coerce.coerce(_readable(leaf), aval.dtype, aval.shape, lambda: where, hint)
 
 
 def _hint(aval: Any, shape: tuple[int, ...]) -> str:

@@ -91,9 +91,9 @@ class Group(Owned):
         self.name, self.options = name, options
         what = f"the factory of `{name}`"
         self._make = of_a_number(factory, what, "the object's index", "index")
-        self._close = _hook(options["close"], optional=True)
-        self._save = _hook(options["save"])  # None: the object is its state
-        self._put = _hook(options["restore"])
+        self._close = _hook(options["close"], lambda: None) or (lambda value: None)
+        self._save = _hook(options["save"]) or (lambda value: value)
+        self._put = _hook(options["restore"])  # None: the object is its state
         self.number = self.ended = ""
         self.lock = threading.Lock()
         super().__init__()
@@ -151,15 +151,14 @@ class Group(Owned):
         return True
 
     def _made(self, place: Place, state: bytes | None) -> Any:
-        before = None if state is None else pickle.loads(state)
-        value = before
-        if state is None or self._put is not None:
-            value = settled(self._make(place[1]))
+        before, put = None if state is None else pickle.loads(state), self._put
+        is_whole = state is not None and put is None
+        value = before if is_whole else settled(self._make(place[1]))
         for method in self.methods:
             if not callable(getattr(value, method, None)):
                 raise _lacks(self.name, method, value)
-        if state is not None and self._put is not None:
-            settled(self._put(value, before))
+        if state is not None and put is not None:
+            settled(put(value, before))
         return value
 
     def snapshot(self) -> Snapshot:
@@ -176,9 +175,7 @@ class Group(Owned):
                     if member.state is not None:
                         waiting[index] = member.state
                     continue
-                state = member.value
-                if self._save is not None:
-                    state = settled(self._save(state))
+                state = settled(self._save(member.value))
                 try:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
@@ -206,7 +203,11 @@ class Group(Owned):
                 self.members.update({p: Member(value) for p, value in values.items()})
                 return failures
         for place, value in values.items():
-            self.call(place, "restore()", lambda each, state=value: put(each, state))
+
+            def put_back(each: Any, state: Any = value) -> Any:
+                return put(each, state)
+
+            self.call(place, "restore()", put_back)
         return failures
 
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
@@ -220,7 +221,7 @@ class Group(Owned):
             with member.lock:
                 value, member.value = member.value, _UNMADE
                 try:
-                    if value is not _UNMADE and self._close is not None:
+                    if value is not _UNMADE:
                         settled(self._close(value))
                 except Exception as error:
                     failures.append(error)
@@ -251,20 +252,14 @@ def _at_exit() -> None:
 lifecycle.after_the_last_call(_at_exit)
 
 
-def _hook(given: Hook, optional: bool = False) -> Callable[..., Any] | None:
+def _hook(given: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
     """The function of an object that an option gives, itself or as a method's name.
 
-    If `optional`, a method that the object lacks is not called.
+    `lacking` is what is called of an object without that method.
     """
     if not isinstance(given, str):
         return given
-
-    def by_name(value: Any, *args: Any) -> Any:
-        if optional and not hasattr(value, given):
-            return None
-        return getattr(value, given)(*args)
-
-    return by_name
+    return lambda value, *args: getattr(value, given, *lacking)(*args)
 
 
 # --- What programs call --------------------------------------------------------------

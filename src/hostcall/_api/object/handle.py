@@ -350,7 +350,7 @@ OPTIONS = {
 }
 
 
-def _parse_methods(name: str, methods: object) -> dict[str, Results]:
+def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
     """What each method returns; refuses wrong names."""
     wrong = ""
     if not isinstance(methods, Mapping) or not methods:

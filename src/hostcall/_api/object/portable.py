@@ -68,7 +68,7 @@ def tell(entry: Entry, exported: bool) -> dict[str, object]:
     with _lock:
         group.number = group.number or secrets.token_hex(8)
     told = {
-        "registered": name,
+        "registered": tuple(name),
         "object": group.number,
         "method": entry.name,
         "methods": group.methods,
