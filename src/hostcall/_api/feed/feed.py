@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
-from hostcall._api.feed.sources import read_source
+from hostcall._api.feed.sources import parse_spec, read_source, reader, spec_of
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask, wrong
 from hostcall._core.callback import Callback

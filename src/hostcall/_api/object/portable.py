@@ -13,8 +13,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from hostcall._api.object.group import Entry, Group
-from hostcall._api.object.handle import Object
+from hostcall._api.object.objects import Entry, Group, Object
 from hostcall._core import portable, registry
 from hostcall._core.options import Policy
 from hostcall._core.portable import Malformed, NotPortable
