@@ -322,6 +322,7 @@ class Puller(Owned):
     def _go_on(self, opened: Opened, item: int, saved: Any = None) -> None:
         """Goes on after this item, without those before it: the ring is empty then."""
         self.error, self._over, self._opened = None, "", opened
+        self.since = time.monotonic()
         try:
             while opened.item < item and not self.closed:
                 if self._next()[1] is _NOTHING:
@@ -336,7 +337,7 @@ class Puller(Owned):
             self._fail(error)()  # the caller gets it
             raise
         finally:
-            counts = self.ring.counts()
+            self.since, counts = None, self.ring.counts()
             if counts["put"] == counts["taken"]:
                 self._after = [(counts["taken"], opened.position(saved))]
 
@@ -364,7 +365,9 @@ class Puller(Owned):
         elif self._over:
             self.ring.idle()
         elif self.ring.reserve():
+            self.since = time.monotonic()
             self._pull()
+            self.since = None
 
     def _pull(self) -> None:
         try:
@@ -386,14 +389,10 @@ class Puller(Owned):
     def _next(self) -> tuple[Opened, Any]:
         """(the open source, its next item, or _NOTHING at the end)."""
         self._be_host()
-        self.since = time.monotonic()
-        try:
-            if self._opened is None:
-                self._opened = self._open(0)
-                self._after[0] = (0, self._opened.position())
-            return self._opened, next(self._opened.iterator, _NOTHING)
-        finally:
-            self.since = None
+        if self._opened is None:
+            self._opened = self._open(0)
+            self._after[0] = (0, self._opened.position())
+        return self._opened, next(self._opened.iterator, _NOTHING)
 
     def _open(self, epoch: int) -> Opened:
         self._be_host()

@@ -45,12 +45,12 @@ class Exported:
         self,
         exported: jax.export.Exported,
         vjp_order: int,
-        texts: Sequence[str],
         by: tuple[str, str],
     ) -> None:
-        calls = [
-            (travel.parse(text), places) for text, places in Counter(texts).items()
-        ]
+        texts = Counter(program.texts_of(exported, vjp_order))
+        calls = [(travel.parse(text), places) for text, places in texts.items()]
+        for told, _ in calls:
+            travel.check(told)
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
@@ -199,9 +199,7 @@ def export(
                 " use it, also add jax.jit(f, keep_unused=True)",
                 code="hc-export",
             ) from error
-        texts = program.texts_of(exported, vjp_order)
-        by = (hostcall.__version__, jax.__version__)
-        return Exported(exported, vjp_order, texts, by)
+        return Exported(exported, vjp_order, (hostcall.__version__, jax.__version__))
 
     return of
 
@@ -247,11 +245,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    vjp_order = len(program.derivatives(exported))
-    texts = program.texts_of(exported, vjp_order)
-    for text in dict.fromkeys(texts):
-        travel.check(travel.parse(text))
-    loaded = Exported(exported, vjp_order, texts, by)
+    loaded = Exported(exported, len(program.derivatives(exported)), by)
     if set(names_in(loaded.manifest)) != set(names):
         said, has = (
             ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
