@@ -205,6 +205,22 @@ def test_arguments_reach_the_method_as_they_are():
         assert jax.jit(lambda: table.query())() == 0
 
 
+def test_static_and_class_methods():
+    class Kinds:
+        @staticmethod
+        def double(x):
+            return 2 * x
+
+        @classmethod
+        def name(cls, x):
+            return x + len(cls.__name__)
+
+    with hc.Object(Kinds, methods={"double": F32, "name": F32}) as env:
+        assert (float(env.double(1.5)), float(env.name(1.5))) == (3.0, 6.5)
+        with pytest.raises(hc.errors.SpecError, match=r"`.*Kinds.double` takes \(x\)"):
+            env.double(1.0, 2.0)
+
+
 def test_the_object_is_made_at_the_first_call():
     made = []
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import logging
 import pickle
 import threading
@@ -410,15 +411,16 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
     called = group.definition(name)
-    bound = isinstance(called, types.FunctionType) and types.MethodType(
-        called, group.factory
-    )
+    bound: Callable[..., Any] | None = None
+    if isinstance(called, types.FunctionType):  # a static method gets no object
+        has_self = inspect.getattr_static(group.factory, name) is called
+        bound = types.MethodType(called, group.factory) if has_self else called
 
     def method(
         *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
     ) -> Any:
         group.check_open(entry.who)
-        if bound:
+        if bound is not None:
             mistakes.check(face, bound, args, kwargs)
         operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
