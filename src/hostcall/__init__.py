@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from hostcall._api.export.export import export, load
     from hostcall._api.export.register import register
     from hostcall._api.feed.feed import feed
-    from hostcall._api.object.handle import Object
+    from hostcall._api.object.objects import Object
     from hostcall._api.print import print as print
     from hostcall._api.tap import tap, tap_through
     from hostcall._compat.callbacks import io_callback, pure_callback
@@ -119,7 +119,7 @@ if TYPE_CHECKING:
 
 # Where each name is, imported when it is first asked for.
 _HOMES = {
-    "Object": "_api.object.handle",
+    "Object": "_api.object.objects",
     "Recorder": "tools.recorder",
     "barrier": "_api.barrier",
     "breakpoint": "tools.breakpoint",

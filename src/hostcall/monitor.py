@@ -21,7 +21,6 @@ thread or a program.
 
 from hostcall._api.barrier import discard_taps
 from hostcall._api.events import events
-from hostcall._api.feed.stats import FeedStats, feeds
 from hostcall._api.flight import Flight, FlightRecord, flight
 from hostcall._api.report import Finding, report
 from hostcall._api.status import (
@@ -34,6 +33,7 @@ from hostcall._api.status import (
     tap_queue,
 )
 from hostcall._runtime.delivery import at_barrier
+from hostcall._runtime.feeds import FeedStats, feeds
 from hostcall._runtime.running import ActiveCall, ProcessStatus
 
 __all__ = [

@@ -119,7 +119,7 @@ def test_64_bit_objects_where_64_bits_are_off():
             methods={"step": jax.ShapeDtypeStruct((), np.float64), "key": KEY},
         )
         data = bytes(hc.export(lambda x: env.step(x))(np.float64(1)))
-    declared = hc.load(data).objects["Walk"]._group.declared.methods
+    declared = hc.load(data).objects["Walk"]._group.methods
     assert declared["step"].avals[0].dtype == np.float64
     assert declared["key"].keys == (KEY.dtype,)
     assert declared["key"].avals[0].shape == (3, 2)

@@ -104,6 +104,9 @@ def test_a_format_that_looks_up_attributes_is_not_loaded(name):
         jax.block_until_ready(exported.call(X))
 
 
+NUMPYS = {n: v for n, v in np.get_printoptions().items() if n != "override_repr"}
+
+
 def forged(change, fmt="{} {a}"):
     """A file whose print says something else than hc.print lets pass."""
 
@@ -131,10 +134,11 @@ def forged(change, fmt="{} {a}"):
         ({"end": ["x"]}, "end="),
         ({"numbers": [-1]}, "the numbers .-1,"),
         ({"numbers": ["x"]}, "numbers='x'"),
-        ({"options": [["formatter", "x"]]}, "print option formatter"),
-        ({"options": [["precision", 10**9]]}, "print option precision"),
-        ({"options": [["nanstr", {"is": 1}]]}, "print option nanstr"),
-        ({"options": [["__class__", 1]]}, "print option __class__"),
+        ({"options": {**NUMPYS, "formatter": "x"}}, "option formatter"),
+        ({"options": {**NUMPYS, "precision": 10**9}}, "option precision"),
+        ({"options": {**NUMPYS, "nanstr": {"is": 1}}}, "option nanstr"),
+        ({"options": {**NUMPYS, "__class__": 1}}, "options .'__class__'"),
+        ({"options": {}}, "lacks 'edgeitems'"),
     ],
 )
 def test_prints_that_no_export_has(change, why):

@@ -150,7 +150,7 @@ def test_a_pool_of_a_function_that_is_registered_without_it():
 
 
 def test_no_arrays():
-    with pytest.raises(hc.errors.SpecError, match="no array among the arguments"):
+    with pytest.raises(hc.errors.SpecError, match="no array among its arguments"):
         hc.export(lambda: r.feed()[0])()
 
 

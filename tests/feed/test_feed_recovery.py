@@ -89,7 +89,7 @@ def test_a_reset_starts_the_epoch_after_the_one_that_programs_see(in_time):
     with hc.feed(source, on_end="repeat", prefetch=5) as feed:
         take(feed, 1)
         # Items of the next epoch are pulled ahead.
-        assert in_time(lambda: feed._stream.puller.epoch == 1)
+        assert in_time(lambda: feed._stream.puller._opened.epoch == 1)
         feed.reset()
         assert take(feed, 4) == [100, 101, 102, 200]
 

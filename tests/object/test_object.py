@@ -205,6 +205,22 @@ def test_arguments_reach_the_method_as_they_are():
         assert jax.jit(lambda: table.query())() == 0
 
 
+def test_static_and_class_methods():
+    class Kinds:
+        @staticmethod
+        def double(x):
+            return 2 * x
+
+        @classmethod
+        def name(cls, x):
+            return x + len(cls.__name__)
+
+    with hc.Object(Kinds, methods={"double": F32, "name": F32}) as env:
+        assert (float(env.double(1.5)), float(env.name(1.5))) == (3.0, 6.5)
+        with pytest.raises(hc.errors.SpecError, match=r"`.*Kinds.double` takes \(x\)"):
+            env.double(1.0, 2.0)
+
+
 def test_the_object_is_made_at_the_first_call():
     made = []
 
@@ -632,8 +648,8 @@ if child == 0:
         except hc.errors.HostcallError as error:
             print("refused" if "'spawn'" in str(error) else error, flush=True)
     env.close()
-    from hostcall._api.object import group
-    group._at_exit()
+    from hostcall._api.object import objects
+    objects._at_exit()
     del env
     os._exit(0)  # JAX's own end may hang in a forked child (0.10.2, without callbacks)
 assert os.waitpid(child, 0)[1] == 0
@@ -815,12 +831,12 @@ MESSAGES = {
     "pure": (
         declare(order="pure"),
         hc.errors.SpecError,
-        "order= of `Walk` should be 'ordered' or 'unordered', got 'pure'. An object has state, so its calls can't be dropped or repeated",
+        "order= of `Walk` should be 'ordered' or 'unordered', since an object has state, so its calls can't be dropped or repeated, got 'pure'",
     ),
     "the batch as a whole": (
         declare(vmap_method="expand_dims"),
         hc.errors.SpecError,
-        "vmap_method= of `Walk` should be 'sequential' or 'parallel', got 'expand_dims'. Each row has its own object",
+        "vmap_method= of `Walk` should be 'sequential' or 'parallel', since each row has its own object, got 'expand_dims'",
     ),
     "save without restore": (
         declare(save="get"),

@@ -624,8 +624,8 @@ def test_a_size_that_is_none(wrong):
     with pytest.raises(hc.errors.SpecError) as caught:
         hc.configure(tap_queue_bytes=wrong)
     assert (
-        f"tap_queue_bytes= of hc.configure should be a number of bytes above 0, got {wrong!r}. Write"
-        " 256e6 for 256 MB, for example"
+        "tap_queue_bytes= of hc.configure should be a number of bytes above 0, such as"
+        f" 256e6 for 256 MB, got {wrong!r}"
     ) in str(caught.value)
 
 

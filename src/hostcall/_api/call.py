@@ -15,7 +15,7 @@ from hostcall._core.host_code import HostCode, handle
 from hostcall._core.options import CALL, POLICY, Arrays, CallOptions, Fail, Lend, check
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
+from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
@@ -198,6 +198,9 @@ def call(
     return results.fill(make(callback, operands, mask))
 
 
+_NO_RESULT = parse_result(None, "a watch")
+
+
 def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     """`hc.watch`'s call: `fn(*args)` runs where `where` is True, exactly once.
 
@@ -209,15 +212,9 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     name = check_function(fn, "hc.watch(x)")
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    results, mask = parse_result(None, name), parse_mask(where, name, fn=fn)
-    callback = Callback(
-        fn=Static(fn),
-        template=template,
-        results=results,
-        options=CallOptions(order="unordered", keep=keep),
-        place=users_place(fn),
-    )
-    make(callback, operands, mask)
+    trees, options = (template, _NO_RESULT, ()), {"order": "unordered", "keep": keep}
+    callback = Callback.of(fn, trees, users_place(fn), options)
+    make(callback, operands, parse_mask(where, name, fn=fn))
 
 
 _FACE = mistakes.Face(

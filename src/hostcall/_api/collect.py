@@ -101,15 +101,15 @@ def _of_its_own(leaf: Any) -> Any:
 
 
 def _stacked(values: list[Any]) -> Any:
-    leaves, treedefs = zip(*(jax.tree.flatten(value) for value in values), strict=True)
+    treedefs = [jax.tree.structure(value) for value in values]
     if any(treedef != treedefs[0] for treedef in treedefs):
         return values
-    columns: list[Any] = []
-    for column in zip(*leaves, strict=True):
-        if not all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in column):
-            columns.append(list(column))
-        elif any(leaf.shape != column[0].shape for leaf in column):
-            return values
-        else:
-            columns.append(np.stack(column))
-    return treedefs[0].unflatten(columns)
+
+    def stack(*column: Any) -> Any:
+        are_arrays = all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in column)
+        return np.stack(column) if are_arrays else list(column)
+
+    try:
+        return jax.tree.map(stack, *values)
+    except ValueError:  # other shapes
+        return values

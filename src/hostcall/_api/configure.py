@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Literal, Never
+
+import numpy as np
 
 from hostcall import _native
 from hostcall._core import config, mistakes
-from hostcall._core.arguments import wrong
 from hostcall._core.errors import SpecError
 from hostcall._core.options import Option, check, choice
 from hostcall._runtime import flights
@@ -67,15 +68,14 @@ def configure(
             f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
             code="hc-arguments",
         )
-    given: dict[str, Any] = {"residuals": residuals, "flight": flight, "fail": fail}
-    check("hc.configure", {**given, "loop": loop}, _SETTINGS)
-    sizes = {"pinned_bytes": pinned_bytes, "cache_bytes": cache_bytes}
-    for name, size in {**sizes, "tap_queue_bytes": tap_queue_bytes}.items():
-        given[name] = None if size is None else _bytes(size, name)
-    changes = {name: value for name, value in given.items() if value is not None}
-    if loop is not None:
-        changes["loop"] = None if isinstance(loop, str) else loop  # "own"
-    vars(config.settings).update(changes)
+    given = {name: v for name, v in locals().items() if name in _SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    check("hc.configure", given, _SETTINGS)
+    for name in _SIZES & given.keys():
+        given[name] = int(given[name])
+    if isinstance(loop, str):  # "own"
+        given["loop"] = None
+    vars(config.settings).update(given)
     if cache_bytes is not None:
         from hostcall._policies import stores  # most programs have none
 
@@ -107,6 +107,8 @@ def _is_loop(given: object) -> bool:
     return own or isinstance(given, asyncio.AbstractEventLoop)
 
 
+_NUMBER = (int, float, np.integer)
+_SIZES = {"tap_queue_bytes", "pinned_bytes", "cache_bytes"}
 _SETTINGS = {
     "residuals": Option(
         "a number of objects, 0 or more",
@@ -119,15 +121,11 @@ _SETTINGS = {
         _is_loop,
     ),
     "fail": choice(*config.FAILS, or_none=True),
+    **dict.fromkeys(
+        _SIZES,
+        Option(
+            "a number of bytes above 0, such as 256e6 for 256 MB",
+            lambda v: isinstance(v, _NUMBER) and v is not True and bool(v % 1 == 0 < v),
+        ),
+    ),
 }
-
-
-def _bytes(value: Any, name: str) -> int:
-    try:
-        size = int(value)
-    except (TypeError, ValueError, OverflowError):  # a text, or infinite
-        size = 0
-    if isinstance(value, bool) or size <= 0 or size != value:
-        more = ". Write 256e6 for 256 MB, for example"
-        raise wrong(name, "hc.configure", "a number of bytes above 0", value, more)
-    return size

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from types import NoneType
+from typing import Any, Literal, TextIO
 
 import jax
 import numpy as np
@@ -13,18 +12,12 @@ import numpy as np
 from hostcall._api import plain_format
 from hostcall._api.print_format import check, formatted
 from hostcall._api.tap import FACE, tap
-from hostcall._core import stream
+from hostcall._core import portable, stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.options import On, Policy, Rows, WhenFull
 from hostcall._core.order import Order
-from hostcall._core.portable import (
-    Malformed,
-    NotPortable,
-    Told,
-    read_record,
-    tell_record,
-)
+from hostcall._core.portable import Malformed, NotPortable, Told
 from hostcall._core.spec import Static
 
 
@@ -79,13 +72,14 @@ def print(
     """
     options = {name: v for name, v in dict(locals()).items() if name in FACE.options}
     check(fmt, args, kwargs, _hint)
+    numpys: dict[str, Any] = dict(np.get_printoptions())
     printer = Printer(
         fmt=fmt,
         numbers=_numbers_in((args, kwargs)),
         file=None if file is None else Static(file),
         flush=bool(flush),
         end=end,
-        options=_print_options(),
+        options=tuple((name, numpys[name]) for name in _OPTIONS),
     )
     # As two trees, since a field of `fmt` may be named like an option of tap.
     tap(printer, args, kwargs, **options)
@@ -168,27 +162,38 @@ def tell(printer: Printer, _: bool) -> dict[str, Any]:
         )
     if fault := plain_format.fault(printer.fmt):
         raise NotPortable(f"its format {fault}")
-    return tell_record(printer, _TEXT)
+    told = portable.tell_record(printer, _TEXT)
+    return {**told, "options": portable.tell_value(dict(printer.options), "an option")}
 
 
-_TEXT = {
-    "fmt": str,
-    "flush": bool,
-    "end": str,
-    "numbers": tuple[int, ...],
-    "options": tuple[tuple[str, Any], ...],
+_TEXT = {"fmt": str, "flush": bool, "end": str, "numbers": tuple[int, ...]}
+
+# NumPy's print options, and what they may be in a file.
+_OPTIONS = {
+    "edgeitems": int,
+    "threshold": int,
+    "floatmode": Literal["fixed", "unique", "maxprec", "maxprec_equal"],
+    "precision": int | None,
+    "suppress": bool,
+    "linewidth": int,
+    "nanstr": str,
+    "infstr": str,
+    "sign": Literal["-", "+", " "],
+    "formatter": NoneType,  # functions
+    "legacy": Literal[False] | str,
 }
 
 
 def read(told: Told) -> tuple[Printer, Policy]:
-    found = read_record(told, _TEXT)
+    found = portable.read_record(told, {**_TEXT, "options": Any})
     if fault := plain_format.fault(found["fmt"]):
         raise Malformed(f"the format {found['fmt']!r}, which {fault}")
-    for name, value in found["options"]:
-        if name not in _OPTIONS or not _OPTIONS[name][1](value):
-            raise Malformed(f"the print option {name}={value!r}")
+    options = portable.read_record(found["options"], _OPTIONS)
+    if not 0 <= (options["precision"] or 0) <= plain_format.WIDEST:
+        raise Malformed(f"the option precision={options['precision']}")
     if min(found["numbers"], default=0) < 0:
         raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
+    found["options"] = tuple(options.items())
     return Printer(file=None, loaded=True, **found), Policy()
 
 
@@ -197,40 +202,3 @@ def _of_python(array: np.ndarray) -> Any:
     0.10000000149 for a float32.
     """
     return float(str(array[()])) if array.dtype.kind == "f" else array.item()
-
-
-def _print_options() -> tuple[tuple[str, Any], ...]:
-    """NumPy's print options that differ from its defaults, in hashable form."""
-    options: dict[str, Any] = dict(np.get_printoptions())
-    return tuple(
-        (name, options[name])
-        for name in sorted(options)
-        if options[name] != _OPTIONS.get(name, (None,))[0] and name != "override_repr"
-    )
-
-
-def _up_to(most: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is int and 0 <= value <= most
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-# Each print option: its default, and which values of it may come from a file.
-_OPTIONS: dict[str, tuple[object, Callable[[object], bool]]] = {
-    "edgeitems": (3, _up_to(2**31)),
-    "threshold": (1000, _up_to(sys.maxsize)),
-    "floatmode": (
-        "maxprec",
-        ("fixed", "unique", "maxprec", "maxprec_equal").__contains__,
-    ),
-    "precision": (8, lambda v: v is None or _up_to(plain_format.WIDEST)(v)),
-    "suppress": (False, lambda value: isinstance(value, bool)),
-    "linewidth": (75, _up_to(2**31)),
-    "nanstr": ("nan", _is_text),
-    "infstr": ("inf", _is_text),
-    "sign": ("-", ("-", "+", " ").__contains__),
-    "formatter": (None, lambda value: False),  # functions
-    "legacy": (False, lambda value: value is False or _is_text(value)),
-}

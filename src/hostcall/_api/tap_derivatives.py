@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from hostcall._api.tap import FACE, prepare, rebuilt, refuse_pure
 from hostcall._core import mistakes
 from hostcall._core.errors import SpecError
+from hostcall._jax.types import Primitive
 from hostcall._primitives.tap import derivatives
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
 
     Cost: that of `hc.tap` in the derivative; nothing without one.
     """
-    return _seen_in_derivatives("tap_tangent", fn, x, options)
+    primitive = derivatives.tangent_tap_p
+    return _seen_in_derivatives("tap_tangent", primitive, fn, x, options)
 
 
 def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
@@ -53,34 +55,24 @@ def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
 
     Cost: that of `hc.tap` in the backward pass; nothing without one.
     """
-    return _seen_in_derivatives("tap_cotangent", fn, x, options)
-
-
-_FACES = {
-    name: mistakes.Face(
-        f"hc.derivatives.{name}", f"hc.derivatives.{name}({{fn}}, ({{args}}))"
-    )
-    for name in ("tap_tangent", "tap_cotangent")
-}
-_IN_DERIVATIVES = {
-    "tap_tangent": derivatives.tangent_tap_p,
-    "tap_cotangent": derivatives.cotangent_tap_p,
-}
+    primitive = derivatives.cotangent_tap_p
+    return _seen_in_derivatives("tap_cotangent", primitive, fn, x, options)
 
 
 def _seen_in_derivatives(
-    face: str, fn: Callable[..., Any], x: T, options: dict[str, Any]
+    name: str, primitive: Primitive, fn: Callable[..., Any], x: T, options: Any
 ) -> T:
+    name = f"hc.derivatives.{name}"
     for unknown in sorted(set(options) - FACE.options):
         told = f"Its options are those of hc.tap: {', '.join(sorted(FACE.options))}"
         raise SpecError(
-            f"hostcall: {_FACES[face].name} has no option {unknown}=."
-            f" {FACE.hint(unknown) or told}",
+            f"hostcall: {name} has no option {unknown}=. {FACE.hint(unknown) or told}",
             code="hc-option",
         )
     inexact = derivatives.split(x)
-    operands, params = prepare(fn, (inexact,), {}, options, _FACES[face])
+    face = mistakes.Face(name, f"{name}({{fn}}, ({{args}}))")
+    operands, params = prepare(fn, (inexact,), {}, options, face)
     refuse_pure(params, "no result depends on it")
-    outs = _IN_DERIVATIVES[face].bind(*operands, params=params)
+    outs = primitive.bind(*operands, params=params)
     out: T = derivatives.joined(rebuilt(params, outs), x)
     return out

@@ -74,14 +74,12 @@ def refuse_coroutines(fn: Any) -> None:
 
 
 def of_a_number(
-    function: Callable[..., Any], refusal: Callable[[str], str]
+    function: Callable[..., Any], what: str, number: str, name: str
 ) -> Callable[[Any], Any]:
     """Calls a user's function with a number, or without one if it requires none.
 
-    Args:
-        function: requires no argument, or only the number, or the index.
-        refusal: makes the text of the SpecError for any other, given the names of the
-            arguments that it requires.
+    `what`, `number` and `name` are what messages call the function, the number, and an
+    argument for it.
     """
     if accepts(function, 0, ()):
         return lambda number: function()
@@ -94,7 +92,11 @@ def of_a_number(
         for p in signature.parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    raise SpecError(refusal(", ".join(needed)), code="hc-arguments")
+    raise SpecError(
+        f"hostcall: {what} should require no argument, or only {number}, but it"
+        f" requires {', '.join(needed)}. Write lambda: ... or lambda {name}: ...",
+        code="hc-arguments",
+    )
 
 
 def parse_mask(

@@ -23,6 +23,7 @@ the last item that was taken is known, whatever has been pulled ahead.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import queue
@@ -32,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hostcall import _jax, _native
@@ -132,11 +134,6 @@ class Stream(HostCode):
         self.puller.close(CLOSED)
 
 
-def pullers() -> list[Puller]:
-    """The feeds of this process that can be looked at."""
-    return [p for p in living(Puller) if p.ring is not None and p.closed != FORKED]
-
-
 def process_ends() -> None:
     """From now on, no program waits longer than EXIT_TIMEOUT for an item."""
     Stream.ending_since = time.monotonic()
@@ -162,6 +159,7 @@ class Puller(Owned):
         error: makes what programs raise after the last item; None while items may
             come, or if they see the end as ok=False.
         closed: the reason why nothing is pulled any more, or "".
+        since: when the pull that is under way began.
     """
 
     def __init__(
@@ -170,13 +168,11 @@ class Puller(Owned):
         self.name, self.on_end = name, on_end
         self._make, self._again = make, again
         self.error: Callable[[], BaseException] | None = None
-        self.closed = ""
+        self.closed = self._over = ""  # the latter: why it pulls nothing until a job
         self.ring: Any = None
-        self.since: float | None = None  # when the pull that is under way began
-        self.epoch = self._item = 0
+        self.since: float | None = None
         self._read: Any = None  # see `begin`
-        self._opened: Opened | None = None
-        self._idle = False
+        self._opened: Opened | None = None  # from the first pull on
         self._jobs = queue.SimpleQueue[Job]()
         # How many items devices have taken at each position, one more at each. Only the
         # thread changes it; others copy it as a whole.
@@ -204,9 +200,8 @@ class Puller(Owned):
         """Pulls the first item, which is also the first that devices get."""
 
         def peek() -> Any:
-            value = self._next()
-            assert self._opened is not None
-            self._opened.iterator = itertools.chain([value], self._opened.iterator)
+            opened, value = self._next()
+            opened.iterator = itertools.chain([value], opened.iterator)
             return value
 
         if (value := self.ask(peek)) is _NOTHING:
@@ -270,13 +265,24 @@ class Puller(Owned):
         return copy.deepcopy(after[max(0, min(taken, len(after) - 1))][1])
 
     def state(self) -> str:
-        if self.closed:
-            return "closed"
-        if isinstance(self.error, Failure):
-            return "failed"
-        if self._idle:
-            return "ended"
-        return "full" if self.since is None else "pulling"
+        working = "full" if self.since is None else "pulling"
+        return "closed" if self.closed else self._over or working
+
+    def stats(self) -> FeedStats:
+        counts, position, since = self.ring.counts(), self.position(), self.since
+        return FeedStats(
+            name=self.name,
+            state=self.state(),
+            epoch=position["epoch"],
+            item=position["item"],
+            taken=counts["total"],
+            ready=counts["put"] - counts["taken"],
+            device_waits=counts["waits"],
+            device_seconds=counts["wait_seconds"],
+            source_waits=counts["stalls"],
+            source_seconds=counts["stall_seconds"],
+            pulling_seconds=0.0 if since is None else time.monotonic() - since,
+        )
 
     def why_stopped(self) -> None:
         """Raises the reason why no item comes, unless there has been a reset."""
@@ -284,79 +290,56 @@ class Puller(Owned):
         if (error := self.error) is not None:
             raise error()
 
-    # --- Jobs
+    # --- Jobs. If the source can't be opened, or refuses a state, the feed goes on as
+    # before.
 
     def reset(self) -> None:
         """Starts the next epoch."""
         if not self._again:
             raise FeedError(once(self.name, "reset() can't start it again"))
-        self._start_at(self.position()["epoch"] + 1, 0, None)
+        opened = self._open(self.position()["epoch"] + 1)
+        self.ring.clear()
+        self._go_on(opened, 0)
 
     def restore(self, epoch: int, item: int, saved: Any) -> None:
-        """Goes on as after the item of this number."""
+        """Goes on as after the item of this number, where the source was `saved`."""
         if saved is None and not self._again:
-            self._skip_to(epoch, item)
-        else:
-            self._start_at(epoch, item, saved)
-
-    def _start_at(self, epoch: int, item: int, saved: Any) -> None:
-        # If this raises, the feed goes on as before.
-        self._be_host()
-        opened = Opened(self._make(epoch))
+            now, opened = self.position(), self._opened or self._open(epoch)
+            ahead = item - now["item"]
+            if ahead < 0 or epoch != now["epoch"]:
+                what = f"restore() can't go back to item {item}"
+                raise FeedError(once(self.name, what))
+            # The ring forgets its end too.
+            self._go_on(opened, opened.item + ahead - self.ring.drop(ahead))
+            return
+        opened = self._open(epoch)
         if saved is not None:
-            if opened.load is None:
-                raise FeedError(
-                    f"hostcall: the state for the feed `{self.name}` holds a state of"
-                    " its source, and the source can't take one: it has neither"
-                    " set_state nor load_state_dict. Make the feed with the source that"
-                    " it had when the state was saved"
-                )
-            opened.restore(copy.deepcopy(saved))  # the source may change what it got
+            opened.restore(saved, self.name)
+            opened.item = item
         self.ring.clear()
-        self.error, self._idle = None, False
-        self.epoch, self._item = epoch, 0 if saved is None else item
-        self._opened = opened
-        self._note_start(copy.deepcopy(saved))
-        self._skip(item - self._item)
+        self._go_on(opened, item, saved)
 
-    def _skip_to(self, epoch: int, item: int) -> None:
-        now = self.position()
-        ahead = item - now["item"]
-        if ahead < 0 or epoch != now["epoch"]:
-            raise FeedError(once(self.name, f"restore() can't go back to item {item}"))
-        dropped = self.ring.drop(ahead)  # the ring forgets its end too
-        self.error, self._idle = None, False
-        self._skip(ahead - dropped)
-
-    def _skip(self, count: int) -> None:
-        """Pulls items that devices do not get. The ring is empty if there are any."""
-        wanted = self._item + count
+    def _go_on(self, opened: Opened, item: int, saved: Any = None) -> None:
+        """Goes on after this item, without those before it: the ring is empty then."""
+        self.error, self._over, self._opened = None, "", opened
+        self.since = time.monotonic()
         try:
-            while self._item < wanted and not self.closed:
-                if self._next() is _NOTHING:
+            while opened.item < item and not self.closed:
+                if self._next()[1] is _NOTHING:
                     raise FeedError(
                         f"hostcall: the feed `{self.name}` can't go on after item"
-                        f" {wanted}: its source gave only"
-                        f" {counted(self._item, 'item')}. Is it the source with which"
+                        f" {item}: its source gave only"
+                        f" {counted(opened.item, 'item')}. Is it the source with which"
                         " the state was saved?"
                     )
-                self._item += 1
+                opened.item += 1
         except BaseException as error:
-            failure = Failure(error, self.name)
-            failure()  # the caller gets it
-            self._finish(failure)
+            self._fail(error)()  # the caller gets it
             raise
         finally:
-            if count:
-                self._note_start(None)
-
-    def _note_start(self, saved: Any) -> None:
-        position = {"epoch": self.epoch, "item": self._item}
-        if saved is not None:
-            position["source"] = saved
-        elif self._item:
-            position = self._position()
-        self._after = [(self.ring.counts()["taken"], position)]
+            self.since, counts = None, self.ring.counts()
+            if counts["put"] == counts["taken"]:
+                self._after = [(counts["taken"], opened.position(saved))]
 
     # --- The thread
 
@@ -379,81 +362,77 @@ class Puller(Owned):
     def _step(self) -> None:
         if self.ring is None or not self._jobs.empty():
             fulfil(*self._jobs.get())
-        elif self._idle:
+        elif self._over:
             self.ring.idle()
         elif self.ring.reserve():
+            self.since = time.monotonic()
             self._pull()
+            self.since = None
 
     def _pull(self) -> None:
         try:
-            value = self._next()
+            opened, value = self._next()
             if value is _NOTHING:
-                self._end_epoch()
+                self._end_epoch(opened)
                 return
-            arrays = self._read(value, self._item)
-            self._item += 1
-            position = self._position()
+            arrays = self._read(value, opened.item)
+            opened.item += 1
+            position = opened.position()
         except BaseException as error:
-            self._finish(Failure(error, self.name))
+            self._fail(error)
             return
         # Before the push: no device can have taken it then.
         self._after.append((self._after[-1][0] + 1, position))
         del self._after[: self.ring.counts()["taken"] - self._after[0][0]]
         self.ring.push(arrays)
 
-    def _next(self) -> Any:
-        """The next item, or _NOTHING at the end."""
+    def _next(self) -> tuple[Opened, Any]:
+        """(the open source, its next item, or _NOTHING at the end)."""
         self._be_host()
-        self.since = time.monotonic()
-        try:
-            if self._opened is None:
-                self._opened = Opened(self._make(self.epoch))
-                if not self._again:
-                    # Only its state leads back to the start.
-                    self._after[0] = (0, self._position())
-            return next(self._opened.iterator, _NOTHING)
-        finally:
-            self.since = None
+        if self._opened is None:
+            self._opened = self._open(0)
+            self._after[0] = (0, self._opened.position())
+        return self._opened, next(self._opened.iterator, _NOTHING)
+
+    def _open(self, epoch: int) -> Opened:
+        self._be_host()
+        return Opened(self._make(epoch), epoch)
 
     def _be_host(self) -> None:
         # The program that waits for the item may occupy its client's only stream.
         if not self._as_host:
             self._as_host = workers.be_host_code()
 
-    def _end_epoch(self) -> None:
-        if self.on_end == "mask":
-            self._idle = True
-            self.ring.finish(FeedEnding.END)
-        elif self.on_end == "raise":
-            text = (
+    def _end_epoch(self, opened: Opened) -> None:
+        error: FeedError | None = None
+        if self.on_end == "raise":
+            error = FeedEndError(
                 f"hostcall: the feed `{self.name}` has ended after"
-                f" {counted(self._item, 'item')}, and a program wants another"
+                f" {counted(opened.item, 'item')}, and a program wants another"
                 ' (on_end="raise"). Run fewer steps, call feed.reset() before the next'
                 ' epoch, or use "mask"'
             )
-            self._finish(lambda: FeedEndError(text))
-        elif self._item == 0:
-            text = (
+        elif self.on_end == "repeat":
+            if opened.item:
+                self._opened = self._open(opened.epoch + 1)
+                return
+            error = FeedError(
                 f"hostcall: the source of the feed `{self.name}` gave no item in epoch"
-                f' {self.epoch}, so on_end="repeat" would repeat it for ever. Does it'
+                f' {opened.epoch}, so on_end="repeat" would repeat it for ever. Does it'
                 " give an iterator that was used up before?"
             )
-            self._finish(lambda: FeedError(text))
-        else:
-            self.epoch, self._item = self.epoch + 1, 0
-            self._opened = None
+        # A new one each time: its traceback leads to the program that raises it.
+        again = None if error is None else functools.partial(type(error), *error.args)
+        self._finish(again, "ended")
 
-    def _finish(self, error: Callable[[], BaseException]) -> None:
-        self.error, self._idle = error, True
-        self.ring.finish(FeedEnding.STOPPED)
+    def _fail(self, error: BaseException) -> Callable[[], BaseException]:
+        failure = Failure(error, self.name)
+        self._finish(failure, "failed")
+        return failure
 
-    def _position(self) -> dict[str, Any]:
-        """The position after the item that was pulled last."""
-        position = {"epoch": self.epoch, "item": self._item}
-        if self._opened is not None and self._opened.save is not None:
-            # A copy: the source may go on changing what it returned.
-            position["source"] = copy.deepcopy(self._opened.save())
-        return position
+    def _finish(self, error: Callable[[], BaseException] | None, over: str) -> None:
+        self.error, self._over = error, over
+        self.ring.finish(FeedEnding.END if error is None else FeedEnding.STOPPED)
 
 
 # --- The source ----------------------------------------------------------------------
@@ -467,29 +446,49 @@ class Opened:
     """A source that is being iterated, with the state of its iterator or else its own.
 
     Attributes:
+        epoch: the number of this epoch.
+        item: how many items of it were pulled.
         iterator: gives the items.
-        save: returns the source's own state; None if it has none.
     """
 
-    save: Callable[[], Any] | None = None
-    load: Callable[[Any], Any] | None = None
-
-    def __init__(self, made: Any) -> None:
+    def __init__(self, made: Any, epoch: int) -> None:
         if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
             made = made.as_numpy_iterator()
+        self.epoch, self.item = epoch, 0
         self.iterator: Iterator[Any] = iter(made)
-        for holder in (self.iterator, made):
-            for save, load in _STATES:
-                if callable(getattr(holder, save, None)) and hasattr(holder, load):
-                    self._holder = holder
-                    self.save, self.load = getattr(holder, save), getattr(holder, load)
-                    return
+        self._stateful: tuple[Any, str, str] | None = next(
+            (
+                (holder, save, load)
+                for holder in (self.iterator, made)
+                for save, load in _STATES
+                if callable(getattr(holder, save, None)) and hasattr(holder, load)
+            ),
+            None,
+        )
 
-    def restore(self, state: Any) -> None:
+    def position(self, saved: Any = None) -> dict[str, Any]:
+        """The position after the item that was pulled last; `saved` is the source's."""
+        position = {"epoch": self.epoch, "item": self.item}
+        if saved is None and self._stateful is not None:
+            holder, save, _ = self._stateful
+            saved = getattr(holder, save)()
+        # A copy: the source may go on changing what it returned.
+        return (
+            position if saved is None else {**position, "source": copy.deepcopy(saved)}
+        )
+
+    def restore(self, state: Any, name: str) -> None:
         """Puts such a state back, and goes on from there."""
-        assert self.load is not None
-        self.load(state)
-        self.iterator = iter(self._holder)  # an iterator is its own
+        if self._stateful is None:
+            raise FeedError(
+                f"hostcall: the state for the feed `{name}` holds a state of its"
+                " source, and the source can't take one: it has neither set_state nor"
+                " load_state_dict. Make the feed with the source that it had when the"
+                " state was saved"
+            )
+        holder, _, load = self._stateful
+        getattr(holder, load)(copy.deepcopy(state))  # it may change what it got
+        self.iterator = iter(holder)  # an iterator is its own
 
 
 # --- Why there is nothing more -------------------------------------------------------
@@ -524,3 +523,45 @@ def once(name: str, what: str) -> str:
         f" iterated only once: {what}. Give a function that returns a new iterator,"
         " hc.feed(lambda: make_iterator())"
     )
+
+
+# --- What monitors see ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FeedStats:
+    """One feed, as `hc.monitor.feeds()` found it.
+
+    Attributes:
+        name: the feed's tag, or the name of its source.
+        state: "pulling" (the source is asked for an item), "full" (as many items are
+            pulled ahead as `prefetch` allows), "ended", "failed" or "closed".
+        epoch: the epoch of the last item that a program took.
+        item: how many items of that epoch programs have taken.
+        taken: items that programs have taken, over all epochs.
+        ready: items that are pulled ahead now.
+        device_waits: how often a device waited for an item.
+        device_seconds: how long these waits took. Large: the source is too slow.
+        source_waits: how often the source waited for a free place.
+        source_seconds: how long these waits took. Large: the program is slower than
+            the source, and nothing is wrong.
+        pulling_seconds: how long the source has been at the item that it gives now.
+    """
+
+    name: str
+    state: str
+    epoch: int
+    item: int
+    taken: int
+    ready: int
+    device_waits: int
+    device_seconds: float
+    source_waits: int
+    source_seconds: float
+    pulling_seconds: float
+
+
+def feeds() -> list[FeedStats]:
+    """The feeds that are alive. Cost: microseconds for each."""
+    alive = [p for p in living(Puller) if p.ring is not None and p.closed != FORKED]
+    return sorted((puller.stats() for puller in alive), key=lambda feed: feed.name)

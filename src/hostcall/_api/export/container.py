@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from typing import Any
 
 from hostcall._core import portable
 from hostcall._core.errors import LoadError
 
 _MAGIC = b"hostcall export"
-_START = len(_MAGIC) + 1 + 8 + 32
+_START = struct.Struct("<15sBQ32s")
 
 # The versions that wrote the program, and what must be registered before it is read,
 # since the modules that do so also register the pytrees in it.
@@ -29,15 +30,8 @@ _HEADER = {"hostcall": str, "jax": str, "names": tuple[tuple[str, int], ...]}
 def pack(header: dict[str, Any], program: bytes) -> bytes:
     said = json.dumps(header, sort_keys=True).encode()
     behind = said + program
-    return b"".join(
-        (
-            _MAGIC,
-            bytes([portable.FORMAT]),
-            len(said).to_bytes(8, "little"),
-            hashlib.sha256(behind).digest(),
-            behind,
-        )
-    )
+    digest = hashlib.sha256(behind).digest()
+    return _START.pack(_MAGIC, portable.FORMAT, len(said), digest) + behind
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -48,21 +42,20 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
             f" they start with {data[:16]!r}. What jax.export wrote is read by"
             " jax.export.deserialize"
         )
-    at = len(_MAGIC)
-    layout = data[at : at + 1]
-    if layout and layout[0] != portable.FORMAT:
+    is_cut = len(data) < _START.size
+    _, version, length, digest = _START.unpack(data[: _START.size].ljust(_START.size))
+    if not is_cut and version != portable.FORMAT:
         raise LoadError(
-            f"hostcall: the exported program has version {layout[0]} of the file"
+            f"hostcall: the exported program has version {version} of the file"
             f" layout, and this hostcall reads version {portable.FORMAT}. Load it with"
             " the version that wrote it, or export it again"
         )
-    behind = data[_START:]
-    if hashlib.sha256(behind).digest() != data[at + 9 : _START]:
+    behind = data[_START.size :]
+    if hashlib.sha256(behind).digest() != digest:
         raise LoadError(
             "hostcall: the exported program's checksum does not fit: bytes were"
             " changed, or are missing at the end. Copy it again"
         )
-    length = int.from_bytes(data[at + 1 : at + 9], "little")
     try:
         header = portable.read_record(portable.read(behind[:length]), _HEADER)
     except (portable.Malformed, KeyError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,11 +13,12 @@ import jax
 import hostcall
 from hostcall import _jax
 from hostcall._api.export import container, program
-from hostcall._api.export.manifest import Manifest, described, names_in
 from hostcall._api.object.portable import objects_of
 from hostcall._core import registry
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import ExportError, LoadError, SpecError
+from hostcall._core.portable import Told
+from hostcall._engine import portable
 from hostcall._primitives import travel
 
 _OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
@@ -43,12 +45,12 @@ class Exported:
         self,
         exported: jax.export.Exported,
         vjp_order: int,
-        texts: Sequence[str],
         by: tuple[str, str],
     ) -> None:
-        calls = [
-            (travel.parse(text), places) for text, places in Counter(texts).items()
-        ]
+        texts = Counter(program.texts_of(exported, vjp_order))
+        calls = [(travel.parse(text), places) for text, places in texts.items()]
+        for told, _ in calls:
+            travel.check(told)
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
@@ -90,14 +92,10 @@ class Exported:
 
     def _check_one_device(self, values: Any) -> None:
         # Inside jit the compiler chooses the devices, so only arrays are looked at.
-        count = max(
-            (
-                len(leaf.sharding.device_set)
-                for leaf in jax.tree.leaves(values)
-                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-            ),
-            default=1,
-        )
+        count = 1
+        for leaf in jax.tree.leaves(values):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+                count = max(count, len(leaf.sharding.device_set))
         once = [c for c in self.manifest.calls if c.order != "pure" or c.kind in _TAPS]
         if count > 1 and once:
             raise ExportError(
@@ -191,24 +189,17 @@ def export(
         try:
             exported = make(*args, **kwargs)
         except ValueError as error:
-            no_array = not jax.tree.leaves((args, kwargs))
-            dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
-            unfit = "safe_zip" in str(error)  # jax.export's own, of a missing argument
-            if not unfit or not (no_array or dropped):
+            if "safe_zip" not in str(error):  # jax.export's own, of a missing argument
                 raise
-            what = "got no array among the arguments"
-            if not no_array:
-                what = "got a function that uses no argument, so jax.jit dropped them"
             raise SpecError(
-                f"hostcall: hc.export {what}, and jax.export can't export ordered calls"
-                " and feeds without one. Add an argument, such as a step number:"
+                "hostcall: hc.export got a function that uses no array among its"
+                " arguments, and jax.export can't export ordered calls and feeds of"
+                " such a function. Add an argument, such as a step number:"
                 " hc.export(lambda step: ...)(0). To a jitted function that does not"
                 " use it, also add jax.jit(f, keep_unused=True)",
                 code="hc-export",
             ) from error
-        texts = program.texts_of(exported, vjp_order)
-        by = (hostcall.__version__, jax.__version__)
-        return Exported(exported, vjp_order, texts, by)
+        return Exported(exported, vjp_order, (hostcall.__version__, jax.__version__))
 
     return of
 
@@ -254,11 +245,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    vjp_order = len(program.derivatives(exported))
-    texts = program.texts_of(exported, vjp_order)
-    for text in dict.fromkeys(texts):
-        travel.check(travel.parse(text))
-    loaded = Exported(exported, vjp_order, texts, by)
+    loaded = Exported(exported, len(program.derivatives(exported)), by)
     if set(names_in(loaded.manifest)) != set(names):
         said, has = (
             ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
@@ -271,8 +258,110 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     return loaded
 
 
-def _uses_none(program: jax.core.ClosedJaxpr) -> bool:
-    """Whether a jaxpr uses none of its arguments."""
-    used = {id(v) for eqn in program.eqns for v in eqn.invars}
-    used |= {id(v) for v in program.jaxpr.outvars}
-    return not any(id(v) in used for v in program.jaxpr.invars)
+# --- The manifest --------------------------------------------------------------------
+# A file does not hold it: it is read from the program, so that no file can say
+# otherwise.
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedCode:
+    """Host code that an exported program calls (`Manifest.calls`).
+
+    Attributes:
+        name, version: as given to `hc.register`; None and 0 for `hc.print`.
+        kind: "call", "tap", "feed", "print" or "method step"; for a `hc.host` function
+            "value", or the rule that is called: "forward", "backward", "jvp", ...
+        order: "pure", "unordered" or "ordered".
+        arguments: dtype and sizes of each array that the call gets, such as
+            "float32[b,3]".
+        results: the same, of what it returns.
+        places: at how many places of the program it is called like this.
+    """
+
+    name: str | None
+    version: int
+    kind: str
+    order: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    places: int
+
+    def __str__(self) -> str:
+        name = "hc.print" if self.name is None else f"{self.name} v{self.version}"
+        times = f", at {self.places} places" if self.places > 1 else ""
+        return _on_one_line(
+            f"{name}: {self.order} {self.kind}, ({', '.join(self.arguments)}) ->"
+            f" ({', '.join(self.results)}){times}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What an exported program is and needs (`Exported.manifest`).
+
+    Attributes:
+        function: the name of the exported function.
+        hostcall, jax: the versions that exported it.
+        platforms: where it runs.
+        vjp_order: how many derivatives are in the file.
+        calls: its host code.
+    """
+
+    function: str
+    hostcall: str
+    jax: str
+    platforms: tuple[str, ...]
+    vjp_order: int
+    calls: tuple[NamedCode, ...]
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
+        head = (
+            f"{self.function} for {', '.join(self.platforms)}, vjp_order="
+            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}"
+        )
+        return _on_one_line(head) + lines
+
+
+def _on_one_line(text: str) -> str:
+    """The text with escapes for what could hide another line in a terminal: the names
+    of functions and of symbolic sizes come from the file.
+    """
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def names_in(manifest: Manifest) -> list[registry.Name]:
+    """The registered names that the program needs, each once."""
+    names = [
+        registry.Name(call.name, call.version)
+        for call in manifest.calls
+        if call.name is not None
+    ]
+    return list(dict.fromkeys(names))
+
+
+def described(told: Told, places: int) -> NamedCode:
+    """What a call is, given what its text says."""
+    kind, more = told["function"]
+    (name,) = portable.names_in(told) or [registry.Name("", 0)]
+    grid = told["params"]["grid"]
+    if kind == "object":
+        kind = f"method {more['method']}"
+    elif kind == "registered":
+        kind = told["equation"]
+    elif kind == "host":
+        kind = more["kind"]
+    return NamedCode(
+        name=name.name or None,
+        version=name.version,
+        kind=kind,
+        order=told["options"]["order"],
+        arguments=tuple(_spec(dtype, sizes) for dtype, *sizes in told["operands"]),
+        results=tuple(_spec(d, [*grid, *sizes]) for d, *sizes in told["avals"]),
+        places=places,
+    )
+
+
+def _spec(dtype: str, sizes: Sequence[Any]) -> str:
+    shown = [next(iter(n.values())) if isinstance(n, dict) else str(n) for n in sizes]
+    return f"{dtype}[{','.join(shown)}]"

@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._api.feed.items import parse_spec, reader, spec_of
 from hostcall._api.feed.shards import Shards
-from hostcall._api.feed.sources import read_source
+from hostcall._api.feed.sources import parse_spec, read_source, reader, spec_of
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
-from hostcall._core.options import FEED, CallOptions, check
+from hostcall._core.options import FEED, check
 from hostcall._core.source import name_of, users_place
-from hostcall._core.spec import Results, Static, Template, is_array_like
+from hostcall._core.spec import Results, Template, is_array_like
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
 from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once
@@ -75,15 +74,11 @@ class Feed(Handle):
             ),
             (*self._items.keys, None),
         )
+        template = Template.flat(*(None,) * len(markers))
+        trees = template, results, (None,) * len(results.avals)
+        options = {"order": "ordered"}
         params = FeedParams(
-            callback=Callback(
-                fn=Static(self._stream),
-                template=Template.flat(*(None,) * len(markers)),
-                results=results,
-                fills=(None,) * len(results.avals),
-                options=CallOptions(order="ordered"),
-                place=users_place(),
-            ),
+            callback=Callback.of(self._stream, trees, users_place(), options),
             avals=results.avals,
             masked=bool(mask),
             devices=() if shards is None else shards.devices,

@@ -70,19 +70,19 @@ class Shards:
         block: list[int] = []
         cuts: list[Slices] = [()] * len(mine)
         for axis, size in enumerate(shape):
-            # Which of the parts along this axis each device has.
-            at = [where[device][axis].indices(whole[axis])[0] for device in mine]
-            own = sorted(set(at))
-            if size % len(own):
+            starts = [where[device][axis].indices(whole[axis])[0] for device in mine]
+            # Which of the process's parts along this axis each device has.
+            parts, at = np.unique(starts, return_inverse=True)
+            n, rest = divmod(size, len(parts))
+            if rest:
                 raise SpecError(
                     f"hostcall: item{path} of the feed `{self._name}` has the shape"
-                    f" {list(shape)}, and axis {axis} can't be cut into {len(own)}"
+                    f" {list(shape)}, and axis {axis} can't be cut into {len(parts)}"
                     f" equal parts, as {self.sharding.spec} wants",
                     code="hc-device",
                 )
-            n = size // len(own)
             block.append(n)
-            begins = [n * own.index(part) for part in at]
+            begins = (n * at).tolist()
             cuts = [
                 (*cut, slice(i, i + n)) for cut, i in zip(cuts, begins, strict=True)
             ]

@@ -1,16 +1,20 @@
-"""Reads what users give as the source of a feed."""
+"""What users give as the source of a feed, and what its items are."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from hostcall import _jax
+from hostcall._core import coerce
 from hostcall._core.arguments import of_a_number
 from hostcall._core.counted import counted
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import ResultError, SpecError
+from hostcall._core.spec import Results, is_numeric, parse_result
 
 
 def read_source(
@@ -19,54 +23,42 @@ def read_source(
     """(makes what gives the items of an epoch, whether it can do so again), for
     `hc.feed(source, batch=batch)`.
     """
+    is_class = isinstance(source, type) and not hasattr(type(source), "__iter__")
+    is_iterator = hasattr(source, "__next__") and not is_class
     if batch is not None:
+        if callable(source) or is_iterator:
+            raise _refused(
+                f"the feed `{name}` has batch=, which is for arrays and tables, and its"
+                f" source is a {type(source).__name__}. Leave out batch=, and let the"
+                " source give batches"
+            )
         return _batches(source, batch, name), True
-    if isinstance(source, type) and not hasattr(type(source), "__iter__"):
-        return _by_epoch(source, name), True  # its objects iterate
-    if hasattr(source, "__next__"):
+    if is_iterator:
         return lambda _: source, False
     if _is_table(source):
-        raise SpecError(
-            f"hostcall: the source `{name}` is a {type(source).__name__}, and iterating"
-            " it does not give its rows. Say how many rows an item has: batch=32",
-            code="hc-feed-source",
+        raise _refused(
+            f"the source `{name}` is a {type(source).__name__}, and iterating it does"
+            " not give its rows. Say how many rows an item has: batch=32"
         )
-    if hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator"):
+    iterates = hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator")
+    if iterates and not is_class:
         return lambda _: source, True
-    if callable(source):
-        return _by_epoch(source, name), True
+    if callable(source):  # the objects of a class iterate
+        what = f"the source `{name}` of a feed"
+        return of_a_number(source, what, "the number of the epoch", "epoch"), True
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return lambda _: map(source.__getitem__, range(len(source))), True
-    raise SpecError(
-        f"hostcall: the source of a feed should be an iterable, an iterator, or a"
-        f" function that returns one, got {source!r}",
-        code="hc-feed-source",
+    raise _refused(
+        "the source of a feed should be an iterable, an iterator, or a function that"
+        f" returns one, got {source!r}"
     )
 
 
-def _by_epoch(function: Callable[..., Any], name: str) -> Callable[[int], Any]:
-    """Calls the function with the number of the epoch, if it wants an argument."""
-    return of_a_number(
-        function,
-        lambda needed: (
-            f"hostcall: the source `{name}` of a feed should require no argument, or"
-            f" only the number of the epoch, but it requires {needed}. Write"
-            " hc.feed(lambda: ...) or hc.feed(lambda epoch: ...)"
-        ),
-    )
+def _refused(why: str) -> SpecError:
+    return SpecError(f"hostcall: {why}", code="hc-feed-source")
 
 
 # --- Arrays and tables ---------------------------------------------------------------
-
-
-def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
-    columns = _columns(source, name)
-    ends = range(batch, _rows_of(columns, batch, name) + 1, batch)
-
-    def cut(end: int) -> Any:
-        return jax.tree.map(lambda column: column[end - batch : end], columns)
-
-    return lambda _: map(cut, ends)
 
 
 def _is_table(source: Any) -> bool:
@@ -75,37 +67,121 @@ def _is_table(source: Any) -> bool:
     return bool(kinds & {"pandas.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch"})
 
 
-def _columns(source: Any, name: str) -> Any:
-    """A pytree of NumPy arrays whose first axis are the rows."""
+def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
     if _is_table(source):
         is_arrow = hasattr(source, "to_pydict")
         names = source.schema.names if is_arrow else source.columns
-        return {str(key): np.asarray(source[key]) for key in names}
-    if callable(source) or hasattr(source, "__next__"):
-        raise SpecError(
-            f"hostcall: the feed `{name}` has batch=, which is for arrays and tables,"
-            f" and its source is a {type(source).__name__}. Leave out batch=, and let"
-            " the source give batches",
-            code="hc-feed-source",
+        source = {str(key): source[key] for key in names}
+    columns = jax.tree.map(np.asarray, source)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(columns)]
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        raise _refused(
+            f"the arrays of the feed `{name}` should have the rows as their first axis,"
+            f" and equally many, got the shapes {', '.join(map(str, shapes))}"
         )
-    return jax.tree.map(np.asarray, source)
-
-
-def _rows_of(columns: Any, batch: int, name: str) -> int:
-    leaves = jax.tree.leaves(columns)
-    sizes = {int(leaf.shape[0]) if leaf.ndim else -1 for leaf in leaves}
-    if len(sizes) != 1 or -1 in sizes:
-        raise SpecError(
-            f"hostcall: the arrays of the feed `{name}` should have the rows as their"
-            " first axis, and equally many, got the shapes"
-            f" {', '.join(str(leaf.shape) for leaf in leaves)}",
-            code="hc-feed-source",
-        )
-    (rows,) = sizes
+    ((rows,),) = lengths
     if rows < batch:
-        raise SpecError(
-            f"hostcall: the feed `{name}` has batch={batch}, and only"
-            f" {counted(rows, 'row')}",
-            code="hc-feed-source",
+        has = counted(rows, "row")
+        raise _refused(f"the feed `{name}` has batch={batch}, and only {has}")
+
+    def cut(end: int) -> Any:
+        return jax.tree.map(lambda column: column[end - batch : end], columns)
+
+    return lambda _: map(cut, range(batch, rows + 1, batch))
+
+
+# --- Items ---------------------------------------------------------------------------
+
+
+def spec_of(item: Any, name: str) -> Any:
+    """The spec of items like this one, with the dtypes that JAX gives their leaves."""
+
+    def describe(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.Array):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        array = np.asarray(_readable(leaf))
+        if not is_numeric(array.dtype):
+            raise _refused(
+                f"item 0{jax.tree_util.keystr(path)} of the feed `{name}` is a"
+                f" {type(leaf).__name__} ({array.dtype}), which JAX arrays can't hold."
+                " Let the source leave it out, or turn it into numbers"
+            )
+        native = array.dtype.newbyteorder("=")  # files may have the other order
+        return jax.ShapeDtypeStruct(array.shape, _jax.canonical_dtype(native))
+
+    return jax.tree_util.tree_map_with_path(describe, item)
+
+
+def parse_spec(spec: Any, name: str) -> Results:
+    """What `spec` declares."""
+    results = parse_result(spec, name)
+    if not results.avals:
+        why = (
+            f"the items of the feed `{name}` have no leaves. Does the source give None?"
         )
-    return rows
+        raise _refused(why)
+    return results
+
+
+def reader(
+    results: Results, name: str, inferred: bool
+) -> Callable[[Any, int], list[np.ndarray]]:
+    """A function that checks an item, and returns its leaves as arrays.
+
+    Args:
+        results: what the items should be.
+        name: of the feed.
+        inferred: whether `results` describes the first item, for want of a spec=.
+    """
+    treedef, avals = results.treedef, results.avals
+    paths = [path.removeprefix("result") for path in results.paths()]
+    of = f"of the feed `{name}`"
+    if inferred:
+        of += ", which without spec= has the shapes and dtypes of its first item,"
+
+    def read(value: Any, item: int) -> list[np.ndarray]:
+        try:
+            leaves = treedef.flatten_up_to(value)
+        except (ValueError, TypeError) as error:
+            raise ResultError(
+                f"hostcall: item {item} of the feed `{name}` has another structure than"
+                f" spec=. Expected {_words(treedef)}, got"
+                f" {_words(jax.tree.structure(value))}"
+            ) from error
+        return [
+            _array(leaf, aval, f"item {item}{path} {of}")
+            for leaf, aval, path in zip(leaves, avals, paths, strict=True)
+        ]
+
+    return read
+
+
+def _array(leaf: Any, aval: Any, where: str) -> np.ndarray:
+    hint = functools.partial(_hint, aval)
+    return coerce.coerce(_readable(leaf), aval.dtype, aval.shape, lambda: where, hint)
+
+
+def _hint(aval: Any, shape: tuple[int, ...]) -> str:
+    if shape[1:] == aval.shape[1:] and (0,) < shape[:1] < aval.shape[:1]:
+        return (
+            "Is it the last batch, which is not full? Items can't differ in size: let"
+            " the source leave it out (drop_last=True), or fill it up"
+        )
+    return "Change what the source gives, or spec="
+
+
+def _readable(leaf: Any) -> Any:
+    """What NumPy can read in place of tensors of torch and TensorFlow.
+
+    The iterator of a `tf.data.Dataset` gives eager tensors, unlike the data set itself,
+    which a feed asks for arrays. NumPy can't read those of bfloat16.
+    """
+    if hasattr(leaf, "detach"):
+        return leaf.detach()
+    is_tensorflows = type(leaf).__module__.partition(".")[0] == "tensorflow"
+    return leaf.numpy() if is_tensorflows and hasattr(leaf, "numpy") else leaf
+
+
+def _words(treedef: Any) -> str:
+    return str(treedef).removeprefix("PyTreeDef(").removesuffix(")")

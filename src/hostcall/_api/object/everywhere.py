@@ -16,11 +16,13 @@ no other: it refuses one of the store that differs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hostcall import _jax
-from hostcall._api.object.group import Snapshot
 from hostcall._core import portable
 from hostcall._core.errors import HostcallError
+
+Snapshot = dict[str, Any]  # what hc.Object.save returns
 
 
 def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:

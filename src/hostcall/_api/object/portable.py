@@ -10,62 +10,20 @@ from __future__ import annotations
 
 import secrets
 import threading
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from hostcall._api.object.entry import Entry
-from hostcall._api.object.group import Group
-from hostcall._api.object.handle import Object
+from hostcall._api.object.objects import Entry, Group, Object
 from hostcall._core import portable, registry
 from hostcall._core.options import Policy
 from hostcall._core.portable import Malformed, NotPortable
+from hostcall._core.process import living
 from hostcall._core.spec import Results
 from hostcall._engine.portable import name_of
 
-# The objects of this process that programs name, by number. Guards itself by the lock.
-_objects: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = threading.Lock()  # no two programs make the objects of one number
 
 _HOOKS = ("close", "save", "restore")
-
-
-def tell(entry: Entry, exported: bool) -> dict[str, object]:
-    group = entry.group
-    declared = group.declared
-    if not exported:
-        raise NotPortable(
-            "its objects are in this process, and only an exported program makes others"
-            " elsewhere. Export it (hc.export)"
-        )
-    name = name_of(
-        declared.factory,
-        f"the factory of the hc.Object `{group.name}` has no name in other processes."
-        " Register it, and in every process that loads the program:"
-        f' @hc.register("my_package.{group.name}", version=1) at the class',
-    )
-    for hook in _HOOKS:
-        if not _is_hook(getattr(declared, hook)):
-            raise NotPortable(
-                f"{hook}= of the hc.Object `{group.name}` is a function, or the name of"
-                " a private method. Give the name of a public method of the object"
-            )
-    if declared.executor is not None:
-        raise NotPortable(
-            f"executor= of the hc.Object `{group.name}` is an object of this process"
-        )
-    with _lock:
-        number = group.number = group.number or secrets.token_hex(8)
-        _objects.setdefault(number, group)
-    return {
-        "registered": name,
-        "object": number,
-        "method": entry.name,
-        "methods": portable.tell_value(declared.methods, "methods="),
-        "declared": portable.tell_record(declared, _DECLARED),
-    }
-
-
 _DECLARED = {
     "name": str,
     "order": str,
@@ -82,6 +40,44 @@ _TEXT = {
 }
 
 
+def tell(entry: Entry, exported: bool) -> dict[str, object]:
+    group = entry.group
+    declared = {"name": group.name, **group.options}
+    if not exported:
+        raise NotPortable(
+            "its objects are in this process, and only an exported program makes others"
+            " elsewhere. Export it (hc.export)"
+        )
+    name = name_of(
+        group.factory,
+        f"the factory of the hc.Object `{group.name}` has no name in other processes."
+        " Register it, and in every process that loads the program:"
+        f' @hc.register("my_package.{group.name}", version=1) at the class',
+    )
+    for hook in _HOOKS:
+        if not _is_hook(declared[hook]):
+            raise NotPortable(
+                f"{hook}= of the hc.Object `{group.name}` is a function, or the name of"
+                " a private method. Give the name of a public method of the object"
+            )
+    if declared["executor"] is not None:
+        raise NotPortable(
+            f"executor= of the hc.Object `{group.name}` is an object of this process"
+        )
+    with _lock:
+        group.number = group.number or secrets.token_hex(8)
+    told = {
+        "registered": tuple(name),
+        "object": group.number,
+        "method": entry.name,
+        "methods": group.methods,
+        "declared": {each: declared[each] for each in _DECLARED},
+    }
+    return {
+        each: portable.tell_value(value, f"{each}=") for each, value in told.items()
+    }
+
+
 def _object_of(told: Any) -> Object:
     """The `hc.Object` of an exported call; its host objects are made when called."""
     found = portable.read_record(told, _TEXT)
@@ -91,15 +87,13 @@ def _object_of(told: Any) -> Object:
     for hook in _HOOKS:
         if not _is_hook(declared[hook]):
             raise Malformed(f"the method {declared[hook]!r} as {hook}=")
-    factory, number = registry.find(*found["registered"]), found["object"]
+    factory = registry.find(*found["registered"])
     # It checks the names of the methods.
     made = Object(factory, methods=found["methods"], **declared)
     with _lock:
-        group = _objects.get(number)
-        if group is None or group.ended:
-            group = _objects[number] = made._group
-            group.number = number
-    made._attach(group)
+        made._group.number = found["object"]
+        same = (g for g in living(Group) if g.number == found["object"] and not g.ended)
+        made._attach(next(same))
     return made
 
 
@@ -131,10 +125,10 @@ def _is_hook(given: object) -> bool:
 def read(told: Any) -> tuple[Entry, Policy]:
     group, method = _object_of(told)._group, told["method"]
     # The object of this number may be one of this process, with other methods.
-    if method not in group.declared.methods:
+    if method not in group.methods:
         raise Malformed(
             f"the method {method!r}, which the hc.Object `{group.name}` with this"
             " number does not declare here"
         )
-    policy = Policy.of({"concurrency": group.declared.concurrency})
+    policy = Policy.of({"concurrency": group.options["concurrency"]})
     return Entry(group, method), policy

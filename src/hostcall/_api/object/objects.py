@@ -1,0 +1,780 @@
+"""`hc.Object`: a host object whose methods compiled programs call.
+
+Three classes, from the user to the program:
+
+    Object   what the user holds: checks the declaration, and has a function for each
+             method. It waits for programs before it closes, saves or restores.
+    Group    the host objects, by place: makes, locks, saves and closes them. Each place
+             of a batch has one object. Each object has a lock, so two threads are never
+             in it at once.
+    Entry    what programs hold for each method. It holds the group, so objects live as
+             long as anything can call them, also without the `Object`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import logging
+import pickle
+import threading
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal, NoReturn
+
+from jax.typing import ArrayLike
+
+from hostcall import _jax, _native
+from hostcall._api.object import everywhere
+from hostcall._core import failures, mistakes
+from hostcall._core.arguments import (
+    check_function,
+    conflict,
+    of_a_number,
+    of_all_processes,
+    parse_mask,
+)
+from hostcall._core.callback import Callback
+from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.counted import counted
+from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.host_code import HostCode
+from hostcall._core.options import CALL, Option, check
+from hostcall._core.process import Owned, living
+from hostcall._core.source import name_of, users_place
+from hostcall._core.spec import Results, flatten_arguments, parse_fill, parse_result
+from hostcall._policies.on_loop import settled
+from hostcall._primitives.make import make
+from hostcall._runtime import context, lifecycle, loop
+from hostcall._runtime.context import Current
+
+logger = logging.getLogger("hostcall")
+
+_ALONE = "the objects of this process"
+
+
+class Object:
+    """A host object with state (a simulator, a cursor) for compiled programs.
+
+    ::
+
+        env = hc.Object(Walk, methods={"reset": obs, "step": (obs, reward)})
+        place, reward = env.step(action)     # anywhere in JAX code: Walk().step(action)
+
+    The first call makes the object on the host. Under vmap each row has its own object,
+    which is the same one in each call and each program.
+
+    Args:
+        factory: makes an object: a class, a function or a coroutine function. If it has
+            a required argument, it gets the object's index, a tuple: the row along each
+            batch axis, the outermost vmap first.
+            Inside shard_map and pmap the device's mesh coordinates come first. Without
+            any of these, the index is ().
+        methods: maps the name of each method to what it returns, described like
+            `result` of `hc.call`. Each method becomes an attribute: a function `(*args,
+            where=None, fill=None, **kwargs)`. Its arguments reach the object's method
+            as in `hc.call`: arrays and numbers as NumPy arrays, all else unchanged.
+            Coroutine methods of a class run on the event loop; if the factory is not a
+            class, and `vmap_method` is "parallel", a thread waits for each of them.
+        order: "ordered": each call runs exactly once, after the previous ordered call.
+            "unordered": exactly once, in program order within straight-line code.
+        name: the name in messages. Default: the factory's.
+        vmap_method: "sequential": the rows run in row order. "parallel": all at once.
+        executor: a pool of threads for "parallel", as in `hc.host`.
+        concurrency: if coroutine methods are declared: how many of their calls (rows,
+            with "parallel") wait at the same time; as in `hc.host`.
+        close: ends an object: a method's name, which objects may lack, or a function of
+            the object. None: objects are just dropped.
+        save: returns an object's state: a method's name, or a function of the object.
+            Default: the object itself is the state. States are pickled.
+        restore: puts such a state into an object: a method's name, or a function
+            `restore(object, state)`.
+
+    Only one thread at a time can be in an object; other threads wait. Objects are
+    closed by `close()`, at the end of `with env:`, at the end of the process, and some
+    time after this `Object` and all programs that call it have been freed. A forked
+    child has no objects: calls there fail, and the parent's objects are not touched.
+
+    Raises:
+        SpecError: the declaration is invalid.
+        AttributeError: a method was not declared.
+        HostcallError: a call after `close()`. When a program runs: the batch differs
+            from that of earlier calls, or the object lacks a declared method.
+        jax.errors.JaxRuntimeError: a method or the factory failed while a program ran.
+            `hostcall.reraise()` gives its exception; an eager call raises it directly.
+            The rows after a failed one are not called, and objects keep their states.
+            If the factory failed, the next call tries it again.
+
+    Under transformations:
+        jit, scan, while_loop, cond, map: one object, called each time the call is
+            reached. remat: the backward pass does not call it again.
+        vmap: one object per row; for nested vmaps, one per tuple of indices. The first
+            call fixes the batch until `renew()`. If no argument depends on the row, JAX
+            makes one call for all rows, as without vmap, which is refused once the
+            objects belong to rows: pass one that does (`where=` is enough).
+        vmap of cond, of while_loop: JAX computes every branch for every row. Pass the
+            condition as `where=` too.
+        jvp, grad, transposition: refused, as by `hc.call`.
+        shard_map, pmap: one object for each device of the mesh, and each row there.
+        jit over sharded arrays: one call, on the whole value, as without sharding.
+
+    Cost: that of an ordered `hc.call`, and about 1 us to find and lock the object.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        *,
+        methods: Mapping[str, Any],
+        order: Literal["ordered", "unordered"] = "ordered",
+        name: str | None = None,
+        vmap_method: Literal["sequential", "parallel"] = "sequential",
+        executor: object = None,
+        concurrency: int | None = None,
+        close: str | Callable[[Any], Any] | None = "close",
+        save: str | Callable[[Any], Any] | None = None,
+        restore: str | Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        options = {each: value for each, value in locals().items() if each in OPTIONS}
+        usage = "hc.Object(factory, methods={...})"
+        said = check_function(factory, usage, awaits=True)
+        said = said.rpartition("<locals>.")[2]
+        name = name or ("object" if said == "<lambda>" else said)
+        group = Group(factory, _parse_methods(name, methods), name, options)
+        if _jax.is_tracing():
+            mistakes.refuse_traced(factory, _instead_of_traced)
+        awaits = any(is_coroutine_function(group.definition(m)) for m in methods)
+        check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)
+        if (save is None) != (restore is None):
+            what = "only one of save= and restore=. Pass both, or neither"
+            raise conflict(f"`{name}`", what)
+        self._attach(group)
+
+    def _attach(self, group: Group) -> None:
+        """Makes this the handle of a group, with a function for each method."""
+        self._group = group
+        for method in group.methods:
+            self.__dict__[method] = _method(group, method)
+
+    def __getattr__(self, name: str) -> Any:  # not called for declared methods
+        group = self.__dict__.get("_group")
+        if group is None or name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"hostcall: `{group.name}` has no declared method `{name}`. Its declared"
+            f" methods are {', '.join(group.methods)}. To add one, write"
+            f" hc.Object(..., methods={{{name!r}: result}})"
+        )
+
+    def __repr__(self) -> str:
+        group = self._group
+        made = sum(member.made for member in list(group.members.values()))
+        state = "closed" if group.ended else counted(made, "object")
+        return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise SpecError(
+            f"hostcall: the hc.Object `{self._group.name}` can't be pickled or copied,"
+            " since programs refer to it. Pickle what its save() returns",
+            code="hc-pickle",
+        )
+
+    def __del__(self, bury: Callable[[], object] = _native.bury) -> None:
+        # An argument, since a module's names are None when Python ends.
+        bury()  # frees calls that have ended, which still hold the group
+
+    def __enter__(self) -> Object:
+        self._group.check_open("__enter__()")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all objects for good. Further calls do nothing.
+
+        Waits for the programs that this thread has dispatched, and for methods that are
+        running. If one of these programs fails, that is logged.
+
+        Raises:
+            Exception: what closing an object raised, after all objects were closed; an
+                ExceptionGroup if there are several.
+            HostcallError: called from inside a callback.
+        """
+        if not self._group.ended:
+            self._wait("close")
+            _raise(self._group.drop(ended=CLOSED))
+
+    def renew(self) -> None:
+        """Closes all objects, like `close`; the next call makes new ones.
+
+        The new objects may have another batch.
+        """
+        self._wait("renew")
+        _raise(self._group.drop())
+
+    def save(
+        self, *, processes: Literal["all"] | None = None, limit: float = 300.0
+    ) -> dict[str, Any]:
+        """Returns a snapshot of all objects, which can be pickled, for a checkpoint.
+
+        Waits for the programs that this thread has dispatched. An object that programs
+        of other threads use is saved between two of their calls. Each object (or with
+        `save=` its state) is pickled separately, so what two objects share is stored
+        twice.
+
+        Args:
+            processes: "all": the objects of all processes of the job, in one snapshot
+                that each process gets. All processes have to call it. Nothing is
+                unpickled, but the others' states come through JAX's coordination
+                service: restore the snapshot only if its port is the job's own. None:
+                those of this process.
+            limit: seconds to wait for the other processes.
+
+        Raises:
+            jax.errors.JaxRuntimeError: a program failed, and nothing raised that yet.
+            HostcallError: an object can't be pickled, or `save` was called from inside
+                a callback or after close(); with processes="all" also, in each process,
+                if this happens in one, or two have an object with the same index.
+        """
+        group = self._group
+        who = f"save() of `{group.name}`"
+        if of_all_processes(processes, limit, who, _ALONE):
+            return everywhere.gather(group.name, self._snapshot, limit)
+        snapshot = self._snapshot()
+        waiting = snapshot.pop("waiting")
+        if waiting:
+            raise HostcallError(
+                f"hostcall: save() of `{group.name}` can't tell what is this"
+                f" process's own: restore(..., processes='all') brought the states of"
+                f" {counted(len(waiting), 'object')}, to which no call has come yet."
+                " Use save(processes='all')",
+                code="hc-object",
+            )
+        return snapshot
+
+    def _snapshot(self) -> everywhere.Snapshot:
+        failed = self._wait("save", log=False)
+        error = failed[0] if failed else failures.first_owed()
+        if error is not None:
+            raise error
+        return self._group.snapshot()
+
+    def restore(
+        self,
+        state: dict[str, Any] | None,
+        *,
+        processes: Literal["all"] | None = None,
+        limit: float = 300.0,
+    ) -> None:
+        """Goes back to a snapshot that `save` returned, in this process or another.
+
+        The objects become those of the snapshot, with its batch. With `restore=`, their
+        states are put into the existing objects, and into new ones for missing rows.
+        Without it, the snapshot's objects replace the existing ones. Objects that are
+        replaced or not in the snapshot are closed.
+
+        The snapshot is unpickled, so it must come from a trusted source.
+
+        Args:
+            state: the snapshot. With processes="all" all processes give the same one.
+                A process that gives None gets that of process 0 through JAX's
+                coordination service, and unpickles it. That service asks nobody who he
+                is, so give the snapshot in each process unless you trust all who can
+                reach its port.
+            processes: "all": the objects of all processes of the job. All have to call
+                it. A process makes an object from its state when the first call comes
+                to that object, so the job may have other processes or another order of
+                devices than the one that saved. None: those of this process.
+            limit: seconds to wait for the other processes.
+
+        Raises:
+            SpecError: `state` is not a snapshot.
+            Exception: what `restore=` raised, or closing an object.
+        """
+        name = self._group.name
+        who = f"restore() of `{name}`"
+        everyones = of_all_processes(processes, limit, who, _ALONE)
+        if everyones:
+            found = everywhere.scatter(name, state, self._checked, limit)
+        else:
+            found = self._checked(state)
+        self._wait("restore")
+        _raise(self._group.restore(found, everyones))
+
+    def _checked(self, state: object) -> everywhere.Snapshot:
+        if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
+            raise SpecError(
+                f"hostcall: restore() of `{self._group.name}` takes what save()"
+                f" returned, got {type(state).__name__}"
+            )
+        return state
+
+    def _wait(self, what: str, log: bool = True) -> list[BaseException]:
+        """Waits for this thread's programs. Logs their failures, or returns them."""
+        name = self._group.name
+        if context.current() is not None:
+            raise HostcallError(
+                f"hostcall: {what}() of `{name}` inside a callback would wait for the"
+                " program that made the call. Call it where the program is called",
+                code="hc-deadlock",
+            )
+        self._group.check_open(f"{what}()")
+        if not log:
+            return _jax.wait_for_effects()
+        text = "%s() of `%s` continues after a failed program: %s"
+        for failure in failures.failures_of_programs():
+            logger.error(text, what, name, failure)
+        return []
+
+
+def _raise(failures: Sequence[BaseException]) -> None:
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise BaseExceptionGroup(f"closing {len(failures)} objects failed", failures)
+
+
+def _instead_of_traced(_: str, value: str) -> str:
+    return (
+        "Make the object before the program, and give its methods what the program"
+        f" computes: env.step(..., {value})"
+    )
+
+
+# --- What is declared ----------------------------------------------------------------
+
+_HOOK = Option(
+    "a method's name or a function", lambda v: isinstance(v, str) or callable(v)
+)
+# What `order=` and the like may be.
+OPTIONS = {
+    **{each: CALL[each] for each in ("executor", "concurrency")},
+    "order": Option(
+        "'ordered' or 'unordered', since an object has state, so its calls can't be"
+        " dropped or repeated",
+        lambda v: isinstance(v, str) and v in ("ordered", "unordered"),
+        needed=True,
+    ),
+    "vmap_method": Option(
+        "'sequential' or 'parallel', since each row has its own object",
+        lambda v: isinstance(v, str) and v in ("sequential", "parallel"),
+        needed=True,
+    ),
+    **dict.fromkeys(("close", "save", "restore"), _HOOK),
+}
+
+
+def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
+    """What each method returns; refuses wrong names."""
+    wrong = ""
+    if not isinstance(methods, Mapping) or not methods:
+        wrong = (
+            f"methods= of `{name}` should be a dict from method names to result specs,"
+            f" got {methods!r}"
+        )
+    for method in () if wrong else methods:
+        if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
+            wrong = (
+                f"methods= of `{name}` has the key {method!r}, which is not the name of"
+                " a public method"
+            )
+        elif hasattr(Object, method):
+            wrong = (
+                f"`{name}` can't declare `{method}`, since hc.Object has its own method"
+                " of that name. Add a method with another name that calls it, and"
+                " declare that one"
+            )
+    if wrong:
+        raise SpecError(f"hostcall: {wrong}", code="hc-object")
+    return {
+        # Those of an exported program are read.
+        method: each
+        if isinstance(each, Results)
+        else parse_result(each, f"{name}.{method}")
+        for method, each in methods.items()
+    }
+
+
+# --- Calls ---------------------------------------------------------------------------
+
+
+_OPTIONS = frozenset({"where", "fill"})
+_JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
+
+
+def _method(group: Group, name: str) -> Callable[..., Any]:
+    entry, results = Entry(group, name), group.methods[name]
+    face = mistakes.Face(
+        f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
+    )
+    called = group.definition(name)
+    bound: Callable[..., Any] | None = None
+    if isinstance(called, types.FunctionType):  # a static method gets no object
+        has_self = inspect.getattr_static(group.factory, name) is called
+        bound = types.MethodType(called, group.factory) if has_self else called
+
+    def method(
+        *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
+    ) -> Any:
+        group.check_open(entry.who)
+        if bound is not None:
+            mistakes.check(face, bound, args, kwargs)
+        operands, template = flatten_arguments(args, kwargs)
+        fills = parse_fill(fill, results, entry.__qualname__)
+        mask = None if where is None else parse_mask(where, entry.__qualname__)
+        trees = template, results, fills
+        callback = Callback.of(entry, trees, users_place(), group.options)
+        return results.fill(make(callback, operands, mask))
+
+    method.__name__, method.__qualname__ = name, entry.__qualname__
+    return method
+
+
+# --- The host objects ----------------------------------------------------------------
+
+# (batch, index in it), as _runtime/context.py's `place_in_batch` returns them.
+# A batch has the size of each vmap, and name and size of each axis of a mesh.
+Batch = tuple[int | tuple[str, int], ...]
+Place = tuple[Batch, tuple[int, ...]]
+
+# What closes, saves or restores an object: a method's name, or a function of it.
+Hook = str | Callable[..., Any] | None
+
+# The reasons why a group's objects can't be called any more. Each completes a sentence
+# that ends in "was called".
+CLOSED = "after close(). Make another hc.Object, or call renew() instead of close()"
+ENDING = "while the process was ending"
+FORKED = (
+    "in a process that was forked from the one that has its objects. Start workers with"
+    " multiprocessing's 'spawn' or 'forkserver' method"
+)
+
+_UNMADE = object()
+
+
+class Member:
+    """One object. Its lock is reentrant: a method may call the object again."""
+
+    def __init__(self, value: Any = _UNMADE, state: bytes | None = None) -> None:
+        self.lock = threading.RLock()
+        self.value = value  # _UNMADE before it is made, and after it left its group
+        self.state = state  # pickled, to make it from
+
+    @property
+    def made(self) -> bool:
+        return self.value is not _UNMADE
+
+
+class Group(Owned):
+    """The objects of one `hc.Object`, by place. All places belong to one batch.
+
+    `lock` guards `members` and `ended`. A thread that holds a member's lock may take
+    it; the other order would deadlock. `join` looks one up without `lock`, so it may
+    have left the group by then. A member's lock is taken by `with` alone: behind a call
+    of `acquire` Ctrl-C could leave it locked for ever.
+
+    Attributes:
+        methods: what each method returns.
+        options: as given to `hc.Object`, except factory=, methods= and name=.
+        number: of the object in exported programs; "" until it has one.
+        ended: the reason that `check_open` gives, or "".
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        methods: Mapping[str, Results],
+        name: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.members: dict[Place, Member] = {}  # first: `__del__` looks
+        self.factory, self.methods = factory, methods
+        self.name, self.options = name, options
+        what = f"the factory of `{name}`"
+        self._make = of_a_number(factory, what, "the object's index", "index")
+        self._close = _hook(options["close"], lambda: None) or (lambda value: None)
+        self._save = _hook(options["save"]) or (lambda value: value)
+        self._put = _hook(options["restore"])  # None: the object is its state
+        self.number = self.ended = ""
+        self.lock = threading.Lock()
+        super().__init__()
+
+    def renew(self) -> None:
+        self.lock = threading.Lock()
+        if self.members:  # the child never finalizes the parent's objects
+            _native.keep_for_ever(self.members)
+            self.members, self.ended = {}, FORKED
+
+    def definition(self, method: str) -> object:
+        """The method as its class defines it; None if the factory is not a class."""
+        is_class = isinstance(self.factory, type)
+        return getattr(self.factory, method, None) if is_class else None
+
+    def check_open(self, who: str) -> None:
+        if self.ended:
+            raise HostcallError(
+                f"hostcall: {who} of `{self.name}` was called {self.ended}",
+                code="hc-closed",
+            )
+
+    def call(self, place: Place, who: str, run: Callable[[Any], Any]) -> Any:
+        """`run(object)`, alone with the object at a place."""
+        while True:
+            member = self.join(place, who)
+            with member.lock:
+                if self.is_there(place, member):
+                    return settled(run(member.value))
+
+    def join(self, place: Place, who: str) -> Member:
+        """What is at a place, maybe without its object."""
+        if (found := self.members.get(place)) is not None:
+            return found
+        with self.lock:
+            self.check_open(who)
+            before = next(iter(self.members), place)[0]
+            if before != place[0]:
+                raise _other_batch(who, self.name, before, place[0])
+            return self.members.setdefault(place, Member())
+
+    def is_there(self, place: Place, member: Member) -> bool:
+        """Makes the object if there is none; False if it has left. Its lock is held."""
+        if member.made:
+            return True
+        if self.members.get(place) is not member:
+            return False
+        try:
+            member.value, member.state = self._made(place, member.state), None
+        except BaseException:
+            with self.lock:
+                if member.state is None and self.members.get(place) is member:
+                    del self.members[place]  # so that it fixes no batch
+            raise
+        return True
+
+    def _made(self, place: Place, state: bytes | None) -> Any:
+        before, put = None if state is None else pickle.loads(state), self._put
+        is_whole = state is not None and put is None
+        value = before if is_whole else settled(self._make(place[1]))
+        for method in self.methods:
+            if not callable(getattr(value, method, None)):
+                raise _lacks(self.name, method, value)
+        if state is not None and put is not None:
+            settled(put(value, before))
+        return value
+
+    def snapshot(self) -> everywhere.Snapshot:
+        """The pickled state of each object.
+
+        `waiting` has the states of objects that nobody has called since `restore`.
+        """
+        with self.lock:
+            members = sorted(self.members.items(), key=lambda item: item[0][1])
+        objects, waiting = {}, {}
+        for (_, index), member in members:
+            with member.lock:
+                if not member.made:
+                    if member.state is not None:
+                        waiting[index] = member.state
+                    continue
+                state = settled(self._save(member.value))
+                try:
+                    objects[index] = pickle.dumps(state)
+                except Exception as error:
+                    raise _unpicklable(self.name, index, error) from error
+        batch = members[0][0][0] if members else ()
+        return {"batch": batch, "objects": objects, "waiting": waiting}
+
+    def restore(
+        self, snapshot: everywhere.Snapshot, everyones: bool
+    ) -> list[Exception]:
+        """Goes back to a snapshot. Returns what closing other objects raised.
+
+        The states of objects that are not made yet wait for the first call, if the
+        snapshot is of all processes: which of them are this one's is not known before.
+        """
+        batch, put = snapshot["batch"], self._put
+        states = {(batch, index): each for index, each in snapshot["objects"].items()}
+        with self.lock:
+            made = {place for place, each in self.members.items() if each.made}
+        now = [p for p in states if not everyones or (put and p in made)]
+        # All of them first: if one is broken, nothing has changed.
+        values = {place: pickle.loads(states.pop(place)) for place in now}
+        failures = self.drop(keep=made & values.keys() if put else ())
+        with self.lock:
+            self.members.update({p: Member(state=each) for p, each in states.items()})
+            if put is None:
+                self.members.update({p: Member(value) for p, value in values.items()})
+                return failures
+        for place, value in values.items():
+
+            def put_back(each: Any, state: Any = value) -> Any:
+                return put(each, state)
+
+            self.call(place, "restore()", put_back)
+        return failures
+
+    def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
+        """Closes objects as soon as no thread is in them. Returns what that raised."""
+        with self.lock:
+            self.ended = self.ended or ended
+            places = [place for place in self.members if place not in keep]
+            going = [self.members.pop(p) for p in sorted(places, key=lambda p: p[1])]
+        failures = []
+        for member in going:
+            with member.lock:
+                value, member.value = member.value, _UNMADE
+                try:
+                    if value is not _UNMADE:
+                        settled(self._close(value))
+                except Exception as error:
+                    failures.append(error)
+        return failures
+
+    def finish(self) -> None:
+        """Closes all objects, and logs failures: no caller is left to raise them to."""
+        for error in self.drop(ended=ENDING):
+            logger.error("closing an object of `%s` failed", self.name, exc_info=error)
+
+    def __del__(self) -> None:
+        if not self.members:
+            return
+        if loop.running() is None:
+            self.finish()
+            return
+        # The garbage collector ran in a coroutine. A `close` that is one too needs the
+        # loop, so another thread waits for it; Python waits for that thread at the end.
+        thread = threading.Thread(target=self.finish, name="hostcall-close")
+        contextvars.Context().run(thread.start)  # see _core/daemon.py
+
+
+def _at_exit() -> None:
+    for group in living(Group):
+        group.finish()
+
+
+lifecycle.after_the_last_call(_at_exit)
+
+
+def _hook(given: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
+    """The function of an object that an option gives, itself or as a method's name.
+
+    `lacking` is what is called of an object without that method.
+    """
+    if not isinstance(given, str):
+        return given
+    return lambda value, *args: getattr(value, given, *lacking)(*args)
+
+
+# --- What programs call --------------------------------------------------------------
+
+
+class Entry(HostCode):
+    """The function that programs call for one method.
+
+    It calls the method of the object that belongs to the calling row and device.
+    """
+
+    travels_as = "object"
+
+    def __init__(self, group: Group, method: str) -> None:
+        self.group, self.name, self.who = group, method, f"{method}()"
+        self._awaits = is_coroutine_function(group.definition(method))
+        self.__qualname__ = f"{group.name}.{method}"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.group.call(
+            self._place(None),
+            self.who,
+            lambda value: getattr(value, self.name)(*args, **kwargs),
+        )
+
+    def enter(
+        self, here: Current | None, held: ExitStack, args: Any, kwargs: Any
+    ) -> Callable[..., Any] | None:
+        place = self._place(here)
+        while True:
+            member = self.group.join(place, self.who)
+            held.enter_context(member.lock)
+            if self.group.is_there(place, member):
+                called = getattr(member.value, self.name)
+                return functools.partial(called, *args, **kwargs)
+
+    def _place(self, here: Current | None) -> Place:
+        """Where the object of a row is."""
+        place = context.place_in_batch(here)
+        if place is None:
+            raise HostcallError(
+                f"hostcall: {self.who} of `{self.group.name}` can't tell which object"
+                " is meant: the program was lowered for a mesh without devices, or the"
+                " executor runs rows on the thread that waits for them",
+                code="hc-object",
+            )
+        return place
+
+    def awaits(self) -> bool:
+        return self._awaits
+
+    def no_derivative(self) -> str:
+        made = name_of(self.group.factory)
+        return (
+            f"It is a method of the hc.Object `{self.group.name}`, made by `{made}`,"
+            " and objects' methods have no derivatives, since a call may change the"
+            " object. Write what needs one as a function: hc.host(f, result=...), with"
+            " a rule."
+        )
+
+    def lane(self) -> Group:  # all methods of the object are one
+        return self.group
+
+    def __reduce__(self) -> NoReturn:
+        raise SpecError(
+            f"hostcall: the objects of `{self.group.name}` are in this process, but its"
+            " executor= runs rows in other processes. Pass a pool of threads",
+            code="hc-conflict",
+        )
+
+
+# --- What can go wrong when a program calls -------------------------------------------
+
+
+def _other_batch(who: str, name: str, before: Batch, now: Batch) -> HostcallError:
+    text = (
+        f"hostcall: {who} of `{name}` was called {_said(now)}, but its objects were"
+        f" made {_said(before)}. Each object belongs to one row, so the batch can't"
+        " change: make another hc.Object, or start again with renew()"
+    )
+    if len(before) != len(now):
+        text += (
+            ". Under vmap, JAX makes a call only once for all rows if no argument"
+            " depends on the row: pass one that does (where=mask is enough)"
+        )
+    return HostcallError(text, code="hc-object")
+
+
+def _said(batch: Batch) -> str:
+    mesh = ", ".join(f"{a[0]}={a[1]}" for a in batch if isinstance(a, tuple))
+    grid = " x ".join(str(size) for size in batch if not isinstance(size, tuple))
+    rows = f"for {grid} rows" if grid else "without vmap"
+    return f"{rows} on each device of a mesh {mesh}" if mesh else rows
+
+
+def _lacks(name: str, method: str, value: object) -> HostcallError:
+    has = [n for n in dir(value) if n[0] != "_" and callable(getattr(value, n, None))]
+    return HostcallError(
+        f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
+        f" a {type(value).__name__}, which has no such method. Its methods are:"
+        f" {', '.join(has) or 'none'}",
+        code="hc-object",
+    )
+
+
+def _unpicklable(name: str, index: tuple[int, ...], error: Exception) -> HostcallError:
+    return HostcallError(
+        f"hostcall: object {index} of `{name}` can't be saved, since it can't be"
+        f" pickled ({type(error).__name__}: {error}). Define its state with save= and"
+        " restore=: method names, or functions save(object) and restore(object, state)",
+        code="hc-pickle",
+    )
