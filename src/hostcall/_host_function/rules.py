@@ -59,6 +59,8 @@ class Rule:
             bwd(residuals, cotangents, nz), with one cotangent per leaf of the result
             and None for a leaf without one; it returns one for each array that `nz`
             marks.
+        diagonal: it is the Jacobian rule of an elementwise function, and returns the
+            diagonal of each block, of the result's shape.
     """
 
     fn: Function | None
@@ -67,6 +69,7 @@ class Rule:
     each: tuple[Function | None, ...] = ()
     residuals: Results | None = None
     flat: bool = False
+    diagonal: bool = False
 
     @property
     def keeps_objects(self) -> bool:
@@ -122,9 +125,6 @@ class Ruled(Handle):
     nondiff: tuple[int, ...]
     advice: str  # what errors advise if the rules are not the user's to give
     rules_copy = False
-    # If it is the derivative of an elementwise function by finite differences: that
-    # function, and the argument.
-    _slope_of: tuple[Ruled, int] | None = None
 
     def _rule_of(self, kind: Kind) -> Rule:
         """What a def* method was given for this kind of code."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -421,12 +422,17 @@ def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
 def push(jacobian: Arrays, tangents: Tangents, site: RuleTrees) -> Arrays:
     """The tangents of the results, J t; a tangent that is None is zero."""
     ins = pick(zip(tangents, site.in_avals, strict=True), site.diff)
-    used = [(j, t, x.shape) for j, (t, x) in enumerate(ins) if t is not None]
+    rows = [jacobian[i : i + len(ins)] for i in range(0, len(jacobian), len(ins))]
     return [
-        _sum(out, [_dot(jacobian[i + j], t, len(shape)) for j, t, shape in used])
-        for i, out in zip(
-            range(0, len(jacobian), len(ins)), site.out_avals, strict=True
+        _sum(
+            out,
+            [
+                _dot(site, block, t, len(x.shape))
+                for block, (t, x) in zip(row, ins, strict=True)
+                if t is not None
+            ],
         )
+        for row, out in zip(rows, site.out_avals, strict=True)
     ]
 
 
@@ -436,18 +442,25 @@ def pull(
     """The cotangents of the arrays that `wanted` marks, ct J."""
     n, axes = sum(site.diff), [len(out.shape) for out in site.out_avals]
     columns = pick([jacobian[j::n] for j in range(n)], pick(wanted, site.diff))
+    dot = partial(_dot, site)
     return [
-        _sum(like, list(map(_dot, cotangents, column, axes)))
+        _sum(like, list(map(dot, cotangents, column, axes)))
         for like, column in zip(pick(site.in_avals, wanted), columns, strict=True)
     ]
 
 
 def _sum(like: Aval, terms: Arrays) -> jax.Array:
     total = sum(terms[1:], terms[0]) if terms else jnp.zeros(like.shape)
+    if total.shape != like.shape:  # the argument was broadcast to the result
+        more = total.ndim - len(like.shape)
+        ones = [more + i for i, n in enumerate(like.shape) if n == 1]
+        total = total.sum([*range(more), *ones]).reshape(like.shape)
     return total.astype(like.dtype)
 
 
-def _dot(left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
+def _dot(site: RuleTrees, left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
+    if site.diagonal:
+        return left * right
     return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
 
 

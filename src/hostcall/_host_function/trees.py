@@ -217,10 +217,16 @@ class RuleTrees(Value):
             blocks += pick(leaves, self.diff)
         return blocks
 
+    @property
+    def diagonal(self) -> bool:
+        """Whether the blocks of its Jacobian are diagonal, and given as such."""
+        rule = self.function.rules.jacobian
+        return rule is not None and rule.diagonal
+
     @cached_property
     def jacobian_avals(self) -> tuple[Aval, ...]:
         return tuple(
-            out.update(shape=out.shape + aval.shape)
+            out if self.diagonal else out.update(shape=out.shape + aval.shape)
             for out in self.out_avals
             for aval in pick(self.in_avals, self.diff)
         )
