@@ -58,7 +58,7 @@ def finite_difference(
             three schemes, which suits an `fn` as exact as float64 (eps = 2e-16).
 
     Returns:
-        `f`, which now has a Jacobian rule (if elementwise, of the diagonal alone) and can
+        `f`, which now has a Jacobian rule (if elementwise, of the diagonal) and can
         estimate its errors: `f.difference_error(*args)`.
 
     Raises:
