@@ -17,7 +17,7 @@ from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.rules import RULES, Kind
-from hostcall._host_function.site import CallSite, options_for
+from hostcall._host_function.site import CallSite
 from hostcall._host_function.steps import Steps
 
 
@@ -56,7 +56,7 @@ def read(told: object) -> tuple[Steps, Policy]:
     place = Place("a loaded program", 0, function.__name__)
     site = CallSite(function, **{part: found[part] for part in _SITE}, place=place)
     steps = Steps(site, **{part: found[part] for part in _STEPS})
-    return steps, Policy.of(options_for(steps), function)
+    return steps, Policy.of(steps.options(), function)
 
 
 def _function(found: dict[str, Any]) -> Any:

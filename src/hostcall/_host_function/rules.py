@@ -10,7 +10,7 @@ from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.options import refuse_pairs
-from hostcall._core.source import Place, name_of
+from hostcall._core.source import name_of
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 
@@ -216,60 +216,44 @@ def forward_pair(value: Tree, name: str) -> tuple[Tree, Tree]:
     return value
 
 
-# --- Missing rules -----------------------------------------------------------------
+# --- Missing rules -------------------------------------------------------------------
 
-
-def no_derivative(name: str, place: Place, advice: str) -> DerivativeError:
-    """`advice` replaces the usual one if the rules aren't the user's to give."""
-    usual = (
-        f"Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
-        f" reverse mode, {name}.defjacobian(rule) for both,"
-        f" hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
+# By what is missing. `advice` is the function's own if the rules aren't the user's to
+# give; otherwise it is from the second table.
+MISSING = {
+    "derivative": "`{name}` has no derivative rule (called at {place}). {advice}",
+    "forward": (
+        "`{name}` has a rule for reverse mode (defvjp), and is differentiated in"
+        " forward mode: jvp, jacfwd, hessian (called at {place}). Add"
+        " {name}.defjvp(rule), with rule(primals, tangents) -> tangent of the result,"
+        " or {name}.defjacobian(rule), which serves both modes"
+    ),
+    "reverse": (
+        "`{name}` has a rule for forward mode in host code (defjvp), and is"
+        " differentiated in reverse mode: grad, vjp, jacrev (called at {place}). Add"
+        " {name}.defvjp(fwd, bwd), with fwd(*args) -> (out, residuals) and"
+        " bwd(residuals, cotangent) -> cotangents; or {name}.defjacobian(rule); or"
+        " write the rule in JAX code: {name}.defjvp(rule, where='jax')"
+    ),
+    "second": (
+        "`{rule}`, a rule of `{name}` in host code, is itself differentiated (called at"
+        " {place}). {advice}"
+    ),
+    "argument": (
+        "`{name}` is differentiated with respect to argument {position}, {why} (called"
+        " at {place}). Keep the derivative out with jax.lax.stop_gradient on that"
+        " argument, or give a rule for it"
+    ),
+}
+ADVICE = {
+    "derivative": (
+        "Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
+        " reverse mode, {name}.defjacobian(rule) for both,"
+        " hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
         " derivative out with jax.lax.stop_gradient on its arguments"
-    )
-    return DerivativeError(
-        f"hostcall: `{name}` has no derivative rule (called at {place})."
-        f" {advice or usual}"
-    )
-
-
-def no_forward(name: str, place: Place) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{name}` has a rule for reverse mode (defvjp), and is"
-        f" differentiated in forward mode: jvp, jacfwd, hessian (called at {place})."
-        f" Add {name}.defjvp(rule), with rule(primals, tangents) -> tangent of the"
-        f" result, or {name}.defjacobian(rule), which serves both modes"
-    )
-
-
-def no_reverse(name: str, place: Place) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{name}` has a rule for forward mode in host code (defjvp), and is"
-        f" differentiated in reverse mode: grad, vjp, jacrev (called at {place}). Add"
-        f" {name}.defvjp(fwd, bwd), with fwd(*args) -> (out, residuals) and"
-        f" bwd(residuals, cotangent) -> cotangents; or {name}.defjacobian(rule); or"
-        f" write the rule in JAX code: {name}.defjvp(rule, where='jax')"
-    )
-
-
-def not_again(name: str, rule: Function, place: Place, advice: str) -> DerivativeError:
-    what = "a derivative" if advice else f"`{name_of(rule)}`, a rule"
-    where = "" if advice else " in host code,"
-    usual = (
+    ),
+    "second": (
         "For derivatives of higher order write the rule in JAX code (where='jax') over"
         " functions that have rules of their own, such as other hc.host functions"
-    )
-    return DerivativeError(
-        f"hostcall: {what} of `{name}`{where} is itself differentiated (called at"
-        f" {place}). {advice or usual}"
-    )
-
-
-def not_differentiable(
-    name: str, position: int, why: str, place: Place
-) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{name}` is differentiated with respect to argument {position},"
-        f" {why} (called at {place}). Keep the derivative out with"
-        f" jax.lax.stop_gradient on that argument, or give a rule for it"
-    )
+    ),
+}

@@ -16,12 +16,12 @@ The way of a value and its gradient, for a `defvjp` in host code:
     traced    HostFunction._call flattens the arguments and binds host_function on a
                 `CallSite`
               JAX differentiates it: `CallSite.jvp` binds host_jvp on a `Derivative`
-              JAX splits that: `Derivative.start` binds host_function on the
-                FunctionCode of "forward" and leaves one on a `LinearPart`
-              JAX transposes that: `LinearPart.back` binds host_function on the
-                FunctionCode of "backward"
-    lowered   `FunctionCode.run` makes each of the two a call, by `make`. Without a
-                derivative `CallSite.run` does so, on the FunctionCode of "value"
+              JAX splits that: `Derivative.start` binds host_function on the `Steps`
+                of "forward" and leaves one on a `LinearPart`
+              JAX transposes that: `LinearPart.back` binds host_function on the `Steps`
+                of "backward"
+    lowered   `Steps.run` makes each of the two a call, by `make`. Without a derivative
+                `CallSite.run` does so, on the `Steps` of "value"
     run       the engine calls `Steps.__call__`: fwd runs, and its residual goes into
                 `residuals.store`; bwd runs on what is found there
 """
@@ -36,13 +36,8 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core.callback import Callback
 from hostcall._core.errors import BatchingError
-from hostcall._core.fingerprint import fingerprint
-from hostcall._core.options import WHOLE
-from hostcall._core.spec import Results, Template
-from hostcall._host_function import rules
-from hostcall._host_function.kept import options_of
+from hostcall._core.spec import Template
 from hostcall._host_function.primitive import (
     Arrays,
     Linear,
@@ -53,20 +48,19 @@ from hostcall._host_function.primitive import (
     filled,
 )
 from hostcall._host_function.residuals import HANDLE, store
-from hostcall._host_function.results import aligned, elementwise
+from hostcall._host_function.rules import Rule
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval
 from hostcall._primitives.axes import Dims, in_front
 from hostcall._primitives.call.batching import batched_results
-from hostcall._primitives.call.make import make
 
 
 class CallSite(RuleTrees):
     """A HostFunction, called with arguments of these trees."""
 
     def run(self, operands: Arrays) -> Arrays:
-        return FunctionCode(Steps(self, "value", self.avals)).run(operands)
+        return Steps(self, "value", self.avals).run(operands)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         found = self.function.rules
@@ -76,7 +70,7 @@ class CallSite(RuleTrees):
         if found.transpose:
             return self._linear_jvp(operands, tangents)
         if not (found.vjp or found.jvp or found.jacobian):
-            raise rules.no_derivative(self.name, self.place, self.function.advice)
+            raise self.missing("derivative")
         nz = tuple(t is not None for t in tangents)
         derivative = Derivative(self, len(nz), nz)
         whole = [*operands, *(t for t in tangents if t is not None)]
@@ -97,7 +91,7 @@ class CallSite(RuleTrees):
             elif each and (position >= len(each) or each[position] is None):
                 why = "for which defjvps was given no rule"
             if why and tangent is not None:
-                raise rules.not_differentiable(self.name, position, why, self.place)
+                raise self.missing("argument", position=position, why=why)
 
     # --- Linear functions ----------------------------------------------------------
     #
@@ -124,7 +118,7 @@ class CallSite(RuleTrees):
         for position, x in pick(zip(self.positions, operands, strict=True), still):
             if x is None:
                 why = "in which it isn't linear"
-                raise rules.not_differentiable(self.name, position, why, self.place)
+                raise self.missing("argument", position=position, why=why)
             known.append(x)
         given = pick(cotangents, self.out_diff)
         return spread(bind([*known, *given], Transpose(self, len(known))), self.diff)
@@ -171,99 +165,13 @@ class Transpose(Linear):
         return tuple(pick(self.site.in_avals, self.site.diff))
 
     def run(self, operands: Arrays) -> Arrays:
-        steps = Steps(self.site, "transpose", self.avals, self.site.diff)
-        return bound(steps, operands)
+        code = Steps(self.site, "transpose", self.avals, self.site.diff)
+        return code.called(operands)
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         rest, moved = iter(consts), iter(cotangents)
         operands = [next(moved if flag else rest) for flag in self.site.diff]
         return pick(bind(operands, self.site.of_tangents), self.site.out_diff)
-
-
-# --- Host code in a program ----------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class FunctionCode(Value):
-    """One piece of host code in a program."""
-
-    steps: Steps
-
-    @property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return self.steps.avals
-
-    def __repr__(self) -> str:
-        return repr(self.steps)
-
-    def run(self, operands: Arrays) -> Arrays:
-        steps, site = self.steps, self.steps.site
-        options = options_for(steps)
-        operands, mask = steps.unmasked(operands)
-        if site.function.result is elementwise and options["vmap_method"] in WHOLE:
-            operands = aligned(operands, site, steps.kind, options)
-        template, results = self._form(len(operands))
-        trees = template, results, steps.fills
-        callback = Callback.of(steps, trees, site.place, options, site.function)
-        return make(callback, operands, mask)
-
-    def _form(self, n: int) -> tuple[Template, Results]:
-        """The trees of the call: the function has its own, a rule `n` flat arrays."""
-        steps, site = self.steps, self.steps.site
-        if steps.kind == "value":
-            return site.template, site.results
-        keys = site.results.keys if steps.kind in ("both", "forward") else ()
-        keys = (*keys, *(None for _ in self.avals[len(keys) :]))
-        marks = site.template.keys[: steps.n]
-        template = Template.flat(*marks, *(None for _ in range(n - steps.n)))
-        return template, Results.flat(self.avals, keys)
-
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        del operands, tangents
-        site, advice = self.steps.site, self.steps.site.function.advice
-        if self.steps.kind == "value":
-            raise rules.no_derivative(site.name, site.place, advice)
-        raise rules.not_again(site.name, self.steps.code, site.place, advice)
-
-    def shared(self, dims: Sequence[int | None]) -> Value:
-        """A backward rule does not take out a residual that the rows share."""
-        steps = self.steps
-        if steps.kind != "backward" or not steps.keeps_objects or not steps.take:
-            return self
-        handle = dims[len(steps.site.in_avals)]
-        return FunctionCode(replace(steps, take=False)) if handle is None else self
-
-    def narrowed(self, used: Sequence[bool]) -> Value | None:
-        """The function itself, if nothing uses the forward rule's residuals."""
-        site = self.steps.site
-        unused = self.steps.kind == "forward" and not any(used[len(site.avals) :])
-        return site if unused else None
-
-
-def bound(steps: Steps, operands: Arrays, template: Template | None = None) -> Arrays:
-    """The results of a rule in a program; for `template` see `TracedSteps`."""
-    if steps.site.function._rule_of(steps.kind).where == "jax":
-        return TracedSteps(steps, template).run(operands)
-    return bind(operands, FunctionCode(steps))
-
-
-def options_for(steps: Steps) -> rules.Options:
-    """The options of its calls, as `make` takes them."""
-    function = steps.site.function
-    label: tuple[object, ...] = steps.kind, steps.nz
-    # version= says which code computes the value; a rule can be set again.
-    if function.options.get("cache") is not None and steps.kind != "value":
-        label += (fingerprint(steps.code),)
-    options = options_of(function.options, label, steps.site.template)
-    if steps.kind != "value":
-        options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
-    if steps.keeps_objects:
-        options["cache"] = None  # one backward rule takes the residual
-        # A residual that is kept may be an argument.
-        options["lend"] = options["lend"] and function.rules_copy
-        if options["vmap_method"] != "parallel":
-            options["vmap_method"] = "sequential"
-    return options
 
 
 # --- The derivative of a call for which both modes may have rules --------------------
@@ -295,7 +203,7 @@ class Derivative(Pair):
         jvp = site.function.rules.jvp
         alone = options["lend"] == "out" or options.get("coalesce") is not None
         if jvp and (jvp.where == "jax" or not alone):
-            return bound(Steps(site, "both", self.avals, self.nz), operands)
+            return Steps(site, "both", self.avals, self.nz).called(operands)
         outs, consts, linear = self.start(operands[: self.n], False)
         return [*outs, *linear.run([*consts, *operands[self.n :]])]
 
@@ -352,13 +260,13 @@ class LinearPart(Linear):
         args, outs, residuals = self._parts(operands[: self.n])
         tangents = operands[self.n :]
         if found.jvp:
-            steps = Steps(site, "jvp", self.avals, self.nz)
-            return bound(steps, [*args, *tangents, *outs])
+            code = Steps(site, "jvp", self.avals, self.nz)
+            return code.called([*args, *tangents, *outs])
         if found.jacobian:
             there = self.ready and found.vjp is None
             blocks = residuals if there else jacobian(site, args)
             return push(blocks, spread(tangents, self.nz), site)
-        raise rules.no_forward(site.name, site.place)
+        raise site.missing("forward")
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         site, found, template = self.site, self.site.function.rules, self.template
@@ -373,29 +281,29 @@ class LinearPart(Linear):
             else:
                 args = args[-1:] if site.masked else []
             avals = tuple(pick(site.in_avals, self.nz))
-            steps = Steps(site, "backward", avals, self.nz, take)
-            return bound(steps, [*args, *residuals, *cotangents], template)
+            code = Steps(site, "backward", avals, self.nz, take)
+            return code.called([*args, *residuals, *cotangents], template)
         if found.jacobian:
             blocks = residuals if self.ready else jacobian(site, args)
             return pull(blocks, cotangents, site, self.nz)
-        raise rules.no_reverse(site.name, site.place)
+        raise site.missing("reverse")
 
 
 # --- The rules of defvjp -------------------------------------------------------------
 
 
 def _forward(
-    site: RuleTrees, vjp: rules.Rule, args: Arrays
+    site: RuleTrees, vjp: Rule, args: Arrays
 ) -> tuple[Arrays, Arrays, Template | None]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
     n = len(site.avals)
     if vjp.where == "jax":
-        traced = TracedSteps(Steps(site, "forward", site.avals))
+        traced = TracedSteps(site, "forward", site.avals)
         found = traced.run(args)
         return found[:n], found[n:], traced.template
     avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
     steps = Steps(site, "forward", (*site.avals, *avals))
-    found = bind(args, FunctionCode(steps))
+    found = bind(args, steps)
     if vjp.keeps_objects:
         _forget_with(found[n])
     return found[:n], found[n:], None
@@ -416,7 +324,7 @@ def _forget_with(handle: jax.Array) -> None:
 
 def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
     """The blocks for a `site.CallSite` at these arguments."""
-    return bound(Steps(site, "jacobian", site.jacobian_avals), args)
+    return Steps(site, "jacobian", site.jacobian_avals).called(args)
 
 
 def push(jacobian: Arrays, tangents: Tangents, site: RuleTrees) -> Arrays:
@@ -464,5 +372,5 @@ def _dot(site: RuleTrees, left: jax.Array, right: jax.Array, axes: int) -> jax.A
     return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
 
 
-for _type in (CallSite, Transpose, FunctionCode, Derivative, LinearPart):
+for _type in (CallSite, Transpose, Derivative, LinearPart):
     _jax.hold_weakly_in_caches(_type)

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.counted import counted
 from hostcall._core.errors import DerivativeError
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents, Value
-from hostcall._host_function.rules import Ruled, Tree
+from hostcall._host_function.rules import ADVICE, MISSING, Ruled, Tree
 from hostcall._jax.types import Aval, TreeDef
 
 tree = jax.tree_util
@@ -63,6 +62,13 @@ class RuleTrees(Value):
     @property
     def masked(self) -> bool:
         return self.fills is not None
+
+    def missing(self, what: str, **more: object) -> DerivativeError:
+        """The error for a missing rule; `what` is a key of `MISSING`."""
+        names = {"name": self.name, "place": self.place, **more}
+        advice = self.function.advice or ADVICE.get(what, "").format(**names)
+        text = MISSING[what].format(**names, advice=advice)
+        return DerivativeError(f"hostcall: {text}")
 
     # --- Which arrays have derivatives ---------------------------------------------
 
@@ -174,25 +180,21 @@ class RuleTrees(Value):
         """
         if positions is None:
             positions = range(len(self.argument_trees))
-        if not isinstance(value, tuple) or len(value) != len(positions):
-            tuples = isinstance(value, tuple)
-            got = counted(len(value), "value") if tuples else repr(value)
-            raise DerivativeError(
-                f"hostcall: {what} of `{self.name}` should return a tuple of"
-                f" {len(positions)}, one value for each of the arguments"
-                f" {list(positions)} (None for zero), got"
-                f" {got if len(got) < 80 else type(value).__name__}",
-                code="hc-rule",
-            )
-        of = dict(zip(positions, value, strict=True))
+        structure = (
+            f"a tuple of {len(positions)}, one value for each of the arguments"
+            f" {list(positions)} (None for zero)"
+        )
+        each = tree.tree_structure((0,) * len(positions))
+        value = tuple(value) if isinstance(value, tuple) else value  # may have names
+        values = self.leaves_of(each, value, what, structure)
+        of = dict(zip(positions, values, strict=True))
         leaves: Tangents = []
         for position, treedef in enumerate(self.argument_trees):
-            part = of.get(position)
-            if part is None:
+            if of.get(position) is None:
                 leaves += [None] * treedef.num_leaves
-            else:
-                structure = f"for argument {position} the structure of that argument"
-                leaves += self.leaves_of(treedef, part, what, structure)
+                continue
+            structure = f"for argument {position} the structure of that argument"
+            leaves += self.leaves_of(treedef, of[position], what, structure)
         return self._of_arrays(leaves, None)
 
     @cached_property
