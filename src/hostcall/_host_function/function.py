@@ -205,8 +205,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         avals = jax.tree.map(shorthands.aval_of, args)
         leaves = jax.tree.leaves(avals)
         arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
-        shapes = ((x.shape, x.dtype) for x in arrays)
-        key = template, tuple(shapes), bool(jax.config.jax_enable_x64)
+        key = template, tuple(arrays), bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
             self._inferred[key] = self._infer(avals)
         return self._inferred[key]
@@ -217,23 +216,20 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _positional(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> tuple[Tree, ...]:
+        why = (
+            f"it was called with the keyword arguments {sorted(kwargs)}, which can't be"
+            " put into its positions. Rules know arguments by position: pass them by"
+            " position, or wrap the function in one with positional arguments"
+        )
         try:
             bound = inspect.signature(self.fn).bind(*args, **kwargs)
+            if not bound.kwargs:
+                return bound.args
         except TypeError as error:
-            raise SpecError(
-                f"hostcall: `{self.__name__}`: {error}", code="hc-arguments"
-            ) from None
+            why = str(error)
         except ValueError:
-            bound = None  # a ufunc or a builtin, which has no signature
-        if bound is None or bound.kwargs:
-            raise SpecError(
-                f"hostcall: `{self.__name__}` was called with the keyword arguments"
-                f" {sorted(kwargs)}, which can't be put into its positions. Rules know"
-                " arguments by position: pass them by position, or wrap the function in"
-                " one with positional arguments",
-                code="hc-arguments",
-            )
-        return bound.args
+            pass  # a ufunc or a builtin, which has no signature
+        raise SpecError(f"hostcall: `{self.__name__}`: {why}", code="hc-arguments")
 
     # --- Rules ---------------------------------------------------------------------
 
