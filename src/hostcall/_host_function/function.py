@@ -14,7 +14,6 @@ import jax
 from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
-from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Callee, Handle, TakesMask, dress
@@ -39,7 +38,6 @@ from hostcall._host_function.rules import (
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import CallSite
-from hostcall._primitives.call.make import make
 
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
@@ -158,19 +156,15 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if mask is not None:
             fills = parse_fill(fill, results, self.__name__)
             mask = parse_mask(mask, self.__name__)
-        if self.options["order"] != "pure":  # no derivatives, and no primitives
-            fills = fills or parse_fill(None, results, self.__name__)
-            callee = self._in_a_call()
-            called = template, results, fills
-            callback = Callback.of(callee.code, called, place, callee.options, self)
-            return results.fill(make(callback, operands, mask))
-        if not results.avals:  # an empty tree, as bridges and `same_tree` may give
-            return jax.tree.unflatten(results.treedef, ())
         if mask is not None:
             operands.append(mask)
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
+        if self.options["order"] != "pure":  # no derivatives, and no primitives
+            return results.fill(site.run(operands))
+        if not results.avals:  # an empty tree, as bridges and `same_tree` may give
+            return jax.tree.unflatten(results.treedef, ())
         return results.fill(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:
@@ -193,8 +187,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             " say what it returns: hc.host(fn, result=...)"
         )
 
-    def _held(self) -> HostFunction[P, R] | Function:
-        return self if self.options["order"] == "pure" else self.fn
+    def _held(self) -> HostFunction[P, R]:
+        return self
 
     def _spec(self, args: tuple[Tree, ...]) -> Tree:
         if why := self._why_not():

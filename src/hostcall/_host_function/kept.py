@@ -43,22 +43,23 @@ def part_of(shown: str, fn: Function, options: Options) -> Part | None:
 
 
 def _check_disk(shown: str, fn: Function, version: str | int | None) -> None:
+    why = ""
     if version is None:
-        raise conflict(
-            f"`{shown}`",
-            "a cache that outlives the process, and no version=. Give version=1, and"
-            " another number whenever the code of the function, of its rules, or of"
-            " what they call changes: older results are then not found",
+        why = (
+            "no version=. Give version=1, and another number whenever the code of the"
+            " function, of its rules, or of what they call changes: older results are"
+            " then not found"
         )
-    if not _goes_by_name(fn):
-        raise conflict(
-            f"`{shown}`",
-            "a cache that outlives the process, whose entries go by the function's"
-            f" module and name. `{name_of(fn)}` may be one of several functions of that"
-            " name (a lambda, a closure, a decorator's wrapper, a partial, a bound"
-            " method, a ufunc of np.frompyfunc): define it at the top level of a"
-            " module, with all that it uses as arguments, or use cache='memory'",
+    elif not _goes_by_name(fn):
+        why = (
+            f"its entries go by the function's module and name. `{name_of(fn)}` may be"
+            " one of several functions of that name (a lambda, a closure, a decorator's"
+            " wrapper, a partial, a bound method, a ufunc of np.frompyfunc): define it"
+            " at the top level of a module, with all that it uses as arguments, or use"
+            " cache='memory'"
         )
+    if why:
+        raise conflict(f"`{shown}`", f"a cache that outlives the process, and {why}")
 
 
 def _check_folder(shown: str, cache: object) -> None:
@@ -109,11 +110,10 @@ def _is_private(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
         return False
-    own = group in (0, user.pw_gid) and set(found.gr_mem) <= {user.pw_name}
-    return own and found.gr_name in ("root", user.pw_name)
+    return found.gr_name in ("root", user) and set(found.gr_mem) <= {user}
 
 
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)

@@ -9,12 +9,16 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
-from hostcall._core.options import refuse_pairs
+from hostcall._core.options import Option, check, refuse_pairs
 from hostcall._core.source import name_of
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 
 Where = Literal["host", "jax"]
+_WHERE = Option(
+    "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
+    lambda value: value in ("host", "jax"),
+)
 Function = Callable[..., Any]
 # An argument, a result or a residual of the user's: a pytree of anything.
 Tree: TypeAlias = Any
@@ -89,27 +93,28 @@ class Rules:
 
     def add(self, name: str, kind: str, rule: object, order: str = "pure") -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
-        if order != "pure":
-            raise SpecError(
-                f"hostcall: `{name}` has order={order!r} and def{kind}. Derivatives run"
-                " the function again, or not at all: make it pure, and leave its"
-                " effects to a hc.tap or hc.call beside it",
-                code="hc-conflict",
-            )
-        if getattr(self, kind) is not None:
-            raise SpecError(
-                f"hostcall: `{name}` has a rule by def{kind} already. Programs may be"
-                " compiled with it: make a new function with hc.host for another",
-                code="hc-rule",
-            )
         kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(self, k)]
-        if kinds and (self.transpose or kind == "transpose"):
-            raise SpecError(
-                f"hostcall: `{name}` has deftranspose and def{kinds[0]}. A linear"
-                " function is its own derivative, and deftranspose says that it is"
-                " linear: drop one of the two",
-                code="hc-rule",
+        why, code = "", "hc-rule"
+        if order != "pure":
+            code = "hc-conflict"
+            why = (
+                f"order={order!r} and def{kind}. Derivatives run the function again, or"
+                " not at all: make it pure, and leave its effects to a hc.tap or"
+                " hc.call beside it"
             )
+        elif getattr(self, kind) is not None:
+            why = (
+                f"a rule by def{kind} already. Programs may be compiled with it: make a"
+                " new function with hc.host for another"
+            )
+        elif kinds and (self.transpose or kind == "transpose"):
+            why = (
+                f"deftranspose and def{kinds[0]}. A linear function is its own"
+                " derivative, and deftranspose says that it is linear: drop one of the"
+                " two"
+            )
+        if why:
+            raise SpecError(f"hostcall: `{name}` has {why}", code=code)
         setattr(self, kind, rule)
 
 
@@ -173,28 +178,23 @@ def check_rules(
     rules: Sequence[Function], name: str, usage: str, where: Where, options: Options
 ) -> None:
     """Refuses what can't be rules of the function `name`, and a wrong `where`."""
-    for rule in rules:
-        if not callable(rule):
-            raise SpecError(
-                f"hostcall: {usage} of `{name}` wants a function, got {rule!r}",
-                code="hc-rule",
-            )
-    if where not in ("host", "jax"):
+    wrong = [rule for rule in rules if not callable(rule)]
+    if wrong:
         raise SpecError(
-            f"hostcall: where= of a rule of `{name}` should be 'host' (Python on NumPy"
-            f" arrays) or 'jax' (JAX code), got {where!r}",
+            f"hostcall: {usage} of `{name}` wants a function, got {wrong[0]!r}",
             code="hc-rule",
         )
+    check(f"{usage} of `{name}`", {"where": where}, {"where": _WHERE})
     for rule in filter(is_coroutine_function, rules):
+        shown = f"the rule `{name_of(rule)}` of `{name}`"
         if where == "jax":
             raise SpecError(
-                f"hostcall: the rule `{name_of(rule)}` of `{name}` is a coroutine"
-                " function and JAX code. JAX traces such a rule, and can't await"
-                " anything: make it a plain function",
+                f"hostcall: {shown} is a coroutine function and JAX code. JAX traces"
+                " such a rule, and can't await anything: make it a plain function",
                 code="hc-coroutine",
             )
         given = {option: options[option] for option in ("arrays", "lend", "executor")}
-        refuse_pairs(f"the rule `{name_of(rule)}`", {**given, "awaits": True})
+        refuse_pairs(shown, {**given, "awaits": True})
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:

@@ -270,20 +270,16 @@ class RuleTrees(Value):
         return values[: len(self.template.keys)]
 
 
-def is_pair(value: Tree, treedef: TreeDef) -> bool:
+def is_pair(value: Tree, like: Tree) -> bool:
     """Whether a jvp rule returned (out, tangent) rather than the tangent alone.
 
-    `treedef` is the structure of the result, and so of its tangent.
+    `like` has the structure of the result, and so of its tangent.
     """
-    pair = isinstance(value, tuple) and len(value) == 2
-    if not pair or tree.tree_structure(value) == treedef:
-        return False
     try:
-        for part in value:
-            treedef.flatten_up_to(part)
+        tree.tree_structure((like, like)).flatten_up_to(value)
     except (ValueError, TypeError):
         return False
-    return True
+    return tree.tree_structure(value) != tree.tree_structure(like)
 
 
 def _float0(shape: tuple[int, ...]) -> np.ndarray:
