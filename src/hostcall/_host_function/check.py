@@ -190,11 +190,9 @@ class Checks:
 
     def direction(self, like: Arrays) -> Arrays:
         def draw(x: jax.Array) -> jax.Array:
-            noise = self.random.standard_normal(x.shape)
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                # Not all functions are holomorphic, so both parts move.
-                noise = noise + 1j * self.random.standard_normal(x.shape)
-            return jnp.asarray(noise, x.dtype)
+            # Not all functions are holomorphic, so both parts of complex ones move.
+            noise = self.random.standard_normal((*x.shape, 2)) @ [1, 1j]
+            return jnp.asarray(noise if jnp.iscomplexobj(x) else noise.real, x.dtype)
 
         return list(map(draw, like))
 
@@ -208,18 +206,16 @@ class Checks:
         """
         step = max([1.0, *map(_largest, primals)]) / 16
 
-        def at(steps: float) -> tuple[list[np.ndarray], float]:
-            moved = (
-                x + steps * step * t for x, t in zip(primals, tangents, strict=True)
-            )
-            return list(map(np.asarray, g(*moved))), steps * step
+        def at(far: float) -> tuple[list[np.ndarray], float]:
+            moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
+            return list(map(np.asarray, g(*moved))), far
 
         best: list[tuple[float, np.ndarray]] = []
         varies: Iterable[np.ndarray | bool] = repeat(False)
         for left in reversed(range(_STEPS[self.wide])):
             step /= 4
             try:
-                found = lines(at, 0.0)
+                found = lines(at, step)
             except Exception:  # so far from the example it is perhaps not defined
                 if not left and not best:
                     raise

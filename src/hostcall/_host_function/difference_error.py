@@ -76,17 +76,19 @@ class Line:
 
 
 def lines(
-    at: Callable[[float], tuple[list[np.ndarray], np.ndarray | float]], reach: float
+    at: Callable[[float], tuple[list[np.ndarray], np.ndarray | float]],
+    step: float,
+    reach: float = 0.0,
 ) -> list[Line]:
     """The lines of all results of a function.
 
     Args:
-        at: maps a number of steps to (the results there, how far the argument really
-            moved).
+        at: maps a distance to (the results there, how far the argument really moved).
+        step: the unit of the grid.
         reach: where to look if a grid is flat, in steps; ignored if inside the grid.
     """
-    grid = [at(t) for t in GRID]
-    between = [at(t) for t in BETWEEN]
+    grid = [at(t * step) for t in GRID]
+    between = [at(t * step) for t in BETWEEN]
     offsets = [offset for _, offset in grid]
     found = []
     for i, first in enumerate(grid[0][0]):
@@ -94,7 +96,7 @@ def lines(
         ends = values[[0, -1]], offsets[-1] - offsets[0]
         found.append(Line(first.dtype, values, others, offsets, ends))
     if reach > GRID[-1] and any(line.flat.any() for line in found):
-        (low, down), (high, up) = at(-reach), at(reach)
+        (low, down), (high, up) = at(-reach * step), at(reach * step)
         for i, line in enumerate(found):
             line.far = _wide([low[i], high[i]]), up - down
     return found

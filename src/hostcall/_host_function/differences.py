@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import jax
@@ -115,10 +116,8 @@ class Differences(HostCode):
     def error(self, *args: Tree) -> Tree:
         """Error estimates (see `difference_error`), in the structure of a Jacobian."""
         point, reach = _Point(self, args), 256 * _STEP / self.step
-        found = [
-            lines(lambda steps, at=place: point.at(at, steps * self.step), reach)
-            for place in point.places
-        ]
+        at = (partial(point.at, place) for place in point.places)
+        found = [lines(each, self.step, reach) for each in at]
         # All values that were seen tell how exact a result is.
         eps = list(map(eps_of, zip(*found, strict=True)))
         return point.jacobian([list(map(central_error, eps, each)) for each in found])

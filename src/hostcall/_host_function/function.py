@@ -168,10 +168,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return results.fill(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:
-        return self._in_a_call()
-
-    def _in_a_call(self) -> Callee:
-        """Its Python function as a call has it, which has none of the rules."""
+        # Its Python function as a call has it, which has none of the rules.
         method = self.rules.batch or self.options["vmap_method"]
         if self.result is shorthands.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone

@@ -6,7 +6,6 @@ import os
 import stat
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.options import check
 from hostcall._core.source import is_anonymous, name_of
-from hostcall._core.spec import Template
 from hostcall._host_function.rules import Function, Options
 from hostcall._policies.stores import Cache, Part
 
@@ -131,17 +129,6 @@ def _goes_by_name(fn: Function) -> bool:
     code = asked(fn, "__code__", types.CodeType)
     closes = type(fn) is types.FunctionType and fn.__closure__
     return not closes and (code is None or "<locals>" not in code.co_qualname)
-
-
-def options_of(
-    given: Options, label: tuple[object, ...], template: Template | None = None
-) -> Options:
-    """A copy of options, with the part of the cache for one of the function's codes."""
-    part = given.get("cache")
-    if part is None:
-        return dict(given)
-    part = replace(part, label=f"{part.label} {label}", template=template)
-    return given | {"cache": part}
 
 
 def clear(part: Part | None, name: str) -> None:

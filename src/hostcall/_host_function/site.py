@@ -51,7 +51,7 @@ from hostcall._host_function.residuals import HANDLE, store
 from hostcall._host_function.rules import Rule
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
-from hostcall._jax.types import Aval
+from hostcall._jax.types import Aval, TreeDef
 from hostcall._primitives.axes import Dims, in_front
 from hostcall._primitives.call.batching import batched_results
 
@@ -218,11 +218,10 @@ class Derivative(Pair):
                 residuals = jacobian(site, args)
         again = found.vjp and (site.masked or found.vjp.keeps_objects)
         needed = found.jvp or found.jacobian or again or not backward
-        kept_args = args if needed else []
         kept_outs = outs if found.jvp and found.jvp.each else []
-        consts = [*kept_args, *kept_outs, *residuals]
-        counts = len(consts), len(kept_args), len(kept_outs)
-        return outs, consts, LinearPart(site, *counts, self.nz, backward, template)
+        parts = args if needed else [], kept_outs, residuals
+        consts, tree = jax.tree.flatten(parts)
+        return outs, consts, LinearPart(site, tree, self.nz, backward, template)
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,33 +230,30 @@ class LinearPart(Linear):
 
     Attributes:
         site: the call that is differentiated.
-        n_args, n_outs: how many of the arguments and of the results are among its
-            constants, as far as its rules need them: all or none. Residuals follow.
+        tree: of its constants: (arguments, results, residuals), each as far as its
+            rules need them.
         nz: for each array of the arguments, whether it has a tangent.
         ready: whether the consts include what the reverse rule needs.
         template: the tree of the residuals of JAX code.
     """
 
     site: RuleTrees
-    n: int
-    n_args: int
-    n_outs: int
+    tree: TreeDef
     nz: tuple[bool, ...]
     ready: bool
     template: Template | None
 
     @property
+    def n(self) -> int:  # type: ignore[override]
+        return int(self.tree.num_leaves)
+
+    @property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
         return self.site.out_avals
 
-    def _parts(self, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """(arguments, results, residuals)."""
-        n, m = self.n_args, self.n_args + self.n_outs
-        return consts[:n], consts[n:m], consts[m:]
-
     def run(self, operands: Arrays) -> Arrays:
         site, found = self.site, self.site.function.rules
-        args, outs, residuals = self._parts(operands[: self.n])
+        args, outs, residuals = self.tree.unflatten(operands[: self.n])
         tangents = operands[self.n :]
         if found.jvp:
             code = Steps(site, "jvp", self.avals, self.nz)
@@ -270,7 +266,7 @@ class LinearPart(Linear):
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         site, found, template = self.site, self.site.function.rules, self.template
-        args, _, residuals = self._parts(consts)
+        args, _, residuals = self.tree.unflatten(consts)
         if found.vjp:
             if not self.ready:
                 _, residuals, template = _forward(site, found.vjp, args)

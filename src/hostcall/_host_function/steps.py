@@ -29,7 +29,6 @@ from hostcall._core.options import WHOLE
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template, flatten_arguments, wrap_keys
 from hostcall._host_function import sendable
-from hostcall._host_function.kept import options_of
 from hostcall._host_function.primitive import Arrays, Tangents, Value, bind
 from hostcall._host_function.residuals import store
 from hostcall._host_function.results import aligned, elementwise
@@ -118,12 +117,7 @@ class Steps(HostCode, Value):
 
     def options(self) -> Options:
         """The options of its calls, as `make` takes them."""
-        function = self.site.function
-        label: tuple[object, ...] = self.kind, self.nz
-        # version= says which code computes the value; a rule can be set again.
-        if function.options.get("cache") is not None and self.kind != "value":
-            label += (fingerprint(self.code),)
-        options = options_of(function.options, label, self.site.template)
+        function, options = self.site.function, dict(self.site.function.options)
         if self.kind != "value":
             options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
         if self.keeps_objects:
@@ -132,6 +126,13 @@ class Steps(HostCode, Value):
             options["lend"] = options["lend"] and function.rules_copy
             if options["vmap_method"] != "parallel":
                 options["vmap_method"] = "sequential"
+        if (cache := options.get("cache")) is not None:
+            label: tuple[object, ...] = self.kind, self.nz
+            if self.kind != "value":
+                # version= says which code computes the value; a rule can be set again.
+                label += (fingerprint(self.code),)
+            template = self.site.template
+            options["cache"] = replace(cache, label=str(label), template=template)
         return options
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:

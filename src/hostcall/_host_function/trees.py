@@ -279,7 +279,7 @@ def is_pair(value: Tree, like: Tree) -> bool:
         tree.tree_structure((like, like)).flatten_up_to(value)
     except (ValueError, TypeError):
         return False
-    return tree.tree_structure(value) != tree.tree_structure(like)
+    return bool(tree.tree_structure(value) != tree.tree_structure(like))
 
 
 def _float0(shape: tuple[int, ...]) -> np.ndarray:
