@@ -36,7 +36,6 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core.errors import BatchingError
 from hostcall._core.spec import Template
 from hostcall._host_function.primitive import (
     Arrays,
@@ -52,8 +51,7 @@ from hostcall._host_function.rules import Rule
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
-from hostcall._primitives.axes import Dims, in_front
-from hostcall._primitives.call.batching import batched_results
+from hostcall._primitives.axes import Dims
 
 
 class CallSite(RuleTrees):
@@ -131,19 +129,9 @@ class CallSite(RuleTrees):
         rule = self.function.rules.batch
         if rule is None:
             return None
-        if self.masked:
-            raise BatchingError(
-                f"hostcall: `{self.name}` is called with a mask (where), and has a"
-                " defbatch rule, which the mask could not reach. Call it without the"
-                " mask and choose with jnp.where; or give a vmap_method instead"
-            )
-        moved = in_front(operands, dims)
-        marks = self.template.fill([d is not None for d in dims])[0]
-        answer = rule(size, tuple(marks), *self.arguments(moved))
-        what = f"the defbatch rule of `{self.name}`"
-        treedef = self.results.treedef
-        outs, flags = batched_results(answer, size, treedef, self.avals, what)
-        return outs, [0 if flag else None for flag in flags]
+        code = partial(Steps(self, "value", self.avals).run, vmap_method=rule)
+        outs = jax.vmap(code, (list(dims),), axis_size=size)(operands)
+        return outs, [0] * len(outs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -295,7 +283,7 @@ def _forward(
     n = len(site.avals)
     if vjp.where == "jax":
         traced = TracedSteps(site, "forward", site.avals)
-        found = traced.run(args)
+        found = traced.trace(args)
         return found[:n], found[n:], traced.template
     avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
     steps = Steps(site, "forward", (*site.avals, *avals))

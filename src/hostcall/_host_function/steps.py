@@ -92,10 +92,11 @@ class Steps(HostCode, Value):
         if self.rule.where == "host":
             return bind(operands, self)
         code = self.site, self.kind, self.avals, self.nz
-        return TracedSteps(*code, template=template).run(operands)
+        return TracedSteps(*code, template=template).trace(operands)
 
-    def run(self, operands: Arrays) -> Arrays:
-        site, options = self.site, self.options()
+    def run(self, operands: Arrays, **more: object) -> Arrays:
+        """The results of the call; `more` are options in place of its own."""
+        site, options = self.site, self.options() | more
         operands, mask = self.unmasked(operands)
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             operands = aligned(operands, site, self.kind, options)
@@ -418,7 +419,7 @@ class TracedSteps(Steps):
     def awaits(self) -> bool:
         return False
 
-    def run(self, operands: Arrays) -> Arrays:
+    def trace(self, operands: Arrays) -> Arrays:
         operands, mask = self.unmasked(operands)
         vars(self).update(mask=mask)
         run, sent, finish = self.split(self._gated(operands), {})
