@@ -389,9 +389,10 @@ class Method(Handle, TakesMask):
     def __init__(self, function: HostFunction[..., Any], instance: object) -> None:
         self.__func__ = function
         self.__self__ = instance
+        self._bound = types.MethodType(function, instance)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        return self.__func__(self.__self__, *args, **kwargs)
+        return self._bound(*args, **kwargs)
 
     def _held(self) -> Function:
         return self.__func__._held()
@@ -419,14 +420,10 @@ class Method(Handle, TakesMask):
         return f"<bound {self.__func__!r} of {self.__self__!r}>"
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Method)
-            and other.__func__ is self.__func__
-            and other.__self__ is self.__self__
-        )
+        return isinstance(other, Method) and other._bound == self._bound
 
     def __hash__(self) -> int:
-        return hash((Method, id(self.__func__), id(self.__self__)))
+        return hash(self._bound)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self.__self__, self.__func__.__name__)
+        return self._bound.__reduce__()  # type: ignore[return-value]

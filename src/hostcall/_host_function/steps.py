@@ -278,6 +278,8 @@ class Steps(HostCode, Value):
         If the rule works on whole batches, the batch axes come first, and the zeros
         need them too, as the cotangents of the results have them.
         """
+        if not any(leaf is None for leaf in leaves):
+            return leaves
         # All cotangents of the results have the same batch axes.
         ct, out = cotangents[-1], self.site.out_avals[-1]
         batch = ct.shape[: len(ct.shape) - len(out.shape)]
