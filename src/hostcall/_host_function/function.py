@@ -196,7 +196,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         avals = jax.tree.map(shorthands.aval_of, args)
         leaves = jax.tree.leaves(avals)
         arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
-        key = template, tuple(arrays), bool(jax.config.jax_enable_x64)
+        shapes = tuple((x.shape, x.dtype) for x in arrays)
+        key = template, shapes, bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
             self._inferred[key] = self._infer(avals)
         return self._inferred[key]
