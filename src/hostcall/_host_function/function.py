@@ -74,6 +74,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if self.result is Undeclared:  # hc.call may say how batches are called
             del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
+        cache, version = options.get("cache"), options.pop("version", None)
+        options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
         self._inferred: dict[object, Tree] = {}
         self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""

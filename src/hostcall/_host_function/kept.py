@@ -13,21 +13,19 @@ import numpy as np
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
-from hostcall._core.options import check
 from hostcall._core.source import is_anonymous, name_of
-from hostcall._host_function.rules import Function, Options
+from hostcall._host_function.rules import Function
 from hostcall._policies.stores import Cache, Part
 
 
-def part_of(shown: str, fn: Function, options: Options) -> Part | None:
+def part_of(
+    shown: str, fn: Function, cache: object, version: str | int | None
+) -> Part | None:
     """The function's place in the cache that its options say, or None without one.
 
     Raises:
-        SpecError: `cache`, `version`, or an option that does not go with them.
+        SpecError: `cache` or `version` does not fit the function.
     """
-    names = ("cache", "version", "order", "lend", "arrays")
-    check(f"`{shown}`", {key: options[key] for key in names})
-    cache, version = options["cache"], options["version"]
     if cache is None:
         return None
     module = text_of(fn, "__module__") or "builtins"

@@ -313,18 +313,12 @@ def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
 
 def push(jacobian: Arrays, tangents: Tangents, site: RuleTrees) -> Arrays:
     """The tangents of the results, J t; a tangent that is None is zero."""
-    ins = pick(zip(tangents, site.in_avals, strict=True), site.diff)
-    rows = [jacobian[i : i + len(ins)] for i in range(0, len(jacobian), len(ins))]
+    n = sum(site.diff)
+    given = pick(zip(tangents, site.in_avals, strict=True), site.diff)
+    used = [(j, t, len(x.shape)) for j, (t, x) in enumerate(given) if t is not None]
     return [
-        _sum(
-            out,
-            [
-                _dot(site, block, t, len(x.shape))
-                for block, (t, x) in zip(row, ins, strict=True)
-                if t is not None
-            ],
-        )
-        for row, out in zip(rows, site.out_avals, strict=True)
+        _sum(out, [_dot(site, jacobian[i * n + j], t, axes) for j, t, axes in used])
+        for i, out in enumerate(site.out_avals)
     ]
 
 
@@ -332,7 +326,7 @@ def pull(
     jacobian: Arrays, cotangents: Arrays, site: RuleTrees, wanted: Sequence[bool]
 ) -> Arrays:
     """The cotangents of the arrays that `wanted` marks, ct J."""
-    n, axes = sum(site.diff), [len(out.shape) for out in site.out_avals]
+    n, axes = sum(site.diff), [ct.ndim for ct in cotangents]
     columns = pick([jacobian[j::n] for j in range(n)], pick(wanted, site.diff))
     dot = partial(_dot, site)
     return [
