@@ -17,7 +17,7 @@ from hostcall._core.arguments import parse_mask
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Callee, Handle, TakesMask, dress
-from hostcall._core.options import WHOLE, check
+from hostcall._core.options import WHOLE, Option, check, refuse_pairs
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
@@ -34,11 +34,14 @@ from hostcall._host_function.rules import (
     Rules,
     Tree,
     Where,
-    check_rules,
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import CallSite
 
+_WHERE = Option(
+    "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
+    lambda value: value in ("host", "jax"),
+)
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
@@ -369,11 +372,29 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return rule
 
     def _where(self, usage: str, where: Where, *rules: Function) -> Where:
-        check_rules(rules, self.__name__, usage, where, self.options)
+        """Where the rules run; refuses what can't be rules, and a wrong `where`."""
+        shown = f"{usage} of `{self.__name__}`"
+        check(shown, {"where": where}, {"where": _WHERE})
+        face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
+        options = {key: self.options[key] for key in ("arrays", "lend", "executor")}
+        for rule in rules:
+            if not callable(rule):
+                raise SpecError(
+                    f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
+                )
+            if not is_coroutine_function(rule):
+                continue
+            this = f"the rule `{name_of(rule)}` of `{self.__name__}`"
+            if where == "jax":
+                raise SpecError(
+                    f"hostcall: {this} is a coroutine function and JAX code. JAX traces"
+                    " such a rule, and can't await anything: make it a plain function",
+                    code="hc-coroutine",
+                )
+            refuse_pairs(this, {**options, "awaits": True})
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
         if where == "host" and _jax.is_tracing():
-            face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
             for rule in rules:
                 mistakes.refuse_traced(rule, face.instead_of_traced)
         return where

@@ -9,16 +9,10 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
-from hostcall._core.options import Option, check, refuse_pairs
-from hostcall._core.source import name_of
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 
 Where = Literal["host", "jax"]
-_WHERE = Option(
-    "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
-    lambda value: value in ("host", "jax"),
-)
 Function = Callable[..., Any]
 # An argument, a result or a residual of the user's: a pytree of anything.
 Tree: TypeAlias = Any
@@ -172,29 +166,6 @@ class Ruled(Handle):
 def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
     """Calls a user's function on this thread, or on the event loop and waits."""
     return run_one(fn, *args) if is_coroutine_function(fn) else fn(*args)
-
-
-def check_rules(
-    rules: Sequence[Function], name: str, usage: str, where: Where, options: Options
-) -> None:
-    """Refuses what can't be rules of the function `name`, and a wrong `where`."""
-    wrong = [rule for rule in rules if not callable(rule)]
-    if wrong:
-        raise SpecError(
-            f"hostcall: {usage} of `{name}` wants a function, got {wrong[0]!r}",
-            code="hc-rule",
-        )
-    check(f"{usage} of `{name}`", {"where": where}, {"where": _WHERE})
-    for rule in filter(is_coroutine_function, rules):
-        shown = f"the rule `{name_of(rule)}` of `{name}`"
-        if where == "jax":
-            raise SpecError(
-                f"hostcall: {shown} is a coroutine function and JAX code. JAX traces"
-                " such a rule, and can't await anything: make it a plain function",
-                code="hc-coroutine",
-            )
-        given = {option: options[option] for option in ("arrays", "lend", "executor")}
-        refuse_pairs(shown, {**given, "awaits": True})
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
