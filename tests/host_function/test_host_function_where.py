@@ -197,7 +197,7 @@ def test_what_is_refused():
     with pytest.raises(hc.errors.SpecError, match="fill= of `sin` is 'x'"):
         f.where(True, "x")(X)
     f.defbatch(lambda size, batched, x: (f(x), True))
-    with pytest.raises(hc.errors.BatchingError, match="which the mask could not reach"):
+    with pytest.raises(hc.errors.BatchingError, match="The mask could not reach your rule"):
         jax.vmap(lambda m, x: f.where(m)(x))(MASK, X)
 
 

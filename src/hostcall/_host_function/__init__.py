@@ -5,9 +5,9 @@
     results           what `result=` may say
     rules             what the user gave to the def* methods, as data
     site              one call of a HostFunction in a program: which rule serves which
-                      derivative, host code, Jacobians, linear functions
-    steps             host code when it runs, and rules in JAX code, which take the same
-                      steps
+                      derivative, Jacobians, linear functions
+    steps             host code, in a program and when it runs; and rules in JAX code,
+                      which take the same steps
     trees             arguments and results, flat and as trees
     sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, Literal
 
 import jax
@@ -14,6 +16,7 @@ import numpy as np
 
 from hostcall._core import codes
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
+from hostcall._core.spec import is_array_like
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
@@ -27,7 +30,6 @@ Status = Literal["passed", "failed", "left out"]
 # How many steps differences may try, without and with 64 bits. At the last one only
 # rounding is left to see.
 _STEPS = {False: 7, True: 10}
-_ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
 
 
 @dataclass(frozen=True)
@@ -48,24 +50,20 @@ class Check:
         return f"{self.status:8} {self.name}{': ' if self.detail else ''}{self.detail}"
 
 
-class LeftOut(Exception):
-    """The check does not apply; the message says why."""
-
-
-class Wrong(Exception):
-    """The check failed; the message says what is wrong."""
+class Ended(Exception):
+    """A check ended early: (status, detail)."""
 
 
 @dataclass
 class Checks:
-    """All checks of one example. They work on the leaves of its arguments.
+    """All checks of one example.
 
     Attributes:
-        f, args, random, threads: as for `check`.
-        rtol: for derivatives.
-        arrays: by position, the leaves of each argument that is an array or a tree of
-            arrays.
+        f, args, rtol, random, threads: as for `check`.
+        places: by position, which leaves of the arguments are arrays.
         moving: the leaves that have derivatives.
+        rough: the tolerance for derivatives.
+        out: the result.
     """
 
     f: HostFunction[..., Tree]
@@ -73,23 +71,22 @@ class Checks:
     rtol: float | None
     random: np.random.Generator
     threads: int
+    out: Tree = None
 
     def __post_init__(self) -> None:
         self.leaves, self.treedef = tree.flatten(self.args)
-        self.arrays, self.moving = dict[int, list[int]](), list[int]()
-        n, nondiff = 0, self.f.nondiff_of(len(self.args))
-        for position, arg in enumerate(self.args):
-            group = list(range(n, n + len(tree.leaves(arg))))
-            n += len(group)
-            if group and all(isinstance(self.leaves[k], _ARRAYS) for k in group):
-                self.arrays[position] = group
-                if position not in nondiff:
-                    self.moving += [k for k in group if _inexact(self.leaves[k])]
-        bits = [jnp.finfo(jnp.result_type(self.leaves[k])).bits for k in self.moving]
-        self.wide = set(bits) == {64}
+        self.places: dict[int, list[int]] = {}
+        positions = [p for p, arg in enumerate(self.args) for _ in tree.leaves(arg)]
+        for n, (x, position) in enumerate(zip(self.leaves, positions, strict=True)):
+            if isinstance(x, jax.Array) or is_array_like(x):
+                self.places.setdefault(position, []).append(n)
+        still = self.f.nondiff_of(len(self.args))
+        diff = chain(*(ns for p, ns in self.places.items() if p not in still))
+        self.moving = [n for n in diff if _inexact(self.leaves[n])]
+        bits = {jnp.finfo(jnp.result_type(self.leaves[n])).bits for n in self.moving}
+        self.wide = bits == {64}
         usual = 1e-4 if self.wide else 2e-2
         self.rough = usual if self.rtol is None else self.rtol
-        self.out: Tree = None
 
     def run(self, label: str) -> list[Check]:
         """The outcomes; `label` says which example this is."""
@@ -118,13 +115,12 @@ class Checks:
         try:
             with reraise():
                 return "passed", body() or ""
-        except LeftOut as reason:
-            return "left out", str(reason)
+        except Ended as end:
+            status, detail = end.args
+            return status, detail
         except DerivativeError as error:
             first, _, _ = _said(error).partition(". ")
             return "left out", first.removeprefix("hostcall: ")
-        except Wrong as wrong:
-            return "failed", str(wrong)
         except Exception as error:
             return "failed", f"{type(error).__name__}: {_said(error)}"
 
@@ -137,7 +133,7 @@ class Checks:
 
     @property
     def all_arrays(self) -> list[int]:
-        return [n for group in self.arrays.values() for n in group]
+        return list(chain(*self.places.values()))
 
     def nearby(self, places: list[int]) -> Arrays:
         """Other values for these leaves, near the example's."""
@@ -164,17 +160,17 @@ class Checks:
         _same(got, self.out, "the compiled program differs")
 
     def batching(self) -> str:
-        if not self.arrays:
-            raise LeftOut("no array among the arguments")
+        if not self.places:
+            raise Ended("left out", "no array among the arguments")
         choices = {"all arguments": self.all_arrays}
-        if len(self.arrays) > 1:
-            choices |= {f"argument {n}": group for n, group in self.arrays.items()}
+        if len(self.places) > 1:
+            choices |= {f"argument {n}": each for n, each in self.places.items()}
         for which, places in choices.items():
             rows = [self.nearby(places) for _ in range(3)]
             one = partial(self.call, places)
             wanted = _stacked(map(one, rows))
             got = jax.jit(jax.vmap(one))(_stacked(rows))
-            self.close(got, wanted, f"vmap over {which} differs from a loop")
+            _close(got, wanted, f"vmap over {which} differs from a loop", 1e-5)
         return "one argument" if len(choices) == 1 else "all arguments, and each alone"
 
     # --- Derivatives -----------------------------------------------------------------
@@ -184,7 +180,7 @@ class Checks:
         a direction.
         """
         if not self.moving:
-            raise LeftOut("no floating argument")
+            raise Ended("left out", "no floating argument")
 
         def g(*values: jax.Array) -> Arrays:
             return list(filter(_inexact, self.call(self.moving, list(values))))
@@ -194,11 +190,9 @@ class Checks:
 
     def direction(self, like: Arrays) -> Arrays:
         def draw(x: jax.Array) -> jax.Array:
-            noise = self.random.standard_normal(x.shape)
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                # Not all functions are holomorphic, so both parts move.
-                noise = noise + 1j * self.random.standard_normal(x.shape)
-            return jnp.asarray(noise, x.dtype)
+            # Not all functions are holomorphic, so both parts of complex ones move.
+            noise = self.random.standard_normal((*x.shape, 2)) @ [1, 1j]
+            return jnp.asarray(noise if jnp.iscomplexobj(x) else noise.real, x.dtype)
 
         return list(map(draw, like))
 
@@ -210,40 +204,40 @@ class Checks:
         Takes the best of several steps. No single one suits all functions: a long one
         is wrong for a function that varies fast, and a short one drowns in rounding.
         """
-        sizes = [float(jnp.abs(x).max()) for x in primals if x.size]
-        step = max([1.0, *sizes]) / 64
+        step = max([1.0, *map(_largest, primals)]) / 16
 
-        def at(steps: float) -> tuple[list[np.ndarray], float]:
-            far = steps * step
+        def at(far: float) -> tuple[list[np.ndarray], float]:
             moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
             return list(map(np.asarray, g(*moved))), far
 
         best: list[tuple[float, np.ndarray]] = []
-        varies: list[np.ndarray] = []
+        varies: Iterable[np.ndarray | bool] = repeat(False)
         for left in reversed(range(_STEPS[self.wide])):
+            step /= 4
             try:
-                found = lines(at, 0.0)
+                found = lines(at, step)
             except Exception:  # so far from the example it is perhaps not defined
                 if not left and not best:
                     raise
-            else:
-                best = best or [(np.inf, line.central(2)) for line in found]
-                varies = varies or [line.flat & False for line in found]
-                for i, line in enumerate(found):
-                    # Where a longer step saw a change, none now is rounding.
-                    varies[i] = varies[i] | ~line.flat
-                    error = _largest(central_error(eps_of([line]) * varies[i], line))
-                    if error <= best[i][0]:
-                        best[i] = error, line.central(2)
-                if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
-                    break
-            step /= 4
+                continue
+            # Where a longer step saw a change, none now is rounding.
+            varies = [v | ~line.flat for v, line in zip(varies, found, strict=False)]
+            errors = [
+                _largest(central_error(eps_of([line]) * v, line))
+                for v, line in zip(varies, found, strict=True)
+            ]
+            now = list(zip(errors, (line.central(2) for line in found), strict=True))
+            pairs = zip(now, best or now, strict=True)
+            best = [min(pair, key=itemgetter(0)) for pair in pairs]
+            if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
+                break
         for error, slope in best:
             size = _largest(slope)
             if error > 0.1 * size and error > 1e-6:
-                raise LeftOut(
+                raise Ended(
+                    "left out",
                     f"differences are {size:.3g} +- {error:.3g}, too inexact to check"
-                    " against. Give an example where the function is smooth"
+                    " against. Give an example where the function is smooth",
                 )
         return [slope for _, slope in best], [error for error, _ in best]
 
@@ -252,7 +246,7 @@ class Checks:
         _, got = jax.jvp(g, primals, tangents)
         wanted, errors = self.difference(g, primals, tangents)
         what = "the forward derivative differs from differences"
-        self.close(got, wanted, what, errors)
+        _close(got, wanted, what, self.rough, errors)
 
     def reverse(self) -> str:
         g, primals, tangents = self.along()
@@ -271,20 +265,19 @@ class Checks:
             jnp.conj(jnp.asarray(t)).astype(x.dtype)
             for t, x in zip(pushed, out, strict=True)
         ]
+        what = (
+            f"<cotangent, J tangent> is {{:.6g}} by {against}, and <J^T cotangent,"
+            " tangent> is {:.6g} by the reverse derivative"
+        )
         for given in (cotangents, largest):
-            there, here = _inner(given, pushed), _inner(pull(given), tangents)
-            size = max(_size(given) * _size(pushed), 1e-6)
-            rough = 2 * sum(errors) * _size(given)
-            if not abs(there - here) <= self.rough * size + rough:
-                raise Wrong(
-                    f"<cotangent, J tangent> is {there:.6g} by {against}, and"
-                    f" <J^T cotangent, tangent> is {here:.6g} by the reverse derivative"
-                )
+            products = _inner(given, pushed), _inner(pull(given), tangents)
+            size = self.rough * max(_size(given) * _size(pushed), 1e-6)
+            _agree(products, size + 2 * sum(errors) * _size(given), what)
         return f"against {against}"
 
     def transpose(self) -> None:
         if self.f.rules.transpose is None:
-            raise LeftOut("not declared linear (deftranspose)")
+            raise Ended("left out", "not declared linear (deftranspose)")
         g, primals, other = self.along()
 
         def both(xs: Arrays, ys: Arrays) -> Arrays:
@@ -293,18 +286,18 @@ class Checks:
         out = g(*primals)
         wanted, got = both(out, g(*other)), g(*both(primals, other))
         what = "it is not linear: f(2x + y) is not 2f(x) + f(y)"
-        self.close(got, wanted, what, [0.0] * len(out))
+        _close(got, wanted, what, self.rough)
         cotangents = self.direction(out)
         back = jax.linear_transpose(g, *primals)(cotangents)
-        there, here = _inner(cotangents, out), _inner(back, primals)
-        if not abs(there - here) <= self.rough * max(abs(there), abs(here), 1e-6):
-            raise Wrong(f"<y, A x> is {there:.6g}, and <A^T y, x> is {here:.6g}")
+        products = _inner(cotangents, out), _inner(back, primals)
+        size = self.rough * max(*map(abs, products), 1e-6)
+        _agree(products, size, "<y, A x> is {:.6g}, and <A^T y, x> is {:.6g}")
 
     # --- Memory, threads -------------------------------------------------------------
 
     def lent(self) -> str:
         if self.f.options["lend"] == "out":
-            raise LeftOut('lend="out": every call is checked')
+            raise Ended("left out", 'lend="out": every call is checked')
         spec = tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.out)
         try:
             with reraise():
@@ -319,7 +312,7 @@ class Checks:
         else:
             return "neither kept nor written: lend=True is safe"
         if self.f.options["lend"]:
-            raise Wrong(f"the function {what}, and has lend=True")
+            raise Ended("failed", f"the function {what}, and has lend=True")
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
@@ -338,30 +331,33 @@ class Checks:
                 _same(got, want, "threads at once give another result")
         return f"{self.threads} at once"
 
-    def close(
-        self,
-        got: Arrays,
-        wanted: Arrays,
-        what: str,
-        errors: Sequence[float] | None = None,
-    ) -> None:
-        """`errors` says how wrong each leaf of `wanted`, a derivative, may be itself.
-        Without it these are values.
-        """
-        rtol = 1e-5 if errors is None else self.rough
-        roughs = [0.0] * len(wanted) if errors is None else errors
-        for a, b, rough in zip(got, wanted, roughs, strict=True):
-            if not _inexact(a):
-                continue
-            atol = rtol * _largest(b) + 2 * rough + 1e-6
-            if not np.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
-                raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
-
 
 def _same(got: Arrays, wanted: Tree, what: str) -> None:
     for a, b in zip(map(np.asarray, got), tree.leaves(wanted), strict=True):
-        if not np.array_equal(a, b, equal_nan=_inexact(a)):
-            raise Wrong(f"{what}: {_short(a)} where {_short(b)} was expected")
+        _expect(np.array_equal(a, b, equal_nan=_inexact(a)), what, a, b)
+
+
+def _close(
+    got: Arrays, wanted: Arrays, what: str, rtol: float, errors: Iterable[float] = ()
+) -> None:
+    """`errors` says how wrong each leaf of `wanted` may be itself."""
+    for a, b, error in zip(got, wanted, chain(errors, repeat(0.0)), strict=False):
+        atol = rtol * _largest(b) + 2 * error + 1e-6
+        # Integers may be rounded values.
+        close = not _inexact(a) or np.allclose(a, b, rtol, atol, equal_nan=True)
+        _expect(close, what, a, b)
+
+
+def _expect(holds: bool, what: str, got: jax.Array, wanted: jax.Array) -> None:
+    if not holds:
+        raise Ended(
+            "failed", f"{what}: {_short(got)} where {_short(wanted)} was expected"
+        )
+
+
+def _agree(products: tuple[float, float], error: float, what: str) -> None:
+    if not abs(products[0] - products[1]) <= error:
+        raise Ended("failed", what.format(*products))
 
 
 def _stacked(rows: Iterable[Arrays]) -> list[np.ndarray]:

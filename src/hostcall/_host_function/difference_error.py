@@ -62,10 +62,6 @@ class Line:
     far: tuple[np.ndarray, np.ndarray | float]
 
     @property
-    def middle(self) -> np.ndarray:
-        return np.asarray(self.grid[3])
-
-    @property
     def size(self) -> np.ndarray:
         return np.asarray(abs(self.grid).max(0))
 
@@ -75,26 +71,24 @@ class Line:
 
     def central(self, k: int) -> np.ndarray:
         """The central difference over k half steps to each side."""
-        return self.difference(3 + k, 3 - k)
-
-    def difference(self, up: int, down: int) -> np.ndarray:
-        """The difference between two places of the grid."""
-        width = self.offsets[up] - self.offsets[down]
-        return np.asarray((self.grid[up] - self.grid[down]) / width)
+        rise = self.grid[3 + k] - self.grid[3 - k]
+        return np.asarray(rise / (self.offsets[3 + k] - self.offsets[3 - k]))
 
 
 def lines(
-    at: Callable[[float], tuple[list[np.ndarray], np.ndarray | float]], reach: float
+    at: Callable[[float], tuple[list[np.ndarray], np.ndarray | float]],
+    step: float,
+    reach: float = 0.0,
 ) -> list[Line]:
     """The lines of all results of a function.
 
     Args:
-        at: maps a number of steps to (the results there, how far the argument really
-            moved).
+        at: maps a distance to (the results there, how far the argument really moved).
+        step: the unit of the grid.
         reach: where to look if a grid is flat, in steps; ignored if inside the grid.
     """
-    grid = [at(t) for t in GRID]
-    between = [at(t) for t in BETWEEN]
+    grid = [at(t * step) for t in GRID]
+    between = [at(t * step) for t in BETWEEN]
     offsets = [offset for _, offset in grid]
     found = []
     for i, first in enumerate(grid[0][0]):
@@ -102,7 +96,7 @@ def lines(
         ends = values[[0, -1]], offsets[-1] - offsets[0]
         found.append(Line(first.dtype, values, others, offsets, ends))
     if reach > GRID[-1] and any(line.flat.any() for line in found):
-        (low, down), (high, up) = at(-reach), at(reach)
+        (low, down), (high, up) = at(-reach * step), at(reach * step)
         for i, line in enumerate(found):
             line.far = _wide([low[i], high[i]]), up - down
     return found
@@ -122,46 +116,10 @@ def central_error(eps: float | np.ndarray, line: Line) -> np.ndarray:
     )
     kinked = abs(np.diff(line.grid[1:6], 4, axis=0)[0]) / 2
     error = bent + (_noise_of(line) + kinked + _EPS * line.size) / step
+    # If the line is flat: what changes further away, and the values' relative rounding.
     (low, high), width = line.far
-    return _known(
-        error + np.where(line.flat, abs((high - low) / width), 0) + eps * _coarse(line)
-    )
-
-
-def forward_error(eps: float, line: Line) -> np.ndarray:
-    """The same for the forward difference, which should agree with the central one."""
-    apart = abs(line.difference(5, 3) - line.central(2))
-    return _known(apart + 2 * central_error(0.0, line) + eps * _coarse(line))
-
-
-def complex_error(eps: float, line: Line, slopes: Line) -> np.ndarray:
-    """The same for complex steps, which give `slopes` on that line.
-
-    A function that isn't analytic has a wrong complex slope. The central difference
-    shows it.
-    """
-    apart = abs(slopes.middle - line.central(2))
-    wrong = np.maximum(0, apart - central_error(0.0, line))
-    exact = 4 * _EPS * slopes.size + _noise_of(slopes)
-    return np.asarray(wrong + exact + eps * _coarse(line) * (wrong > 0))
-
-
-# By scheme.
-ERRORS: dict[str, Callable[..., np.ndarray]] = {
-    "central": central_error,
-    "forward": forward_error,
-    "complex": complex_error,
-}
-
-
-def _coarse(line: Line) -> np.ndarray:
-    """What the values' relative rounding adds to the error, if the line is flat."""
-    return np.where(line.flat, abs(line.size / line.far[1]), 0)
-
-
-def _known(error: np.ndarray) -> np.ndarray:
-    """An error that is NaN becomes infinite, since it is unknown."""
-    return np.where(np.isnan(error), np.inf, error)
+    error += np.where(line.flat, abs((abs(high - low) + eps * line.size) / width), 0)
+    return np.where(np.isnan(error), np.inf, error)  # NaN: nothing is known
 
 
 def _noise_of(line: Line) -> np.ndarray:
@@ -203,17 +161,7 @@ def eps_of(seen: Sequence[Line]) -> float:
     return 0.0
 
 
-def _weights(place: float) -> np.ndarray:
-    """The weights of the grid's inner five values in the interpolated value there."""
-    nodes = GRID[1:6]
-    return np.array(
-        [
-            np.prod(
-                [(place - other) / (node - other) for other in nodes if other != node]
-            )
-            for node in nodes
-        ]
-    )
-
-
-_WEIGHTS = [_weights(place) for place in BETWEEN]
+# For each place between, the weights of the grid's inner five values in the value there
+# of the polynomial through them.
+_POWERS = np.vander(GRID[1:6], increasing=True).T
+_WEIGHTS = [np.linalg.solve(_POWERS, np.power(place, range(5))) for place in BETWEEN]

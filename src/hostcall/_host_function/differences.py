@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,57 +14,46 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import HostCode, TakesMask
-from hostcall._core.options import SECONDS, check, choice
+from hostcall._core.host_code import HostCode
+from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like
-from hostcall._host_function import difference_error, results
-from hostcall._host_function.difference_error import Line, lines
+from hostcall._host_function import results
+from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.kept import options_of
-from hostcall._host_function.rules import P, R, Tree
+from hostcall._host_function.rules import P, R, Rule, Tree
 
-Scheme = Literal["central", "forward", "complex"]
-_EPS = float(np.finfo(np.float64).eps)
-_STEPS = {"central": _EPS ** (1 / 3), "forward": _EPS ** (1 / 2), "complex": 1e-20}
+_STEP = float(np.finfo(np.float64).eps) ** (1 / 3)
 tree = jax.tree_util
 # What moves: an element of a leaf of the arguments, or all of the leaf.
 _Place: TypeAlias = tuple[int, tuple[int, ...] | types.EllipsisType]
 
-_OPTIONS = {
-    "scheme": choice(*_STEPS),
-    "step": replace(SECONDS, wanted="a number above 0"),
-}
-
 
 def finite_difference(
-    f: HostFunction[P, R], *, scheme: Scheme = "central", step: float | None = None
+    f: HostFunction[P, R], *, step: float | None = None
 ) -> HostFunction[P, R]:
-    """Gives a host function derivatives by finite differences.
+    """Gives a host function derivatives by central finite differences.
 
-    `fn` is called with 64-bit arguments (complex ones for "complex"), whatever the
-    program's dtypes are, so that differences are as good as float64 allows. If `fn` is
-    less exact than its arguments (it computes in float32, or it solves to a tolerance),
-    a difference divides its error by the step. Then give a larger `step`, and look at
+    `fn` is called with 64-bit arguments, whatever the program's dtypes are, so that
+    differences are as good as float64 allows. If `fn` is less exact than its arguments
+    (it computes in float32, or it solves to a tolerance), a difference divides its
+    error by the step. Then give a larger `step`, and look at
     `f.difference_error(*args)`.
 
     Args:
         f: made by `hc.host`, with real arguments and no derivative rule yet. With
             result=hc.results.elementwise it is taken to be elementwise, and all
             elements move at once; otherwise they move one by one.
-        scheme: "central", 2 calls of `fn` per element, error about 1e-10 of the scale
-            of f; "forward", 1 call per element and 1 for all, error about 1e-8;
-            "complex", 1 call per element, exact to rounding, for analytic functions
-            that take complex arguments.
-        step: relative to `max(1, |x|)`. Default: eps^(1/3), eps^(1/2) and 1e-20 for the
-            three schemes, which suits an `fn` as exact as float64 (eps = 2e-16).
+        step: relative to `max(1, |x|)`. Default: eps^(1/3), which suits an `fn` as
+            exact as float64 (eps = 2e-16). The error is then about 1e-10 of the scale
+            of f.
 
     Returns:
-        `f`, which now has a Jacobian rule (if elementwise, a jvp rule in JAX code) and
-        can estimate its errors: `f.difference_error(*args)`.
+        `f`, which now has a Jacobian rule (if elementwise, of the diagonal) and can
+        estimate its errors: `f.difference_error(*args)`.
 
     Raises:
-        SpecError: `f` is not a HostFunction, has a derivative rule already, or an
-            option is wrong.
+        SpecError: `f` is not a HostFunction, has a derivative rule already, or `step`
+            is wrong.
 
     Under transformations: as `HostFunction.defjacobian`: both modes, first order only.
 
@@ -76,19 +65,17 @@ def finite_difference(
             f"hostcall: hc.derivatives.finite_difference wants what hc.host"
             f" returns, got {f!r}"
         )
-    check(f"`{f.__name__}`", {"scheme": scheme, "step": step}, _OPTIONS)
+    shown = f"`{f.__name__}`"
+    check(shown, {"step": step}, {"step": replace(SECONDS, wanted="a number above 0")})
     if f.options.get("coalesce") is not None:
         raise conflict(
-            f"`{f.__name__}`",
+            shown,
             "coalesce= and finite differences, which call it with one entry: leave out"
             " coalesce=, or give it a rule",
         )
-    found = Differences(f, scheme, float(step or _STEPS[scheme]))
-    if found.elementwise:
-        f.defjvp(_Elementwise(found), where="jax")
-    else:
-        f.defjacobian(found)
-    f.differences = found
+    f.differences = Differences(f, float(step or _STEP))
+    diagonal = f.differences.elementwise
+    f._add("jacobian", Rule(f.differences, "host", diagonal=diagonal))
     return f
 
 
@@ -98,16 +85,11 @@ class Differences(HostCode):
 
     Attributes:
         function: the HostFunction.
-        scheme, step: as given; the step is relative to `max(1, |x|)`.
-        slopes: the functions that `slope` has made, by position.
+        step: relative to `max(1, |x|)`.
     """
 
     function: HostFunction[..., Tree]
-    scheme: Scheme
     step: float
-    slopes: dict[int, HostFunction[..., Tree]] = field(
-        default_factory=dict, compare=False
-    )
 
     def __post_init__(self) -> None:
         name = f"differences of {self.function.__name__}"
@@ -115,83 +97,30 @@ class Differences(HostCode):
 
     @property
     def elementwise(self) -> bool:
-        """Whether all elements move at once."""
+        """Whether all elements of a leaf move at once."""
         return self.function.result is results.elementwise
 
-    def parts(self) -> tuple[Scheme, float]:
-        return self.scheme, self.step
+    def parts(self) -> float:
+        return self.step
 
     def __call__(self, *args: Tree) -> Tree:
         """The Jacobian, in the structure that a Jacobian rule returns."""
-        point = _Point(self.function, args)
-        return point.jacobian([self._slope(point, place) for place in point.elements])
-
-    def diagonal(self, position: int, *args: Tree) -> np.ndarray:
-        """The derivative of an elementwise function with respect to one argument."""
-        point = _Point(self.function, args)
-        (leaf,) = (leaf for leaf, p in point.moving.items() if p == position)
-        (slope,) = self._slope(point, (leaf, ...))
-        return slope
-
-    def slope(self, position: int) -> HostFunction[..., Tree]:
-        """`diagonal` for programs; one object each, so that JAX's caches hit."""
-        if position not in self.slopes:
-            function = self.function
-            options = options_of(function.options, ("slope", position, *self.parts()))
-            options |= {
-                "lend": bool(options["lend"]),
-                "name": function.__name__ + "'",
-                "result": results.elementwise,
-                "nondiff": (),
-            }
-            code = partial(self.diagonal, position)
-            vars(code)["__qualname__"] = f"difference of {function.__name__}"
-            made = self.slopes[position] = HostFunction(code, **options)
-            made._slope_of = function, position
-        return self.slopes[position]
-
-    def error(self, *args: Tree) -> Tree:
-        """Error estimates (see `difference_error`), in the structure of a Jacobian."""
-        point = _Point(self.function, args)
-        whole: list[_Place] = [(leaf, ...) for leaf in point.moving]
-        places = whole if self.elementwise else point.elements
-        found = [self._lines(point, place) for place in places]
-        # All values that were seen tell how exact a result is.
-        seen = [[of[0] for of in column] for column in zip(*found, strict=True)]
-        eps = list(map(difference_error.eps_of, seen))
-        error = difference_error.ERRORS[self.scheme]
-        columns = [
-            [error(of, *lines) for of, lines in zip(eps, column, strict=True)]
-            for column in found
-        ]
-        if self.elementwise:
-            return _one_or_all([error for (error,) in columns])
-        return point.jacobian(columns)
+        point = _Point(self, args)
+        return point.jacobian([self._slope(point, place) for place in point.places])
 
     def _slope(self, point: _Point, place: _Place) -> list[np.ndarray]:
         """The derivative of each result with respect to what moves at `place`."""
-        if self.scheme == "complex":
-            return self._imaginary(point, place, 0.0)
-        ups, up = point.at(place, self.step)
-        central = self.scheme == "central"
-        lows, low = point.at(place, -self.step) if central else (point.start, 0.0)
+        (ups, up), (lows, low) = (point.at(place, h) for h in (self.step, -self.step))
         return [(b - a) / (up - low) for a, b in zip(lows, ups, strict=True)]
 
-    def _imaginary(self, point: _Point, place: _Place, step: float) -> list[np.ndarray]:
-        outs, _ = point.at(place, step, self.step)
-        return [out.imag / self.step for out in outs]
-
-    def _lines(self, point: _Point, place: _Place) -> list[tuple[Line, ...]]:
-        """For each result its values around the point; and its complex slopes."""
-        best = _STEPS["central"]
-        step = best if self.scheme == "complex" else self.step
-        values = lines(lambda steps: point.at(place, steps * step), 256 * best / step)
-        if self.scheme != "complex":
-            return [(line,) for line in values]
-        slopes = lines(
-            lambda steps: (self._imaginary(point, place, steps * step), 0.0), 0.0
-        )
-        return list(zip(values, slopes, strict=True))
+    def error(self, *args: Tree) -> Tree:
+        """Error estimates (see `difference_error`), in the structure of a Jacobian."""
+        point, reach = _Point(self, args), 256 * _STEP / self.step
+        at = (partial(point.at, place) for place in point.places)
+        found = [lines(each, self.step, reach) for each in at]
+        # All values that were seen tell how exact a result is.
+        eps = list(map(eps_of, zip(*found, strict=True)))
+        return point.jacobian([list(map(central_error, eps, each)) for each in found])
 
 
 class _Point:
@@ -200,82 +129,66 @@ class _Point:
     Attributes:
         leaves: of all of them.
         moving: for each leaf that moves, the position of its argument.
+        places: what moves, one by one.
     """
 
-    def __init__(self, function: HostFunction[..., Tree], args: Tree) -> None:
-        self.function = function
+    def __init__(self, differences: Differences, args: Tree) -> None:
+        self._function = differences.function
         wide = tree.tree_map(_wide, tuple(args))
         self.leaves, self._tree = tree.tree_flatten(wide)
         positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
-        still = function.nondiff_of(len(wide))
+        still = self._function.nondiff_of(len(wide))
         self.moving = {
             n: position
-            for n, (leaf, position) in enumerate(
-                zip(self.leaves, positions, strict=True)
-            )
-            if position not in still and np.asarray(leaf).dtype == np.float64
+            for n, (x, position) in enumerate(zip(self.leaves, positions, strict=True))
+            if position not in still and np.asarray(x).dtype == np.float64
         }
-
-    @property
-    def elements(self) -> list[_Place]:
-        """The elements that move, one by one."""
-        return [
+        self._whole = differences.elementwise
+        self.places: list[_Place] = [
             (leaf, index)
             for leaf in self.moving
-            for index in np.ndindex(self.leaves[leaf].shape)
+            for index in ([...] if self._whole else np.ndindex(self.leaves[leaf].shape))
         ]
 
-    @cached_property
-    def start(self) -> list[np.ndarray]:
-        """The results at the point itself."""
-        return self._run(self.leaves)
-
-    def at(
-        self, place: _Place, step: float, lift: float = 0.0
-    ) -> tuple[list[np.ndarray], np.ndarray]:
+    def at(self, place: _Place, step: float) -> tuple[list[np.ndarray], np.ndarray]:
         """(the results nearby, how far the argument really moved, after rounding).
 
-        `step` is relative to `max(1, |x|)`; `lift` is added to the imaginary part.
+        `step` is relative to `max(1, |x|)`.
         """
         (leaf, index), leaves = place, list(self.leaves)
         x = leaves[leaf].copy()
         x[index] += step * np.maximum(1, abs(x[index]))
         offset = x[index] - leaves[leaf][index]
-        if lift:
-            x = x.astype(np.complex128)
-            x[index] += 1j * lift
         leaves[leaf] = x
         return self._run(leaves), offset
 
     def _run(self, leaves: list[Tree]) -> list[np.ndarray]:
-        out = self.function.run(*self._tree.unflatten(leaves))
+        out = self._function.run(*self._tree.unflatten(leaves))
         found, self._out_tree = tree.tree_flatten(out)
         return list(map(np.asarray, found))
 
     def jacobian(self, columns: list[list[np.ndarray]]) -> Tree:
-        """A Jacobian from the derivatives of all results by each element that moves."""
+        """A Jacobian from the derivatives of all results by what moves at each place;
+        if leaves move as a whole, its diagonal blocks.
+        """
         if not self.moving:
             return None
         outs = []
-        for i, out in enumerate(self.start):
-            rest = iter(columns)
+        for i, out in enumerate(columns[0] if columns else self._run(self.leaves)):
+            rest = iter([column[i] for column in columns])
             leaves: list[np.ndarray | None] = [None] * len(self.leaves)
             for leaf in self.moving:
                 x = self.leaves[leaf]
-                parts = [next(rest)[i] for _ in range(x.size)]
-                dtype = np.result_type(np.float64, *parts)
-                block = np.zeros((*out.shape, x.size), dtype)
-                for k, part in enumerate(parts):
-                    block[..., k] = part
+                if self._whole:
+                    leaves[leaf] = next(rest)
+                    continue
+                parts = [next(rest)[..., None] for _ in range(x.size)]
+                block = np.concatenate([np.zeros((*out.shape, 0)), *parts], axis=-1)
                 leaves[leaf] = block.reshape(out.shape + x.shape)
             args = self._tree.unflatten(leaves)
-            positions = dict.fromkeys(self.moving.values())
-            outs.append(_one_or_all([args[p] for p in positions]))
+            blocks = tuple(args[p] for p in dict.fromkeys(self.moving.values()))
+            outs.append(blocks[0] if len(blocks) == 1 else blocks)
         return self._out_tree.unflatten(outs)
-
-
-def _one_or_all(values: list[Tree]) -> Tree:
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _wide(leaf: Tree) -> Tree:
@@ -285,23 +198,3 @@ def _wide(leaf: Tree) -> Tree:
     array = _jax.to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
     floats = jnp.issubdtype(array.dtype, np.floating)
     return array.astype(np.float64) if floats else array
-
-
-@dataclass(frozen=True)
-class _Elementwise(TakesMask):
-    """The jvp rule of an elementwise function, in JAX code, under a mask or without."""
-
-    differences: Differences
-    mask: jax.Array | None = None
-
-    def where(self, mask: jax.Array) -> _Elementwise:
-        return replace(self, mask=mask)
-
-    def __call__(self, primals: Tree, tangents: Tree) -> jax.Array:
-        slope = self.differences.slope
-        terms = [
-            slope(position).where(self.mask)(*primals) * tangent
-            for position, tangent in enumerate(tangents)
-            if tangent is not None and tangent.dtype != jax.dtypes.float0
-        ]
-        return sum(terms[1:], terms[0])

@@ -14,11 +14,10 @@ import jax
 from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
-from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Callee, Handle, TakesMask, dress
-from hostcall._core.options import WHOLE, check
+from hostcall._core.options import WHOLE, Option, check, refuse_pairs
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
@@ -35,12 +34,15 @@ from hostcall._host_function.rules import (
     Rules,
     Tree,
     Where,
-    check_rules,
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import CallSite
-from hostcall._primitives.make import make
 
+
+_WHERE = Option(
+    "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
+    lambda value: value in ("host", "jax"),
+)
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
@@ -76,6 +78,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if self.result is Undeclared:  # hc.call may say how batches are called
             del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
+        cache, version = options.get("cache"), options.pop("version", None)
+        options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
         self._inferred: dict[object, Tree] = {}
         self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""
@@ -158,26 +162,19 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if mask is not None:
             fills = parse_fill(fill, results, self.__name__)
             mask = parse_mask(mask, self.__name__)
-        if self.options["order"] != "pure":  # no derivatives, and no primitives
-            fills = fills or parse_fill(None, results, self.__name__)
-            callee = self._in_a_call()
-            called = template, results, fills
-            callback = Callback.of(callee.code, called, place, callee.options, self)
-            return results.fill(make(callback, operands, mask))
-        if not results.avals:  # an empty tree, as bridges and `same_tree` may give
-            return jax.tree.unflatten(results.treedef, ())
         if mask is not None:
             operands.append(mask)
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff_of(len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
+        if self.options["order"] != "pure":  # no derivatives, and no primitives
+            return results.fill(site.run(operands))
+        if not results.avals:  # an empty tree, as bridges and `same_tree` may give
+            return jax.tree.unflatten(results.treedef, ())
         return results.fill(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:
-        return self._in_a_call()
-
-    def _in_a_call(self) -> Callee:
-        """Its Python function as a call has it, which has none of the rules."""
+        # Its Python function as a call has it, which has none of the rules.
         method = self.rules.batch or self.options["vmap_method"]
         if self.result is shorthands.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
@@ -193,8 +190,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             " say what it returns: hc.host(fn, result=...)"
         )
 
-    def _held(self) -> HostFunction[P, R] | Function:
-        return self if self.options["order"] == "pure" else self.fn
+    def _held(self) -> HostFunction[P, R]:
+        return self
 
     def _spec(self, args: tuple[Tree, ...]) -> Tree:
         if why := self._why_not():
@@ -205,8 +202,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         avals = jax.tree.map(shorthands.aval_of, args)
         leaves = jax.tree.leaves(avals)
         arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
-        shapes = ((x.shape, x.dtype) for x in arrays)
-        key = template, tuple(shapes), bool(jax.config.jax_enable_x64)
+        shapes = tuple((x.shape, x.dtype) for x in arrays)
+        key = template, shapes, bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
             self._inferred[key] = self._infer(avals)
         return self._inferred[key]
@@ -217,23 +214,20 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _positional(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> tuple[Tree, ...]:
+        why = (
+            f"it was called with the keyword arguments {sorted(kwargs)}, which can't be"
+            " put into its positions. Rules know arguments by position: pass them by"
+            " position, or wrap the function in one with positional arguments"
+        )
         try:
             bound = inspect.signature(self.fn).bind(*args, **kwargs)
+            if not bound.kwargs:
+                return bound.args
         except TypeError as error:
-            raise SpecError(
-                f"hostcall: `{self.__name__}`: {error}", code="hc-arguments"
-            ) from None
+            why = str(error)
         except ValueError:
-            bound = None  # a ufunc or a builtin, which has no signature
-        if bound is None or bound.kwargs:
-            raise SpecError(
-                f"hostcall: `{self.__name__}` was called with the keyword arguments"
-                f" {sorted(kwargs)}, which can't be put into its positions. Rules know"
-                " arguments by position: pass them by position, or wrap the function in"
-                " one with positional arguments",
-                code="hc-arguments",
-            )
-        return bound.args
+            pass  # a ufunc or a builtin, which has no signature
+        raise SpecError(f"hostcall: `{self.__name__}`: {why}", code="hc-arguments")
 
     # --- Rules ---------------------------------------------------------------------
 
@@ -379,11 +373,29 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return rule
 
     def _where(self, usage: str, where: Where, *rules: Function) -> Where:
-        check_rules(rules, self.__name__, usage, where, self.options)
+        """Where the rules run; refuses what can't be rules, and a wrong `where`."""
+        shown = f"{usage} of `{self.__name__}`"
+        check(shown, {"where": where}, {"where": _WHERE})
+        face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
+        options = {key: self.options[key] for key in ("arrays", "lend", "executor")}
+        for rule in rules:
+            if not callable(rule):
+                raise SpecError(
+                    f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
+                )
+            if not is_coroutine_function(rule):
+                continue
+            this = f"the rule `{name_of(rule)}` of `{self.__name__}`"
+            if where == "jax":
+                raise SpecError(
+                    f"hostcall: {this} is a coroutine function and JAX code. JAX traces"
+                    " such a rule, and can't await anything: make it a plain function",
+                    code="hc-coroutine",
+                )
+            refuse_pairs(this, {**options, "awaits": True})
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
         if where == "host" and _jax.is_tracing():
-            face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
             for rule in rules:
                 mistakes.refuse_traced(rule, face.instead_of_traced)
         return where
@@ -402,9 +414,10 @@ class Method(Handle, TakesMask):
     def __init__(self, function: HostFunction[..., Any], instance: object) -> None:
         self.__func__ = function
         self.__self__ = instance
+        self._bound = types.MethodType(function, instance)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        return self.__func__(self.__self__, *args, **kwargs)
+        return self._bound(*args, **kwargs)
 
     def _held(self) -> Function:
         return self.__func__._held()
@@ -432,14 +445,10 @@ class Method(Handle, TakesMask):
         return f"<bound {self.__func__!r} of {self.__self__!r}>"
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Method)
-            and other.__func__ is self.__func__
-            and other.__self__ is self.__self__
-        )
+        return isinstance(other, Method) and other._bound == self._bound
 
     def __hash__(self) -> int:
-        return hash((Method, id(self.__func__), id(self.__self__)))
+        return hash(self._bound)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return getattr, (self.__self__, self.__func__.__name__)
+        return self._bound.__reduce__()  # type: ignore[return-value]

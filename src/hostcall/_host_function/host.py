@@ -14,7 +14,6 @@ from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
-from hostcall._host_function import kept
 from hostcall._host_function.function import HostFunction, Undeclared
 from hostcall._host_function.rules import P, R
 
@@ -185,8 +184,6 @@ def host(
         return functools.partial(host, **options)
     shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True)
     options["nondiff"] = checked(shown, result, nondiff)
-    options["cache"] = kept.part_of(shown, fn, options)
-    del options["version"]
     if order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
     return HostFunction(fn, **options)

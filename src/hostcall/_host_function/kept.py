@@ -6,7 +6,6 @@ import os
 import stat
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +13,19 @@ import numpy as np
 from hostcall._core.arguments import conflict
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import asked, text_of
-from hostcall._core.options import check
 from hostcall._core.source import is_anonymous, name_of
-from hostcall._core.spec import Template
-from hostcall._host_function.rules import Function, Options
+from hostcall._host_function.rules import Function
 from hostcall._policies.stores import Cache, Part
 
 
-def part_of(shown: str, fn: Function, options: Options) -> Part | None:
+def part_of(
+    shown: str, fn: Function, cache: object, version: str | int | None
+) -> Part | None:
     """The function's place in the cache that its options say, or None without one.
 
     Raises:
-        SpecError: `cache`, `version`, or an option that does not go with them.
+        SpecError: `cache` or `version` does not fit the function.
     """
-    names = ("cache", "version", "order", "lend", "arrays")
-    check(f"`{shown}`", {key: options[key] for key in names})
-    cache, version = options["cache"], options["version"]
     if cache is None:
         return None
     module = text_of(fn, "__module__") or "builtins"
@@ -43,22 +39,23 @@ def part_of(shown: str, fn: Function, options: Options) -> Part | None:
 
 
 def _check_disk(shown: str, fn: Function, version: str | int | None) -> None:
+    why = ""
     if version is None:
-        raise conflict(
-            f"`{shown}`",
-            "a cache that outlives the process, and no version=. Give version=1, and"
-            " another number whenever the code of the function, of its rules, or of"
-            " what they call changes: older results are then not found",
+        why = (
+            "no version=. Give version=1, and another number whenever the code of the"
+            " function, of its rules, or of what they call changes: older results are"
+            " then not found"
         )
-    if not _goes_by_name(fn):
-        raise conflict(
-            f"`{shown}`",
-            "a cache that outlives the process, whose entries go by the function's"
-            f" module and name. `{name_of(fn)}` may be one of several functions of that"
-            " name (a lambda, a closure, a decorator's wrapper, a partial, a bound"
-            " method, a ufunc of np.frompyfunc): define it at the top level of a"
-            " module, with all that it uses as arguments, or use cache='memory'",
+    elif not _goes_by_name(fn):
+        why = (
+            f"its entries go by the function's module and name. `{name_of(fn)}` may be"
+            " one of several functions of that name (a lambda, a closure, a decorator's"
+            " wrapper, a partial, a bound method, a ufunc of np.frompyfunc): define it"
+            " at the top level of a module, with all that it uses as arguments, or use"
+            " cache='memory'"
         )
+    if why:
+        raise conflict(f"`{shown}`", f"a cache that outlives the process, and {why}")
 
 
 def _check_folder(shown: str, cache: object) -> None:
@@ -109,11 +106,10 @@ def _is_private(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
         return False
-    own = group in (0, user.pw_gid) and set(found.gr_mem) <= {user.pw_name}
-    return own and found.gr_name in ("root", user.pw_name)
+    return found.gr_name in ("root", user) and set(found.gr_mem) <= {user}
 
 
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -131,17 +127,6 @@ def _goes_by_name(fn: Function) -> bool:
     code = asked(fn, "__code__", types.CodeType)
     closes = type(fn) is types.FunctionType and fn.__closure__
     return not closes and (code is None or "<locals>" not in code.co_qualname)
-
-
-def options_of(
-    given: Options, label: tuple[object, ...], template: Template | None = None
-) -> Options:
-    """A copy of options, with the part of the cache for one of the function's codes."""
-    part = given.get("cache")
-    if part is None:
-        return dict(given)
-    part = replace(part, label=f"{part.label} {label}", template=template)
-    return given | {"cache": part}
 
 
 def clear(part: Part | None, name: str) -> None:

@@ -1,8 +1,7 @@
 """A HostFunction's code in programs that leave the process (_engine/portable.py).
 
 The HostFunction goes by its registered name, and brings its rules, its pool and its
-cache with it where the program is loaded. What the call site knows goes by value. The
-slope of an elementwise function with finite differences goes by that function's name.
+cache with it where the program is loaded. What the call site knows goes by value.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ from hostcall._core import portable, registry
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
 from hostcall._core.options import Policy
-from hostcall._core.portable import AVALS, Malformed
+from hostcall._core.portable import AVALS
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine.portable import name_of as name_of_registered
 from hostcall._host_function.rules import RULES, Kind
-from hostcall._host_function.site import CallSite, options_for
+from hostcall._host_function.site import CallSite
 from hostcall._host_function.steps import Steps
 
 
 def tell(steps: Steps, _: bool) -> dict[str, object]:
-    function, slope = steps.site.function, None
-    if function._slope_of is not None:
-        function, slope = function._slope_of
+    function = steps.site.function
     name = name_of_registered(
         function,
         "it has no name in other processes. Register the hc.host function, not the"
@@ -36,7 +33,6 @@ def tell(steps: Steps, _: bool) -> dict[str, object]:
     )
     return {
         "registered": name,
-        "slope": slope,
         **portable.tell_record(steps, _STEPS),
         **portable.tell_record(steps.site, _SITE),
     }
@@ -51,21 +47,16 @@ _SITE = {
     "nondiff": tuple[int, ...],
     "fills": tuple[bytes | None, ...] | None,
 }
-_TEXT = {"registered": tuple[str, int], "slope": int | None, **_STEPS, **_SITE}
+_TEXT = {"registered": tuple[str, int], **_STEPS, **_SITE}
 
 
 def read(told: object) -> tuple[Steps, Policy]:
     found = portable.read_record(told, _TEXT)
-    function, slope = _function(found), found["slope"]
-    if slope is not None:
-        (arguments, _) = found["template"].treedef.children()
-        if slope not in range(len(arguments.children())):
-            raise Malformed(f"the slope {slope!r}")
-        function = function.differences.slope(slope)
+    function = _function(found)
     place = Place("a loaded program", 0, function.__name__)
     site = CallSite(function, **{part: found[part] for part in _SITE}, place=place)
     steps = Steps(site, **{part: found[part] for part in _STEPS})
-    return steps, Policy.of(options_for(steps), function)
+    return steps, Policy.of(steps.options(), function)
 
 
 def _function(found: dict[str, Any]) -> Any:
@@ -74,22 +65,12 @@ def _function(found: dict[str, Any]) -> Any:
     Raises Malformed, or LoadError if it lacks what the program calls.
     """
     name, kind = registry.Name(*found["registered"]), found["kind"]
-    if found["slope"] is not None and kind != "value":  # it is host code without rules
-        raise Malformed(f"the rule {kind!r}")
     function = registry.find(*name)
     if not is_function(function):
         raise LoadError(
             f"hostcall: the program calls {name} as a hc.host function, and here"
             f" {name_of(function)} ({source_of(function)}) is registered, which is a"
             " plain function. Register the result of hc.host"
-        )
-    differences = function.differences
-    if found["slope"] is not None and not (differences and differences.elementwise):
-        raise LoadError(
-            f"hostcall: the program calls the finite difference of {name}, and what is"
-            " registered here is no elementwise function with"
-            " hc.derivatives.finite_difference. Give it what it had where the"
-            " program was exported, or count its version= up"
         )
     needs, _ = RULES[kind]
     if needs and getattr(function.rules, needs) is None:

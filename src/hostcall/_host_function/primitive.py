@@ -130,9 +130,7 @@ class Linear(Value):
         return bind(operands, self), [_sum(terms) for terms in zip(*dots, strict=True)]
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
-        consts = [x for x in operands[: self.n] if x is not None]
-        if len(consts) < self.n:
-            raise not_linear(self)
+        consts = known(operands[: self.n], self)
         return [*(None for _ in consts), *self.back(consts, cotangents)]
 
 
@@ -169,9 +167,7 @@ class Pair(Value):
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         """Of a jvp that is transposed as it stands: only the tangents are linear."""
-        args = [x for x in operands[: self.n] if x is not None]
-        if len(args) < self.n:
-            raise not_linear(self.value)
+        args = known(operands[: self.n], self.value)
         _, consts, linear = self.start(args, True)
         given = [*consts, *operands[self.n :]]
         back = linear.transposed(given, cotangents[len(self.value.avals) :])
@@ -182,11 +178,15 @@ class Pair(Value):
         return None if any(used[len(self.value.avals) :]) else self.value
 
 
-def not_linear(what: Value) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{what}` is transposed with respect to an argument in which it"
-        " isn't linear"
-    )
+def known(operands: Tangents, what: Value) -> Arrays:
+    """The operands in which a function isn't linear, which a transpose must know."""
+    found = [x for x in operands if x is not None]
+    if len(found) < len(operands):
+        raise DerivativeError(
+            f"hostcall: `{what}` is transposed with respect to an argument in which it"
+            " isn't linear"
+        )
+    return found
 
 
 def bind(operands: Arrays, what: Value) -> Arrays:

@@ -40,9 +40,9 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 from secrets import randbits
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -53,7 +53,6 @@ from hostcall._core.source import Place
 from hostcall._host_function.rules import Tree
 
 logger = logging.getLogger("hostcall")
-T = TypeVar("T")
 
 # A handle has 64 bits in two halves, since JAX has no uint64 by default.
 HANDLE = _jax.ShapedArray((2,), np.dtype(np.uint32))
@@ -74,7 +73,7 @@ class ResidualStore:
         self.missed = 0  # how often a residual was computed again
         # By number: the residual, and whether it is never taken out. Oldest first.
         self._kept: dict[int, tuple[Tree, bool]] = {}
-        self._dropped: dict[int, None] = {}
+        self._dropped: deque[int] = deque(maxlen=_REMEMBERED)
         # Functions, by name and source, for which the log says that a rule runs again.
         self._said: dict[tuple[str, str], object] = {}
         # Starts anywhere in 62 bits, so that a handle from another process, or from
@@ -118,9 +117,10 @@ class ResidualStore:
         for newer ones is computed again.
         """
         new = object()
-        if number_of(handle) not in self._dropped:
-            return
-        if self._said.setdefault((name, source), new) is not new:
+        if (
+            number_of(handle) not in list(self._dropped)  # others may add to it
+            or self._said.setdefault((name, source), new) is not new
+        ):
             return
         logger.warning(
             "`%s` left more than %d residuals on the host before its backward rule used"
@@ -145,17 +145,11 @@ class ResidualStore:
     def _keep(self, number: int, residual: Tree, sticky: bool) -> None:
         limit = self.limit()
         self._kept[number] = residual, sticky
-        for old in _oldest(self._kept, limit):
+        extra = len(self._kept) - limit
+        # A copy of all numbers is one step; a walk through some isn't.
+        for old in list(self._kept)[:extra] if extra > 0 else ():
             if self._kept.pop(old, None) is not None and limit:
-                self._dropped[old] = None
-        for old in _oldest(self._dropped, _REMEMBERED):
-            self._dropped.pop(old, None)
-
-
-def _oldest(numbers: dict[int, T], limit: int) -> list[int]:
-    """Those beyond the limit. A copy of all is one step; a walk through some isn't."""
-    extra = len(numbers) - limit
-    return list(numbers)[:extra] if extra > 0 else []
+                self._dropped.append(old)
 
 
 def number_of(handle: np.ndarray) -> int:

@@ -186,7 +186,8 @@ def aligned(
     differ in number from the result's, the rows run one by one.
     """
     axes = len(site.avals[0].shape)
-    if kind not in ("value", "jvp", "both"):
+    jacobian = kind == "jacobian" and site.diagonal
+    if kind not in ("value", "jvp", "both") and not jacobian:
         avals = site.unmasked(site.in_avals)
         if any(len(aval.shape) != axes for aval in avals):
             options["vmap_method"] = "sequential"

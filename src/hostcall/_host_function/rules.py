@@ -9,8 +9,6 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
-from hostcall._core.options import refuse_pairs
-from hostcall._core.source import Place, name_of
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 
@@ -59,6 +57,8 @@ class Rule:
             bwd(residuals, cotangents, nz), with one cotangent per leaf of the result
             and None for a leaf without one; it returns one for each array that `nz`
             marks.
+        diagonal: it is the Jacobian rule of an elementwise function, and returns the
+            diagonal of each block, of the result's shape.
     """
 
     fn: Function | None
@@ -67,6 +67,7 @@ class Rule:
     each: tuple[Function | None, ...] = ()
     residuals: Results | None = None
     flat: bool = False
+    diagonal: bool = False
 
     @property
     def keeps_objects(self) -> bool:
@@ -86,27 +87,28 @@ class Rules:
 
     def add(self, name: str, kind: str, rule: object, order: str = "pure") -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
-        if order != "pure":
-            raise SpecError(
-                f"hostcall: `{name}` has order={order!r} and def{kind}. Derivatives run"
-                " the function again, or not at all: make it pure, and leave its"
-                " effects to a hc.tap or hc.call beside it",
-                code="hc-conflict",
-            )
-        if getattr(self, kind) is not None:
-            raise SpecError(
-                f"hostcall: `{name}` has a rule by def{kind} already. Programs may be"
-                " compiled with it: make a new function with hc.host for another",
-                code="hc-rule",
-            )
         kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(self, k)]
-        if kinds and (self.transpose or kind == "transpose"):
-            raise SpecError(
-                f"hostcall: `{name}` has deftranspose and def{kinds[0]}. A linear"
-                " function is its own derivative, and deftranspose says that it is"
-                " linear: drop one of the two",
-                code="hc-rule",
+        why, code = "", "hc-rule"
+        if order != "pure":
+            code = "hc-conflict"
+            why = (
+                f"order={order!r} and def{kind}. Derivatives run the function again, or"
+                " not at all: make it pure, and leave its effects to a hc.tap or"
+                " hc.call beside it"
             )
+        elif getattr(self, kind) is not None:
+            why = (
+                f"a rule by def{kind} already. Programs may be compiled with it: make a"
+                " new function with hc.host for another"
+            )
+        elif kinds and (self.transpose or kind == "transpose"):
+            why = (
+                f"deftranspose and def{kinds[0]}. A linear function is its own"
+                " derivative, and deftranspose says that it is linear: drop one of the"
+                " two"
+            )
+        if why:
+            raise SpecError(f"hostcall: `{name}` has {why}", code=code)
         setattr(self, kind, rule)
 
 
@@ -122,9 +124,6 @@ class Ruled(Handle):
     nondiff: tuple[int, ...]
     advice: str  # what errors advise if the rules are not the user's to give
     rules_copy = False
-    # If it is the derivative of an elementwise function by finite differences: that
-    # function, and the argument.
-    _slope_of: tuple[Ruled, int] | None = None
 
     def _rule_of(self, kind: Kind) -> Rule:
         """What a def* method was given for this kind of code."""
@@ -169,34 +168,6 @@ def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
     return run_one(fn, *args) if is_coroutine_function(fn) else fn(*args)
 
 
-def check_rules(
-    rules: Sequence[Function], name: str, usage: str, where: Where, options: Options
-) -> None:
-    """Refuses what can't be rules of the function `name`, and a wrong `where`."""
-    for rule in rules:
-        if not callable(rule):
-            raise SpecError(
-                f"hostcall: {usage} of `{name}` wants a function, got {rule!r}",
-                code="hc-rule",
-            )
-    if where not in ("host", "jax"):
-        raise SpecError(
-            f"hostcall: where= of a rule of `{name}` should be 'host' (Python on NumPy"
-            f" arrays) or 'jax' (JAX code), got {where!r}",
-            code="hc-rule",
-        )
-    for rule in filter(is_coroutine_function, rules):
-        if where == "jax":
-            raise SpecError(
-                f"hostcall: the rule `{name_of(rule)}` of `{name}` is a coroutine"
-                " function and JAX code. JAX traces such a rule, and can't await"
-                " anything: make it a plain function",
-                code="hc-coroutine",
-            )
-        given = {option: options[option] for option in ("arrays", "lend", "executor")}
-        refuse_pairs(f"the rule `{name_of(rule)}`", {**given, "awaits": True})
-
-
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
     """The positions, counted from 0, that exist among n arguments.
 
@@ -216,60 +187,44 @@ def forward_pair(value: Tree, name: str) -> tuple[Tree, Tree]:
     return value
 
 
-# --- Missing rules -----------------------------------------------------------------
+# --- Missing rules -------------------------------------------------------------------
 
-
-def no_derivative(name: str, place: Place, advice: str) -> DerivativeError:
-    """`advice` replaces the usual one if the rules aren't the user's to give."""
-    usual = (
-        f"Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
-        f" reverse mode, {name}.defjacobian(rule) for both,"
-        f" hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
+# By what is missing. `advice` is the function's own if the rules aren't the user's to
+# give; otherwise it is from the second table.
+MISSING = {
+    "derivative": "`{name}` has no derivative rule (called at {place}). {advice}",
+    "forward": (
+        "`{name}` has a rule for reverse mode (defvjp), and is differentiated in"
+        " forward mode: jvp, jacfwd, hessian (called at {place}). Add"
+        " {name}.defjvp(rule), with rule(primals, tangents) -> tangent of the result,"
+        " or {name}.defjacobian(rule), which serves both modes"
+    ),
+    "reverse": (
+        "`{name}` has a rule for forward mode in host code (defjvp), and is"
+        " differentiated in reverse mode: grad, vjp, jacrev (called at {place}). Add"
+        " {name}.defvjp(fwd, bwd), with fwd(*args) -> (out, residuals) and"
+        " bwd(residuals, cotangent) -> cotangents; or {name}.defjacobian(rule); or"
+        " write the rule in JAX code: {name}.defjvp(rule, where='jax')"
+    ),
+    "second": (
+        "`{rule}`, a rule of `{name}` in host code, is itself differentiated (called at"
+        " {place}). {advice}"
+    ),
+    "argument": (
+        "`{name}` is differentiated with respect to argument {position}, {why} (called"
+        " at {place}). Keep the derivative out with jax.lax.stop_gradient on that"
+        " argument, or give a rule for it"
+    ),
+}
+ADVICE = {
+    "derivative": (
+        "Give one: {name}.defjvp(rule) for forward mode, {name}.defvjp(fwd, bwd) for"
+        " reverse mode, {name}.defjacobian(rule) for both,"
+        " hc.derivatives.finite_difference({name}) if you have no rule; or keep the"
         " derivative out with jax.lax.stop_gradient on its arguments"
-    )
-    return DerivativeError(
-        f"hostcall: `{name}` has no derivative rule (called at {place})."
-        f" {advice or usual}"
-    )
-
-
-def no_forward(name: str, place: Place) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{name}` has a rule for reverse mode (defvjp), and is"
-        f" differentiated in forward mode: jvp, jacfwd, hessian (called at {place})."
-        f" Add {name}.defjvp(rule), with rule(primals, tangents) -> tangent of the"
-        f" result, or {name}.defjacobian(rule), which serves both modes"
-    )
-
-
-def no_reverse(name: str, place: Place) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{name}` has a rule for forward mode in host code (defjvp), and is"
-        f" differentiated in reverse mode: grad, vjp, jacrev (called at {place}). Add"
-        f" {name}.defvjp(fwd, bwd), with fwd(*args) -> (out, residuals) and"
-        f" bwd(residuals, cotangent) -> cotangents; or {name}.defjacobian(rule); or"
-        f" write the rule in JAX code: {name}.defjvp(rule, where='jax')"
-    )
-
-
-def not_again(name: str, rule: Function, place: Place, advice: str) -> DerivativeError:
-    what = "a derivative" if advice else f"`{name_of(rule)}`, a rule"
-    where = "" if advice else " in host code,"
-    usual = (
+    ),
+    "second": (
         "For derivatives of higher order write the rule in JAX code (where='jax') over"
         " functions that have rules of their own, such as other hc.host functions"
-    )
-    return DerivativeError(
-        f"hostcall: {what} of `{name}`{where} is itself differentiated (called at"
-        f" {place}). {advice or usual}"
-    )
-
-
-def not_differentiable(
-    name: str, position: int, why: str, place: Place
-) -> DerivativeError:
-    return DerivativeError(
-        f"hostcall: `{name}` is differentiated with respect to argument {position},"
-        f" {why} (called at {place}). Keep the derivative out with"
-        f" jax.lax.stop_gradient on that argument, or give a rule for it"
-    )
+    ),
+}

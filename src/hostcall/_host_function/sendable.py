@@ -15,8 +15,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-import jax
-
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
 from hostcall._host_function.rules import Function, Kind, Ruled, Tree, forward_pair
@@ -68,7 +66,7 @@ def push_whole(
 ) -> Calls[tuple[Tree, Tree]]:
     """(result, tangent), by a rule that returns both or only the tangent."""
     value = yield rule(args, tangents)
-    if is_pair(value, jax.tree_util.tree_structure(like)):
+    if is_pair(value, like):
         return value  # type: ignore[no-any-return]
     return None if fn is None else (yield fn(*args)), value
 

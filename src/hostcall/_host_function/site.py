@@ -16,12 +16,12 @@ The way of a value and its gradient, for a `defvjp` in host code:
     traced    HostFunction._call flattens the arguments and binds host_function on a
                 `CallSite`
               JAX differentiates it: `CallSite.jvp` binds host_jvp on a `Derivative`
-              JAX splits that: `Derivative.start` binds host_function on the
-                FunctionCode of "forward" and leaves one on a `LinearPart`
-              JAX transposes that: `LinearPart.back` binds host_function on the
-                FunctionCode of "backward"
-    lowered   `FunctionCode.run` makes each of the two a call, by `make`. Without a
-                derivative `CallSite.run` does so, on the FunctionCode of "value"
+              JAX splits that: `Derivative.start` binds host_function on the `Steps`
+                of "forward" and leaves one on a `LinearPart`
+              JAX transposes that: `LinearPart.back` binds host_function on the `Steps`
+                of "backward"
+    lowered   `Steps.run` makes each of the two a call, by `make`. Without a derivative
+                `CallSite.run` does so, on the `Steps` of "value"
     run       the engine calls `Steps.__call__`: fwd runs, and its residual goes into
                 `residuals.store`; bwd runs on what is found there
 """
@@ -30,18 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core.callback import Callback
-from hostcall._core.errors import BatchingError
-from hostcall._core.fingerprint import fingerprint
-from hostcall._core.options import WHOLE
-from hostcall._core.spec import Results, Template
-from hostcall._host_function import rules
-from hostcall._host_function.kept import options_of
+from hostcall._core.spec import Template
 from hostcall._host_function.primitive import (
     Arrays,
     Linear,
@@ -52,19 +47,18 @@ from hostcall._host_function.primitive import (
     filled,
 )
 from hostcall._host_function.residuals import HANDLE, store
-from hostcall._host_function.results import aligned, elementwise
+from hostcall._host_function.rules import Rule
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
-from hostcall._jax.types import Aval
-from hostcall._primitives.batching import Dims, batched_results, in_front
-from hostcall._primitives.make import make
+from hostcall._jax.types import Aval, TreeDef
+from hostcall._primitives.batching import Dims
 
 
 class CallSite(RuleTrees):
     """A HostFunction, called with arguments of these trees."""
 
     def run(self, operands: Arrays) -> Arrays:
-        return FunctionCode(Steps(self, "value", self.avals)).run(operands)
+        return Steps(self, "value", self.avals).run(operands)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         found = self.function.rules
@@ -74,7 +68,7 @@ class CallSite(RuleTrees):
         if found.transpose:
             return self._linear_jvp(operands, tangents)
         if not (found.vjp or found.jvp or found.jacobian):
-            raise rules.no_derivative(self.name, self.place, self.function.advice)
+            raise self.missing("derivative")
         nz = tuple(t is not None for t in tangents)
         derivative = Derivative(self, len(nz), nz)
         whole = [*operands, *(t for t in tangents if t is not None)]
@@ -95,7 +89,7 @@ class CallSite(RuleTrees):
             elif each and (position >= len(each) or each[position] is None):
                 why = "for which defjvps was given no rule"
             if why and tangent is not None:
-                raise rules.not_differentiable(self.name, position, why, self.place)
+                raise self.missing("argument", position=position, why=why)
 
     # --- Linear functions ----------------------------------------------------------
     #
@@ -122,7 +116,7 @@ class CallSite(RuleTrees):
         for position, x in pick(zip(self.positions, operands, strict=True), still):
             if x is None:
                 why = "in which it isn't linear"
-                raise rules.not_differentiable(self.name, position, why, self.place)
+                raise self.missing("argument", position=position, why=why)
             known.append(x)
         given = pick(cotangents, self.out_diff)
         return spread(bind([*known, *given], Transpose(self, len(known))), self.diff)
@@ -135,19 +129,9 @@ class CallSite(RuleTrees):
         rule = self.function.rules.batch
         if rule is None:
             return None
-        if self.masked:
-            raise BatchingError(
-                f"hostcall: `{self.name}` is called with a mask (where), and has a"
-                " defbatch rule, which the mask could not reach. Call it without the"
-                " mask and choose with jnp.where; or give a vmap_method instead"
-            )
-        moved = in_front(operands, dims)
-        marks = self.template.fill([d is not None for d in dims])[0]
-        answer = rule(size, tuple(marks), *self.arguments(moved))
-        what = f"the defbatch rule of `{self.name}`"
-        treedef = self.results.treedef
-        outs, flags = batched_results(answer, size, treedef, self.avals, what)
-        return outs, [0 if flag else None for flag in flags]
+        code = partial(Steps(self, "value", self.avals).run, vmap_method=rule)
+        outs = jax.vmap(code, (list(dims),), axis_size=size)(operands)
+        return outs, [0] * len(outs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,99 +153,13 @@ class Transpose(Linear):
         return tuple(pick(self.site.in_avals, self.site.diff))
 
     def run(self, operands: Arrays) -> Arrays:
-        steps = Steps(self.site, "transpose", self.avals, self.site.diff)
-        return bound(steps, operands)
+        code = Steps(self.site, "transpose", self.avals, self.site.diff)
+        return code.called(operands)
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         rest, moved = iter(consts), iter(cotangents)
         operands = [next(moved if flag else rest) for flag in self.site.diff]
         return pick(bind(operands, self.site.of_tangents), self.site.out_diff)
-
-
-# --- Host code in a program ----------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class FunctionCode(Value):
-    """One piece of host code in a program."""
-
-    steps: Steps
-
-    @property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return self.steps.avals
-
-    def __repr__(self) -> str:
-        return repr(self.steps)
-
-    def run(self, operands: Arrays) -> Arrays:
-        steps, site = self.steps, self.steps.site
-        options = options_for(steps)
-        operands, mask = steps.unmasked(operands)
-        if site.function.result is elementwise and options["vmap_method"] in WHOLE:
-            operands = aligned(operands, site, steps.kind, options)
-        template, results = self._form(len(operands))
-        trees = template, results, steps.fills
-        callback = Callback.of(steps, trees, site.place, options, site.function)
-        return make(callback, operands, mask)
-
-    def _form(self, n: int) -> tuple[Template, Results]:
-        """The trees of the call: the function has its own, a rule `n` flat arrays."""
-        steps, site = self.steps, self.steps.site
-        if steps.kind == "value":
-            return site.template, site.results
-        keys = site.results.keys if steps.kind in ("both", "forward") else ()
-        keys = (*keys, *(None for _ in self.avals[len(keys) :]))
-        marks = site.template.keys[: steps.n]
-        template = Template.flat(*marks, *(None for _ in range(n - steps.n)))
-        return template, Results.flat(self.avals, keys)
-
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        del operands, tangents
-        site, advice = self.steps.site, self.steps.site.function.advice
-        if self.steps.kind == "value":
-            raise rules.no_derivative(site.name, site.place, advice)
-        raise rules.not_again(site.name, self.steps.code, site.place, advice)
-
-    def shared(self, dims: Sequence[int | None]) -> Value:
-        """A backward rule does not take out a residual that the rows share."""
-        steps = self.steps
-        if steps.kind != "backward" or not steps.keeps_objects or not steps.take:
-            return self
-        handle = dims[len(steps.site.in_avals)]
-        return FunctionCode(replace(steps, take=False)) if handle is None else self
-
-    def narrowed(self, used: Sequence[bool]) -> Value | None:
-        """The function itself, if nothing uses the forward rule's residuals."""
-        site = self.steps.site
-        unused = self.steps.kind == "forward" and not any(used[len(site.avals) :])
-        return site if unused else None
-
-
-def bound(steps: Steps, operands: Arrays, template: Template | None = None) -> Arrays:
-    """The results of a rule in a program; for `template` see `TracedSteps`."""
-    if steps.site.function._rule_of(steps.kind).where == "jax":
-        return TracedSteps(steps, template).run(operands)
-    return bind(operands, FunctionCode(steps))
-
-
-def options_for(steps: Steps) -> rules.Options:
-    """The options of its calls, as `make` takes them."""
-    function = steps.site.function
-    label: tuple[object, ...] = steps.kind, steps.nz
-    # version= says which code computes the value; a rule can be set again.
-    if function.options.get("cache") is not None and steps.kind != "value":
-        label += (fingerprint(steps.code),)
-    options = options_of(function.options, label, steps.site.template)
-    if steps.kind != "value":
-        options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
-    if steps.keeps_objects:
-        options["cache"] = None  # one backward rule takes the residual
-        # A residual that is kept may be an argument.
-        options["lend"] = options["lend"] and function.rules_copy
-        if options["vmap_method"] != "parallel":
-            options["vmap_method"] = "sequential"
-    return options
 
 
 # --- The derivative of a call for which both modes may have rules --------------------
@@ -293,7 +191,7 @@ class Derivative(Pair):
         jvp = site.function.rules.jvp
         alone = options["lend"] == "out" or options.get("coalesce") is not None
         if jvp and (jvp.where == "jax" or not alone):
-            return bound(Steps(site, "both", self.avals, self.nz), operands)
+            return Steps(site, "both", self.avals, self.nz).called(operands)
         outs, consts, linear = self.start(operands[: self.n], False)
         return [*outs, *linear.run([*consts, *operands[self.n :]])]
 
@@ -308,11 +206,10 @@ class Derivative(Pair):
                 residuals = jacobian(site, args)
         again = found.vjp and (site.masked or found.vjp.keeps_objects)
         needed = found.jvp or found.jacobian or again or not backward
-        kept_args = args if needed else []
         kept_outs = outs if found.jvp and found.jvp.each else []
-        consts = [*kept_args, *kept_outs, *residuals]
-        counts = len(consts), len(kept_args), len(kept_outs)
-        return outs, consts, LinearPart(site, *counts, self.nz, backward, template)
+        parts = args if needed else [], kept_outs, residuals
+        consts, tree = jax.tree.flatten(parts)
+        return outs, consts, LinearPart(site, tree, self.nz, backward, template)
 
 
 @dataclass(frozen=True, repr=False)
@@ -321,46 +218,43 @@ class LinearPart(Linear):
 
     Attributes:
         site: the call that is differentiated.
-        n_args, n_outs: how many of the arguments and of the results are among its
-            constants, as far as its rules need them: all or none. Residuals follow.
+        tree: of its constants: (arguments, results, residuals), each as far as its
+            rules need them.
         nz: for each array of the arguments, whether it has a tangent.
         ready: whether the consts include what the reverse rule needs.
         template: the tree of the residuals of JAX code.
     """
 
     site: RuleTrees
-    n: int
-    n_args: int
-    n_outs: int
+    tree: TreeDef
     nz: tuple[bool, ...]
     ready: bool
     template: Template | None
 
     @property
+    def n(self) -> int:  # type: ignore[override]
+        return int(self.tree.num_leaves)
+
+    @property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
         return self.site.out_avals
 
-    def _parts(self, consts: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """(arguments, results, residuals)."""
-        n, m = self.n_args, self.n_args + self.n_outs
-        return consts[:n], consts[n:m], consts[m:]
-
     def run(self, operands: Arrays) -> Arrays:
         site, found = self.site, self.site.function.rules
-        args, outs, residuals = self._parts(operands[: self.n])
+        args, outs, residuals = self.tree.unflatten(operands[: self.n])
         tangents = operands[self.n :]
         if found.jvp:
-            steps = Steps(site, "jvp", self.avals, self.nz)
-            return bound(steps, [*args, *tangents, *outs])
+            code = Steps(site, "jvp", self.avals, self.nz)
+            return code.called([*args, *tangents, *outs])
         if found.jacobian:
             there = self.ready and found.vjp is None
             blocks = residuals if there else jacobian(site, args)
             return push(blocks, spread(tangents, self.nz), site)
-        raise rules.no_forward(site.name, site.place)
+        raise site.missing("forward")
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         site, found, template = self.site, self.site.function.rules, self.template
-        args, _, residuals = self._parts(consts)
+        args, _, residuals = self.tree.unflatten(consts)
         if found.vjp:
             if not self.ready:
                 _, residuals, template = _forward(site, found.vjp, args)
@@ -371,29 +265,29 @@ class LinearPart(Linear):
             else:
                 args = args[-1:] if site.masked else []
             avals = tuple(pick(site.in_avals, self.nz))
-            steps = Steps(site, "backward", avals, self.nz, take)
-            return bound(steps, [*args, *residuals, *cotangents], template)
+            code = Steps(site, "backward", avals, self.nz, take)
+            return code.called([*args, *residuals, *cotangents], template)
         if found.jacobian:
             blocks = residuals if self.ready else jacobian(site, args)
             return pull(blocks, cotangents, site, self.nz)
-        raise rules.no_reverse(site.name, site.place)
+        raise site.missing("reverse")
 
 
 # --- The rules of defvjp -------------------------------------------------------------
 
 
 def _forward(
-    site: RuleTrees, vjp: rules.Rule, args: Arrays
+    site: RuleTrees, vjp: Rule, args: Arrays
 ) -> tuple[Arrays, Arrays, Template | None]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
     n = len(site.avals)
     if vjp.where == "jax":
-        traced = TracedSteps(Steps(site, "forward", site.avals))
-        found = traced.run(args)
+        traced = TracedSteps(site, "forward", site.avals)
+        found = traced.trace(args)
         return found[:n], found[n:], traced.template
     avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
     steps = Steps(site, "forward", (*site.avals, *avals))
-    found = bind(args, FunctionCode(steps))
+    found = bind(args, steps)
     if vjp.keeps_objects:
         _forget_with(found[n])
     return found[:n], found[n:], None
@@ -414,18 +308,17 @@ def _forget_with(handle: jax.Array) -> None:
 
 def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
     """The blocks for a `site.CallSite` at these arguments."""
-    return bound(Steps(site, "jacobian", site.jacobian_avals), args)
+    return Steps(site, "jacobian", site.jacobian_avals).called(args)
 
 
 def push(jacobian: Arrays, tangents: Tangents, site: RuleTrees) -> Arrays:
     """The tangents of the results, J t; a tangent that is None is zero."""
-    ins = pick(zip(tangents, site.in_avals, strict=True), site.diff)
-    used = [(j, t, x.shape) for j, (t, x) in enumerate(ins) if t is not None]
+    n = sum(site.diff)
+    given = pick(zip(tangents, site.in_avals, strict=True), site.diff)
+    used = [(j, t, len(x.shape)) for j, (t, x) in enumerate(given) if t is not None]
     return [
-        _sum(out, [_dot(jacobian[i + j], t, len(shape)) for j, t, shape in used])
-        for i, out in zip(
-            range(0, len(jacobian), len(ins)), site.out_avals, strict=True
-        )
+        _sum(out, [_dot(site, jacobian[i * n + j], t, axes) for j, t, axes in used])
+        for i, out in enumerate(site.out_avals)
     ]
 
 
@@ -433,22 +326,29 @@ def pull(
     jacobian: Arrays, cotangents: Arrays, site: RuleTrees, wanted: Sequence[bool]
 ) -> Arrays:
     """The cotangents of the arrays that `wanted` marks, ct J."""
-    n, axes = sum(site.diff), [len(out.shape) for out in site.out_avals]
+    n, axes = sum(site.diff), [ct.ndim for ct in cotangents]
     columns = pick([jacobian[j::n] for j in range(n)], pick(wanted, site.diff))
+    dot = partial(_dot, site)
     return [
-        _sum(like, list(map(_dot, cotangents, column, axes)))
+        _sum(like, list(map(dot, cotangents, column, axes)))
         for like, column in zip(pick(site.in_avals, wanted), columns, strict=True)
     ]
 
 
 def _sum(like: Aval, terms: Arrays) -> jax.Array:
     total = sum(terms[1:], terms[0]) if terms else jnp.zeros(like.shape)
+    if total.shape != like.shape:  # the argument was broadcast to the result
+        more = total.ndim - len(like.shape)
+        ones = [more + i for i, n in enumerate(like.shape) if n == 1]
+        total = total.sum([*range(more), *ones]).reshape(like.shape)
     return total.astype(like.dtype)
 
 
-def _dot(left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
+def _dot(site: RuleTrees, left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
+    if site.diagonal:
+        return left * right
     return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
 
 
-for _type in (CallSite, Transpose, FunctionCode, Derivative, LinearPart):
+for _type in (CallSite, Transpose, Derivative, LinearPart):
     _jax.hold_weakly_in_caches(_type)

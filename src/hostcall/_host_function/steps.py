@@ -1,7 +1,8 @@
-"""Host code of a HostFunction when it runs: the function itself, or one of its rules.
+"""Host code of a HostFunction: the function itself, or one of its rules.
 
-The engine calls a `Steps`. It puts the trees together, calls the user's function, takes
-apart what that returned, and checks it. The call in the middle may run on another
+In a program it is a `Steps`, a `Value` that lowers to a call. The engine calls the same
+`Steps` when the program runs: it puts the trees together, calls the user's function,
+takes apart what that returned, and checks it. The call in the middle may run on another
 thread, in another process or on another machine (`executor=`); see `sendable`. A
 residual that it computes comes back here, since the next call may go to another worker.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from typing import ClassVar, TypeAlias
 
@@ -21,16 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.callback import Callback
+from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
+from hostcall._core.options import WHOLE
 from hostcall._core.source import name_of, source_of
-from hostcall._core.spec import Template, flatten_arguments, wrap_keys
+from hostcall._core.spec import Results, Template, flatten_arguments, wrap_keys
 from hostcall._host_function import sendable
-from hostcall._host_function.primitive import Arrays, Tangents, bind
+from hostcall._host_function.primitive import Arrays, Tangents, Value, bind
 from hostcall._host_function.residuals import store
+from hostcall._host_function.results import aligned, elementwise
 from hostcall._host_function.rules import (
     RULES,
     Function,
     Kind,
+    Options,
     Rule,
     Tree,
     forward_pair,
@@ -38,6 +44,7 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
 from hostcall._policies.layer import same
+from hostcall._primitives.make import make
 
 # (function to run, its arguments, function that makes arrays of its value).
 Parts: TypeAlias = tuple[Function, Sequence[Tree], Callable[[Tree], Iterable[Tree]]]
@@ -46,8 +53,8 @@ Parts: TypeAlias = tuple[Function, Sequence[Tree], Callable[[Tree], Iterable[Tre
 _add = partial(jax.tree.map, operator.add)
 
 
-@dataclass(frozen=True)
-class Steps(HostCode):
+@dataclass(frozen=True, repr=False)
+class Steps(HostCode, Value):
     """One piece of host code. It is compared by what it is made of, so that JAX's
     caches hit.
 
@@ -78,6 +85,76 @@ class Steps(HostCode):
     def __repr__(self) -> str:
         return f"{'' if self.kind == 'value' else self.kind + ' of '}{self.site.name}"
 
+    # --- In a program ----------------------------------------------------------------
+
+    def called(self, operands: Arrays, template: Template | None = None) -> Arrays:
+        """The results of a rule, host code or not; for `template` see `TracedSteps`."""
+        if self.rule.where == "host":
+            return bind(operands, self)
+        code = self.site, self.kind, self.avals, self.nz
+        return TracedSteps(*code, template=template).trace(operands)
+
+    def run(self, operands: Arrays, **more: object) -> Arrays:
+        """The results of the call; `more` are options in place of its own."""
+        site, options = self.site, self.options() | more
+        operands, mask = self.unmasked(operands)
+        if site.function.result is elementwise and options["vmap_method"] in WHOLE:
+            operands = aligned(operands, site, self.kind, options)
+        trees = *self._trees(len(operands)), self.fills
+        return make(
+            Callback.of(self, trees, site.place, options, site.function), operands, mask
+        )
+
+    def _trees(self, n: int) -> tuple[Template, Results]:
+        """Those of the call: the function has its own, a rule `n` flat arrays."""
+        site = self.site
+        if self.kind == "value":
+            return site.template, site.results
+        keys = site.results.keys if self.kind in ("both", "forward") else ()
+        keys = (*keys, *(None for _ in self.avals[len(keys) :]))
+        marks = site.template.keys[: self.n]
+        template = Template.flat(*marks, *(None for _ in range(n - self.n)))
+        return template, Results.flat(self.avals, keys)
+
+    def options(self) -> Options:
+        """The options of its calls, as `make` takes them."""
+        function, options = self.site.function, dict(self.site.function.options)
+        if self.kind != "value":
+            options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
+        if self.keeps_objects:
+            options["cache"] = None  # one backward rule takes the residual
+            # A residual that is kept may be an argument.
+            options["lend"] = options["lend"] and function.rules_copy
+            if options["vmap_method"] != "parallel":
+                options["vmap_method"] = "sequential"
+        if (cache := options.get("cache")) is not None:
+            label: tuple[object, ...] = self.kind, self.nz
+            if self.kind != "value":
+                # version= says which code computes the value; a rule can be set again.
+                label += (fingerprint(self.code),)
+            template = self.site.template
+            options["cache"] = replace(cache, label=str(label), template=template)
+        return options
+
+    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+        del operands, tangents
+        missing = "derivative" if self.kind == "value" else "second"
+        raise self.site.missing(missing, rule=name_of(self.code))
+
+    def shared(self, dims: Sequence[int | None]) -> Value:
+        """A backward rule does not take out a residual that the rows share."""
+        handle = len(self.site.in_avals)
+        if self.kind == "backward" and self.keeps_objects and dims[handle] is None:
+            return replace(self, take=False)
+        return self
+
+    def narrowed(self, used: Sequence[bool]) -> Value | None:
+        """The function itself, if nothing uses the forward rule's residuals."""
+        unused = self.kind == "forward" and not any(used[len(self.site.avals) :])
+        return self.site if unused else None
+
+    # --- What it is made of ----------------------------------------------------------
+
     @cached_property
     def code(self) -> Function:
         """The user's function that names it in messages."""
@@ -103,6 +180,14 @@ class Steps(HostCode):
         """How many of the first operands are arrays of the function's arguments."""
         first = self.kind not in ("transpose", "backward") or self.keeps_objects
         return len(self.site.template.keys) if first else 0
+
+    @property
+    def linear(self) -> slice:
+        """Which of its operands, without the mask, are tangents or cotangents."""
+        if self.kind in ("jvp", "both"):
+            return slice(self.n, self.n + sum(self.nz))
+        back = self.kind in ("backward", "transpose")
+        return slice(-len(self.site.out_avals), None) if back else slice(0)
 
     @property
     def fills(self) -> tuple[bytes | None, ...]:
@@ -170,10 +255,6 @@ class Steps(HostCode):
         template = self.site.template
         return arrays if template.is_flat else template.fill(arrays)[0]
 
-    def _linear(self, arrays: Arrays) -> Arrays:
-        """Tangents or cotangents among the operands."""
-        return arrays
-
     def _kept(self, residual: Tree) -> Arrays:
         """The arrays that a forward rule's residual becomes in the program."""
         if self.keeps_objects:
@@ -181,10 +262,9 @@ class Steps(HostCode):
         structure = "residuals in the structure of residuals="
         return self.site.leaves_of(self._tree, residual, self.words, structure)
 
-    def _residual(self, operands: Arrays) -> tuple[Tree, Arrays]:
-        """(the residual in these operands of a backward rule, the cotangents)."""
-        n = self._tree.num_leaves
-        return self._tree.unflatten(operands[:n]), operands[n:]
+    def _residual(self, leaves: Arrays) -> Tree:
+        """The residual of these arrays."""
+        return self._tree.unflatten(leaves)
 
     @property
     def _tree(self) -> TreeDef:
@@ -208,10 +288,6 @@ class Steps(HostCode):
             for leaf, aval in zip(leaves, self.avals, strict=True)
         ]
 
-    def _term(self, leaves: Tangents) -> Arrays:
-        """One argument's share of the tangents."""
-        return leaves
-
     # --- The steps of a rule -------------------------------------------------------
     #
     # Each takes the operands without the mask.
@@ -220,25 +296,24 @@ class Steps(HostCode):
         return sendable.awaited if self.awaits() else sendable.driven, (calls, *sent)
 
     def _jvp(self, operands: Arrays) -> Parts:
-        site, jvp, n = self.site, self.rule, self.n
-        m = n + sum(self.nz)
-        args = self._arguments(operands[:n])
-        dots = spread(self._linear(operands[n:m]), self.nz)
+        site, jvp, n, linear = self.site, self.rule, self.n, self.linear
+        args, outs = self._arguments(operands[:n]), operands[linear.stop :]
+        dots = spread(operands[linear], self.nz)
         if jvp.flat:
             sent = args, site.unmasked(dots), site.out_diff
             return self._code("jvp"), sent, self._pushed
         whole = site.tangents(operands[:n], dots, self.zeros)
-        if jvp.fn is None:
-            outs = site.results.fill(operands[m:]) if operands[m:] else None
-            fn = self._code("value") if outs is None else None
+        fn = self._code("value") if self.kind == "both" else None
+        if jvp.fn is not None:
+            rule, zeros = self._code("jvp"), site.result_of_zeros
+            calls = self._several(sendable.push_whole, rule, fn, zeros, args, whole)
+        else:
             positions = sorted(set(pick(site.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
-            several = self._several(sendable.push_each, terms, fn, outs, args)
-        else:
-            fn = self._code("value") if self.kind == "both" else None
-            given = self._code("jvp"), fn, site.result_of_zeros, args, whole
-            several = self._several(sendable.push_whole, *given)
-        return *several, self._pushed
+            result = site.results.fill(outs) if outs else None
+            fn = None if outs else self._code("value")
+            calls = self._several(sendable.push_each, terms, fn, result, args)
+        return *calls, self._pushed
 
     _both = _jvp
 
@@ -249,11 +324,10 @@ class Steps(HostCode):
             terms = [touts]
             if self.rule.fn is None:  # a rule may return None for zero
                 terms = [term for term in touts if term is not None] or touts[:1]
-            leaves = [
-                self._term(pick(site.out_leaves(term, self.words), site.out_diff))
-                for term in terms
+            terms = [
+                pick(site.out_leaves(term, self.words), site.out_diff) for term in terms
             ]
-            touts = [reduce(_add, column) for column in zip(*leaves, strict=True)]
+            touts = reduce(_add, terms)
         return [*outs, *touts] if both else touts
 
     def _forward(self, operands: Arrays) -> Parts:
@@ -264,13 +338,14 @@ class Steps(HostCode):
         return self._code("forward"), self._arguments(operands), finish
 
     def _backward(self, operands: Arrays) -> Parts:
+        given = operands[self.linear]
         if self.keeps_objects:
-            handle, given = operands[self.n], operands[self.n + 1 :]
+            handle = operands[self.n]
             residual, there = store.get(handle, self.take)
             if not there:
                 return self._both_halves(operands[: self.n], handle, given)
         else:
-            residual, given = self._residual(operands)
+            residual = self._residual(operands[: len(operands) - len(given)])
         sent = (residual, *self._given(given))
         return self._code("backward"), sent, lambda value: self._pulled(value, given)
 
@@ -304,9 +379,8 @@ class Steps(HostCode):
         site = self.site
         positions = site.diff_positions
         still = [not flag for flag in site.unmasked(self.nz)]
-        n = sum(still)
-        args = self._arguments(spread(operands[:n], still))
-        given = self._linear(operands[n:])
+        given = operands[self.linear]
+        args = self._arguments(spread(operands[: sum(still)], still))
 
         def finish(value: Tree) -> Tangents:
             whole = (value,) if len(positions) == 1 else value
@@ -327,35 +401,52 @@ class Steps(HostCode):
 # runs. Rules in JAX code run while a program is traced.
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TracedSteps(Steps):
     """A rule in JAX code. It runs for every row, whatever the mask is.
 
     Attributes:
-        mask: an array of the program, or None.
         template: the tree of the residuals that a forward rule leaves for the backward
             rule.
+        mask: an array of the program, or None.
     """
 
-    mask: jax.Array | None
-    template: Template | None
+    template: Template | None = None
+    mask: jax.Array | None = None
 
     @staticmethod
     def zeros(like: jax.Array) -> jax.Array:
         return jnp.zeros_like(like)
 
-    def __init__(self, steps: Steps, template: Template | None = None) -> None:
-        vars(self).update(vars(steps), template=template)
-
     def awaits(self) -> bool:
         return False
 
-    def run(self, operands: Arrays) -> Arrays:
+    def trace(self, operands: Arrays) -> Arrays:
         operands, mask = self.unmasked(operands)
         vars(self).update(mask=mask)
-        run, sent, finish = self.split(operands, {})
+        run, sent, finish = self.split(self._gated(operands), {})
         values, n = list(finish(run(*sent))), len(self.avals)
         found = self.site.fitting(values[:n], self.avals, self.words)
-        return [*masking(mask, found, self.fills), *values[n:]]
+        if mask is not None:
+            found = list(map(partial(_masked, mask), found, self.fills))
+        return [*found, *values[n:]]
+
+    def _gated(self, operands: Arrays) -> Arrays:
+        """The operands, without derivatives where the mask is False.
+
+        There a derivative of the rule may be infinite, and infinity times the zero
+        cotangent of a masked result would be NaN.
+        """
+        mask = self.mask
+        if mask is None:
+            return operands
+        linear = range(len(operands))[self.linear]
+        return [
+            x
+            if not jnp.issubdtype(x.dtype, jnp.inexact)
+            else jnp.where(mask, x, 0 if i in linear else jax.lax.stop_gradient(x))
+            for i, x in enumerate(operands)
+        ]
 
     def _code(self, kind: Kind, index: int | None = None) -> Function:
         if kind == "value":
@@ -373,59 +464,27 @@ class TracedSteps(Steps):
         return self.site.results.fill(bind([*arrays, *mask], self.site))
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
-        return self.site.arguments(gated(self.mask, arrays))
-
-    def _linear(self, arrays: Arrays) -> Arrays:
-        return masking(self.mask, arrays, (None,) * len(arrays))
-
-    def _term(self, leaves: Arrays) -> Arrays:
-        return self.site.fitting(leaves, self.site.out_avals, self.words)
+        return self.site.arguments(arrays)
 
     def _kept(self, residual: Tree) -> Arrays:
         kept, template = flatten_arguments((residual,), {})
         vars(self).update(template=template)
         return kept
 
-    def _residual(self, operands: Arrays) -> tuple[Tree, Arrays]:
+    def _residual(self, leaves: Arrays) -> Tree:
         assert self.template is not None
-        keys = self.template.keys
-        kept = wrap_keys(gated(self.mask, operands[: len(keys)]), keys)
-        ((residual,), _) = self.template.fill(kept)
-        return residual, self._linear(operands[len(keys) :])
-
-    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Tangents:
-        del cotangents
-        return leaves
+        ((residual,), _) = self.template.fill(wrap_keys(leaves, self.template.keys))
+        return residual
 
 
-def masking(
-    mask: jax.Array | None, values: Arrays, fills: Sequence[bytes | None]
-) -> Arrays:
-    """Puts fills, or zeros, into results of JAX code."""
-    if mask is None:
-        return values
-    masked = []
-    for value, fill in zip(values, fills, strict=True):
-        other = np.zeros((), value.dtype)
-        if fill is not None:
-            # One element of it if its shape is symbolic.
-            shape = () if _jax.has_symbolic([value]) else value.shape
-            other = np.frombuffer(fill, value.dtype).reshape(shape)
-        masked.append(jnp.where(mask, value, other))
-    return masked
+def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:
+    """A result of JAX code, with its fill, or zeros, where the mask is False."""
+    other = np.zeros((), value.dtype)
+    if fill is not None:
+        # One element of it if its shape is symbolic.
+        shape = () if _jax.has_symbolic([value]) else value.shape
+        other = np.frombuffer(fill, value.dtype).reshape(shape)
+    return jnp.where(mask, value, other)
 
 
-def gated(mask: jax.Array | None, arrays: Tangents) -> Tangents:
-    """The operands of JAX code, without derivatives where the mask is False.
-
-    There a derivative of the rule may be infinite, and infinity times the zero
-    cotangent of a masked result would be NaN.
-    """
-    if mask is None:
-        return arrays
-    return [
-        jnp.where(mask, x, jax.lax.stop_gradient(x))
-        if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
-        else x
-        for x in arrays
-    ]
+_jax.hold_weakly_in_caches(Steps)

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.counted import counted
 from hostcall._core.errors import DerivativeError
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitive import Arrays, Tangents, Value
-from hostcall._host_function.rules import Ruled, Tree
+from hostcall._host_function.rules import ADVICE, MISSING, Ruled, Tree
 from hostcall._jax.types import Aval, TreeDef
 
 tree = jax.tree_util
@@ -63,6 +62,13 @@ class RuleTrees(Value):
     @property
     def masked(self) -> bool:
         return self.fills is not None
+
+    def missing(self, what: str, **more: object) -> DerivativeError:
+        """The error for a missing rule; `what` is a key of `MISSING`."""
+        names = {"name": self.name, "place": self.place, **more}
+        advice = self.function.advice or ADVICE.get(what, "").format(**names)
+        text = MISSING[what].format(**names, advice=advice)
+        return DerivativeError(f"hostcall: {text}")
 
     # --- Which arrays have derivatives ---------------------------------------------
 
@@ -174,25 +180,21 @@ class RuleTrees(Value):
         """
         if positions is None:
             positions = range(len(self.argument_trees))
-        if not isinstance(value, tuple) or len(value) != len(positions):
-            tuples = isinstance(value, tuple)
-            got = counted(len(value), "value") if tuples else repr(value)
-            raise DerivativeError(
-                f"hostcall: {what} of `{self.name}` should return a tuple of"
-                f" {len(positions)}, one value for each of the arguments"
-                f" {list(positions)} (None for zero), got"
-                f" {got if len(got) < 80 else type(value).__name__}",
-                code="hc-rule",
-            )
-        of = dict(zip(positions, value, strict=True))
+        structure = (
+            f"a tuple of {len(positions)}, one value for each of the arguments"
+            f" {list(positions)} (None for zero)"
+        )
+        each = tree.tree_structure((0,) * len(positions))
+        value = tuple(value) if isinstance(value, tuple) else value  # may have names
+        values = self.leaves_of(each, value, what, structure)
+        of = dict(zip(positions, values, strict=True))
         leaves: Tangents = []
         for position, treedef in enumerate(self.argument_trees):
-            part = of.get(position)
-            if part is None:
+            if of.get(position) is None:
                 leaves += [None] * treedef.num_leaves
-            else:
-                structure = f"for argument {position} the structure of that argument"
-                leaves += self.leaves_of(treedef, part, what, structure)
+                continue
+            structure = f"for argument {position} the structure of that argument"
+            leaves += self.leaves_of(treedef, of[position], what, structure)
         return self._of_arrays(leaves, None)
 
     @cached_property
@@ -217,10 +219,16 @@ class RuleTrees(Value):
             blocks += pick(leaves, self.diff)
         return blocks
 
+    @property
+    def diagonal(self) -> bool:
+        """Whether the blocks of its Jacobian are diagonal, and given as such."""
+        rule = self.function.rules.jacobian
+        return rule is not None and rule.diagonal
+
     @cached_property
     def jacobian_avals(self) -> tuple[Aval, ...]:
         return tuple(
-            out.update(shape=out.shape + aval.shape)
+            out if self.diagonal else out.update(shape=out.shape + aval.shape)
             for out in self.out_avals
             for aval in pick(self.in_avals, self.diff)
         )
@@ -262,20 +270,16 @@ class RuleTrees(Value):
         return values[: len(self.template.keys)]
 
 
-def is_pair(value: Tree, treedef: TreeDef) -> bool:
+def is_pair(value: Tree, like: Tree) -> bool:
     """Whether a jvp rule returned (out, tangent) rather than the tangent alone.
 
-    `treedef` is the structure of the result, and so of its tangent.
+    `like` has the structure of the result, and so of its tangent.
     """
-    pair = isinstance(value, tuple) and len(value) == 2
-    if not pair or tree.tree_structure(value) == treedef:
-        return False
     try:
-        for part in value:
-            treedef.flatten_up_to(part)
+        tree.tree_structure((like, like)).flatten_up_to(value)
     except (ValueError, TypeError):
         return False
-    return True
+    return bool(tree.tree_structure(value) != tree.tree_structure(like))
 
 
 def _float0(shape: tuple[int, ...]) -> np.ndarray:
