@@ -10,15 +10,20 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
+from hostcall._compat.callbacks import (
+    check_vmap_method,
+    raw_keys,
+    result_aval,
+    trees_of,
+)
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
-from hostcall._core.options import WHOLE, CallOptions, check
+from hostcall._core.options import WHOLE, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
-from hostcall._core.spec import Results, Static, Template, canonical
+from hostcall._core.spec import Results, Template, canonical
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._primitives.buffer import bind
 
@@ -125,11 +130,9 @@ def buffer_callback(
         _check_arguments(callback, name, len(args), kwargs)
         params = make_params(
             callback,
-            in_tree,
-            out_tree,
-            avals,
+            trees_of(in_tree, out_tree, avals),
             place,
-            options=CallOptions(order=order, vmap_method=vmap_method),
+            {"order": order, "vmap_method": vmap_method},
             aliases=_check_aliases(wanted, operands, avals),
             command_buffer=command_buffer_compatible,
         )
@@ -176,27 +179,15 @@ def _operand(leaf: object) -> jax.Array | np.ndarray:
 
 def make_params(
     callback: Callable[..., object],
-    in_tree: _jax.TreeDef,
-    out_tree: _jax.TreeDef,
-    avals: tuple[_jax.Aval, ...],
+    trees: tuple[Template, Results],
     place: Place,
-    options: CallOptions,
+    options: Mapping[str, object],
     **others: Any,
 ) -> BufferParams:
     """The parameters of an equation that calls `callback`; `others` are the rest."""
-    return BufferParams(
-        callback=Callback(
-            fn=Static(callback),
-            template=Template(in_tree, (None,) * in_tree.num_leaves),
-            results=Results(out_tree, avals, (None,) * len(avals)),
-            fills=(None,) * len(avals),
-            options=options,
-            place=place,
-        ),
-        avals=avals,
-        masked=False,
-        **others,
-    )
+    avals = trees[1].avals
+    whole = Callback.of(callback, (*trees, (None,) * len(avals)), place, options)
+    return BufferParams(callback=whole, avals=avals, masked=False, **others)
 
 
 def _read_aliases(wanted: Mapping[int, int] | None) -> list[tuple[int, int]]:
@@ -215,25 +206,26 @@ def _check_aliases(
     avals: tuple[_jax.Aval, ...],
 ) -> tuple[tuple[int, int], ...]:
     """The (input, output) pairs, checked: each has one shape and dtype."""
-    pairs: list[tuple[int, int]] = []
-    for i, o in wanted:
-        says = f"input_output_aliases contains the mapping '{i}:{o}'"
-        for number, what, n in ((i, "input", len(operands)), (o, "output", len(avals))):
+    sizes, taken = (len(operands), len(avals)), set[int]()
+    for pair in wanted:
+        says = "input_output_aliases contains the mapping '{}:{}'".format(*pair)
+        for number, what, n in zip(pair, ("input", "output"), sizes, strict=True):
             if not 0 <= number < n:
                 raise ValueError(
                     f"{says} with {what} index {number} outside the range [0, {n})."
                     " Leaves of trees are counted one by one."
                 )
+        i, o = pair
         have = _jax.aval_of(operands[i])
         if (have.shape, have.dtype) != (avals[o].shape, avals[o].dtype):
             raise ValueError(
                 f"{says} referring to an input with abstract value {have} and an output"
                 f" with a different abstract value {avals[o]}."
             )
-        if any(o == taken for _, taken in pairs):
+        if o in taken:
             raise ValueError(
                 f"{says}, and another input is mapped to output {o} too. Only one input"
                 " can share an output's memory."
             )
-        pairs.append((i, o))
-    return tuple(pairs)
+        taken.add(o)
+    return tuple(wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -184,26 +185,20 @@ class PrintLine(HostCode):
     def __call__(self, *args: object, **kwargs: object) -> None:
         if not self.has_fields:
             text = " ".join((self.fmt, *map(str, args)))
-        elif self.of_scalars(args, kwargs):
-            text = self.formatted(args, kwargs)
         else:
-            with np.printoptions(**dict(self.options)):
-                text = self.formatted(args, kwargs)
+            named = {name: _bare(value) for name, value in kwargs.items()}
+            with self._options((*args, *kwargs.values())):
+                text = self.fmt.format(*map(_bare, args), **named)
         stream.write(text + "\n")
 
-    def formatted(self, args: Args, kwargs: Kwargs) -> str:
-        named = {name: _bare(value) for name, value in kwargs.items()}
-        return self.fmt.format(*map(_bare, args), **named)
-
-    def of_scalars(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether all values are NumPy scalars, which no print option changes.
-
-        Setting the options takes three times as long as printing a line.
+    def _options(self, values: Args) -> AbstractContextManager[object]:
+        """Sets NumPy's print options, unless all values are NumPy scalars, which no
+        option changes: setting them takes three times as long as printing a line.
         """
-        return ("legacy", False) in self.options and all(
-            isinstance(value, np.ndarray) and value.ndim == 0
-            for value in (*args, *kwargs.values())
-        )
+        scalars = all(isinstance(x, np.ndarray) and x.ndim == 0 for x in values)
+        if scalars and ("legacy", False) in self.options:
+            return nullcontext()
+        return np.printoptions(**dict(self.options))
 
 
 def _bare(value: object) -> object:

@@ -245,15 +245,10 @@ def stop_outfeed_receiver() -> None:
     delivery.flush(None, "stop_outfeed_receiver()")
 
 
-_followed = _QUEUE_BYTES
-
-
 def _follow_queue_flag() -> None:
-    """Sets the limit of the tap queue from the old flag, once that has been set."""
-    global _followed
+    """Sets the limit of the tap queue from the old flag, if that has been set."""
     size = _jax.old_flag("jax_host_callback_max_queue_byte_size")
-    if size != _followed:
-        _followed = size
+    if size != _QUEUE_BYTES:
         configure(tap_queue_bytes=size)
 
 
@@ -288,10 +283,8 @@ def _print_tap_func(
 
 def _document(value: object, threshold: int | None) -> _jax.Doc:
     """Formats a pytree with JAX's pretty printer: on one line if it fits."""
-    pp, document = (
-        _jax.pretty_printer,
-        functools.partial(_document, threshold=threshold),
-    )
+    pp = _jax.pretty_printer
+    document = functools.partial(_document, threshold=threshold)
     if isinstance(value, dict):
         opening, closing = "{}"
         parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]

@@ -17,17 +17,14 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
-from hostcall._compat.callbacks import OPTIONS
+from hostcall._compat.callbacks import OPTIONS, trees_of
 from hostcall._core.host_code import HostCode
-from hostcall._core.options import CallOptions
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine import targets
-from hostcall._engine.params.drop_in import DropInParams, Kind, arrays_of, make_params
+from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._primitives import buffer
 from hostcall._primitives.call import lowering as call_lowering
 from hostcall._primitives.drop_in import lowering
-from hostcall._primitives.emit import emit_with_token
 
 # What callbacks get, as the newest patch says; None if JAX is not patched. The patch
 # writes it under its lock. Lowerings read it once each, without a lock.
@@ -65,17 +62,13 @@ def _lower(
 def _lower_buffer(
     ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
 ) -> list[_jax.Value]:
-    callback = given["callback"]
+    callback, avals = given["callback"], _jax.physical_avals(ctx.avals_out)
+    order = "unordered" if given["has_side_effect"] else "pure"
     params = buffer_params(
         callback,
-        given["in_tree"],
-        given["out_tree"],
-        tuple(_jax.physical_avals(ctx.avals_out)),
+        trees_of(given["in_tree"], given["out_tree"], tuple(avals)),
         _place(ctx, callback),
-        CallOptions(
-            order="unordered" if given["has_side_effect"] else "pure",
-            vmap_method=given["vmap_method"],
-        ),
+        {"order": order, "vmap_method": given["vmap_method"]},
         aliases=tuple(given["input_output_aliases"]),
         command_buffer=given["command_buffer_compatible"],
     )
@@ -107,12 +100,17 @@ def emit_python_callback(
     **options: bool,
 ) -> tuple[Sequence[_jax.Value], _jax.Value | None, object]:
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
-    if not _jax.is_served(ctx) or options.get("partitioned"):
+    if (
+        not _jax.is_served(ctx)
+        or token is not None
+        or sharding is not None
+        or options.get("partitioned")
+    ):
         given = ctx, callback, token, operands, operand_avals, result_avals
         options |= {"has_side_effect": has_side_effect, "sharding": sharding}
         return _jax.emit_python_callback(*given, **options)  # type: ignore[no-any-return]
     avals = _jax.physical_avals(result_avals)
-    params: DropInParams = make_params(
+    params = make_params(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
         (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
@@ -122,25 +120,8 @@ def emit_python_callback(
     program = _jax.program_of(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    info = params.info(program.by_ordinal, program.mesh)
-    attributes, source = call_lowering.prepare(
-        program,
-        info,
-        _jax.physical_avals(operand_avals),
-        _jax.device_of(program, sharding),
-    )
-    with _jax.named(ctx, info.label):
-        results, token_out = emit_with_token(
-            program,
-            targets.TARGET,
-            operands,
-            token=token,
-            returns_token=token is not None,
-            has_side_effect=has_side_effect,
-            attributes=attributes,
-            source=source,
-        )
-    return results, token_out, None
+    operand_avals = _jax.physical_avals(operand_avals)
+    return call_lowering.lower(program, operands, operand_avals, params), None, None
 
 
 class _Sequence(HostCode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -17,13 +17,17 @@ from hostcall._core.failures import original
 from hostcall._core.host_code import Handle, HostCode
 from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
-from hostcall._host_function.trees import pick
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
-from hostcall.bridge._library import PLAIN, OverOthers, TakesNoRules, along, is_operand
-
-Arrays: TypeAlias = Sequence[Any]  # JAX's; None may stand for zero
-Run: TypeAlias = Callable[..., Arrays]
+from hostcall.bridge._library import (
+    PLAIN,
+    Arrays,
+    Library,
+    OverOthers,
+    TakesNoRules,
+    along,
+    is_operand,
+)
 
 # The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -219,42 +223,28 @@ class ProgramFunction(OverOthers):
         self.set_rules()
         self.rules.batch = self._batch
 
-    def _make(self, what: str) -> JaxFunction:
+    def _make(self, what: str, *flags: bytes) -> JaxFunction:
         name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
-        code = functools.partial(_OVER[what], self.fn.code)
+        code = _JAX.over(what, self.fn.code, *flags)
         return JaxFunction(code, self.fn.device, name, self.options["timeout"])
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
-        return self.derivative("vmap")(args, bytes(batched)), True
+        return self.derivative("vmap", bytes(batched))(*args), True
 
 
-def _pulled(run: Run, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
-    given = [ct is not None for ct in cotangents]
-    moving, filled, _ = along(args, wanted, is_operand)
-    _, pull = jax.vjp(lambda *xs: pick(run(*filled(xs)), given), *moving)
-    return list(pull(pick(cotangents, given)))
+class Jax(Library):
+    """JAX itself; typed keys are handed on as their blocks."""
+
+    is_array = staticmethod(is_operand)
+    vjp, jvp = staticmethod(jax.vjp), staticmethod(jax.jvp)
+    vmap = staticmethod(jax.vmap)
+
+    @staticmethod
+    def leaves(value: Arrays) -> Arrays:
+        return [x if is_plain(x) else jax.random.key_data(x) for x in value]
 
 
-def _pushed(
-    run: Run, args: Arrays, tangents: Arrays, out_diff: bytes
-) -> tuple[Arrays, Arrays]:
-    given = [t is not None for t in tangents]
-    moving, filled, _ = along(args, given, is_operand)
-    dots = pick(tangents, given)
-    outs, touts = jax.jvp(lambda *xs: list(run(*filled(xs))), moving, dots)
-    outs = [x if is_plain(x) else jax.random.key_data(x) for x in outs]
-    return outs, pick(touts, out_diff)
-
-
-def _mapped(run: Run, args: Arrays, batched: bytes) -> Arrays:
-    return jax.vmap(run, [0 if flag else None for flag in batched])(*args)  # type: ignore[no-any-return]
-
-
-_OVER: dict[str, Callable[..., object]] = {
-    "vjp": _pulled,
-    "jvp": _pushed,
-    "vmap": _mapped,
-}
+_JAX = Jax()
 
 
 def device_now(device: jax.Device | None) -> jax.Device:

@@ -16,6 +16,7 @@ from hostcall._core.errors import ResultError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
+from hostcall._host_function.trees import pick
 from hostcall.bridge._library import Arrays, Function, is_operand
 
 tree = jax.tree_util
@@ -98,7 +99,7 @@ def value_and_grad(
     both = _Both(*code)
     spec = both.scalar if result is None else result
     made = host(_ValueAlone(*code) if value is None else value, result=spec, **options)
-    pair = host(both, result=functools.partial(_pair_spec, made, both), **options)
+    pair = host(both, result=lambda *args: both.spec(made, args), **options)
     pair.advice = (
         f"`{shown}` is differentiated twice, but hc.bridge.value_and_grad gives only"
         " its first derivative. Make the gradient a function with rules of its own"
@@ -139,13 +140,13 @@ class _Both(HostCode):
                 f" for zero), got {type(gradient).__name__}. Name arguments without a"
                 " gradient in nondiff="
             )
+        batch = np.ndim(value)
         found: list[np.ndarray] = []
         for position, part in zip(moving, each, strict=True):
             leaves, treedef = tree.tree_flatten(args[position])
             if part is None:
-                n, batch = np.ndim(value), np.shape(value)
-                zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
-                part = treedef.unflatten(zeros)
+                shapes = [np.shape(value) + np.shape(x)[batch:] for x in leaves]
+                part = treedef.unflatten([np.zeros(shape) for shape in shapes])
             try:
                 parts = treedef.flatten_up_to(part)
             except (ValueError, TypeError) as error:
@@ -154,7 +155,7 @@ class _Both(HostCode):
                     f" argument {position} should have the structure of that argument,"
                     f" {treedef}, got {tree.tree_structure(part)}"
                 ) from error
-            found += [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
+            found += pick(parts, list(map(_floating, leaves)))
         return value, found
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
@@ -180,6 +181,9 @@ class _Both(HostCode):
         leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
         return [x for x in leaves if _floating(x)]
 
+    def spec(self, made: Function, avals: Arrays) -> tuple[object, Arrays]:
+        return made._spec(tuple(avals)), self.floating(avals)
+
     def scalar(self, *avals: object) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]
         return jax.ShapeDtypeStruct((), jnp.result_type(*(dtypes or [float])))
@@ -192,11 +196,6 @@ class _ValueAlone(_Both):
 
     def __call__(self, *args: Any) -> Any:
         return self.pair(args)[0]
-
-
-def _pair_spec(made: Function, both: _Both, *avals: object) -> tuple[object, Arrays]:
-    """The spec of what `_Both` returns."""
-    return made._spec(avals), both.floating(avals)
 
 
 def _jvp(
