@@ -16,7 +16,7 @@ from hostcall._compat.callbacks import (
     result_aval,
     trees_of,
 )
-from hostcall._core.arguments import check_function, wrong
+from hostcall._core.arguments import check_function, conflict, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.options import WHOLE, check
@@ -99,20 +99,23 @@ def buffer_callback(
         order = "unordered" if has_side_effect else "pure"
     check("hc.buffers.buffer_callback", {"order": order})
     if has_side_effect and order == "pure":
-        raise SpecError(
-            "hostcall: order='pure' and has_side_effect=True contradict each other",
-            code="hc-conflict",
-        )
-    if not callable(callback):
-        raise SpecError(
-            f"hostcall: the callback should be a function, got {callback!r}. Make one"
-            " from an address with hc.buffers.native(address)"
-        )
-    name = check_function(
-        callback, "hc.buffers.buffer_callback(callback, result_shape_dtypes)"
+        of = "hc.buffers.buffer_callback"
+        both = "order='pure' and has_side_effect=True, which contradict each other"
+        raise conflict(of, both)
+    usage = (
+        "hc.buffers.buffer_callback(callback, result_shape_dtypes), where machine code"
+        " is hc.buffers.native(address)"
     )
+    name = check_function(callback, usage)
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
-    avals = tuple(_described(leaf, name) for leaf in described)
+    try:
+        avals = tuple(map(result_aval, described))
+    except AttributeError as error:
+        raise SpecError(
+            f"hostcall: result_shape_dtypes of `{name}` has the leaf {error.obj!r},"
+            " which has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)",
+            code="hc-result-spec",
+        ) from None
     check_vmap_method(vmap_method)
     if isinstance(callback, NativeFunction) and vmap_method in WHOLE:
         raise SpecError(
@@ -158,16 +161,6 @@ def _check_arguments(
         f" of the results to write into: write def {short}(ctx, out, *args)",
         code="hc-arguments",
     )
-
-
-def _described(leaf: object, name: str) -> _jax.Aval:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise SpecError(
-            f"hostcall: result_shape_dtypes of `{name}` has the leaf {leaf!r}, which"
-            " has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)",
-            code="hc-result-spec",
-        )
-    return result_aval(leaf)
 
 
 def _operand(leaf: object) -> jax.Array | np.ndarray:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -85,7 +85,8 @@ def call_back(
                 f" object of type {type(callback)}"
             )
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
-        _bind(callback, arrays_of(arrays), ordered, partitioned, args, kwargs)
+        given = {"ordered": ordered, "partitioned": partitioned}
+        _bind(callback, {**given, "arrays": arrays_of(arrays)}, args, kwargs)
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 
@@ -127,7 +128,8 @@ def print(
             _jax.print_checker.format(fmt, *args, **kwargs)
         line = PrintLine(fmt, _has_fields(fmt), tuple(np.get_printoptions().items()))
         arrays = arrays_of("numpy" if _is_plain(fmt, args, kwargs) else "jax")
-        _bind(line, arrays, ordered, partitioned, args, kwargs)
+        given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
+        _bind(line, given, args, kwargs)
 
     return _now_or_later("debug_print", call, fmt, args, kwargs)
 
@@ -148,18 +150,12 @@ def _now_or_later(
 
 
 def _bind(
-    fn: Callable[..., None],
-    arrays: Literal["numpy", "free"],
-    ordered: bool,
-    partitioned: bool,
-    args: Args,
-    kwargs: Kwargs,
+    fn: Callable[..., None], given: Mapping[str, object], args: Args, kwargs: Kwargs
 ) -> None:
     """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
     marks = tuple(None if _jax.is_traceable(x) else Static(x) for x in leaves)
     trees = Template(treedef, marks), Results(jax.tree.structure(None), (), ())
-    given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
     params = make_params("debug", fn, trees, given)
     operands = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
     bind(*operands, params=params)

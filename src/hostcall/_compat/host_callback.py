@@ -14,7 +14,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.configure import configure
-from hostcall._compat.outside_call import Unpacked, bind, take_last_exception
+from hostcall._compat.outside_call import Unpacked, bind, raised
 from hostcall._core.failures import failures_of_arrays, failures_of_effects
 from hostcall._runtime import delivery
 
@@ -98,8 +98,8 @@ def id_tap(
     for leaf in jax.tree.leaves(result):
         _jax.check_arg(leaf)
     _follow_queue_flag()
-    outs, tree = bind(tap_func, arg, tap_with_device, device_index)
-    return tree.unflatten(outs) if result is None else result
+    out = bind(tap_func, arg, tap_with_device, device_index)
+    return out if result is None else result
 
 
 def id_print(
@@ -193,8 +193,7 @@ def call(
             f" {result_shape}"
         ) from None
     result = result_tree, avals
-    outs, _ = bind(callback_func, arg, call_with_device, device_index, result)
-    return result_tree.unflatten(outs)
+    return bind(callback_func, arg, call_with_device, device_index, result)
 
 
 def _aval(described: Any) -> _jax.Aval:
@@ -229,9 +228,8 @@ def barrier_wait(logging_name: str | None = None) -> None:
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
     delivery.flush(None, "barrier_wait()")
     logger.debug("barrier_wait[%s]: done", name)
-    last = take_last_exception()
-    if last is not None:
-        error, text = last
+    if raised:
+        error, text = raised.pop()
         raise CallbackException(
             f"There were exceptions during callback processing. Last one was: {text}"
         ) from error

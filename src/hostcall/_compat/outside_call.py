@@ -9,7 +9,6 @@ a tap or a call of this library.
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import ORDERED, effects_with
 from hostcall._core.spec import Static
-from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")
@@ -49,7 +47,7 @@ class Outside:
         identity: True for a tap, which returns its arguments; False for a call.
         with_device: whether the function takes the device as a keyword.
         arg_tree: the treedef of its argument.
-        result_tree, avals: the treedef and the avals of a call's result.
+        result_tree, avals: the treedef of the result; the avals of a call's.
         device_index: in a multi-device program, the index of the device that calls.
         transforms: (name, ...) of each transformation, in the order of application.
     """
@@ -58,7 +56,7 @@ class Outside:
     identity: bool
     with_device: bool
     arg_tree: _jax.TreeDef
-    result_tree: _jax.TreeDef = None
+    result_tree: _jax.TreeDef
     avals: tuple[_jax.Aval, ...] = ()
     device_index: int = 0
     transforms: tuple[tuple[Any, ...], ...] = ()
@@ -117,7 +115,7 @@ class Outside:
             text = traceback.format_exc()
             logger.error("Outside call %s threw exception %s.", fn, error)
             logger.error("Postponing exception raised in callback function: %s", text)
-            _last.append((error, text))
+            raised.append((error, text))
             if not self.identity:
                 raise
         return None
@@ -143,14 +141,7 @@ class Outside:
 
 # The last exception of a callback, with its traceback's text. A deque: callbacks of
 # several threads may fail at once.
-_last: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
-
-
-def take_last_exception() -> tuple[Exception, str] | None:
-    """Returns and forgets the last exception of a callback, with its traceback text."""
-    with contextlib.suppress(IndexError):
-        return _last.pop()
-    return None
+raised: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
 
 
 # --- impl ----------------------------------------------------------------------------
@@ -162,8 +153,6 @@ def _impl(*operands: jax.Array, params: Outside) -> Arrays:
         results = params.run(arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
         return list(map(jax.numpy.asarray, chosen or ()))
-    if not params.identity and seen_before(params, params.fn.value):
-        return _jax.apply_primitive(outside_call_p, *operands, params=params)  # type: ignore[no-any-return]
     return _emit(params, list(operands))
 
 
@@ -307,17 +296,15 @@ def bind(
     with_device: bool,
     device_index: int,
     result: tuple[_jax.TreeDef, tuple[_jax.Aval, ...]] | None = None,
-) -> tuple[Arrays, _jax.TreeDef]:
-    """Binds the equation that calls `fn`: a tap, or with `result` a call.
-
-    Returns its results, and the treedef of `arg`.
-    """
+) -> Any:
+    """Binds the equation that calls `fn`: a tap, or with `result` a call."""
     if not callable(fn):
         raise TypeError(f"Expected a callable value, got {fn}")
     refuse_coroutines(fn)
     operands, tree = jax.tree.flatten(arg)
     for operand in operands:
         _jax.check_arg(operand)
-    out_tree, avals = result or (None, ())
+    out_tree, avals = result or (tree, ())
     how = result is None, with_device, tree, out_tree, avals, device_index
-    return outside_call_p.bind(*operands, params=Outside(Static(fn), *how)), tree
+    outs = outside_call_p.bind(*operands, params=Outside(Static(fn), *how))
+    return out_tree.unflatten(outs)

@@ -18,7 +18,6 @@ from hostcall.bridge._library import (
     Arrays,
     Code,
     Flags,
-    Library,
     LibraryFunction,
     Run,
     TakesNoRules,
@@ -130,8 +129,8 @@ def make_thread_safe() -> None:
     tracer.trace_stack = PerThread()
 
 
-class Autograd(Library):
-    """HIPS autograd."""
+class FromAutograd(Code):
+    """A function of autograd's NumPy: the user's, or a derivative of one."""
 
     leaves = staticmethod(tree.tree_leaves)
 
@@ -159,12 +158,6 @@ class Autograd(Library):
         found, touts = make_jvp(_traced(moving))(xs)(dots)
         return whole(found), whole(touts)
 
-
-class FromAutograd(Code):
-    """A function of autograd's NumPy: the user's, or a derivative of one."""
-
-    library = Autograd()
-
     def __call__(self, *args: object) -> object:
         return self.run(*args)
 
@@ -173,13 +166,13 @@ class FromAutograd(Code):
         arrays, filled, _ = along(args, marks, is_array)
         treedef = None
 
-        def function(*arrays: object) -> Arrays:
+        def function(*arrays: object) -> Any:
             nonlocal treedef
             outs, treedef = tree.tree_flatten(self.run(*filled(arrays)))
             return outs
 
         moving, whole = _split(function)
-        found, pull = self.library.vjp(moving, *arrays)
+        found, pull = self.vjp(moving, *arrays)
         assert treedef is not None
         return treedef.unflatten(whole(found)), (pull, marks)
 

@@ -12,17 +12,17 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from hostcall._core.arguments import check_function, wrong
-from hostcall._core.errors import SpecError
 from hostcall._core.failures import original
-from hostcall._core.host_code import Handle, HostCode
+from hostcall._core.host_code import Handle
 from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._library import (
+    MADE_BY_A_BRIDGE,
     PLAIN,
     Arrays,
-    Library,
+    Code,
     OverOthers,
     TakesNoRules,
     along,
@@ -92,19 +92,15 @@ def on_device(
         options = {k: v for k, v in dict(locals()).items() if k != "fn"}
         return functools.partial(on_device, **options)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
-    if device is not None and not isinstance(device, jax.Device):
+    is_here = (
+        isinstance(device, jax.Device) and device.process_index == jax.process_index()
+    )
+    if device is not None and not is_here:
         wanted = (
-            "a jax.Device, such as jax.devices('gpu')[0], or None for a CPU device of"
-            " hostcall's own"
+            "a jax.Device, such as jax.devices('gpu')[0], of this process (one of"
+            " jax.local_devices()), or None for a CPU device of hostcall's own"
         )
         raise wrong("device", f"`{shown}`", wanted, device)
-    if device is not None and device.process_index != jax.process_index():
-        raise SpecError(
-            f"hostcall: device= of `{shown}` is {device}, which belongs to process"
-            f" {device.process_index}, but this is process {jax.process_index()}. Pass"
-            " one of jax.local_devices()",
-            code="hc-device",
-        )
     return JaxFunction(fn, device, name, timeout)
 
 
@@ -179,18 +175,23 @@ class JaxFunction(TakesNoRules):
         return ProgramFunction(DeviceProgram(self.__name__, jaxpr, device), timeout)
 
 
-class DeviceProgram(HostCode):
+class DeviceProgram(Code):
     """A traced function of flat arrays, compiled for its device when it first runs."""
 
-    stays = (
-        "a bridge makes it when the program is traced, so it can have no name. Register"
-        " a hc.host function that calls the library, with rules of its own"
-    )
+    stays = MADE_BY_A_BRIDGE
+
+    is_array = staticmethod(is_operand)
+    vjp, jvp = staticmethod(jax.vjp), staticmethod(jax.jvp)
+    vmap = staticmethod(jax.vmap)
+
+    @staticmethod
+    def leaves(value: Arrays) -> Arrays:
+        return [x if is_plain(x) else jax.random.key_data(x) for x in value]
 
     def __init__(self, name: str, jaxpr: Jaxpr, device: jax.Device | None) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.outs, self.code = structs(jaxpr.out_avals), jaxpr_as_fun(jaxpr)
-        self._jit, self.device = jax.jit(self.code), device
+        super().__init__(jaxpr_as_fun(jaxpr), name, "")
+        self.outs, self.device = structs(jaxpr.out_avals), device
+        self._jit = jax.jit(self.run)
         self._x64 = bool(jax.config.jax_enable_x64)
 
     def __call__(self, *arrays: np.ndarray | jax.Array) -> Arrays:
@@ -225,26 +226,11 @@ class ProgramFunction(OverOthers):
 
     def _make(self, what: str, *flags: bytes) -> JaxFunction:
         name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
-        code = _JAX.over(what, self.fn.code, *flags)
+        code = self.fn.over(what, *flags)
         return JaxFunction(code, self.fn.device, name, self.options["timeout"])
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
         return self.derivative("vmap", bytes(batched))(*args), True
-
-
-class Jax(Library):
-    """JAX itself; typed keys are handed on as their blocks."""
-
-    is_array = staticmethod(is_operand)
-    vjp, jvp = staticmethod(jax.vjp), staticmethod(jax.jvp)
-    vmap = staticmethod(jax.vmap)
-
-    @staticmethod
-    def leaves(value: Arrays) -> Arrays:
-        return [x if is_plain(x) else jax.random.key_data(x) for x in value]
-
-
-_JAX = Jax()
 
 
 def device_now(device: jax.Device | None) -> jax.Device:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,12 @@ def needed(package: str, bridge: str) -> Any:
     )
 
 
+# Why a program with host code of theirs can't leave the process.
+MADE_BY_A_BRIDGE = (
+    "a bridge makes it when the program is traced, so it can have no name. Register a"
+    " hc.host function that calls the library, with rules of its own"
+)
+
 # Options of `hc.host` that bridges set for the user.
 PLAIN: dict[str, Any] = {
     "nondiff": (),
@@ -72,16 +78,20 @@ def check_derivatives(bridge: str, shown: str, derivatives: object) -> str:
     )
 
 
-class Library:
-    """A library of arrays, with its derivatives in the form of JAX's.
+class Code(HostCode):
+    """Host code that a library differentiates. Its rules work on flat arrays.
 
     Attributes:
+        run: the function of the library's arrays.
         is_array: whether a leaf of the arguments is an array; the others are static.
         leaves: the leaves of a result, as arrays.
         vjp: (f, *xs) -> (f(*xs), a function from its cotangents to those of xs), for an
             f that returns a tuple of arrays that have derivatives.
         jvp: (f, xs, dots) -> (f(*xs), their tangents), for an f that returns a tuple.
         vmap: (f, axes) -> f of batches.
+        forward: (args, nondiff) -> (result, what the backward pass needs).
+        backward: (that, cotangents, wanted) -> the cotangents of the wanted arrays of
+            the arguments; None for zero.
     """
 
     is_array: Callable[[object], bool]
@@ -89,76 +99,6 @@ class Library:
     vjp: Callable[..., tuple[Arrays, Callable[[Arrays], Arrays]]]
     jvp: Callable[..., tuple[Arrays, Arrays]]
     vmap: Callable[..., Callable[..., Arrays]]
-
-    def over(self, what: str, run: Run, *flags: bytes) -> Run:
-        """The function that is a derivative of `run`, or a batch of it.
-
-        "vjp" is (args, cotangents, wanted) -> cotangents of the wanted arrays of
-        `args`; `cotangents` has one entry per array of the result, None for zero. "jvp"
-        is (args, tangents, out_diff) -> the results, and the tangents of those results
-        that `out_diff` marks; `tangents` has one entry per array of `args`, None for
-        zero. "vmap" is (*args) -> results; the arrays that `flags` marks have a batch
-        axis in front, and all results have one.
-        """
-        ways = {"vjp": self._pulled, "jvp": self._pushed, "vmap": self._mapped}
-        return functools.partial(ways[what], run, *flags)
-
-    def _along(
-        self, run: Run, args: object, flags: Flags, only: Flags | None = None
-    ) -> tuple[Run, tuple[Any, ...]]:
-        """(function, arrays): the function of the arrays of `args` that `flags` marks.
-
-        It returns the leaves of its result that `only` marks; without it, all.
-        """
-        arrays, filled, leaves = along(args, flags, self.is_array)
-
-        def function(*arrays: object) -> tuple[object, ...]:
-            try:
-                outs = self.leaves(run(*filled(arrays)))
-            except BaseException:
-                # The engine clears the frames of the traceback, but the functions in
-                # them keep their closures: lent memory would seem kept.
-                leaves.clear()
-                raise
-            return tuple(outs if only is None else pick(outs, only))
-
-        return function, tuple(arrays)
-
-    def _pulled(
-        self, run: Run, args: Arrays, cotangents: Arrays, wanted: bytes
-    ) -> Arrays:
-        given = [ct is not None for ct in cotangents]
-        function, arrays = self._along(run, args, wanted, given)
-        _, pull = self.vjp(function, *arrays)
-        return list(pull(tuple(pick(cotangents, given))))
-
-    def _pushed(
-        self, run: Run, args: Arrays, tangents: Arrays, out_diff: bytes
-    ) -> tuple[Arrays, Arrays]:
-        given = [t is not None for t in tangents]
-        function, arrays = self._along(run, args, given)
-        outs, touts = self.jvp(function, arrays, tuple(pick(tangents, given)))
-        return list(outs), pick(touts, out_diff)
-
-    def _mapped(self, run: Run, flags: bytes, *args: object) -> Arrays:
-        function, arrays = self._along(run, args, [True] * len(flags))
-        return list(
-            self.vmap(function, tuple(0 if f else None for f in flags))(*arrays)
-        )
-
-
-class Code(HostCode):
-    """Host code that a library can differentiate. Its rules work on flat arrays.
-
-    Attributes:
-        run: the function of the library's arrays.
-        library: makes the `run` of a derivative.
-        forward: (args, nondiff) -> (result, what the backward pass needs).
-        backward: (that, cotangents, wanted) -> the cotangents of the wanted arrays of
-            the arguments; None for zero.
-    """
-
-    library: ClassVar[Library]
     forward: Callable[[Arrays, Sequence[int]], tuple[object, object]]
     backward: Callable[[Any, Arrays, Flags], Arrays]
 
@@ -169,12 +109,69 @@ class Code(HostCode):
             functools.update_wrapper(self, like, updated=())
         self.run, self.__qualname__, self._source = run, name, source
 
-    def derived(self, what: str, name: str, *flags: bytes) -> Code:
-        run = self.library.over(what, self.run, *flags)
-        return type(self)(run, name, f"{what} of {self._source}")
-
     def source(self) -> str:
         return self._source
+
+    def pure(self, *args: Any) -> object:
+        """Runs it so that it can't write to the arguments."""
+        return self.run(*args)
+
+    def derived(self, what: str, name: str, *flags: bytes) -> Code:
+        return type(self)(self.over(what, *flags), name, f"{what} of {self._source}")
+
+    def over(self, what: str, *flags: bytes) -> Run:
+        """The function that is a derivative of this one, or a batch of it.
+
+        "vjp" is (args, cotangents, wanted) -> cotangents of the wanted arrays of
+        `args`; `cotangents` has one entry per array of the result, None for zero. "jvp"
+        is (args, tangents, out_diff) -> the results, and the tangents of those results
+        that `out_diff` marks; `tangents` has one entry per array of `args`, None for
+        zero. "vmap" is (*args) -> results; the arrays that `flags` marks have a batch
+        axis in front, and all results have one.
+        """
+        if what == "vmap":
+            return functools.partial(self._mapped, *flags)
+        return self._pulled if what == "vjp" else self._pushed
+
+    def _along(
+        self, args: object, flags: Flags, only: Flags | None = None
+    ) -> tuple[Run, Arrays]:
+        """(function, arrays): the function of the arrays of `args` that `flags` marks.
+
+        It returns the leaves of its result that `only` marks; without it, all.
+        """
+        arrays, filled, leaves = along(args, flags, self.is_array)
+
+        def function(*arrays: object) -> tuple[object, ...]:
+            try:
+                outs = self.leaves(self.pure(*filled(arrays)))
+            except BaseException:
+                # The engine clears the frames of the traceback, but the functions in
+                # them keep their closures: lent memory would seem kept.
+                leaves.clear()
+                raise
+            return tuple(outs if only is None else pick(outs, only))
+
+        return function, tuple(arrays)
+
+    def _pulled(self, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
+        given = [ct is not None for ct in cotangents]
+        function, arrays = self._along(args, wanted, given)
+        _, pull = self.vjp(function, *arrays)
+        return list(pull(tuple(pick(cotangents, given))))
+
+    def _pushed(
+        self, args: Arrays, tangents: Arrays, out_diff: bytes
+    ) -> tuple[Arrays, Arrays]:
+        given = [t is not None for t in tangents]
+        function, arrays = self._along(args, given)
+        outs, touts = self.jvp(function, arrays, tuple(pick(tangents, given)))
+        return list(outs), pick(touts, out_diff)
+
+    def _mapped(self, flags: bytes, *args: object) -> Arrays:
+        function, arrays = self._along(args, [True] * len(flags))
+        axes = tuple(0 if flag else None for flag in flags)
+        return list(self.vmap(function, axes)(*arrays))
 
 
 class OverOthers(Function):

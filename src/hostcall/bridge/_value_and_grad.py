@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -17,7 +16,12 @@ from hostcall._core.host_code import HostCode
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
 from hostcall._host_function.trees import pick
-from hostcall.bridge._library import Arrays, Function, is_operand
+from hostcall.bridge._library import (
+    MADE_BY_A_BRIDGE,
+    Arrays,
+    Function,
+    is_operand,
+)
 
 tree = jax.tree_util
 
@@ -95,11 +99,11 @@ def value_and_grad(
         raise wrong("value", f"`{shown}`", wanted, value)
     del options["value"], options["result"]
     options["name"] = shown
-    code = fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
-    both = _Both(*code)
+    both = _Both(fn, shown, nondiff)
+    alone = _ValueAlone(fn, shown, nondiff) if value is None else value
     spec = both.scalar if result is None else result
-    made = host(_ValueAlone(*code) if value is None else value, result=spec, **options)
-    pair = host(both, result=lambda *args: both.spec(made, args), **options)
+    made = host(alone, result=spec, **options)
+    pair = host(both, result=functools.partial(both.spec, made), **options)
     pair.advice = (
         f"`{shown}` is differentiated twice, but hc.bridge.value_and_grad gives only"
         " its first derivative. Make the gradient a function with rules of its own"
@@ -110,24 +114,18 @@ def value_and_grad(
     return made
 
 
-@dataclass(frozen=True)
 class _Both(HostCode):
     """`fn` with a flat gradient: a list with one entry for each floating array."""
 
-    stays = (
-        "a bridge makes it for the derivative, so it can have no name. Register"
-        " a hc.host function that has rules of its own"
-    )
+    stays = MADE_BY_A_BRIDGE
 
-    fn: Callable[..., Any]
-    name: str
-    nondiff: tuple[int, ...]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], name: str, nondiff: int | tuple[int, ...]
+    ) -> None:
         # The user's name and signature, for messages and keywords.
-        vars(self).update(
-            __name__=self.name, __qualname__=self.name, __wrapped__=self.fn
-        )
+        self.name = self.__name__ = self.__qualname__ = name
+        self.fn = self.__wrapped__ = fn
+        self.nondiff = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
 
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
@@ -181,8 +179,8 @@ class _Both(HostCode):
         leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
         return [x for x in leaves if _floating(x)]
 
-    def spec(self, made: Function, avals: Arrays) -> tuple[object, Arrays]:
-        return made._spec(tuple(avals)), self.floating(avals)
+    def spec(self, made: Function, *avals: object) -> tuple[object, Arrays]:
+        return made._spec(avals), self.floating(avals)
 
     def scalar(self, *avals: object) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]

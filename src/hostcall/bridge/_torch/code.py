@@ -22,7 +22,7 @@ import torch
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._host_function.trees import pick
-from hostcall.bridge._library import Arrays, Code, Flags, Library, Run, is_array
+from hostcall.bridge._library import Arrays, Code, Flags, Run, is_array
 from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor
 
 tree = jax.tree_util
@@ -39,38 +39,6 @@ Graph: TypeAlias = tuple[list[torch.Tensor | None], list[torch.Tensor]]
 # differentiation belongs to the process: with two threads in it, one would fail or get
 # the tangents of the other. Re-entrant, since one thread may nest them.
 _forward = threading.RLock()
-
-
-class Torch(Library):
-    """torch.func."""
-
-    vmap = staticmethod(torch.func.vmap)
-
-    @staticmethod
-    def is_array(leaf: object) -> bool:
-        return isinstance(leaf, torch.Tensor)
-
-    @staticmethod
-    def leaves(value: object) -> Tensors:
-        return list(map(torch.as_tensor, tree.tree_leaves(value)))
-
-    @staticmethod
-    def vjp(f: Run, *xs: torch.Tensor) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-        outs, pull = torch.func.vjp(f, *xs)
-
-        def pullback(cotangents: Tensors) -> Tensors:
-            if not outs:
-                return [torch.zeros_like(x) for x in xs]
-            pairs = zip(cotangents, outs, strict=True)
-            seeds = tuple(conjugate(ct).to(out.dtype) for ct, out in pairs)
-            return list(map(conjugate, pull(seeds)))
-
-        return outs, pullback
-
-    @staticmethod
-    def jvp(f: Run, xs: Tensors, dots: Tensors) -> tuple[Tensors, Tensors]:
-        with _forward:
-            return torch.func.jvp(f, xs, dots)  # type: ignore[no-any-return]
 
 
 def conjugate(x: torch.Tensor) -> torch.Tensor:
@@ -117,22 +85,48 @@ class OnHost(Code):
             have no derivative.
     """
 
-    library = Torch()
     writes, wrote, keeps = True, False, False
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
 
+    vmap = staticmethod(torch.func.vmap)
+
+    @staticmethod
+    def is_array(leaf: object) -> bool:
+        return isinstance(leaf, torch.Tensor)
+
+    @staticmethod
+    def leaves(value: object) -> Tensors:
+        return list(map(torch.as_tensor, tree.tree_leaves(value)))
+
+    @staticmethod
+    def vjp(f: Run, *xs: torch.Tensor) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
+        outs, pull = torch.func.vjp(f, *xs)
+
+        def pullback(cotangents: Tensors) -> Tensors:
+            if not outs:
+                return [torch.zeros_like(x) for x in xs]
+            pairs = zip(cotangents, outs, strict=True)
+            seeds = tuple(conjugate(ct).to(out.dtype) for ct, out in pairs)
+            return list(map(conjugate, pull(seeds)))
+
+        return outs, pullback
+
+    @staticmethod
+    def jvp(f: Run, xs: Tensors, dots: Tensors) -> tuple[Tensors, Tensors]:
+        with _forward:
+            return torch.func.jvp(f, xs, dots)  # type: ignore[no-any-return]
+
     def derived(self, what: str, name: str, *flags: bytes) -> OnHost:
-        run = self.library.over(what, self._pure, *flags)
-        made = OnHost(run, name, f"{what} of {self.source()}")
+        made = OnHost(self.over(what, *flags), name, f"{what} of {self.source()}")
         made.writes, made.keeps = False, self.keeps
         return made
 
     def on_tensors(self, *args: Any) -> object:
         return self.run(*args)
 
-    def _pure(self, *args: Any) -> object:
+    def pure(self, *args: Any) -> object:
         if self.writes:
-            is_tensor = self.library.is_array
+            is_tensor = self.is_array
             args = tree.tree_map(lambda x: x.clone() if is_tensor(x) else x, args)
         return self.on_tensors(*args)
 
@@ -144,7 +138,7 @@ class OnHost(Code):
                 "a jax.random key, which torch can't use. Draw the numbers in JAX and"
                 " pass them, or pass jax.random.key_data(key)"
             )
-        elif any(map(self.library.is_array, leaves)):
+        elif any(map(self.is_array, leaves)):
             said = (
                 "a torch.Tensor. Like any function in JAX code, it takes JAX and NumPy"
                 " arrays: pass jnp.asarray(tensor.numpy(force=True))"
@@ -165,8 +159,8 @@ class OnHost(Code):
         if not are_arrays:
             leaves, treedef = tree.tree_flatten(args)
         whole = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
-        args = whole if treedef is None else treedef.unflatten(whole)
-        value = self.on_tensors(*args)
+        given = whole if treedef is None else treedef.unflatten(whole)
+        value = self.on_tensors(*given)
         if make is tensor:
             check_unwritten(whole, self.__qualname__)
         if isinstance(value, torch.Tensor):

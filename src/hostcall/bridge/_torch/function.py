@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,7 @@ from hostcall._core.source import source_of
 from hostcall._host_function.host import checked
 from hostcall.bridge._library import LibraryFunction, shaped
 from hostcall.bridge._torch.code import OfModule, OnHost
-from hostcall.bridge._torch.tensors import (
-    NUMPY_DTYPES,
-    TORCH_DTYPES,
-    array,
-    no_such_dtype,
-)
+from hostcall.bridge._torch.tensors import NUMPY_DTYPES, array, torch_dtype
 
 tree = jax.tree_util
 
@@ -95,9 +90,9 @@ def _check_sizes(avals: object, spec: object) -> None:
     if any(0 in x.shape for x in tree.tree_leaves(spec)):
         raise SpecError(
             "hostcall: the result shapes of a function of hc.bridge.torch seem to"
-            " depend on values: for zeros it returned an empty array. A compiled program"
-            " needs fixed shapes: return a mask, or pad the result. If the shapes are in"
-            " fact fixed, declare them with result=",
+            " depend on values: for zeros it returned an empty array. A compiled"
+            " program needs fixed shapes: return a mask, or pad the result. If the"
+            " shapes are in fact fixed, declare them with result=",
             code="hc-result-spec",
         )
 
@@ -125,7 +120,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         func: torch._ops.OpOverload,
         _: object,
         args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         schema = func._schema.arguments
         named = {p.name: x for p, x in zip(schema, args, strict=False)} | (kwargs or {})
@@ -153,9 +148,7 @@ def _describe(fn: Callable[..., object], avals: object) -> tuple[object, bool]:
         def fake(leaf: object) -> object:
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
-            dtype = TORCH_DTYPES.get(np.dtype(leaf.dtype))
-            if dtype is None:
-                raise SpecError(no_such_dtype(leaf.dtype), code="hc-result-spec")
+            dtype = torch_dtype(np.dtype(leaf.dtype))
             tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")
             watch.memory.add(_memory(tensor))
             return tensor
