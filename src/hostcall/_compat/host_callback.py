@@ -197,14 +197,12 @@ def call(
 
 
 def _aval(described: Any) -> _jax.Aval:
-    if hasattr(described, "shape") and hasattr(described, "dtype"):
-        shape, dtype = tuple(described.shape), np.dtype(described.dtype)
-    else:
-        array = np.asarray(described)
-        if array.dtype.kind not in "biufc":
+    if not (hasattr(described, "shape") and hasattr(described, "dtype")):
+        described = np.asarray(described)
+        if described.dtype.kind not in "biufc":
             raise TypeError(described)
-        shape, dtype = array.shape, array.dtype
-    return _jax.ShapedArray(shape, _jax.canonical_dtype(dtype))
+    dtype = _jax.canonical_dtype(np.dtype(described.dtype))
+    return _jax.ShapedArray(tuple(described.shape), dtype)
 
 
 # --- Waiting ------------------------------------------------------------------------

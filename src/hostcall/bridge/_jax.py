@@ -101,7 +101,7 @@ def on_device(
             " jax.local_devices()), or None for a CPU device of hostcall's own"
         )
         raise wrong("device", f"`{shown}`", wanted, device)
-    return JaxFunction(fn, device, name, timeout)
+    return JaxFunction(fn, device, name=name, timeout=timeout)
 
 
 class JaxFunction(TakesNoRules):
@@ -110,15 +110,10 @@ class JaxFunction(TakesNoRules):
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(
-        self,
-        fn: Callable[..., object],
-        device: jax.Device | None,
-        name: str | None,
-        timeout: float | None,
+        self, fn: Callable[..., object], device: jax.Device | None, **given: Any
     ) -> None:
-        given = {"name": name, "timeout": timeout}
         super().__init__(fn, **{**PLAIN, **given, "result": None})
-        self._given = device, name, timeout
+        self._device, self._given = device, given
 
         def flat(template: Template, *arrays: jax.Array) -> object:
             args, kwargs = template.fill(arrays)
@@ -132,7 +127,7 @@ class JaxFunction(TakesNoRules):
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
-        again = JaxFunction, (self.fn, *self._given)
+        again = functools.partial(JaxFunction, **self._given), (self.fn, self._device)
         return found if isinstance(found, str) else again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,9 +165,9 @@ class JaxFunction(TakesNoRules):
     def _compiled(self, jaxpr: Jaxpr) -> ProgramFunction:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
-        device, _, timeout = self._given
         jaxpr = jaxpr.replace(consts=consts)
-        return ProgramFunction(DeviceProgram(self.__name__, jaxpr, device), timeout)
+        program = DeviceProgram(self.__name__, jaxpr, self._device)
+        return ProgramFunction(program, self.options["timeout"])
 
 
 class DeviceProgram(Code):
@@ -226,8 +221,8 @@ class ProgramFunction(OverOthers):
 
     def _make(self, what: str, *flags: bytes) -> JaxFunction:
         name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
-        code = self.fn.over(what, *flags)
-        return JaxFunction(code, self.fn.device, name, self.options["timeout"])
+        given = {"name": name, "timeout": self.options["timeout"]}
+        return JaxFunction(self.fn.over(what, *flags), self.fn.device, **given)
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
         return self.derivative("vmap", bytes(batched))(*args), True

@@ -129,32 +129,27 @@ class _Both(HostCode):
 
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
-        moving = self.moving(args)
-        each = (gradient,) if len(moving) == 1 else gradient
-        if not isinstance(each, tuple) or len(each) != len(moving):
+        moving, n = self.moving(args), np.ndim(value)
+        given = [args[position] for position in moving]
+        leaves, treedef = tree.tree_flatten(given)
+
+        def zero(x: Any) -> np.ndarray:
+            return np.zeros(np.shape(value) + np.shape(x)[n:], np.float32)
+
+        try:
+            each = (gradient,) if len(moving) == 1 else gradient
+            pairs = zip(each, given, strict=True)
+            whole = [tree.tree_map(zero, x) if g is None else g for g, x in pairs]
+            parts = treedef.flatten_up_to(whole)
+        except (ValueError, TypeError) as error:
             raise ResultError(
-                f"hostcall: the gradient that `{self.name}` returned should be a tuple"
-                f" of {len(moving)}, one entry for each of the arguments {moving} (None"
-                f" for zero), got {type(gradient).__name__}. Name arguments without a"
-                " gradient in nondiff="
-            )
-        batch = np.ndim(value)
-        found: list[np.ndarray] = []
-        for position, part in zip(moving, each, strict=True):
-            leaves, treedef = tree.tree_flatten(args[position])
-            if part is None:
-                shapes = [np.shape(value) + np.shape(x)[batch:] for x in leaves]
-                part = treedef.unflatten([np.zeros(shape) for shape in shapes])
-            try:
-                parts = treedef.flatten_up_to(part)
-            except (ValueError, TypeError) as error:
-                raise ResultError(
-                    f"hostcall: the gradient that `{self.name}` returned for"
-                    f" argument {position} should have the structure of that argument,"
-                    f" {treedef}, got {tree.tree_structure(part)}"
-                ) from error
-            found += pick(parts, list(map(_floating, leaves)))
-        return value, found
+                f"hostcall: the gradient that `{self.name}` returned for the arguments"
+                f" {moving} should have their structure, {treedef} (a tuple with one"
+                " entry for each if there are several, None for zero), got"
+                f" {tree.tree_structure(gradient)}. Name arguments without a gradient"
+                " in nondiff="
+            ) from error
+        return value, pick(parts, list(map(_floating, leaves)))
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
         answer = self.fn(*args)

@@ -301,19 +301,15 @@ class OfModule(OnHost):
     def check(self, args: Arrays) -> None:
         super().check(args)
         name = type(self.run).__qualname__
-        if not args or not isinstance(args[0], Mapping):
+        given = args[0] if args else None
+        wrong: object = type(given).__name__
+        if isinstance(given, Mapping):
+            wrong = [key for key in given if key not in self.names]
+        if wrong:
             raise SpecError(
                 f"hostcall: the first argument of the module `{name}` should be a dict"
-                " of its parameters, got"
-                f" {type(args[0]).__name__ if args else 'nothing'}. Write"
+                f" of its parameters and buffers {list(self.names)}, got {wrong}. Write"
                 " f(f.parameters(), x), or f({}, x) to use the module's own parameters",
-                code="hc-arguments",
-            )
-        unknown = [key for key in args[0] if key not in self.names]
-        if unknown:
-            raise SpecError(
-                f"hostcall: the module `{name}` has no parameters or buffers"
-                f" {unknown}. It has {list(self.names)}",
                 code="hc-arguments",
             )
 
