@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.print_format import parsed
+from hostcall._compat.callbacks import OPTIONS
 from hostcall._core import stream
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
@@ -72,11 +73,11 @@ def call_back(
     /,
     callback: Callable[..., None] | None = None,
     *args: Any,
-    ordered: bool = False,
-    partitioned: bool = False,
     **kwargs: Any,
 ) -> Callable[..., None] | None:
-    """With JAX's signature: all other keywords are the callback's."""
+    """With JAX's signature: all keywords but its own are the callback's."""
+    given: Kwargs = {key: kwargs.pop(key, False) for key in OPTIONS["debug"]}
+    given["arrays"] = arrays_of(arrays)
 
     def call(callback: Callable[..., None], /, *args: object, **kwargs: object) -> None:
         if not callable(callback):
@@ -85,8 +86,7 @@ def call_back(
                 f" object of type {type(callback)}"
             )
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
-        given = {"ordered": ordered, "partitioned": partitioned}
-        _bind(callback, {**given, "arrays": arrays_of(arrays)}, args, kwargs)
+        _bind(callback, given, args, kwargs)
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 

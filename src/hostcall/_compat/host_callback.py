@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -197,10 +198,8 @@ def call(
 
 
 def _aval(described: Any) -> _jax.Aval:
-    if not (hasattr(described, "shape") and hasattr(described, "dtype")):
+    if isinstance(described, (bool, int, float, complex)):
         described = np.asarray(described)
-        if described.dtype.kind not in "biufc":
-            raise TypeError(described)
     dtype = _jax.canonical_dtype(np.dtype(described.dtype))
     return _jax.ShapedArray(tuple(described.shape), dtype)
 
@@ -226,7 +225,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
     delivery.flush(None, "barrier_wait()")
     logger.debug("barrier_wait[%s]: done", name)
-    if raised:
+    with contextlib.suppress(IndexError):  # no callback has raised
         error, text = raised.pop()
         raise CallbackException(
             f"There were exceptions during callback processing. Last one was: {text}"

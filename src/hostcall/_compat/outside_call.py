@@ -25,7 +25,9 @@ from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import ORDERED, effects_with
+from hostcall._core.source import name_of
 from hostcall._core.spec import Static
+from hostcall._primitives.drop_in.primitive import seen_before
 from hostcall._runtime import context
 
 logger = logging.getLogger("hostcall.host_callback")
@@ -88,8 +90,7 @@ class Outside:
 
     @property
     def __name__(self) -> str:
-        fn = self.fn.value
-        return str(getattr(fn, "__qualname__", fn))
+        return name_of(self.fn.value)
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
         here = context.current()
@@ -153,6 +154,8 @@ def _impl(*operands: jax.Array, params: Outside) -> Arrays:
         results = params.run(arrays, jax.devices()[params.device_index])
         chosen = operands if params.identity else results
         return list(map(jax.numpy.asarray, chosen or ()))
+    if not params.identity and seen_before(params, params.fn.value):
+        return _jax.apply_primitive(outside_call_p, *operands, params=params)  # type: ignore[no-any-return]
     return _emit(params, list(operands))
 
 

@@ -241,10 +241,6 @@ class LibraryFunction(OverOthers):
         elif derivatives:
             self.set_rules()
 
-    def spec(self, *avals: object) -> Any:
-        """The spec of its result for arguments with these avals."""
-        return self._spec(avals)
-
     def _forward(self, *args: object) -> tuple[object, object]:
         return self.fn.forward(args, self.nondiff_of(len(args)))
 
@@ -259,7 +255,7 @@ class LibraryFunction(OverOthers):
             jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
             for x, flag in zip(arrays, flags, strict=True)
         ]
-        leaves, treedef = tree.tree_flatten(self.spec(*filled(rows)))
+        leaves, treedef = tree.tree_flatten(self._spec(filled(rows)))
         wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
         if size == 0:  # torch.func.vmap refuses an empty batch
             return treedef.unflatten([jnp.zeros(x.shape, x.dtype) for x in wide]), True
@@ -275,7 +271,7 @@ class LibraryFunction(OverOthers):
         def result(args: Arrays, _: object, flags: bytes) -> object:
             if what == "vjp":
                 return pick(shaped(args), flags)
-            outs = tree.tree_leaves(self.spec(*args))
+            outs = tree.tree_leaves(self._spec(tuple(args)))
             return outs, pick(outs, flags)
 
         return self._over(what, result=result)

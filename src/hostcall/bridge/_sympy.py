@@ -92,8 +92,21 @@ def of_sympy(
             f" list of the Symbols that are its arguments, got {symbols!r}. Each symbol"
             " is one argument, so it never names a symbol twice"
         )
-    outs, form = _parts(expr)
-    shown = name or _short(expr)
+    is_matrix = isinstance(expr, sympy.MatrixBase)
+    several = is_matrix or isinstance(expr, (list, tuple, sympy.Tuple))
+    try:
+        outs = [sympy.sympify(e, strict=True) for e in (expr if several else [expr])]
+    except sympy.SympifyError:
+        outs = [None]
+    if not all(isinstance(e, sympy.Expr) for e in outs):
+        raise SpecError(
+            f"hostcall: hc.bridge.sympy takes a SymPy expression, a list of them or a"
+            f" Matrix, whose values are numbers, got {expr!r}. Make one from text with"
+            " sympy.sympify(text), and from a condition with"
+            " sympy.Piecewise((1, condition), (0, True))"
+        )
+    text = " ".join(str(expr).split())
+    shown = name or (text if len(text) <= 40 else text[:37] + "...")
     others = set().union(*(e.free_symbols for e in outs)) - set(names)
     if others:
         given = ", ".join(sorted(map(str, others)))
@@ -102,6 +115,7 @@ def of_sympy(
             f" arguments {names}. Add them to the second argument of hc.bridge.sympy,"
             " or replace them by numbers with expr.subs(...)"
         )
+    form: Form = expr.shape if is_matrix else "list" if several else "one"
     return OfSympy(Evaluate(shown, tuple(outs), form, names, modules), timeout)
 
 
@@ -193,30 +207,6 @@ class OfSympy(Function):
         name = f"d({self.__name__})/d{by}"
         evaluate = dataclasses.replace(self.fn, name=name, outs=outs, form="list")
         return OfSympy(evaluate, self.options["timeout"])
-
-
-def _parts(expr: Expr) -> tuple[list[Expr], Form]:
-    """(the expressions, their form)."""
-    sympy = needed("sympy", "sympy")
-    is_matrix = isinstance(expr, sympy.MatrixBase)
-    several = is_matrix or isinstance(expr, (list, tuple, sympy.Tuple))
-    try:
-        outs = [sympy.sympify(e, strict=True) for e in (expr if several else [expr])]
-    except sympy.SympifyError:
-        outs = [None]
-    if not all(isinstance(e, sympy.Expr) for e in outs):
-        raise SpecError(
-            f"hostcall: hc.bridge.sympy takes a SymPy expression, a list of them or a"
-            f" Matrix, whose values are numbers, got {expr!r}. Make one from text with"
-            " sympy.sympify(text), and from a condition with"
-            " sympy.Piecewise((1, condition), (0, True))"
-        )
-    return outs, expr.shape if is_matrix else "list" if several else "one"
-
-
-def _short(expr: Expr) -> str:
-    text = " ".join(str(expr).split())
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 # --- SymPy expressions as NumPy code -------------------------------------------------
