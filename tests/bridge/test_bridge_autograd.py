@@ -274,7 +274,7 @@ def test_wrong_answers():
     wrong(1.0, r"`f` should return \(value, gradient\), got float", Q)
     wrong(
         (1.0, (Q,)),
-        r"for the arguments \[0, 1\] should have .* a tuple with one entry for each",
+        r"for the arguments \[0, 1\] should have .*.a tuple with one entry for each",
         Q,
         K,
     )

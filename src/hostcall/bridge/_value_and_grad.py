@@ -130,7 +130,7 @@ class _Both(HostCode):
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
         moving, n = self.moving(args), np.ndim(value)
-        given = [args[position] for position in moving]
+        given = tuple(args[position] for position in moving)
         leaves, treedef = tree.tree_flatten(given)
 
         def zero(x: Any) -> np.ndarray:
@@ -140,7 +140,7 @@ class _Both(HostCode):
             each = (gradient,) if len(moving) == 1 else gradient
             pairs = zip(each, given, strict=True)
             whole = [tree.tree_map(zero, x) if g is None else g for g, x in pairs]
-            parts = treedef.flatten_up_to(whole)
+            parts = treedef.flatten_up_to(tuple(whole))
         except (ValueError, TypeError) as error:
             raise ResultError(
                 f"hostcall: the gradient that `{self.name}` returned for the arguments"
