@@ -541,9 +541,9 @@ def test_a_module_that_is_called_wrong():
     f = bridge(torch.nn.BatchNorm1d(4))
     x = np.ones((2, 4), np.float32)
     for args, text in (
-        ((x,), r"should be a dict of its parameters, got ndarray. Write f\(f.param"),
-        ((), "got nothing"),
-        (({"no": x}, x), r"no parameters or buffers \['no'\]. It has \['weight', "),
+        ((x,), r"should be a dict of its parameters .*, got ndarray. Write f\(f.param"),
+        ((), "got NoneType"),
+        (({"no": x}, x), r"parameters and buffers \['weight', .*, got \['no'\]"),
     ):
         with pytest.raises(hc.errors.SpecError, match=text):
             f(*args)

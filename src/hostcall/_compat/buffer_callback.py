@@ -10,15 +10,20 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._compat.callbacks import check_vmap_method, raw_keys, result_aval
-from hostcall._core.arguments import check_function, wrong
+from hostcall._compat.callbacks import (
+    check_vmap_method,
+    raw_keys,
+    result_aval,
+    trees_of,
+)
+from hostcall._core.arguments import check_function, conflict, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
-from hostcall._core.options import WHOLE, CallOptions, check
+from hostcall._core.options import WHOLE, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
-from hostcall._core.spec import Results, Static, Template, canonical
+from hostcall._core.spec import Results, Template, canonical
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._primitives.buffer import bind
 
@@ -94,20 +99,23 @@ def buffer_callback(
         order = "unordered" if has_side_effect else "pure"
     check("hc.buffers.buffer_callback", {"order": order})
     if has_side_effect and order == "pure":
-        raise SpecError(
-            "hostcall: order='pure' and has_side_effect=True contradict each other",
-            code="hc-conflict",
-        )
-    if not callable(callback):
-        raise SpecError(
-            f"hostcall: the callback should be a function, got {callback!r}. Make one"
-            " from an address with hc.buffers.native(address)"
-        )
-    name = check_function(
-        callback, "hc.buffers.buffer_callback(callback, result_shape_dtypes)"
+        of = "hc.buffers.buffer_callback"
+        both = "order='pure' and has_side_effect=True, which contradict each other"
+        raise conflict(of, both)
+    usage = (
+        "hc.buffers.buffer_callback(callback, result_shape_dtypes), where machine code"
+        " is hc.buffers.native(address)"
     )
+    name = check_function(callback, usage)
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
-    avals = tuple(_described(leaf, name) for leaf in described)
+    try:
+        avals = tuple(map(result_aval, described))
+    except AttributeError as error:
+        raise SpecError(
+            f"hostcall: result_shape_dtypes of `{name}` has the leaf {error.obj!r},"
+            " which has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)",
+            code="hc-result-spec",
+        ) from None
     check_vmap_method(vmap_method)
     if isinstance(callback, NativeFunction) and vmap_method in WHOLE:
         raise SpecError(
@@ -125,11 +133,9 @@ def buffer_callback(
         _check_arguments(callback, name, len(args), kwargs)
         params = make_params(
             callback,
-            in_tree,
-            out_tree,
-            avals,
+            trees_of(in_tree, out_tree, avals),
             place,
-            options=CallOptions(order=order, vmap_method=vmap_method),
+            {"order": order, "vmap_method": vmap_method},
             aliases=_check_aliases(wanted, operands, avals),
             command_buffer=command_buffer_compatible,
         )
@@ -157,16 +163,6 @@ def _check_arguments(
     )
 
 
-def _described(leaf: object, name: str) -> _jax.Aval:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise SpecError(
-            f"hostcall: result_shape_dtypes of `{name}` has the leaf {leaf!r}, which"
-            " has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)",
-            code="hc-result-spec",
-        )
-    return result_aval(leaf)
-
-
 def _operand(leaf: object) -> jax.Array | np.ndarray:
     """The operand of the primitive; refuses integers that JAX would truncate."""
     leaf = raw_keys(leaf)
@@ -176,27 +172,15 @@ def _operand(leaf: object) -> jax.Array | np.ndarray:
 
 def make_params(
     callback: Callable[..., object],
-    in_tree: _jax.TreeDef,
-    out_tree: _jax.TreeDef,
-    avals: tuple[_jax.Aval, ...],
+    trees: tuple[Template, Results],
     place: Place,
-    options: CallOptions,
+    options: Mapping[str, object],
     **others: Any,
 ) -> BufferParams:
     """The parameters of an equation that calls `callback`; `others` are the rest."""
-    return BufferParams(
-        callback=Callback(
-            fn=Static(callback),
-            template=Template(in_tree, (None,) * in_tree.num_leaves),
-            results=Results(out_tree, avals, (None,) * len(avals)),
-            fills=(None,) * len(avals),
-            options=options,
-            place=place,
-        ),
-        avals=avals,
-        masked=False,
-        **others,
-    )
+    avals = trees[1].avals
+    whole = Callback.of(callback, (*trees, (None,) * len(avals)), place, options)
+    return BufferParams(callback=whole, avals=avals, masked=False, **others)
 
 
 def _read_aliases(wanted: Mapping[int, int] | None) -> list[tuple[int, int]]:
@@ -215,25 +199,26 @@ def _check_aliases(
     avals: tuple[_jax.Aval, ...],
 ) -> tuple[tuple[int, int], ...]:
     """The (input, output) pairs, checked: each has one shape and dtype."""
-    pairs: list[tuple[int, int]] = []
-    for i, o in wanted:
-        says = f"input_output_aliases contains the mapping '{i}:{o}'"
-        for number, what, n in ((i, "input", len(operands)), (o, "output", len(avals))):
+    sizes, taken = (len(operands), len(avals)), set[int]()
+    for pair in wanted:
+        says = "input_output_aliases contains the mapping '{}:{}'".format(*pair)
+        for number, what, n in zip(pair, ("input", "output"), sizes, strict=True):
             if not 0 <= number < n:
                 raise ValueError(
                     f"{says} with {what} index {number} outside the range [0, {n})."
                     " Leaves of trees are counted one by one."
                 )
+        i, o = pair
         have = _jax.aval_of(operands[i])
         if (have.shape, have.dtype) != (avals[o].shape, avals[o].dtype):
             raise ValueError(
                 f"{says} referring to an input with abstract value {have} and an output"
                 f" with a different abstract value {avals[o]}."
             )
-        if any(o == taken for _, taken in pairs):
+        if o in taken:
             raise ValueError(
                 f"{says}, and another input is mapped to output {o} too. Only one input"
                 " can share an output's memory."
             )
-        pairs.append((i, o))
-    return tuple(pairs)
+        taken.add(o)
+    return tuple(wanted)

@@ -146,17 +146,19 @@ def call_back(
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
-    avals = tuple(map(result_aval, described))
+    trees = trees_of(in_tree, out_tree, tuple(map(result_aval, described)))
     params = make_params(
-        kind,
-        callback,
-        (
-            Template(in_tree, (None,) * len(leaves)),
-            Results(out_tree, avals, (None,) * len(avals)),
-        ),
-        {**options, "arrays": arrays_of(arrays)},
+        kind, callback, trees, {**options, "arrays": arrays_of(arrays)}
     )
     return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
+
+
+def trees_of(
+    in_tree: _jax.TreeDef, out_tree: _jax.TreeDef, avals: tuple[_jax.Aval, ...]
+) -> tuple[Template, Results]:
+    """The trees of a callback whose arguments are arrays alone."""
+    template = Template(in_tree, (None,) * in_tree.num_leaves)
+    return template, Results(out_tree, avals, (None,) * len(avals))
 
 
 def check_vmap_method(method: object) -> None:

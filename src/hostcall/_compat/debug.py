@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from hostcall import _jax
 from hostcall._api.print_format import parsed
+from hostcall._compat.callbacks import OPTIONS
 from hostcall._core import stream
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
@@ -70,11 +72,11 @@ def call_back(
     /,
     callback: Callable[..., None] | None = None,
     *args: Any,
-    ordered: bool = False,
-    partitioned: bool = False,
     **kwargs: Any,
 ) -> Callable[..., None] | None:
-    """With JAX's signature: all other keywords are the callback's."""
+    """With JAX's signature: all keywords but its own are the callback's."""
+    given: Kwargs = {key: kwargs.pop(key, False) for key in OPTIONS["debug"]}
+    given["arrays"] = arrays_of(arrays)
 
     def call(callback: Callable[..., None], /, *args: object, **kwargs: object) -> None:
         if not callable(callback):
@@ -83,7 +85,7 @@ def call_back(
                 f" object of type {type(callback)}"
             )
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
-        _bind(callback, arrays_of(arrays), ordered, partitioned, args, kwargs)
+        _bind(callback, given, args, kwargs)
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 
@@ -125,7 +127,8 @@ def print(
             _jax.print_checker.format(fmt, *args, **kwargs)
         line = PrintLine(fmt, _has_fields(fmt), tuple(np.get_printoptions().items()))
         arrays = arrays_of("numpy" if _is_plain(fmt, args, kwargs) else "jax")
-        _bind(line, arrays, ordered, partitioned, args, kwargs)
+        given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
+        _bind(line, given, args, kwargs)
 
     return _now_or_later("debug_print", call, fmt, args, kwargs)
 
@@ -146,18 +149,12 @@ def _now_or_later(
 
 
 def _bind(
-    fn: Callable[..., None],
-    arrays: Literal["numpy", "free"],
-    ordered: bool,
-    partitioned: bool,
-    args: Args,
-    kwargs: Kwargs,
+    fn: Callable[..., None], given: Mapping[str, object], args: Args, kwargs: Kwargs
 ) -> None:
     """Traceable leaves become operands; the others stay in the template as they are."""
     leaves, treedef = _jax.flatten_with_refs((args, kwargs))
     marks = tuple(None if _jax.is_traceable(x) else Static(x) for x in leaves)
     trees = Template(treedef, marks), Results(jax.tree.structure(None), (), ())
-    given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
     params = make_params("debug", fn, trees, given)
     operands = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
     bind(*operands, params=params)
@@ -183,26 +180,20 @@ class PrintLine(HostCode):
     def __call__(self, *args: object, **kwargs: object) -> None:
         if not self.has_fields:
             text = " ".join((self.fmt, *map(str, args)))
-        elif self.of_scalars(args, kwargs):
-            text = self.formatted(args, kwargs)
         else:
-            with np.printoptions(**dict(self.options)):
-                text = self.formatted(args, kwargs)
+            named = {name: _bare(value) for name, value in kwargs.items()}
+            with self._options((*args, *kwargs.values())):
+                text = self.fmt.format(*map(_bare, args), **named)
         stream.write(text + "\n")
 
-    def formatted(self, args: Args, kwargs: Kwargs) -> str:
-        named = {name: _bare(value) for name, value in kwargs.items()}
-        return self.fmt.format(*map(_bare, args), **named)
-
-    def of_scalars(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether all values are NumPy scalars, which no print option changes.
-
-        Setting the options takes three times as long as printing a line.
+    def _options(self, values: Args) -> AbstractContextManager[object]:
+        """Sets NumPy's print options, unless all values are NumPy scalars, which no
+        option changes: setting them takes three times as long as printing a line.
         """
-        return ("legacy", False) in self.options and all(
-            isinstance(value, np.ndarray) and value.ndim == 0
-            for value in (*args, *kwargs.values())
-        )
+        scalars = all(isinstance(x, np.ndarray) and x.ndim == 0 for x in values)
+        if scalars and ("legacy", False) in self.options:
+            return nullcontext()
+        return np.printoptions(**dict(self.options))
 
 
 def _bare(value: object) -> object:

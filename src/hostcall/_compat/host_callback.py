@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.configure import configure
-from hostcall._compat.outside_call import Unpacked, bind, take_last_exception
+from hostcall._compat.outside_call import Unpacked, bind, raised
 from hostcall._core.failures import failures_of_arrays, failures_of_effects
 from hostcall._runtime import delivery
 
@@ -98,8 +99,8 @@ def id_tap(
     for leaf in jax.tree.leaves(result):
         _jax.check_arg(leaf)
     _follow_queue_flag()
-    outs, tree = bind(tap_func, arg, tap_with_device, device_index)
-    return tree.unflatten(outs) if result is None else result
+    out = bind(tap_func, arg, tap_with_device, device_index)
+    return out if result is None else result
 
 
 def id_print(
@@ -193,19 +194,14 @@ def call(
             f" {result_shape}"
         ) from None
     result = result_tree, avals
-    outs, _ = bind(callback_func, arg, call_with_device, device_index, result)
-    return result_tree.unflatten(outs)
+    return bind(callback_func, arg, call_with_device, device_index, result)
 
 
 def _aval(described: Any) -> _jax.Aval:
-    if hasattr(described, "shape") and hasattr(described, "dtype"):
-        shape, dtype = tuple(described.shape), np.dtype(described.dtype)
-    else:
-        array = np.asarray(described)
-        if array.dtype.kind not in "biufc":
-            raise TypeError(described)
-        shape, dtype = array.shape, array.dtype
-    return _jax.ShapedArray(shape, _jax.canonical_dtype(dtype))
+    if isinstance(described, (bool, int, float, complex)):
+        described = np.asarray(described)
+    dtype = _jax.canonical_dtype(np.dtype(described.dtype))
+    return _jax.ShapedArray(tuple(described.shape), dtype)
 
 
 # --- Waiting ------------------------------------------------------------------------
@@ -229,9 +225,8 @@ def barrier_wait(logging_name: str | None = None) -> None:
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
     delivery.flush(None, "barrier_wait()")
     logger.debug("barrier_wait[%s]: done", name)
-    last = take_last_exception()
-    if last is not None:
-        error, text = last
+    with contextlib.suppress(IndexError):  # no callback has raised
+        error, text = raised.pop()
         raise CallbackException(
             f"There were exceptions during callback processing. Last one was: {text}"
         ) from error
@@ -245,15 +240,10 @@ def stop_outfeed_receiver() -> None:
     delivery.flush(None, "stop_outfeed_receiver()")
 
 
-_followed = _QUEUE_BYTES
-
-
 def _follow_queue_flag() -> None:
-    """Sets the limit of the tap queue from the old flag, once that has been set."""
-    global _followed
+    """Sets the limit of the tap queue from the old flag, if that has been set."""
     size = _jax.old_flag("jax_host_callback_max_queue_byte_size")
-    if size != _followed:
-        _followed = size
+    if size != _QUEUE_BYTES:
         configure(tap_queue_bytes=size)
 
 
@@ -288,10 +278,8 @@ def _print_tap_func(
 
 def _document(value: object, threshold: int | None) -> _jax.Doc:
     """Formats a pytree with JAX's pretty printer: on one line if it fits."""
-    pp, document = (
-        _jax.pretty_printer,
-        functools.partial(_document, threshold=threshold),
-    )
+    pp = _jax.pretty_printer
+    document = functools.partial(_document, threshold=threshold)
     if isinstance(value, dict):
         opening, closing = "{}"
         parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]

@@ -17,12 +17,11 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
-from hostcall._compat.callbacks import OPTIONS
+from hostcall._compat.callbacks import OPTIONS, trees_of
 from hostcall._core.host_code import HostCode
-from hostcall._core.options import CallOptions
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine.params.drop_in import DropInParams, Kind, arrays_of, make_params
+from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._primitives import buffer, call, drop_in
 
 # What callbacks get, as the newest patch says; None if JAX is not patched. The patch
@@ -61,17 +60,13 @@ def _lower(
 def _lower_buffer(
     ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
 ) -> list[_jax.Value]:
-    callback = given["callback"]
+    callback, avals = given["callback"], _jax.physical_avals(ctx.avals_out)
+    order = "unordered" if given["has_side_effect"] else "pure"
     params = buffer_params(
         callback,
-        given["in_tree"],
-        given["out_tree"],
-        tuple(_jax.physical_avals(ctx.avals_out)),
+        trees_of(given["in_tree"], given["out_tree"], tuple(avals)),
         _place(ctx, callback),
-        CallOptions(
-            order="unordered" if given["has_side_effect"] else "pure",
-            vmap_method=given["vmap_method"],
-        ),
+        {"order": order, "vmap_method": given["vmap_method"]},
         aliases=tuple(given["input_output_aliases"]),
         command_buffer=given["command_buffer_compatible"],
     )
@@ -108,7 +103,7 @@ def emit_python_callback(
         options |= {"has_side_effect": has_side_effect, "sharding": sharding}
         return _jax.emit_python_callback(*given, **options)  # type: ignore[no-any-return]
     avals = _jax.physical_avals(result_avals)
-    params: DropInParams = make_params(
+    params = make_params(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
         (Template.flat(*(None,) * len(operands)), Results.flat(avals)),

@@ -9,7 +9,6 @@ a tap or a call of this library.
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from hostcall._core import codes
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.counted import counted
 from hostcall._core.order import ORDERED, effects_with
+from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._primitives.eager import seen_before
 from hostcall._runtime import context
@@ -49,7 +49,7 @@ class Outside:
         identity: True for a tap, which returns its arguments; False for a call.
         with_device: whether the function takes the device as a keyword.
         arg_tree: the treedef of its argument.
-        result_tree, avals: the treedef and the avals of a call's result.
+        result_tree, avals: the treedef of the result; the avals of a call's.
         device_index: in a multi-device program, the index of the device that calls.
         transforms: (name, ...) of each transformation, in the order of application.
     """
@@ -58,13 +58,25 @@ class Outside:
     identity: bool
     with_device: bool
     arg_tree: _jax.TreeDef
-    result_tree: _jax.TreeDef = None
+    result_tree: _jax.TreeDef
     avals: tuple[_jax.Aval, ...] = ()
     device_index: int = 0
     transforms: tuple[tuple[Any, ...], ...] = ()
 
     def with_transform(self, *transform: object) -> Outside:
         return replace(self, transforms=(*self.transforms, transform))
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it taps (primals, tangents): half of its arrays are either."""
+        return self.identity and self.transforms[-1:] == (("jvp",),)
+
+    def of_half(self) -> Outside:
+        """Such a tap of the primals alone, or of the tangents."""
+        return replace(self, arg_tree=self.arg_tree.children()[0])
+
+    def of_primals(self) -> Outside:
+        return replace(self.of_half(), transforms=self.transforms[:-1])
 
     @property
     def unpacked(self) -> Unpacked:
@@ -78,8 +90,7 @@ class Outside:
 
     @property
     def __name__(self) -> str:
-        fn = self.fn.value
-        return str(getattr(fn, "__qualname__", fn))
+        return name_of(self.fn.value)
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
         here = context.current()
@@ -95,12 +106,8 @@ class Outside:
         fn = self.fn.value
         try:
             arg = self.arg_tree.unflatten(arrays)
-            logger.debug(
-                "Outside call invoking call_func %s, device=%s, transforms=%s",
-                fn,
-                device,
-                self.unpacked,
-            )
+            said = "Outside call invoking call_func %s, device=%s, transforms=%s"
+            logger.debug(said, fn, device, self.unpacked)
             more = {"device": device} if self.with_device else {}
             if not self.identity:
                 return self._checked(fn(arg, **more))
@@ -109,41 +116,33 @@ class Outside:
             text = traceback.format_exc()
             logger.error("Outside call %s threw exception %s.", fn, error)
             logger.error("Postponing exception raised in callback function: %s", text)
-            _last.append((error, text))
+            raised.append((error, text))
             if not self.identity:
                 raise
         return None
 
     def _checked(self, value: object) -> tuple[np.ndarray, ...]:
         """The leaves of a call's result."""
-        fn = self.fn.value
         leaves, tree = jax.tree.flatten(value)
-        if tree != self.result_tree:
-            raise TypeError(
-                f"Callback func {fn} should have returned a result with pytree"
-                f" {self.result_tree} but returned {tree}"
+        what, wanted, got = "pytree", self.result_tree, tree
+        arrays = tuple(map(_jax.to_host, leaves)) if tree == wanted else ()
+        if arrays:
+            what = "abstract values"
+            wanted, got = (
+                tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of])
+                for of in (self.avals, arrays)
             )
-        arrays = tuple(map(_jax.to_host, leaves))
-        described = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-        wanted = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals]
-        if described != wanted:
+        if got != wanted:
             raise TypeError(
-                f"Callback func {fn} should have returned a result with abstract values"
-                f" {tree.unflatten(wanted)} but returned {tree.unflatten(described)}"
+                f"Callback func {self.fn.value} should have returned a result with"
+                f" {what} {wanted} but returned {got}"
             )
         return arrays
 
 
 # The last exception of a callback, with its traceback's text. A deque: callbacks of
 # several threads may fail at once.
-_last: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
-
-
-def take_last_exception() -> tuple[Exception, str] | None:
-    """Returns and forgets the last exception of a callback, with its traceback text."""
-    with contextlib.suppress(IndexError):
-        return _last.pop()
-    return None
+raised: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
 
 
 # --- impl ----------------------------------------------------------------------------
@@ -210,10 +209,9 @@ def _jvp(primals: Arrays, tangents: Arrays, *, params: Outside) -> tuple[Arrays,
     if not _jax.old_flag("jax_host_callback_ad_transforms"):
         return outside_call_p.bind(*primals, params=params), tangents
     dots = list(map(_jax.instantiate_zeros, tangents))
-    tree = params.arg_tree
-    flat, pair = jax.tree.flatten((tree.unflatten(primals), tree.unflatten(dots)))
+    pair = jax.tree_util.treedef_tuple((params.arg_tree, params.arg_tree))
     both = replace(params.with_transform("jvp"), arg_tree=pair)
-    outs = outside_call_p.bind(*flat, params=both)
+    outs = outside_call_p.bind(*primals, *dots, params=both)
     return outs[: len(primals)], outs[len(primals) :]
 
 
@@ -231,14 +229,9 @@ def _partial_eval(
 
     n = len(tracers) // 2
     known = list(map(_jax.is_known, tracers))
-    is_pair = params.identity and params.transforms[-1:] == (("jvp",),)
-    if not is_pair or not all(known[:n]) or all(known):
+    if not params.is_pair or not all(known[:n]) or all(known):
         return default(tracers, params)
-    first, _ = params.arg_tree.unflatten(tracers)
-    alone = replace(
-        params, arg_tree=jax.tree.structure(first), transforms=params.transforms[:-1]
-    )
-    return [*default(tracers[:n], alone), *default(tracers, params)[n:]]
+    return [*default(tracers[:n], params.of_primals()), *default(tracers, params)[n:]]
 
 
 def _transpose(
@@ -247,14 +240,12 @@ def _transpose(
     _only_taps("differentiation rules are", params)
     back = list(map(_jax.instantiate_zeros, cotangents))
     tapped = params.with_transform("transpose")
-    if params.transforms[-1:] != (("jvp",),):
-        outs = outside_call_p.bind(*back, params=tapped)
-    else:  # a tap of (primals, tangents): only the tangents are linear
+    if params.is_pair:  # only the tangents are linear
         n = len(operands) // 2
-        first, _ = params.arg_tree.unflatten(operands)
-        tree = jax.tree.structure(first, is_leaf=_jax.is_undefined_primal)
-        dots = outside_call_p.bind(*back[n:], params=replace(tapped, arg_tree=tree))
+        dots = outside_call_p.bind(*back[n:], params=tapped.of_half())
         outs = [*back[:n], *dots]
+    else:
+        outs = outside_call_p.bind(*back, params=tapped)
     return [
         out if _jax.is_undefined_primal(operand) else None
         for out, operand in zip(outs, operands, strict=True)
@@ -268,31 +259,17 @@ def _remat(
     _: object, unknown: list[bool], inst: list[bool], eqn: _jax.JaxprEquation
 ) -> object:
     """Taps in the forward pass, and again where its values are recomputed."""
-    n = len(eqn.outvars)
-    residuals = [
-        v
-        for v, here in zip(eqn.invars, inst, strict=True)
-        if not here and not _jax.is_literal(v)
-    ]
-    params, half = eqn.params["params"], n // 2
-    pair = params.identity and params.transforms[-1:] == (("jvp",),)
-    if pair and any(unknown) and not any(unknown[:half]):
+    params, n = eqn.params["params"], len(eqn.outvars)
+    known, half = None if any(unknown) else eqn, n // 2
+    later = [any(unknown)] * n
+    if params.is_pair and any(unknown) and not any(unknown[:half]):
         # The values are known, and are tapped alone; their tangents are not.
-        first, _ = params.arg_tree.unflatten(eqn.invars)
-        alone = replace(
-            params,
-            arg_tree=jax.tree.structure(first),
-            transforms=params.transforms[:-1],
-        )
-        known = eqn.replace(
-            params={"params": alone},
-            invars=eqn.invars[:half],
-            outvars=eqn.outvars[:half],
-        )
-        return known, eqn, [i >= half for i in range(n)], [True] * n, residuals
-    if any(unknown):
-        return None, eqn, [True] * n, [True] * n, residuals
-    return eqn, eqn, [False] * n, [True] * n, residuals
+        ends = {"invars": eqn.invars[:half], "outvars": eqn.outvars[:half]}
+        known = eqn.replace(params={"params": params.of_primals()}, **ends)
+        later[:half] = [False] * half
+    here = zip(eqn.invars, inst, strict=True)
+    residuals = [v for v, flag in here if not flag and not _jax.is_literal(v)]
+    return known, eqn, later, [True] * n, residuals
 
 
 # --- Lowering, registration ----------------------------------------------------------
@@ -322,17 +299,15 @@ def bind(
     with_device: bool,
     device_index: int,
     result: tuple[_jax.TreeDef, tuple[_jax.Aval, ...]] | None = None,
-) -> tuple[Arrays, _jax.TreeDef]:
-    """Binds the equation that calls `fn`: a tap, or with `result` a call.
-
-    Returns its results, and the treedef of `arg`.
-    """
+) -> Any:
+    """Binds the equation that calls `fn`: a tap, or with `result` a call."""
     if not callable(fn):
         raise TypeError(f"Expected a callable value, got {fn}")
     refuse_coroutines(fn)
     operands, tree = jax.tree.flatten(arg)
     for operand in operands:
         _jax.check_arg(operand)
-    out_tree, avals = result or (None, ())
+    out_tree, avals = result or (tree, ())
     how = result is None, with_device, tree, out_tree, avals, device_index
-    return outside_call_p.bind(*operands, params=Outside(Static(fn), *how)), tree
+    outs = outside_call_p.bind(*operands, params=Outside(Static(fn), *how))
+    return out_tree.unflatten(outs)

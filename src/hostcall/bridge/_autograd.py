@@ -19,6 +19,7 @@ from hostcall.bridge._library import (
     Code,
     Flags,
     LibraryFunction,
+    Run,
     TakesNoRules,
     along,
     check_derivatives,
@@ -28,7 +29,6 @@ from hostcall.bridge._library import (
 
 tree = jax.tree_util
 
-Run: TypeAlias = Callable[..., object]
 # Cotangents of the results -> those of what moves.
 Pull: TypeAlias = Callable[[Arrays], Arrays]
 Graph: TypeAlias = tuple[Pull, list[bool]]
@@ -132,97 +132,87 @@ def make_thread_safe() -> None:
 class FromAutograd(Code):
     """A function of autograd's NumPy: the user's, or a derivative of one."""
 
-    def __call__(self, *args: object) -> object:
-        return self.run(*args)
+    leaves = staticmethod(tree.tree_leaves)
 
     @staticmethod
-    def over(what: str, run: Run) -> Run:
-        return functools.partial(_pulled if what == "vjp" else _pushed, run)
+    def is_array(leaf: object) -> bool:
+        """Whether it is an array that the call hands over, or a variable for one."""
+        from autograd.tracer import getval
 
-    def forward(self, args: Arrays, _: object) -> tuple[object, Graph]:
-        moving = [moves(x) for x in tree.tree_leaves(args) if is_traced_array(x)]
-        found = Along(self.run, args, moving)
-        pull = found.vjp()
-        return found.treedef.unflatten(found.outs), (pull, moving)
+        return is_array(getval(leaf))
 
     @staticmethod
-    def backward(graph: Graph, cotangents: Arrays, wanted: Flags) -> Arrays:
-        pull, moving = graph
-        return pick(spread(pull(cotangents), moving), wanted)
-
-
-def _pulled(run: Run, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
-    return Along(run, args, wanted).vjp()(cotangents)
-
-
-def _pushed(
-    run: Run, args: Arrays, tangents: Arrays, out_diff: bytes
-) -> tuple[Arrays, Arrays]:
-    found = Along(run, args, [t is not None for t in tangents])
-    touts = found.jvp([t for t in tangents if t is not None])
-    return found.outs, pick(touts, out_diff)
-
-
-class Along:
-    """A function along some of the arrays of its arguments.
-
-    Attributes:
-        outs, treedef: its result, once a derivative has run it.
-    """
-
-    def __init__(self, run: Run, args: Arrays, flags: Flags) -> None:
-        """`flags` marks the arrays that move, among all arrays of `args`."""
-        self._run = run
-        moving, self._filled, _ = along(args, flags, is_traced_array)
-        self._moving = tuple(moving)
-
-    def _call(self, moving: Arrays) -> object:
-        """The tuple of results with a derivative, of the tuple of what moves.
-
-        The last is the first argument, since autograd warns of a result that depends on
-        no argument, as second derivatives often do.
-        """
-        from autograd.builtins import tuple as traced_tuple
-
-        result = self._run(*self._filled(moving))
-        self.outs, self.treedef = tree.tree_flatten(result)
-        self._marks = [moves(x) for x in self.outs]
-        return traced_tuple((*pick(self.outs, self._marks), moving[0]))
-
-    def _with_all(self, found: Arrays, others: Arrays) -> Arrays:
-        """What `_call` gave, and in the places of the other results `others`."""
-        whole = spread(found, self._marks)
-        return [y if x is None else x for x, y in zip(whole, others, strict=True)]
-
-    def jvp(self, tangents: Arrays) -> Arrays:
-        """The tangents of all results."""
-        from autograd import make_jvp
-
-        found, dots = make_jvp(self._call)(self._moving)(tuple(tangents))
-        self.outs = self._with_all(found, self.outs)
-        return self._with_all(dots, [np.zeros(np.shape(x)) for x in self.outs])
-
-    def vjp(self) -> Pull:
-        """Cotangents of the results, None for zero -> those of what moves."""
+    def vjp(f: Run, *xs: object) -> tuple[Arrays, Pull]:
         from autograd import make_vjp
         from autograd.tracer import getval
 
-        pull, found = make_vjp(self._call)(self._moving)
-        self.outs = self._with_all(found, self.outs)
-        marks, zeros = self._marks, [np.zeros_like(getval(x)) for x in found]
+        pull, found = make_vjp(_traced(f))(xs)
+        zero = np.zeros_like(getval(xs[0]))
+        return found[:-1], lambda cotangents: list(pull((*cotangents, zero)))
 
-        def pullback(cotangents: Arrays) -> Arrays:
-            pairs = zip((*pick(cotangents, marks), None), zeros, strict=True)
-            return list(pull(tuple(zero if ct is None else ct for ct, zero in pairs)))
+    @staticmethod
+    def jvp(f: Run, xs: Arrays, dots: Arrays) -> tuple[Arrays, Arrays]:
+        from autograd import make_jvp
 
-        return pullback
+        moving, whole = _split(f)
+        found, touts = make_jvp(_traced(moving))(xs)(dots)
+        return whole(found), whole(touts)
+
+    def __call__(self, *args: object) -> object:
+        return self.run(*args)
+
+    def forward(self, args: Arrays, _: object) -> tuple[object, Graph]:
+        marks = [moves(x) for x in tree.tree_leaves(args) if is_array(x)]
+        arrays, filled, _ = along(args, marks, is_array)
+        treedef = None
+
+        def function(*arrays: object) -> Any:
+            nonlocal treedef
+            outs, treedef = tree.tree_flatten(self.run(*filled(arrays)))
+            return outs
+
+        moving, whole = _split(function)
+        found, pull = self.vjp(moving, *arrays)
+        assert treedef is not None
+        return treedef.unflatten(whole(found)), (pull, marks)
+
+    @staticmethod
+    def backward(graph: Graph, cotangents: Arrays, wanted: Flags) -> Arrays:
+        pull, marks = graph
+        found = pull([ct for ct in cotangents if ct is not None])
+        return pick(spread(found, marks), wanted)
 
 
-def is_traced_array(leaf: object) -> bool:
-    """Whether a leaf is an array that the call hands over, or a variable for one."""
-    from autograd.tracer import getval
+def _traced(f: Run) -> Run:
+    """`f` of one tuple, with a tuple that autograd can differentiate as its result.
 
-    return is_array(getval(leaf))
+    The first argument comes last in it, since autograd warns of a result that depends
+    on no argument, as second derivatives often do.
+    """
+    from autograd.builtins import tuple as traced_tuple
+
+    def traced(xs: Arrays) -> object:
+        arrays = [xs[n] for n in range(len(xs))]  # such a tuple can be indexed only
+        return traced_tuple((*f(*arrays), arrays[0]))
+
+    return traced
+
+
+def _split(f: Run) -> tuple[Run, Callable[[Arrays], Arrays]]:
+    """(a function of those results of `f` that have a derivative, a function that puts
+    values for these in their places among the others).
+    """
+    outs: list[object] = []
+
+    def moving(*xs: object) -> Arrays:
+        outs[:] = f(*xs)
+        return [x for x in outs if moves(x)]
+
+    def whole(found: Arrays) -> Arrays:
+        rest = iter(found)
+        return [next(rest) if moves(x) else x for x in outs]
+
+    return moving, whole
 
 
 def moves(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -12,18 +12,22 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from hostcall._core.arguments import check_function, wrong
-from hostcall._core.errors import SpecError
 from hostcall._core.failures import original
-from hostcall._core.host_code import Handle, HostCode
+from hostcall._core.host_code import Handle
 from hostcall._core.spec import Static, Template
 from hostcall._host_function import results
-from hostcall._host_function.trees import pick
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
-from hostcall.bridge._library import PLAIN, OverOthers, TakesNoRules, along, is_operand
-
-Arrays: TypeAlias = Sequence[Any]  # JAX's; None may stand for zero
-Run: TypeAlias = Callable[..., Arrays]
+from hostcall.bridge._library import (
+    MADE_BY_A_BRIDGE,
+    PLAIN,
+    Arrays,
+    Code,
+    OverOthers,
+    TakesNoRules,
+    along,
+    is_operand,
+)
 
 # The other device knows nothing of the mesh around the calling program.
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -88,20 +92,16 @@ def on_device(
         options = {k: v for k, v in dict(locals()).items() if k != "fn"}
         return functools.partial(on_device, **options)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
-    if device is not None and not isinstance(device, jax.Device):
+    is_here = (
+        isinstance(device, jax.Device) and device.process_index == jax.process_index()
+    )
+    if device is not None and not is_here:
         wanted = (
-            "a jax.Device, such as jax.devices('gpu')[0], or None for a CPU device of"
-            " hostcall's own"
+            "a jax.Device, such as jax.devices('gpu')[0], of this process (one of"
+            " jax.local_devices()), or None for a CPU device of hostcall's own"
         )
         raise wrong("device", f"`{shown}`", wanted, device)
-    if device is not None and device.process_index != jax.process_index():
-        raise SpecError(
-            f"hostcall: device= of `{shown}` is {device}, which belongs to process"
-            f" {device.process_index}, but this is process {jax.process_index()}. Pass"
-            " one of jax.local_devices()",
-            code="hc-device",
-        )
-    return JaxFunction(fn, device, name, timeout)
+    return JaxFunction(fn, device, name=name, timeout=timeout)
 
 
 class JaxFunction(TakesNoRules):
@@ -110,15 +110,10 @@ class JaxFunction(TakesNoRules):
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(
-        self,
-        fn: Callable[..., object],
-        device: jax.Device | None,
-        name: str | None,
-        timeout: float | None,
+        self, fn: Callable[..., object], device: jax.Device | None, **given: Any
     ) -> None:
-        given = {"name": name, "timeout": timeout}
         super().__init__(fn, **{**PLAIN, **given, "result": None})
-        self._given = device, name, timeout
+        self._device, self._given = device, given
 
         def flat(template: Template, *arrays: jax.Array) -> object:
             args, kwargs = template.fill(arrays)
@@ -132,7 +127,7 @@ class JaxFunction(TakesNoRules):
 
     def __reduce__(self) -> Any:
         found = super().__reduce__()
-        again = JaxFunction, (self.fn, *self._given)
+        again = functools.partial(JaxFunction, **self._given), (self.fn, self._device)
         return found if isinstance(found, str) else again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,23 +165,28 @@ class JaxFunction(TakesNoRules):
     def _compiled(self, jaxpr: Jaxpr) -> ProgramFunction:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
-        device, _, timeout = self._given
         jaxpr = jaxpr.replace(consts=consts)
-        return ProgramFunction(DeviceProgram(self.__name__, jaxpr, device), timeout)
+        program = DeviceProgram(self.__name__, jaxpr, self._device)
+        return ProgramFunction(program, self.options["timeout"])
 
 
-class DeviceProgram(HostCode):
+class DeviceProgram(Code):
     """A traced function of flat arrays, compiled for its device when it first runs."""
 
-    stays = (
-        "a bridge makes it when the program is traced, so it can have no name. Register"
-        " a hc.host function that calls the library, with rules of its own"
-    )
+    stays = MADE_BY_A_BRIDGE
+
+    is_array = staticmethod(is_operand)
+    vjp, jvp = staticmethod(jax.vjp), staticmethod(jax.jvp)
+    vmap = staticmethod(jax.vmap)
+
+    @staticmethod
+    def leaves(value: Arrays) -> Arrays:
+        return [x if is_plain(x) else jax.random.key_data(x) for x in value]
 
     def __init__(self, name: str, jaxpr: Jaxpr, device: jax.Device | None) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.outs, self.code = structs(jaxpr.out_avals), jaxpr_as_fun(jaxpr)
-        self._jit, self.device = jax.jit(self.code), device
+        super().__init__(jaxpr_as_fun(jaxpr), name, "")
+        self.outs, self.device = structs(jaxpr.out_avals), device
+        self._jit = jax.jit(self.run)
         self._x64 = bool(jax.config.jax_enable_x64)
 
     def __call__(self, *arrays: np.ndarray | jax.Array) -> Arrays:
@@ -219,42 +219,13 @@ class ProgramFunction(OverOthers):
         self.set_rules()
         self.rules.batch = self._batch
 
-    def _make(self, what: str) -> JaxFunction:
+    def _make(self, what: str, *flags: bytes) -> JaxFunction:
         name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
-        code = functools.partial(_OVER[what], self.fn.code)
-        return JaxFunction(code, self.fn.device, name, self.options["timeout"])
+        given = {"name": name, "timeout": self.options["timeout"]}
+        return JaxFunction(self.fn.over(what, *flags), self.fn.device, **given)
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
-        return self.derivative("vmap")(args, bytes(batched)), True
-
-
-def _pulled(run: Run, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
-    given = [ct is not None for ct in cotangents]
-    moving, filled, _ = along(args, wanted, is_operand)
-    _, pull = jax.vjp(lambda *xs: pick(run(*filled(xs)), given), *moving)
-    return list(pull(pick(cotangents, given)))
-
-
-def _pushed(
-    run: Run, args: Arrays, tangents: Arrays, out_diff: bytes
-) -> tuple[Arrays, Arrays]:
-    given = [t is not None for t in tangents]
-    moving, filled, _ = along(args, given, is_operand)
-    dots = pick(tangents, given)
-    outs, touts = jax.jvp(lambda *xs: list(run(*filled(xs))), moving, dots)
-    outs = [x if is_plain(x) else jax.random.key_data(x) for x in outs]
-    return outs, pick(touts, out_diff)
-
-
-def _mapped(run: Run, args: Arrays, batched: bytes) -> Arrays:
-    return jax.vmap(run, [0 if flag else None for flag in batched])(*args)  # type: ignore[no-any-return]
-
-
-_OVER: dict[str, Callable[..., object]] = {
-    "vjp": _pulled,
-    "jvp": _pushed,
-    "vmap": _mapped,
-}
+        return self.derivative("vmap", bytes(batched))(*args), True
 
 
 def device_now(device: jax.Device | None) -> jax.Device:

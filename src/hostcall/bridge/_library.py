@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.arguments import wrong
@@ -35,6 +36,7 @@ Function: TypeAlias = HostFunction[..., Any]
 Arrays: TypeAlias = Sequence[Any]
 # One for each array, also as bytes: those are one leaf, which isn't an array.
 Flags: TypeAlias = Sequence[int]
+Run: TypeAlias = Callable[..., Any]
 
 
 def needed(package: str, bridge: str) -> Any:
@@ -46,6 +48,12 @@ def needed(package: str, bridge: str) -> Any:
         "write the rules yourself with hc.host",
     )
 
+
+# Why a program with host code of theirs can't leave the process.
+MADE_BY_A_BRIDGE = (
+    "a bridge makes it when the program is traced, so it can have no name. Register a"
+    " hc.host function that calls the library, with rules of its own"
+)
 
 # Options of `hc.host` that bridges set for the user.
 PLAIN: dict[str, Any] = {
@@ -71,22 +79,26 @@ def check_derivatives(bridge: str, shown: str, derivatives: object) -> str:
 
 
 class Code(HostCode):
-    """Host code that a library can differentiate. Its rules work on flat arrays.
+    """Host code that a library differentiates. Its rules work on flat arrays.
 
     Attributes:
         run: the function of the library's arrays.
-        over: (what, run, *flags) -> the `run` of a derivative. For "vjp" it is
-            (args, cotangents, wanted) -> cotangents of the wanted arrays of `args`;
-            `cotangents` has one entry per array of the result, None for zero. For "jvp"
-            it is (args, tangents, out_diff) -> results, and the tangents of those
-            results that `out_diff` marks; `tangents` has one entry per array of `args`,
-            None for zero.
+        is_array: whether a leaf of the arguments is an array; the others are static.
+        leaves: the leaves of a result, as arrays.
+        vjp: (f, *xs) -> (f(*xs), a function from its cotangents to those of xs), for an
+            f that returns a tuple of arrays that have derivatives.
+        jvp: (f, xs, dots) -> (f(*xs), their tangents), for an f that returns a tuple.
+        vmap: (f, axes) -> f of batches.
         forward: (args, nondiff) -> (result, what the backward pass needs).
         backward: (that, cotangents, wanted) -> the cotangents of the wanted arrays of
             the arguments; None for zero.
     """
 
-    over: ClassVar[Callable[..., Callable[..., object]]]
+    is_array: Callable[[object], bool]
+    leaves: Callable[[Any], Arrays]
+    vjp: Callable[..., tuple[Arrays, Callable[[Arrays], Arrays]]]
+    jvp: Callable[..., tuple[Arrays, Arrays]]
+    vmap: Callable[..., Callable[..., Arrays]]
     forward: Callable[[Arrays, Sequence[int]], tuple[object, object]]
     backward: Callable[[Any, Arrays, Flags], Arrays]
 
@@ -97,12 +109,69 @@ class Code(HostCode):
             functools.update_wrapper(self, like, updated=())
         self.run, self.__qualname__, self._source = run, name, source
 
-    def derived(self, what: str, name: str, *flags: bytes) -> Code:
-        run = self.over(what, self.run, *flags)
-        return type(self)(run, name, f"{what} of {self._source}")
-
     def source(self) -> str:
         return self._source
+
+    def pure(self, *args: Any) -> object:
+        """Runs it so that it can't write to the arguments."""
+        return self.run(*args)
+
+    def derived(self, what: str, name: str, *flags: bytes) -> Code:
+        return type(self)(self.over(what, *flags), name, f"{what} of {self._source}")
+
+    def over(self, what: str, *flags: bytes) -> Run:
+        """The function that is a derivative of this one, or a batch of it.
+
+        "vjp" is (args, cotangents, wanted) -> cotangents of the wanted arrays of
+        `args`; `cotangents` has one entry per array of the result, None for zero. "jvp"
+        is (args, tangents, out_diff) -> the results, and the tangents of those results
+        that `out_diff` marks; `tangents` has one entry per array of `args`, None for
+        zero. "vmap" is (*args) -> results; the arrays that `flags` marks have a batch
+        axis in front, and all results have one.
+        """
+        if what == "vmap":
+            return functools.partial(self._mapped, *flags)
+        return self._pulled if what == "vjp" else self._pushed
+
+    def _along(
+        self, args: object, flags: Flags, only: Flags | None = None
+    ) -> tuple[Run, Arrays]:
+        """(function, arrays): the function of the arrays of `args` that `flags` marks.
+
+        It returns the leaves of its result that `only` marks; without it, all.
+        """
+        arrays, filled, leaves = along(args, flags, self.is_array)
+
+        def function(*arrays: object) -> tuple[object, ...]:
+            try:
+                outs = self.leaves(self.pure(*filled(arrays)))
+            except BaseException:
+                # The engine clears the frames of the traceback, but the functions in
+                # them keep their closures: lent memory would seem kept.
+                leaves.clear()
+                raise
+            return tuple(outs if only is None else pick(outs, only))
+
+        return function, tuple(arrays)
+
+    def _pulled(self, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
+        given = [ct is not None for ct in cotangents]
+        function, arrays = self._along(args, wanted, given)
+        _, pull = self.vjp(function, *arrays)
+        return list(pull(tuple(pick(cotangents, given))))
+
+    def _pushed(
+        self, args: Arrays, tangents: Arrays, out_diff: bytes
+    ) -> tuple[Arrays, Arrays]:
+        given = [t is not None for t in tangents]
+        function, arrays = self._along(args, given)
+        outs, touts = self.jvp(function, arrays, tuple(pick(tangents, given)))
+        return list(outs), pick(touts, out_diff)
+
+    def _mapped(self, flags: bytes, *args: object) -> Arrays:
+        function, arrays = self._along(args, [True] * len(flags))
+        axes = tuple(0 if flag else None for flag in flags)
+        return list(self.vmap(function, axes)(*arrays))
 
 
 class OverOthers(Function):
@@ -138,7 +207,7 @@ class OverOthers(Function):
     def _made(self) -> dict[tuple[object, ...], Function]:
         return {}
 
-    def _make(self, what: str) -> Function:
+    def _make(self, what: str, *flags: Any) -> Function:
         raise NotImplementedError
 
 
@@ -157,20 +226,20 @@ class LibraryFunction(OverOthers):
         *,
         derivatives: int,
         advice: str,
-        by_graph: bool = True,
+        vmap_method: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(code, **{**PLAIN, **options})
-        self.derivatives, self.advice = derivatives, advice
-        if derivatives == 1 and by_graph:
+        by_library = vmap_method == "torch"
+        rows = None if by_library else vmap_method
+        super().__init__(code, **{**PLAIN, **options, "vmap_method": rows})
+        self.derivatives, self.advice, self._method = derivatives, advice, vmap_method
+        if by_library:
+            self.rules.batch = self._batch
+        if derivatives == 1 and not by_library:
             self.rules.vjp = Rule(self._forward, "host", code.backward, flat=True)
             self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
         elif derivatives:
             self.set_rules()
-
-    def spec(self, *avals: object) -> Any:
-        """The spec of its result for arguments with these avals."""
-        return self._spec(avals)
 
     def _forward(self, *args: object) -> tuple[object, object]:
         return self.fn.forward(args, self.nondiff_of(len(args)))
@@ -178,11 +247,31 @@ class LibraryFunction(OverOthers):
     def _push_on_host(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
-    def _make(self, what: str) -> LibraryFunction:
+    def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
+        marks = zip(tree.tree_leaves(in_batched), tree.tree_leaves(args), strict=True)
+        flags = bytes(flag for flag, x in marks if is_operand(x))
+        arrays, filled, _ = along(args, [True] * len(flags), is_operand)
+        rows = [
+            jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
+            for x, flag in zip(arrays, flags, strict=True)
+        ]
+        leaves, treedef = tree.tree_flatten(self._spec(filled(rows)))
+        wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
+        if size == 0:  # torch.func.vmap refuses an empty batch
+            return treedef.unflatten([jnp.zeros(x.shape, x.dtype) for x in wide]), True
+        mapped = self.derivative("vmap", flags, tuple(wide))
+        return treedef.unflatten(mapped(*args)), True
+
+    def _make(self, what: str, *given: Any) -> LibraryFunction:
+        if what == "vmap":
+            flags, wide = given
+            same = {"derivatives": self.derivatives, "nondiff": self.nondiff}
+            return self._over(what, flags, result=list(wide), **same)
+
         def result(args: Arrays, _: object, flags: bytes) -> object:
             if what == "vjp":
                 return pick(shaped(args), flags)
-            outs = tree.tree_leaves(self.spec(*args))
+            outs = tree.tree_leaves(self._spec(tuple(args)))
             return outs, pick(outs, flags)
 
         return self._over(what, result=result)
@@ -190,13 +279,13 @@ class LibraryFunction(OverOthers):
     def _over(self, what: str, *flags: bytes, **more: Any) -> LibraryFunction:
         """A function made from this one, whose rows run in the same way."""
         name = f"{what} of {self.__qualname__}"
-        method = self.options["vmap_method"]
+        # With other methods a derived function would get a whole batch, but its spec
+        # has the shapes of one row.
+        of_rows = self._method in ("sequential", "parallel", "torch")
         options = {
             "advice": self.advice,
             "derivatives": max(self.derivatives - 1, 0),
-            # With other methods a derived function would get a whole batch, but its
-            # spec has the shapes of one row.
-            "vmap_method": method if method in ("sequential", "parallel") else None,
+            "vmap_method": self._method if of_rows else None,
             **{key: self.options[key] for key in ("lend", "timeout", "executor")},
             **more,
         }
@@ -236,7 +325,7 @@ def shaped(avals: object) -> list[jax.ShapeDtypeStruct]:
 
 def along(
     args: object, flags: Flags, is_array: Callable[[object], bool]
-) -> tuple[list[Any], Callable[[Arrays], Any], list[Any]]:
+) -> tuple[Arrays, Callable[[Arrays], Any], list[Any]]:
     """(arrays, filled, leaves): the arrays of `args` that the flags mark.
 
     `filled` takes others in their places, and returns `args` with them. `leaves` is
@@ -247,8 +336,8 @@ def along(
 
     def filled(others: Arrays) -> Any:
         whole = list(leaves)
-        for n, i in enumerate(at):  # tuples of autograd can be indexed only
-            whole[i] = others[n]
+        for i, x in zip(at, others, strict=True):
+            whole[i] = x
         return treedef.unflatten(whole)
 
     return [leaves[i] for i in at], filled, leaves

@@ -85,18 +85,28 @@ def of_sympy(
     if "scipy" in modules:
         needed("scipy", "sympy")
     names = (symbols,) if isinstance(symbols, sympy.Symbol) else tuple(symbols)
-    if not names or not all(isinstance(s, sympy.Symbol) for s in names):
+    are_symbols = all(isinstance(s, sympy.Symbol) for s in names)
+    if not names or not are_symbols or len(set(names)) != len(names):
         raise SpecError(
             f"hostcall: the second argument of hc.bridge.sympy should be a Symbol, or a"
-            f" list of the Symbols that are its arguments, got {symbols!r}"
+            f" list of the Symbols that are its arguments, got {symbols!r}. Each symbol"
+            " is one argument, so it never names a symbol twice"
         )
-    if len(set(names)) != len(names):
+    is_matrix = isinstance(expr, sympy.MatrixBase)
+    several = is_matrix or isinstance(expr, (list, tuple, sympy.Tuple))
+    try:
+        outs = [sympy.sympify(e, strict=True) for e in (expr if several else [expr])]
+    except sympy.SympifyError:
+        outs = [None]
+    if not all(isinstance(e, sympy.Expr) for e in outs):
         raise SpecError(
-            f"hostcall: the second argument of hc.bridge.sympy names a symbol twice:"
-            f" {names}. Each symbol is one argument"
+            f"hostcall: hc.bridge.sympy takes a SymPy expression, a list of them or a"
+            f" Matrix, whose values are numbers, got {expr!r}. Make one from text with"
+            " sympy.sympify(text), and from a condition with"
+            " sympy.Piecewise((1, condition), (0, True))"
         )
-    outs, form = _parts(expr)
-    shown = name or _short(expr)
+    text = " ".join(str(expr).split())
+    shown = name or (text if len(text) <= 40 else text[:37] + "...")
     others = set().union(*(e.free_symbols for e in outs)) - set(names)
     if others:
         given = ", ".join(sorted(map(str, others)))
@@ -105,6 +115,7 @@ def of_sympy(
             f" arguments {names}. Add them to the second argument of hc.bridge.sympy,"
             " or replace them by numbers with expr.subs(...)"
         )
+    form: Form = expr.shape if is_matrix else "list" if several else "one"
     return OfSympy(Evaluate(shown, tuple(outs), form, names, modules), timeout)
 
 
@@ -117,7 +128,7 @@ class OfSympy(Function):
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
         given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}
         super().__init__(evaluate, **{**PLAIN, "vmap_method": "expand_dims", **given})
-        self._slopes: dict[object, tuple[list[int], OfSympy | None]] = {}
+        self._slopes: dict[object, OfSympy | None] = {}
         numbers = range(len(evaluate.symbols))
         rules = (functools.partial(self._share, number) for number in numbers)
         self.defjvps(*rules, where="jax")
@@ -152,21 +163,18 @@ class OfSympy(Function):
         key = number, tuple(not jnp.iscomplexobj(x) for x in primals)
         if key not in self._slopes:
             self._slopes[key] = self._derived(*key)
-        at, slopes = self._slopes[key]
-        shape = jnp.broadcast_shapes(*map(jnp.shape, primals))
-        touts = [jnp.zeros(shape, tangent.dtype) for _ in self.fn.outs]
-        if slopes is not None:
-            for k, slope in zip(at, slopes(*primals), strict=True):
-                touts[k] = slope * tangent
+        slopes = self._slopes[key]
+        if slopes is None:
+            shape = jnp.broadcast_shapes(*map(jnp.shape, primals))
+            touts = [jnp.zeros(shape, tangent.dtype) for _ in self.fn.outs]
+        else:
+            touts = [slope * tangent for slope in slopes(*primals)]
         return self.fn.formed(touts, jnp)
 
-    def _derived(
-        self, number: int, real: tuple[bool, ...]
-    ) -> tuple[list[int], OfSympy | None]:
-        """The derivatives with respect to symbol `number`.
+    def _derived(self, number: int, real: tuple[bool, ...]) -> OfSympy | None:
+        """The derivatives of all expressions by symbol `number`; None if all are zero.
 
-        Returns which expressions depend on the symbol, and their derivatives. `real`
-        says which symbols stand for real arrays.
+        `real` says which symbols stand for real arrays.
         """
         sympy = needed("sympy", "sympy")
         symbols = self.fn.symbols
@@ -193,41 +201,12 @@ class OfSympy(Function):
                     " differentiate, or keep this derivative out with"
                     " jax.lax.stop_gradient"
                 )
-        at = [k for k, slope in enumerate(found) if slope != 0]
-        if not at:
-            return [], None
-        outs = tuple(found[k].xreplace(back) for k in at)
+        if all(slope == 0 for slope in found):
+            return None
+        outs = tuple(slope.xreplace(back) for slope in found)
         name = f"d({self.__name__})/d{by}"
         evaluate = dataclasses.replace(self.fn, name=name, outs=outs, form="list")
-        return at, OfSympy(evaluate, self.options["timeout"])
-
-
-def _parts(expr: Expr) -> tuple[list[Expr], Form]:
-    """(the expressions, their form)."""
-    sympy = needed("sympy", "sympy")
-    if isinstance(expr, sympy.MatrixBase):
-        return list(expr), expr.shape
-    several = isinstance(expr, (list, tuple, sympy.Tuple))
-    outs = list(expr) if several else [expr]
-    try:
-        outs = [sympy.sympify(e, strict=True) for e in outs]
-    except sympy.SympifyError as error:
-        raise SpecError(
-            f"hostcall: hc.bridge.sympy takes a SymPy expression, a list of them or a"
-            f" Matrix, got {expr!r}. Make one from text with sympy.sympify(text)"
-        ) from error
-    if not all(isinstance(e, sympy.Expr) for e in outs):
-        raise SpecError(
-            f"hostcall: hc.bridge.sympy takes expressions whose values are numbers, got"
-            f" {expr!r}. Make one from a condition with"
-            " sympy.Piecewise((1, condition), (0, True))"
-        )
-    return outs, "list" if several else "one"
-
-
-def _short(expr: Expr) -> str:
-    text = " ".join(str(expr).split())
-    return text if len(text) <= 40 else text[:37] + "..."
+        return OfSympy(evaluate, self.options["timeout"])
 
 
 # --- SymPy expressions as NumPy code -------------------------------------------------
@@ -239,12 +218,11 @@ def _code_of(
     """All expressions as one function of arrays."""
     sympy = needed("sympy", "sympy")
     undone = (sympy.Derivative, sympy.Subs, sympy.Integral)
-    for out in outs:
-        for part in out.atoms(*undone):
-            raise SpecError(
-                f"hostcall: `{name}` contains {part}, which SymPy has not evaluated, so"
-                " it can't be computed from arrays. Try expr.doit()"
-            )
+    for part in set().union(*(out.atoms(*undone) for out in outs)):
+        raise SpecError(
+            f"hostcall: `{name}` contains {part}, which SymPy has not evaluated, so it"
+            " can't be computed from arrays. Try expr.doit()"
+        )
     # SciPy's factorial is zero for negative numbers; the gamma function is right there.
     outs = tuple(o.replace(sympy.factorial, lambda n: sympy.gamma(n + 1)) for o in outs)
     given = list(modules) if isinstance(modules, tuple) else modules

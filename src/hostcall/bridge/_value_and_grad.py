@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -16,7 +15,13 @@ from hostcall._core.errors import ResultError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
-from hostcall.bridge._library import Arrays, Function, is_operand
+from hostcall._host_function.trees import pick
+from hostcall.bridge._library import (
+    MADE_BY_A_BRIDGE,
+    Arrays,
+    Function,
+    is_operand,
+)
 
 tree = jax.tree_util
 
@@ -94,11 +99,11 @@ def value_and_grad(
         raise wrong("value", f"`{shown}`", wanted, value)
     del options["value"], options["result"]
     options["name"] = shown
-    code = fn, shown, (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
-    both = _Both(*code)
+    both = _Both(fn, shown, nondiff)
+    alone = _ValueAlone(fn, shown, nondiff) if value is None else value
     spec = both.scalar if result is None else result
-    made = host(_ValueAlone(*code) if value is None else value, result=spec, **options)
-    pair = host(both, result=functools.partial(_pair_spec, made, both), **options)
+    made = host(alone, result=spec, **options)
+    pair = host(both, result=functools.partial(both.spec, made), **options)
     pair.advice = (
         f"`{shown}` is differentiated twice, but hc.bridge.value_and_grad gives only"
         " its first derivative. Make the gradient a function with rules of its own"
@@ -109,53 +114,42 @@ def value_and_grad(
     return made
 
 
-@dataclass(frozen=True)
 class _Both(HostCode):
     """`fn` with a flat gradient: a list with one entry for each floating array."""
 
-    stays = (
-        "a bridge makes it for the derivative, so it can have no name. Register"
-        " a hc.host function that has rules of its own"
-    )
+    stays = MADE_BY_A_BRIDGE
 
-    fn: Callable[..., Any]
-    name: str
-    nondiff: tuple[int, ...]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], name: str, nondiff: int | tuple[int, ...]
+    ) -> None:
         # The user's name and signature, for messages and keywords.
-        vars(self).update(
-            __name__=self.name, __qualname__=self.name, __wrapped__=self.fn
-        )
+        self.name = self.__name__ = self.__qualname__ = name
+        self.fn = self.__wrapped__ = fn
+        self.nondiff = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
 
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
-        moving = self.moving(args)
-        each = (gradient,) if len(moving) == 1 else gradient
-        if not isinstance(each, tuple) or len(each) != len(moving):
+        moving, n = self.moving(args), np.ndim(value)
+        given = tuple(args[position] for position in moving)
+        leaves, treedef = tree.tree_flatten(given)
+
+        def zero(x: Any) -> np.ndarray:
+            return np.zeros(np.shape(value) + np.shape(x)[n:], np.float32)
+
+        try:
+            each = (gradient,) if len(moving) == 1 else gradient
+            pairs = zip(each, given, strict=True)
+            whole = [tree.tree_map(zero, x) if g is None else g for g, x in pairs]
+            parts = treedef.flatten_up_to(tuple(whole))
+        except (ValueError, TypeError) as error:
             raise ResultError(
-                f"hostcall: the gradient that `{self.name}` returned should be a tuple"
-                f" of {len(moving)}, one entry for each of the arguments {moving} (None"
-                f" for zero), got {type(gradient).__name__}. Name arguments without a"
-                " gradient in nondiff="
-            )
-        found: list[np.ndarray] = []
-        for position, part in zip(moving, each, strict=True):
-            leaves, treedef = tree.tree_flatten(args[position])
-            if part is None:
-                n, batch = np.ndim(value), np.shape(value)
-                zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
-                part = treedef.unflatten(zeros)
-            try:
-                parts = treedef.flatten_up_to(part)
-            except (ValueError, TypeError) as error:
-                raise ResultError(
-                    f"hostcall: the gradient that `{self.name}` returned for"
-                    f" argument {position} should have the structure of that argument,"
-                    f" {treedef}, got {tree.tree_structure(part)}"
-                ) from error
-            found += [g for g, x in zip(parts, leaves, strict=True) if _floating(x)]
-        return value, found
+                f"hostcall: the gradient that `{self.name}` returned for the arguments"
+                f" {moving} should have their structure, {treedef} (a tuple with one"
+                " entry for each if there are several, None for zero), got"
+                f" {tree.tree_structure(gradient)}. Name arguments without a gradient"
+                " in nondiff="
+            ) from error
+        return value, pick(parts, list(map(_floating, leaves)))
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
         answer = self.fn(*args)
@@ -180,6 +174,9 @@ class _Both(HostCode):
         leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
         return [x for x in leaves if _floating(x)]
 
+    def spec(self, made: Function, *avals: object) -> tuple[object, Arrays]:
+        return made._spec(avals), self.floating(avals)
+
     def scalar(self, *avals: object) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]
         return jax.ShapeDtypeStruct((), jnp.result_type(*(dtypes or [float])))
@@ -192,11 +189,6 @@ class _ValueAlone(_Both):
 
     def __call__(self, *args: Any) -> Any:
         return self.pair(args)[0]
-
-
-def _pair_spec(made: Function, both: _Both, *avals: object) -> tuple[object, Arrays]:
-    """The spec of what `_Both` returns."""
-    return made._spec(avals), both.floating(avals)
 
 
 def _jvp(

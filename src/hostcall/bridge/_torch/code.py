@@ -1,29 +1,38 @@
-"""Functions of tensors: the user's, and those that torch.func makes from it.
+"""Functions of tensors as the host code that the engine calls: arrays in, arrays out.
 
-    Plain       the user's function
-    Module      an nn.Module, with its parameters as the first argument
-    Derived     a derivative or a batch of another
-
-A Derived is pure: it gives the other function copies if that one writes.
+OnHost     a function of tensors: the user's; or a derivative or a batch of another,
+           by torch.func, which is pure: it gives the other copies if that one writes
+OfModule   an nn.Module, with its parameters as the first argument
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 import torch
 
 from hostcall import _jax
-from hostcall._core.errors import SpecError
-from hostcall.bridge._library import Arrays, Flags, along
+from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._host_function.trees import pick
+from hostcall.bridge._library import Arrays, Code, Flags, Run, is_array
+from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor
 
 tree = jax.tree_util
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Tensors: TypeAlias = Sequence[torch.Tensor]
+# The leaves of a result, None for those that depend on no input; the tensors of the
+# arguments.
+Graph: TypeAlias = tuple[list[torch.Tensor | None], list[torch.Tensor]]
 
 # Guards torch.func.jvp against all other calls of a forward rule, on any thread. It
 # counts its nesting in one number for all threads, and the level of forward
@@ -32,59 +41,194 @@ tree = jax.tree_util
 _forward = threading.RLock()
 
 
-class Plain:
-    """The user's function.
+def conjugate(x: torch.Tensor) -> torch.Tensor:
+    """Maps a cotangent of JAX's to one of torch's, and back.
+
+    They are each other's conjugates: for a holomorphic f, JAX multiplies by f' and
+    torch by the conjugate of f'.
+    """
+    return x.conj() if x.is_complex() else x
+
+
+def _entering_torch(run: Callable[P, R]) -> Callable[P, R]:
+    """Sets what torch keeps for each thread, while `run` uses it.
+
+    torch.set_num_threads sets OpenMP's number for the calling thread only. Another
+    thread takes it over in the first of some operations, to which small matrix products
+    don't belong: they would run on a team of all cores, on each of XLA's threads.
+    Asking for the number takes it over too.
+
+    Autograd is on in every call, whatever the calling thread has set.
+    """
+
+    @functools.wraps(run)
+    def entering(*args: P.args, **kwargs: P.kwargs) -> R:
+        torch.get_num_threads()
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return run(*args, **kwargs)
+        with torch.inference_mode(False), torch.enable_grad():
+            return run(*args, **kwargs)
+
+    return entering
+
+
+class OnHost(Code):
+    """A function of tensors as a function of the host's arrays.
 
     Attributes:
         writes: whether it may write to its arguments, or a module to its own buffers;
-            True until it has been watched.
+            True until `infer` has watched it.
+        wrote: whether it was seen to. One write makes it a writer for all shapes;
+            programs that were traced before that are right with copies too.
         keeps: whether it may keep its arguments until the next call.
         buffers: the buffers of a module, by name: entries of its first argument that
             have no derivative.
     """
 
-    keeps = False
+    writes, wrote, keeps = True, False, False
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-        self.writes = True
-        self._wrote = False  # ever
+    vmap = staticmethod(torch.func.vmap)
 
-    def __call__(self, *args: Any) -> object:
-        return self.fn(*args)
+    @staticmethod
+    def is_array(leaf: object) -> bool:
+        return isinstance(leaf, torch.Tensor)
 
-    def watch(self) -> None:
-        """Called before it runs under a `_Watch` that sees its writes."""
-        self.writes = True  # so that it gets copies of its own buffers
+    @staticmethod
+    def leaves(value: object) -> Tensors:
+        return list(map(torch.as_tensor, tree.tree_leaves(value)))
 
-    def watched(self, wrote: bool) -> None:
-        """Called after it ran with some shapes; `wrote` says whether it wrote.
+    @staticmethod
+    def vjp(f: Run, *xs: torch.Tensor) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
+        outs, pull = torch.func.vjp(f, *xs)
 
-        One write makes it a writer for all shapes. Programs that were traced before
-        that, and found no write, are right with copies too.
-        """
-        self._wrote |= wrote
-        self.writes = self._wrote
+        def pullback(cotangents: Tensors) -> Tensors:
+            if not outs:
+                return [torch.zeros_like(x) for x in xs]
+            pairs = zip(cotangents, outs, strict=True)
+            seeds = tuple(conjugate(ct).to(out.dtype) for ct, out in pairs)
+            return list(map(conjugate, pull(seeds)))
+
+        return outs, pullback
+
+    @staticmethod
+    def jvp(f: Run, xs: Tensors, dots: Tensors) -> tuple[Tensors, Tensors]:
+        with _forward:
+            return torch.func.jvp(f, xs, dots)  # type: ignore[no-any-return]
+
+    def derived(self, what: str, name: str, *flags: bytes) -> OnHost:
+        made = OnHost(self.over(what, *flags), name, f"{what} of {self.source()}")
+        made.writes, made.keeps = False, self.keeps
+        return made
+
+    def on_tensors(self, *args: Any) -> object:
+        return self.run(*args)
+
+    def pure(self, *args: Any) -> object:
+        if self.writes:
+            is_tensor = self.is_array
+            args = tree.tree_map(lambda x: x.clone() if is_tensor(x) else x, args)
+        return self.on_tensors(*args)
 
     def check(self, args: Arrays) -> None:
         """Raises SpecError for arguments that it can't take."""
-        for leaf in tree.tree_leaves(args):
-            if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
-                raise SpecError(
-                    "hostcall: a function of hc.bridge.torch was called with a"
-                    " jax.random key, which torch can't use. Draw the numbers in JAX"
-                    " and pass them, or pass jax.random.key_data(key)"
-                )
-            if isinstance(leaf, torch.Tensor):
-                raise SpecError(
-                    "hostcall: a function of hc.bridge.torch was called with a"
-                    " torch.Tensor. Like any function in JAX code, it takes JAX and"
-                    " NumPy arrays: pass jnp.asarray(tensor.numpy(force=True))"
-                )
+        said, leaves = "", tree.tree_leaves(args)
+        if any(isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in leaves):
+            said = (
+                "a jax.random key, which torch can't use. Draw the numbers in JAX and"
+                " pass them, or pass jax.random.key_data(key)"
+            )
+        elif any(map(self.is_array, leaves)):
+            said = (
+                "a torch.Tensor. Like any function in JAX code, it takes JAX and NumPy"
+                " arrays: pass jnp.asarray(tensor.numpy(force=True))"
+            )
+        if said:
+            raise SpecError(
+                f"hostcall: a function of hc.bridge.torch was called with {said}"
+            )
+
+    @_entering_torch
+    def __call__(self, *args: Any) -> object:
+        make = own_tensor if self.writes or self.keeps else tensor
+        # Few steps for the usual arguments: once torch has gone through large tensors,
+        # the caches are cold, and each line of Python takes ten times as long.
+        are_arrays = set(map(type, args)) <= {np.ndarray}
+        leaves: Sequence[Any] = args
+        treedef = None
+        if not are_arrays:
+            leaves, treedef = tree.tree_flatten(args)
+        whole = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        given = whole if treedef is None else treedef.unflatten(whole)
+        value = self.on_tensors(*given)
+        if make is tensor:
+            check_unwritten(whole, self.__qualname__)
+        if isinstance(value, torch.Tensor):
+            return array(value)
+        return tree.tree_map(array, value)
+
+    @_entering_torch
+    def forward(self, args: Arrays, nondiff: Sequence[int]) -> tuple[Any, Graph]:
+        """(result, graph). The graph owns its tensors."""
+        inputs: list[torch.Tensor] = []
+        # The buffers among the arguments have no derivative.
+        still = {id(args[0][name]) for name in self.buffers if name in args[0]}
+
+        def enter(differentiable: bool, leaf: Any) -> object:
+            if not is_array(leaf):
+                return leaf
+            x = own_tensor(leaf)
+            inputs.append(x)
+            moves = x.is_floating_point() or x.is_complex()
+            if differentiable and id(leaf) not in still and moves:
+                x.requires_grad_()
+            # A leaf of the graph can't be written to in place, but a copy of it can.
+            return x.clone() if self.writes else x
+
+        whole = [
+            tree.tree_map(functools.partial(enter, position not in nondiff), arg)
+            for position, arg in enumerate(args)
+        ]
+        value = self.on_tensors(*whole)
+        recorded = [
+            x if isinstance(x, torch.Tensor) and x.requires_grad else None
+            for x in tree.tree_leaves(value)
+        ]
+        return tree.tree_map(array, value), (recorded, inputs)
+
+    @staticmethod
+    @_entering_torch
+    def backward(graph: Graph, cotangents: Arrays, wanted: Flags) -> Arrays:
+        """The cotangents of the wanted tensors of the arguments; None for zero."""
+        recorded, entered = graph
+        outs, seeds = [], []
+        for out, ct in zip(recorded, cotangents, strict=True):
+            if out is not None and ct is not None:
+                outs.append(out)
+                seeds.append(conjugate(tensor(ct)).to(out.dtype))
+        inputs = pick(entered, wanted)
+        if not all(x.requires_grad for x in inputs):
+            raise DerivativeError(
+                "hostcall: a module of hc.bridge.torch is differentiated with respect"
+                " to one of its buffers, which have no derivative. Differentiate with"
+                " respect to the parameters only:"
+                " lambda params: f({**params, **buffers}, x)"
+            )
+        if not outs:
+            return [None] * len(inputs)
+        # The graph is kept: only the residual store knows whether it is needed again.
+        found = torch.autograd.grad(
+            outs, inputs, seeds, retain_graph=True, allow_unused=True
+        )
+        return [None if x is None else array(conjugate(x)) for x in found]
 
 
-class Module(Plain):
+# For the name of each tensor of a module, where the module has it; a tied one has
+# several places.
+Places: TypeAlias = dict[str, list[tuple[dict[str, torch.Tensor], str]]]
+
+
+class OfModule(OnHost):
     """An nn.Module as a function of (params, *args).
 
     The given tensors are put into the module while it runs, so two threads can't use
@@ -98,32 +242,41 @@ class Module(Plain):
     whether it writes is found out together with its shapes.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
+    def __init__(self, module: torch.nn.Module, name: str, source: str) -> None:
+        super().__init__(module, name, source, module)
+        forward = inspect.signature(module.forward)
+        first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
+        given = [first, *forward.parameters.values()]
+        self.__signature__ = forward.replace(parameters=given)
         self.buffers = dict(module.named_buffers())
         self.names = {**dict(module.named_parameters()), **self.buffers}
         # An RNN keeps its weights in a list of its own, beside its parameters.
         self.keeps = any(isinstance(m, torch.nn.RNNBase) for m in module.modules())
         self._idle = [self._copy()]
 
-    def __reduce__(self) -> tuple[type[Module], tuple[torch.nn.Module]]:
-        return Module, (self.fn,)
+    def __reduce__(self) -> tuple[type[OfModule], tuple[object, ...]]:
+        return OfModule, (self.run, self.__qualname__, self.source())
 
     def _copy(self) -> tuple[torch.nn.Module, Places]:
-        tensors = [*self.fn.parameters(), *self.fn.buffers()]
         try:
-            copied = copy.deepcopy(self.fn, {id(x): x for x in tensors})
+            copied = copy.deepcopy(self.run, {id(x): x for x in self.names.values()})
         except Exception as error:
             raise SpecError(
-                f"hostcall: `{type(self.fn).__qualname__}` can't be copied"
+                f"hostcall: `{type(self.run).__qualname__}` can't be copied"
                 f" ({type(error).__name__}: {error}), but concurrent calls need a copy"
                 " each. Bridge a function that calls it: hc.bridge.torch(lambda"
                 " params, x: torch.func.functional_call(module, params, (x,)))"
             ) from error
-        return copied, _places(copied, self.names)
+        of, places = {id(x): name for name, x in self.names.items()}, Places()
+        for part in copied.modules():
+            for held in (part._parameters, part._buffers):
+                for key, x in held.items():
+                    if id(x) in of:
+                        places.setdefault(of[id(x)], []).append((held, key))
+        return copied, places
 
     # The parameters come first.
-    def __call__(  # type: ignore[override]
+    def on_tensors(  # type: ignore[override]
         self, params: Mapping[str, torch.Tensor], *args: object
     ) -> object:
         # list.pop and list.append are atomic, so the list of idle copies needs no lock.
@@ -142,163 +295,26 @@ class Module(Plain):
         finally:
             _put(places, self.names)
             self._idle.append((module, places))
-        self._wrote |= any(x._version for x in copies.values())
+        self.wrote |= any(x._version for x in copies.values())
         return value
 
     def check(self, args: Arrays) -> None:
         super().check(args)
-        name = type(self.fn).__qualname__
-        if not args or not isinstance(args[0], Mapping):
+        name = type(self.run).__qualname__
+        given = args[0] if args else None
+        wrong: object = type(given).__name__
+        if isinstance(given, Mapping):
+            wrong = [key for key in given if key not in self.names]
+        if wrong:
             raise SpecError(
                 f"hostcall: the first argument of the module `{name}` should be a dict"
-                " of its parameters, got"
-                f" {type(args[0]).__name__ if args else 'nothing'}. Write"
+                f" of its parameters and buffers {list(self.names)}, got {wrong}. Write"
                 " f(f.parameters(), x), or f({}, x) to use the module's own parameters",
                 code="hc-arguments",
             )
-        unknown = [key for key in args[0] if key not in self.names]
-        if unknown:
-            raise SpecError(
-                f"hostcall: the module `{name}` has no parameters or buffers"
-                f" {unknown}. It has {list(self.names)}",
-                code="hc-arguments",
-            )
-
-
-# For the name of each tensor of a module, where the module has it; a tied one has
-# several places.
-Places: TypeAlias = dict[str, list[tuple[dict[str, torch.Tensor], str]]]
-
-
-def _places(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> Places:
-    of = {id(x): name for name, x in names.items()}
-    places: Places = {name: [] for name in names}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for key, x in held.items():
-                if id(x) in of:
-                    places[of[id(x)]].append((held, key))
-    return places
 
 
 def _put(places: Places, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
         for held, key in places[name]:
             held[key] = x
-
-
-# --- Functions over others -----------------------------------------------------------
-
-Tensors: TypeAlias = list[torch.Tensor]
-Function: TypeAlias = Callable[..., Any]
-
-
-class Derived(Plain):
-    """A function over another, by torch.func."""
-
-    def __init__(self, what: str, code: Plain, *flags: bytes) -> None:
-        super().__init__(functools.partial(_OVER[what], code, *flags))
-        self.writes, self.keeps = False, code.keeps
-
-
-def _along(
-    code: Plain, args: Arrays, flags: Flags
-) -> tuple[Callable[..., Tensors], Tensors]:
-    """(function, tensors): the function `code`, of some of its tensors.
-
-    `flags` marks the tensors of `args` that the function takes; the others keep their
-    values. It returns a list of leaves.
-    """
-    tensors, filled, leaves = along(args, flags, _is_tensor)
-
-    def function(*tensors: torch.Tensor) -> Tensors:
-        whole = filled(tensors)
-        if code.writes:
-            whole = tree.tree_map(lambda x: x.clone() if _is_tensor(x) else x, whole)
-        try:
-            return _tensors(code(*whole))
-        except BaseException:
-            # The engine clears the frames of the traceback, but the functions in them
-            # keep their closures, and so the leaves: lent memory would seem kept.
-            leaves.clear()
-            raise
-
-    return function, tensors
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def _tensors(value: object) -> Tensors:
-    """The leaves of a result as tensors; Python's numbers become tensors too."""
-    leaves = tree.tree_leaves(value)
-    return [x if _is_tensor(x) else torch.as_tensor(x) for x in leaves]
-
-
-def has_derivative(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def conjugate(x: torch.Tensor) -> torch.Tensor:
-    """Maps a cotangent of JAX's to one of torch's, and back.
-
-    They are each other's conjugates: for a holomorphic f, JAX multiplies by f' and
-    torch by the conjugate of f'.
-    """
-    return x.conj() if x.is_complex() else x
-
-
-def _mapped(code: Plain, flags: bytes, *args: Any) -> Tensors:
-    """(*args) -> results, with a batch axis in front of the tensors in `flags`."""
-    function, tensors = _along(code, args, [True] * len(flags))
-    dims = tuple(0 if flag else None for flag in flags)
-    return list(torch.func.vmap(lambda *xs: tuple(function(*xs)), dims)(*tensors))
-
-
-def _pulled(code: Plain, args: Arrays, cotangents: Arrays, wanted: bytes) -> Tensors:
-    """(args, cotangents, wanted) -> cotangents of the wanted tensors of `args`."""
-    function, tensors = _along(code, args, wanted)
-    seeds: list[torch.Tensor] = []
-
-    def differentiable(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pairs = [
-            (out, ct)
-            for out, ct in zip(function(*xs), cotangents, strict=True)
-            if ct is not None and has_derivative(out)
-        ]
-        seeds[:] = [conjugate(ct).to(out.dtype) for out, ct in pairs]
-        return tuple(out for out, _ in pairs)
-
-    try:
-        _, pull = torch.func.vjp(differentiable, *tensors)
-        if not seeds:
-            return [torch.zeros_like(x) for x in tensors]
-        return [conjugate(x) for x in pull(tuple(seeds))]
-    except BaseException:
-        seeds.clear()
-        cotangents = ()  # frees what is lent, as in `_along`
-        raise
-
-
-def _pushed(
-    code: Plain, args: Arrays, tangents: Arrays, out_diff: bytes
-) -> tuple[Tensors, Tensors]:
-    """(args, tangents, out_diff) -> results, and the tangents that `out_diff` marks.
-
-    `tangents` has one entry per tensor, None for zero.
-    """
-    function, tensors = _along(code, args, [t is not None for t in tangents])
-    dots = tuple(t for t in tangents if t is not None)
-    with _forward:
-        outs, pushed = torch.func.jvp(
-            lambda *xs: tuple(function(*xs)), tuple(tensors), dots
-        )
-    return list(outs), [
-        dot if has_derivative(out) else torch.zeros_like(out)
-        for out, dot, flag in zip(outs, pushed, out_diff, strict=True)
-        if flag
-    ]
-
-
-_OVER: dict[str, Function] = {"vjp": _pulled, "jvp": _pushed, "vmap": _mapped}

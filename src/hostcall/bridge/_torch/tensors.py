@@ -61,9 +61,7 @@ def tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor over the array's memory, even if that is read-only."""
     bits = _bits(array.dtype)
     if bits:
-        if array.dtype not in TORCH_DTYPES:
-            raise SpecError(no_such_dtype(array.dtype))
-        return tensor(array.view(bits)).view(TORCH_DTYPES[array.dtype])
+        return tensor(array.view(bits)).view(torch_dtype(array.dtype))
     if _LENDS:
         return from_dlpack(array.__dlpack__(max_version=_VERSION))  # type: ignore[no-any-return]
     return torch.from_numpy(array if array.flags.writeable else array.copy())  # type: ignore[no-any-return]
@@ -74,11 +72,14 @@ def own_tensor(array: np.ndarray) -> torch.Tensor:
     return tensor(array if array.flags.writeable else array.copy())
 
 
-def no_such_dtype(dtype: np.dtype) -> str:
-    return (
-        f"hostcall: torch has no tensors of {dtype}. Convert the argument before the"
-        " call: x.astype('int8'), x.astype('float32')"
-    )
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    if dtype not in TORCH_DTYPES:
+        raise SpecError(
+            f"hostcall: torch has no tensors of {dtype}. Convert the argument before"
+            " the call: x.astype('int8'), x.astype('float32')",
+            code="hc-result-spec",
+        )
+    return TORCH_DTYPES[dtype]
 
 
 def array(leaf: Any) -> Any:
