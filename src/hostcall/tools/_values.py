@@ -90,16 +90,16 @@ def _nearest(face: Callable[..., Any], key: str) -> str | None:
     return next(iter(get_close_matches(key, options, 1, 0.8)), None)
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_array(leaf: object) -> bool:
-    return isinstance(leaf, _ARRAYS) or hasattr(leaf, "__jax_array__")
+    return isinstance(leaf, ARRAYS) or hasattr(leaf, "__jax_array__")
 
 
 def dtype_of(leaf: object) -> np.dtype | None:
     """The dtype of an array or a number of Python's; None for anything else."""
-    if isinstance(leaf, _ARRAYS):
+    if isinstance(leaf, ARRAYS):
         return leaf.dtype
     is_number = isinstance(leaf, (bool, int, float, complex))
     return np.dtype(type(leaf)) if is_number else None
