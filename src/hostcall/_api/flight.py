@@ -103,14 +103,16 @@ def flight() -> Flight:
     """
     raw, _ = _native.read_flight()
     clock = time.time(), _native.ticks(), _native.tick_ns() * 1e-9
-    events = sorted(np.frombuffer(raw, RAW).tolist(), key=lambda event: event[4])
-    return Flight(_record(event, *clock) for event in events)
+    events = np.frombuffer(raw, RAW)
+    events = events[np.argsort(events["start"], kind="stable")]
+    rows = zip(*(events[name].tolist() for name in RAW.names or ()), strict=True)
+    return Flight(_record(row, *clock) for row in rows)
 
 
 def _record(
-    event: tuple[int, ...], now: float, now_ticks: int, second: float
+    row: tuple[int, ...], now: float, now_ticks: int, second: float
 ) -> FlightRecord:
-    kind, state, device, place, start, entered, end, nbytes, run, number, *_ = event
+    kind, state, device, place, start, entered, end, nbytes, run, number, *_ = row
     known = places.named(place)
     held = entered or (now_ticks if STATES[state] == "waiting" else start)
     return FlightRecord(

@@ -211,8 +211,9 @@ class Recorder:
             hc.barrier()
         except Exception as error:
             self._store.errors.appendleft(error)
-        for worker in (self._writer, *self._sinks):
-            worker.close()
+        self._writer.close()
+        for sink in self._sinks:
+            sink.close()
         self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
         atexit.unregister(self.close)
         _raise_errors([self._store], f"closing the recorder of {self._store.folder}")

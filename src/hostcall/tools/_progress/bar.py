@@ -166,7 +166,7 @@ def _postfix(parts: list[DeviceSteps], rows: slice) -> str:
     for name, text in parts[0].metrics.items():
         if not isinstance(text, str):
             of_all = np.concatenate([part.metrics[name] for part in parts])
-            numbers = of_all.astype(np.float64)[rows]
+            numbers: np.ndarray = of_all.astype(np.float64)[rows]
             low, high = numbers.min(), numbers.max()
             text = f"{numbers.mean():.3g}"
             if low < high:  # else all are equal, or one is NaN, and so is their mean
