@@ -20,6 +20,7 @@ from hostcall.tools._progress import bars, checks
 from hostcall.tools._progress.drawing import Factory
 from hostcall.tools._values import need, refuse_misspelt
 
+Rows = Literal["batched", "each"]
 # The body of a loop, which takes and returns what the user's loop carries.
 Body = Callable[[Any, Any], Any]
 
@@ -55,7 +56,7 @@ class Progress:
         every: int | float = 0.05,
         initial: int = 0,
         bar: Literal["auto"] | Factory = "auto",
-        rows: Literal["batched", "each"] = "batched",
+        rows: Rows = "batched",
         **metrics: ArrayLike | str,
     ) -> None:
         """Shows a progress bar for the loop around it. The program does not wait.
