@@ -137,7 +137,7 @@ ROWS = (
             (times_faster(100, base="JAX, io_callback into a list"),),
             scalars,
         ),
-        Row("loop that records 4 KiB to a .npy, each step", (), trajectory),
+        Row("loop that records 4 KiB to a file, each step", (), trajectory),
     )
     if HAS_PYARROW
     else ()

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import pyarrow as pa
 from astropy.time import Time, TimeDelta
 from matplotlib.animation import FuncAnimation
 from matplotlib.collections import LineCollection
@@ -186,9 +187,9 @@ print(f"{disk[-1]:.0f} MB written; memory grew by {memory.max() - memory[0]:.0f}
 # Was it right?
 # -------------
 #
-# ``np.load`` with a map reads from the file only what is asked for. The planets are
-# compared with the positions that astropy has for the same days, for a century, and the
-# energy with its first value.
+# Arrow maps the file, and reads from it only what is asked for. The planets are compared
+# with the positions that astropy has for the same days, for a century, and the energy
+# with its first value.
 
 
 def of_astropy(day: float) -> np.ndarray:
@@ -202,10 +203,11 @@ def of_astropy(day: float) -> np.ndarray:
 
 
 recorded = hc.tools.read(folder)
-x = np.load(folder / "arrays" / "x" / "0.npy", mmap_mode="r")
+mapped = pa.memory_map(str(folder / "arrays" / "x" / "0.arrows"))
+x = pa.ipc.open_stream(mapped).read_all()["value"]
 energies = recorded.dataframe()
 some = np.arange(0, 36_525, 365)
-planets = x[0 : some[-1] + 1 : 365, : len(GRAVITY)]
+planets = np.array(x.take(some).to_pylist())[:, : len(GRAVITY)]
 planets = planets[:, 1:] - planets[:, :1]
 wanted = np.stack([of_astropy(day * DAY) for day in some])
 apart = np.linalg.norm(planets - wanted, axis=-1)
@@ -240,7 +242,7 @@ figure.tight_layout()
 # before, and the trails are the 10 states between them.
 
 TRAIL, FRAMES = 10, 50
-states = np.asarray(x[::100], np.float64)
+states = np.array(x.take(np.arange(0, STEPS, 100)).to_pylist())
 centred = states - states[:, :1]
 ahead = centred[:, JUPITER]
 angle = np.arctan2(ahead[:, 1], ahead[:, 0])[:, None]
@@ -284,7 +286,7 @@ plt.show()
 side = np.sign(turning[:, len(GRAVITY) :, 1])
 stayed = (side == np.sign(angles)).all(axis=0)
 print(f"{stayed.sum()} of {len(angles)} asteroids stayed on their side")
-assert x.shape == (STEPS, len(first[0]), 3)
+assert (len(x), *states.shape[1:]) == (STEPS, *first[0].shape)
 assert disk[-1] > STEPS * first[0].size * 4 / 1e6
 assert memory.max() - memory[0] < disk[-1] / 2
 assert apart.max() < 0.05

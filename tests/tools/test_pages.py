@@ -19,7 +19,7 @@ PROGRAM = re.compile(
 )
 PAGES = {
     "progress": 3,
-    "recording": 5,
+    "recording": 6,
     "tracing": 5,
     "waiting": 9,
     "watches": 3,

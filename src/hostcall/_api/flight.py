@@ -102,28 +102,29 @@ def flight() -> Flight:
     about 2 ms.
     """
     raw, _ = _native.read_flight()
-    events = np.sort(np.frombuffer(raw, RAW), order="start", kind="stable")
-    now, now_ticks = time.time(), _native.ticks()
-    second = _native.tick_ns() * 1e-9
-    return Flight(_record(event, now, now_ticks, second) for event in events)
+    clock = time.time(), _native.ticks(), _native.tick_ns() * 1e-9
+    events = np.frombuffer(raw, RAW)
+    events = events[np.argsort(events["start"], kind="stable")]
+    rows = zip(*(events[name].tolist() for name in RAW.names or ()), strict=True)
+    return Flight(_record(row, *clock) for row in rows)
 
 
-def _record(event: np.void, now: float, now_ticks: int, second: float) -> FlightRecord:
-    start, entered, end = (int(event[f]) for f in ("start", "entered", "end"))
-    state = STATES[event["state"]]
-    known = places.named(int(event["place"]))
-    kind = waits.KINDS[event["kind"]]
-    held = (entered or (now_ticks if state == "waiting" else start)) - start
+def _record(
+    row: tuple[int, ...], now: float, now_ticks: int, second: float
+) -> FlightRecord:
+    kind, state, device, place, start, entered, end, nbytes, run, number, *_ = row
+    known = places.named(place)
+    held = entered or (now_ticks if STATES[state] == "waiting" else start)
     return FlightRecord(
-        kind=kind,  # type: ignore[arg-type]
-        state=state,  # type: ignore[arg-type]
+        kind=waits.KINDS[kind],  # type: ignore[arg-type]
+        state=STATES[state],  # type: ignore[arg-type]
         name=known.name if known else "(gone)",
         place=known.place if known else None,
-        device=None if event["device"] < 0 else int(event["device"]),
+        device=None if device < 0 else device,
         start=now - (now_ticks - start) * second,
         seconds=max((end or now_ticks) - start, 0) * second,
-        waited=max(held, 0) * second if event["kind"] == 0 else 0.0,
-        nbytes=int(event["nbytes"]),
-        run=None if event["run"] == -1 else int(event["run"]),
-        number=int(event["number"]) if kind in ("tap", "delivery") else None,
+        waited=max(held - start, 0) * second if kind == 0 else 0.0,
+        nbytes=nbytes,
+        run=None if run == -1 else run,
+        number=number if waits.KINDS[kind] in ("tap", "delivery") else None,
     )

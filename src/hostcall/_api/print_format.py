@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -98,37 +99,7 @@ def check(
 
     `hint` guesses what a keyword that no field uses was meant to be.
     """
-    if not isinstance(fmt, str):
-        raise SpecError(
-            f"hostcall: the first argument of hc.print should be a format string, got"
-            f" {fmt!r}. Write hc.print('x = {{}}', x)"
-        )
-    try:
-        fields = _fields(fmt)
-    except ValueError as error:
-        raise SpecError(
-            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
-            " braces twice: {{ }}",
-            code="hc-arguments",
-        ) from None
-    if has_tracers_text(fmt):
-        raise SpecError(
-            f"hostcall: the format of hc.print contains the text of a tracer: {fmt!r}."
-            " It looks like an f-string, which is formatted while the program is"
-            " traced, before its values exist. Write hc.print('x = {}', x)",
-            code="hc-traced",
-        )
-    _check_fields(fmt, fields, args, kwargs, hint)
-
-
-def _check_fields(
-    fmt: str,
-    fields: Sequence[tuple[int | str, str]],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    hint: Callable[[str], str],
-) -> None:
-    """Refuses arguments that don't fit the fields; see `check`."""
+    fields = _read(fmt)
     given: dict[Any, object] = {**dict(enumerate(args)), **kwargs}
     used = dict.fromkeys(name for name, _ in fields)
     missing = [name for name in used if name not in given]
@@ -151,16 +122,38 @@ def _check_fields(
             code="hc-arguments",
         )
     for name, spec in fields:
-        if 0 in getattr(given[name], "shape", ()):
-            continue  # nothing to format
-        why = _why_not(given[name], spec) if spec else ""
-        if why:
+        if spec and (why := _why_not(given[name], spec)):
             which = f"argument {name}" if isinstance(name, int) else f"{name}="
             raise SpecError(
                 f"hostcall: hc.print({fmt!r}) can't format its {which} as {{:{spec}}}:"
                 f" {why}",
                 code="hc-arguments",
             )
+
+
+def _read(fmt: object) -> tuple[tuple[int | str, str], ...]:
+    """The fields of a format, as `_fields`."""
+    if not isinstance(fmt, str):
+        raise SpecError(
+            f"hostcall: the first argument of hc.print should be a format string, got"
+            f" {fmt!r}. Write hc.print('x = {{}}', x)"
+        )
+    try:
+        fields = _fields(fmt)
+    except ValueError as error:
+        raise SpecError(
+            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
+            " braces twice: {{ }}",
+            code="hc-arguments",
+        ) from None
+    if has_tracers_text(fmt):
+        raise SpecError(
+            f"hostcall: the format of hc.print contains the text of a tracer: {fmt!r}."
+            " It looks like an f-string, which is formatted while the program is"
+            " traced, before its values exist. Write hc.print('x = {}', x)",
+            code="hc-traced",
+        )
+    return fields
 
 
 @functools.lru_cache(maxsize=1024)
@@ -171,21 +164,19 @@ def _fields(fmt: str) -> tuple[tuple[int | str, str], ...]:
     there is none, or it is known only when the line is printed.
     """
     found: list[tuple[int | str, str]] = []
-    automatic, numbered = 0, False
+    automatic, texts = itertools.count(), set()
     for field, spec, conversion in parsed(fmt):
-        text_of_name = field.split(".")[0].split("[")[0]
-        name: int | str = text_of_name
-        if name == "":
-            name = automatic
-            automatic += 1
-        elif text_of_name.isdecimal():
-            name = int(text_of_name)
-            numbered = True
-        if automatic and numbered:
-            raise ValueError("it mixes numbered and unnumbered fields")
-        is_known = field == text_of_name and conversion is None and "{" not in spec
+        text = _NAME_ENDS.split(field)[0]
+        name = int(text) if text.isdecimal() else text or next(automatic)
+        is_known = field == text and conversion is None and "{" not in spec
         found.append((name, spec if is_known else ""))
+        texts.add(text)
+    if "" in texts and any(map(str.isdecimal, texts)):
+        raise ValueError("it mixes numbered and unnumbered fields")
     return tuple(found)
+
+
+_NAME_ENDS = re.compile(r"[.[]")
 
 
 def parsed(fmt: str, depth: int = 0) -> Iterator[tuple[str, str, str | None]]:
@@ -206,7 +197,7 @@ def parsed(fmt: str, depth: int = 0) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _how_to_give(
-    fmt: str, missing: Sequence[int | str], used: Sequence[int | str]
+    fmt: object, missing: Sequence[int | str], used: Sequence[int | str]
 ) -> str:
     """What to write if fields have no arguments."""
     names = [name for name in used if isinstance(name, str)]
@@ -222,10 +213,11 @@ def _how_to_give(
 
 def _why_not(value: object, spec: str) -> str:
     """Why a value can't be formatted by a spec, as far as its type tells; or ""."""
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     if isinstance(value, (bool, int, float, complex)):
-        dtype = _jax.canonical_dtype(np.dtype(type(value)))
-    elif not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        dtype, shape = _jax.canonical_dtype(np.dtype(type(value))), ()
+    elif isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        dtype, shape = value.dtype, value.shape
+    else:
         kind: Any = type(value)
         takes_specs = kind.__format__ is not object.__format__
         if takes_specs or hasattr(value, "__jax_array__"):
@@ -234,8 +226,8 @@ def _why_not(value: object, spec: str) -> str:
             f"a {kind.__name__} takes no format. Give its numbers fields of"
             " their own, as in {x[0]:.3f} and {x[name]:.3f}, or write {}"
         )
-    if _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
-        return ""
+    if 0 in shape or _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
+        return ""  # nothing to format, or what only printing finds out
     return _why_no_number(np.dtype(dtype), shape == (), spec)
 
 

@@ -53,8 +53,8 @@ def with_all_axes(
 def need(is_right: bool, wanted: str, got: Any, code: str = "hc-option") -> None:
     """Raises a SpecError that says what was wanted, and what came."""
     if not is_right:
-        is_array = isinstance(got, (np.ndarray, jax.Array))
-        shown = f"{got.dtype}{list(got.shape)}" if is_array else repr(got)
+        has_shape = isinstance(got, (np.ndarray, jax.Array))
+        shown = f"{got.dtype}{list(got.shape)}" if has_shape else repr(got)
         raise SpecError(f"hostcall: {wanted}, got {shown}", code=code)
 
 
@@ -73,12 +73,9 @@ def refuse_misspelt(
     """
     for key, value in values.items():
         near = _nearest(face, key)
-        if near and not any(map(_is_array, jax.tree.leaves(value))):
-            instead = (
-                "use another name"
-                if isinstance(value, str)
-                else f"write {key}=jnp.asarray(...)"
-            )
+        if near and not any(map(is_array, jax.tree.leaves(value))):
+            is_text = isinstance(value, str)
+            instead = "use another name" if is_text else f"write {key}=jnp.asarray(...)"
             raise SpecError(
                 f"hostcall: {name} has no option {key}=. Did you mean {near}=? If"
                 f" {reprlib.repr(value)} is a value with this name, {instead}",
@@ -93,6 +90,16 @@ def _nearest(face: Callable[..., Any], key: str) -> str | None:
     return next(iter(get_close_matches(key, options, 1, 0.8)), None)
 
 
-def _is_array(leaf: object) -> bool:
-    known = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-    return known or hasattr(leaf, "__jax_array__")
+ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+def is_array(leaf: object) -> bool:
+    return isinstance(leaf, ARRAYS) or hasattr(leaf, "__jax_array__")
+
+
+def dtype_of(leaf: object) -> np.dtype | None:
+    """The dtype of an array or a number of Python's; None for anything else."""
+    if isinstance(leaf, ARRAYS):
+        return leaf.dtype
+    is_number = isinstance(leaf, (bool, int, float, complex))
+    return np.dtype(type(leaf)) if is_number else None

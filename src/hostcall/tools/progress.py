@@ -18,17 +18,22 @@ from jax.typing import ArrayLike
 import hostcall as hc
 from hostcall.tools._progress import bars, checks
 from hostcall.tools._progress.drawing import Factory
-from hostcall.tools._values import refuse_misspelt
+from hostcall.tools._values import need, refuse_misspelt
 
 Rows = Literal["batched", "each"]
-
-
 # The body of a loop, which takes and returns what the user's loop carries.
 Body = Callable[[Any, Any], Any]
 
 
-def _shown_by(show: Callable[[Any, Any], None], body: Body) -> Body:
+def _shown_by(show: Callable[[Any, Any], None], body: Body, face: str) -> Body:
     """The body of a loop that first shows its step, of the same arguments."""
+    need(
+        callable(body),
+        f"hc.progress: the first argument of hc.progress.{face} should be the body of"
+        " the loop (the decorator of jax-tqdm, which takes a number of steps, is"
+        f" hostcall.tools.jax_tqdm.{face}_tqdm)",
+        body,
+    )
 
     @functools.wraps(body)
     def wrapped(first: Any, second: Any) -> Any:
@@ -144,19 +149,17 @@ class Progress:
             total: as in `hc.progress`, like all options.
             **options: the options of `hc.progress`, and metrics.
         """
-        checks.check_body(body, "scan")
 
         def show(_: Any, x: Any) -> None:
             self(x[0] if isinstance(x, tuple) else x, total, **options)
 
-        return _shown_by(show, body)
+        return _shown_by(show, body, "scan")
 
     def loop(self, body: Body, total: ArrayLike | None = None, **options: Any) -> Body:
         """Wraps the body (i, value) -> value of a `lax.fori_loop`, like `scan`:
         jax.lax.fori_loop(0, n, hc.progress.loop(body, n), init).
         """
-        checks.check_body(body, "loop")
-        return _shown_by(lambda i, _: self(i, total, **options), body)
+        return _shown_by(lambda i, _: self(i, total, **options), body, "loop")
 
     def close(self) -> None:
         """Closes all bars, once the steps that are queued have been shown.

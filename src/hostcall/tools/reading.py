@@ -55,16 +55,13 @@ class Run:
             for path in stream.paths(self.folder / "columns"):
                 schema, batches = stream.read(path)
                 if schema is not None:
-                    table = pa.Table.from_batches(batches, schema)
-                    _ = table.column_names  # a damaged file has names that are no text
-                    tables.append(table)
+                    tables.append(pa.Table.from_batches(batches, schema))
             if not tables:
                 return pa.table({})
-            if len(tables) == 1:
-                return tables[0]
-            # The sort is stable: rows of one delivery, of one time, stay together.
             whole = pa.concat_tables(tables, promote_options="default")
-            return whole.sort_by("time")
+            _ = whole.column_names  # a damaged file has names that are no text
+            # The sort is stable: rows of one delivery, of one time, stay together.
+            return whole.sort_by("time") if len(tables) > 1 else whole
 
     def dataframe(self) -> pandas.DataFrame:
         """The columns as a pandas.DataFrame. Small vectors are objects of NumPy."""
@@ -87,15 +84,13 @@ class Run:
     def array(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The steps and values of a name in memory, without unfinished entries.
 
-        Blocks that devices and processes wrote are put together by their steps. To read
-        only what is asked for of a large one that was recorded whole, open its file:
-        `np.load("run/arrays/<name>/0.npy", mmap_mode="r")`.
+        Blocks that devices and processes wrote are put together by their steps.
+        pyarrow can map the file of one that does not fit into memory (the page
+        "Recording a program" shows it).
         """
         with reading(self.folder):
-            names = self.arrays
-            found = None
-            if name in names:
-                found = arrays.read(self.folder / "arrays" / name)
+            names, below = self.arrays, self.folder / "arrays" / name
+            found = arrays.read(below) if name in names else None
             if found is None:
                 raise HostcallError(
                     f"hostcall: {self.folder} has no array {name!r}. It has: "

@@ -1,7 +1,7 @@
 """`hc.Recorder`: what a compiled program computes, written to a folder as it runs.
 
     device --tap--> worker of taps --queue--> writer --+--> run/columns/*.arrows
-                    appends to a list                  +--> run/arrays/*
+                    appends to a list                  +--> run/arrays/*/*.arrows
                                                        +--> queue of each sink
 
 Threads. The worker of taps only appends to a list (`_recorder/worker.py` states what it
@@ -15,6 +15,7 @@ are written. Errors of these threads are raised by the next barrier or by `close
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +28,13 @@ from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._core.host_code import text_of
+from hostcall._core.process import living
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder.delivery import Events, Tapped
 from hostcall.tools._recorder.fields import Field, fields_of, wrong
 from hostcall.tools._recorder.store import RunFolder
 from hostcall.tools._recorder.stream import ArrowFile
-from hostcall.tools._recorder.worker import Worker, raise_all, untold
+from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
 
@@ -60,8 +62,8 @@ class Recorder:
         hc.tools.read("run").dataframe()
 
     Scalars and arrays of up to 16 elements become columns of a table. Larger ones
-    become .npy files that grow by an entry a call, so a trajectory of any length needs
-    no stacked `ys`. The program does not wait for the disk, unless 256 MB wait to be
+    become files that grow by an entry a call, so a trajectory of any length needs no
+    stacked `ys`. The program does not wait for the disk, unless 256 MB wait to be
     written. If the process is killed, at most the last `flush` seconds are lost.
 
     Args:
@@ -96,14 +98,12 @@ class Recorder:
         )
         need(flush >= 0, "flush= of a recorder should be seconds", flush)
         # Absolute, since the program may change its directory while the writer works.
-        self._store = RunFolder(Path(folder).absolute())
+        self._store = store = RunFolder(Path(folder).absolute())
         self._tapped: dict[tuple[Field, ...], Tapped] = {}
-        self._closed = False
-        self._process = os.getpid()
         self._sinks = [self._feed(sink) for sink in sinks]
-        who = f"the recorder of {self._store.folder}"
-        self._writer = Worker(self, "hostcall-recorder", who, self._write, flush)
-        atexit.register(self._at_exit)
+        who, write = f"the recorder of {store.folder}", self._write
+        self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
+        atexit.register(self.close)
 
     def __call__(
         self,
@@ -149,7 +149,7 @@ class Recorder:
 
         Cost: that of `hc.tap` on the device. The host stacks up to 4096 calls.
         """
-        if self._closed:
+        if self._store.closed:
             raise HostcallError(
                 f"hostcall: the recorder of {self._store.folder} is closed",
                 code="hc-closed",
@@ -205,23 +205,18 @@ class Recorder:
             BaseException: an error of `hc.barrier`, of the writer, or of a sink, if no
                 barrier raised it; an ExceptionGroup if there are several.
         """
-        if os.getpid() != self._process:  # a forked child has none of the threads
-            self._closed = True
-        if self._closed:
+        if self._store.closed:
             return
-        raised: list[BaseException] = []
         try:
             hc.barrier()
         except Exception as error:
-            raised.append(error)
+            self._store.errors.appendleft(error)
         self._writer.close()
         for sink in self._sinks:
             sink.close()
-        self._closed = True  # here, so that Ctrl-C leaves a recorder to be closed
-        self._store.close()
-        atexit.unregister(self._at_exit)
-        raised += untold(self)
-        raise_all(raised, f"closing the recorder of {self._store.folder}")
+        self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
+        atexit.unregister(self.close)
+        _raise_errors([self._store], f"closing the recorder of {self._store.folder}")
 
     def __enter__(self) -> Recorder:
         return self
@@ -230,7 +225,7 @@ class Recorder:
         self.close()
 
     def _run(self) -> Run:
-        if not self._closed:
+        if not self._store.closed:
             self.flush()
         return read(self._store.folder)
 
@@ -262,11 +257,28 @@ class Recorder:
                 )
                 raise
 
-        return Worker(self, f"hostcall-sink-{name}", who, run)
+        return Worker(f"hostcall-sink-{name}", who, run, self._store.errors)
 
-    def _at_exit(self) -> None:
-        if os.getpid() == self._process:  # a forked child has none of the threads
-            self.close()
+
+def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
+    """Raises what ended threads of the recorders of these runs."""
+    raised = []
+    for run in runs:
+        with contextlib.suppress(IndexError):  # another thread may take them too
+            while True:
+                raised.append(run.errors.popleft())
+    if len(raised) > 1:
+        raise BaseExceptionGroup(what, raised)
+    if raised:
+        raise raised[0]
+
+
+def _at_barrier(ending: bool) -> None:
+    del ending
+    _raise_errors(living(RunFolder), "threads of recorders failed")
+
+
+hc.monitor.at_barrier(_at_barrier)
 
 
 def _in_parts(fields: Mapping[Field, jax.Array]) -> Iterator[dict[Field, jax.Array]]:

@@ -24,22 +24,20 @@ from typing import TextIO
 import numpy as np
 
 from hostcall.errors import PackageError
-from hostcall.tools._recorder.files import replace_file
-
-Columns = dict[str, np.ndarray]
+from hostcall.tools._recorder.stream import Columns
 
 
 def flat(columns: Columns) -> Columns:
     """Columns of scalars: a column for each element of a vector."""
-    out = {}
-    for name, values in columns.items():
-        if values.ndim == 1:
-            out[name] = values
-        else:
-            for index in np.ndindex(values.shape[1:]):
-                key = ".".join([name, *map(str, index)])
-                out[key] = values[(slice(None), *index)]
-    return out
+    return {
+        ".".join([name, *map(str, index)]): values[(slice(None), *index)]
+        for name, values in columns.items()
+        for index in np.ndindex(values.shape[1:])
+    }
+
+
+def _rows(columns: Columns) -> Iterator[tuple[object, ...]]:
+    return zip(*(values.tolist() for values in columns.values()), strict=True)
 
 
 class csv:
@@ -54,8 +52,7 @@ class csv:
         names = tuple(columns)
         if names not in self._files:
             self._files[names] = self._open(names)
-        rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-        csv_writer.writer(self._files[names]).writerows(rows)
+        csv_writer.writer(self._files[names]).writerows(_rows(columns))
         self._files[names].flush()
 
     def _open(self, names: tuple[str, ...]) -> TextIO:
@@ -85,11 +82,8 @@ class jsonl:
         self._file = open(path, "a")  # noqa: SIM115 (closed by close)
 
     def __call__(self, columns: Columns) -> None:
-        lists = [values.tolist() for values in columns.values()]
-        self._file.writelines(
-            json.dumps(dict(zip(columns, row, strict=True))) + "\n"
-            for row in zip(*lists, strict=True)
-        )
+        rows = (dict(zip(columns, row, strict=True)) for row in _rows(columns))
+        self._file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file.flush()
 
     def close(self) -> None:
@@ -107,25 +101,18 @@ class sqlite:
 
     def __call__(self, columns: Columns) -> None:
         columns = flat(columns)
-        with self._connection:
+        names, marks = ", ".join(map(_quoted, columns)), ", ".join("?" * len(columns))
+        with self._connection as transaction:
+            run = transaction.execute
             if not columns.keys() <= self._names:
-                self._add(columns)
-            names = ", ".join(map(_quoted, columns))
-            marks = ", ".join("?" * len(columns))
-            self._connection.executemany(
-                f"INSERT INTO {self._table} ({names}) VALUES ({marks})",
-                zip(*(values.tolist() for values in columns.values()), strict=True),
-            )
-
-    def _add(self, columns: Columns) -> None:
-        run = self._connection.execute
-        names = ", ".join(map(_quoted, columns))
-        run(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
-        found = run(f"PRAGMA table_info({self._table})")
-        self._names = {row[1] for row in found}
-        for name in columns.keys() - self._names:
-            run(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
-        self._names |= columns.keys()
+                run(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
+                found = run(f"PRAGMA table_info({self._table})")
+                self._names = {row[1] for row in found}
+                for name in columns.keys() - self._names:
+                    run(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
+                self._names |= columns.keys()
+            insert = f"INSERT INTO {self._table} ({names}) VALUES ({marks})"
+            transaction.executemany(insert, _rows(columns))
 
     def close(self) -> None:
         self._connection.close()
@@ -138,19 +125,19 @@ class tensorboard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        module = PackageError.needed(
-            "tensorboardX", "the sink tensorboard", "tensorboardX"
-        )
+        who = "the sink tensorboard"
+        module = PackageError.needed("tensorboardX", who, "tensorboardX")
         self._writer = module.SummaryWriter(str(folder))
 
     def __call__(self, columns: Columns) -> None:
         columns = flat(columns)
-        when = zip(columns["step"].tolist(), columns["time"].tolist(), strict=True)
-        for at, (step, seconds) in enumerate(when):
-            where = "".join(f"/{name}{columns[name][at]}" for name in _places(columns))
-            for name, values in columns.items():
-                if name not in ("step", "time", *_places(columns)):
-                    self._writer.add_scalar(name + where, values[at], step, seconds)
+        places = _places(columns)
+        for row in _rows(columns):
+            at = dict(zip(columns, row, strict=True))
+            step, seconds = at.pop("step"), at.pop("time")
+            where = "".join(f"/{name}{at.pop(name)}" for name in places)
+            for name, value in at.items():
+                self._writer.add_scalar(name + where, value, step, seconds)
         self._writer.flush()
 
     def close(self) -> None:
@@ -177,17 +164,13 @@ class live:
         every: float = 1.0,
     ) -> None:
         # Figures that are made without pyplot may be drawn on any thread.
-        self._figure = PackageError.needed(
-            "matplotlib.figure", "the sink live", "matplotlib"
-        ).Figure
-        self._names = names
-        self._every = every
-        self._last = -math.inf
+        module = PackageError.needed("matplotlib.figure", "the sink live", "matplotlib")
+        self._figure = module.Figure
+        self._names, self._every, self._last = names, every, -math.inf
         self._lines: dict[str, dict[str, _Curve]] = {}
-        shell = (
-            sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        )
         self._cell = None
+        ipython = sys.modules.get("IPython")
+        shell = None if ipython is None else ipython.get_ipython()
         if getattr(shell, "kernel", None) is not None:
             display = PackageError.needed("IPython.display", "the sink live", "ipython")
             self._image = display.Image
@@ -199,7 +182,7 @@ class live:
 
     def __call__(self, columns: Columns) -> None:
         columns = flat(columns)
-        places = list(_places(columns))
+        places = _places(columns)
         keys = np.stack([columns["step"] * 0, *(columns[n] for n in places)], axis=1)
         found, which = np.unique(keys, axis=0, return_inverse=True)
         for number, (_, *at) in enumerate(found[:16]):
@@ -220,19 +203,25 @@ class live:
         if self._cell is not None:
             self._cell.update(self._image(data))
         if self._path is not None:  # replaced, since a viewer may read it at any moment
-            replace_file(self._path, data)
+            new = self._path.with_name(f".{self._path.name}.new")
+            new.unlink(missing_ok=True)  # a process that was killed may have left it
+            with open(new, "xb") as file:  # "x" follows no link
+                file.write(data)
+            os.replace(new, self._path)
         self._last = time.monotonic()
 
     def _png(self) -> bytes:
-        names = sorted(self._lines)[:9] if self._names is None else list(self._names)
-        height = 0.6 + 1.8 * max(len(names), 1)
-        figure = self._figure(figsize=(7, height), layout="constrained")
-        plots = figure.subplots(max(len(names), 1), sharex=True, squeeze=False)[:, 0]
+        names = sorted(self._lines)[:9] if self._names is None else self._names
+        count = max(len(names), 1)
+        size = (7, 0.6 + 1.8 * count)
+        figure = self._figure(figsize=size, layout="constrained")
+        plots = figure.subplots(count, sharex=True, squeeze=False)[:, 0]
         for plot, name in zip(plots, names, strict=False):
             plot.set_ylabel(name)
-            for label, line in sorted(self._lines.get(name, {}).items()):
+            lines = self._lines.get(name, {})
+            for label, line in sorted(lines.items()):
                 plot.plot(line.steps, line.values, label=label or None)
-            if 1 < len(self._lines.get(name, ())) <= 8:
+            if 1 < len(lines) <= 8:
                 plot.legend(fontsize="small")
         plots[-1].set_xlabel("step")
         out = io.BytesIO()
@@ -259,10 +248,10 @@ class _Curve:
             self._stride *= 2
 
 
-def _places(columns: Columns) -> Iterator[str]:
+def _places(columns: Columns) -> list[str]:
     """The columns that say where a row comes from."""
     where = ("process", "device", "row")
-    return (name for name in columns if name.rstrip("0123456789") in where)
+    return [name for name in columns if name.rstrip("0123456789") in where]
 
 
 def _quoted(name: str) -> str:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +26,7 @@ from hostcall._api.call import call_kept
 from hostcall._core.host_code import HostCode, text_of
 from hostcall.errors import SpecError, Watched, WatchError
 from hostcall.tools._debugger import UserLine, stop, users_lines
-from hostcall.tools._values import need, without_derivative
+from hostcall.tools._values import ARRAYS, dtype_of, need, without_derivative
 
 logger = logging.getLogger("hostcall")
 
@@ -140,14 +140,18 @@ def _look(x: Any, also: Any, where: ArrayLike | None, fired: _Fired, keep: int) 
 
 
 def _passes(x: Any, fired: _Fired) -> jax.Array:
+    leaves = jax.tree.leaves(x)
     if fired.check == "finite":
-        finite = [jnp.isfinite(n).all() for n in jax.tree.leaves(x) if _can_be_bad(n)]
+        finite = [jnp.isfinite(leaf).all() for leaf in leaves if _can_be_bad(leaf)]
         if finite:
             return functools.reduce(jnp.logical_and, finite)
+        dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, ARRAYS)]
+        types = [type(leaf) for leaf in leaves if not isinstance(leaf, ARRAYS)]
+        kinds = {*map(str, dtypes), *(kind.__name__ for kind in types)}
         raise SpecError(
             f"hostcall: nothing in hc.watch({fired.name}) can be nan or infinite: it"
-            f" has {_kinds(x)}. Give floating or complex arrays, or a function as"
-            " check="
+            f" has {', '.join(sorted(kinds)) or 'no leaves'}. Give floating or complex"
+            " arrays, or a function as check="
         )
     try:
         passes = jnp.asarray(fired.check(x))
@@ -175,15 +179,6 @@ _WANTS_NUMBERS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-
-
-def _kinds(x: Any) -> str:
-    known = (jax.Array, np.ndarray, np.generic)
-    kinds = {
-        str(leaf.dtype) if isinstance(leaf, known) else type(leaf).__name__
-        for leaf in jax.tree.leaves(x)
-    }
-    return ", ".join(sorted(kinds)) or "no leaves"
 
 
 def _with_cotangents(fired: _Fired, keep: int, x: T) -> T:
@@ -234,11 +229,10 @@ class _Fired(HostCode):
         here = hc.current()
         assert here is not None
         history = tuple(Watched(k.run, k.execution, *k.args) for k in here.history)
+        seen = {"values": values, "also": also, "history": history}
         error = WatchError(
-            self.text(values, here, bool(history)),
-            values=values,
-            also=also,
-            history=history,
+            "\n".join(self._lines(values, here)),
+            **seen,
             step=here.execution or 0,
             row=here.row,
             device=here.device,
@@ -251,40 +245,36 @@ class _Fired(HostCode):
             _log(self, error)
         elif self.action == "breakpoint":
             print(error)
-            names = {"values": values, "also": also, "history": history}
-            stop(self.lines, {**names, "error": error})
+            stop(self.lines, {**seen, "error": error})
         else:
             self.action(error)
 
-    def text(self, values: Any, here: hc.typing.Current, has_history: bool) -> str:
+    def _lines(self, values: Any, here: hc.typing.Current) -> Iterator[str]:
         """The text of a WatchError."""
-        name, is_finite = self.name, self.check == "finite"
+        is_finite = self.check == "finite"
         what = "is not finite" if is_finite else "did not pass its check"
         row = here.row[0] if len(here.row) == 1 else here.row
         at_row = f", in row {row}" if here.row else ""
         device = "" if here.device is None else f", on {here.device}"
-        lines = [
-            f"hostcall: {name} {what} at step {here.execution or 0} (executions of this"
-            f" place in this run, from 0){at_row}{device}; watched at {here.place}"
-        ]
+        yield (
+            f"hostcall: {self.name} {what} at step {here.execution or 0} (executions of"
+            f" this place in this run, from 0){at_row}{device}; watched at {here.place}"
+        )
         if not is_finite:
-            lines.append(f"  The check is `{self.called}`.")
+            yield f"  The check is `{self.called}`."
         leaves = jax.tree_util.tree_flatten_with_path(values)[0]
-        bad = [said for path, leaf in leaves if (said := _told(name, path, leaf))]
-        lines += [f"  {said}" for said in bad[:_LEAVES_AT_MOST]]
+        bad = [said for path, leaf in leaves if (said := _told(self.name, path, leaf))]
+        yield from bad[:_LEAVES_AT_MOST]
         if len(bad) > _LEAVES_AT_MOST:
-            lines.append(f"  and {len(bad) - _LEAVES_AT_MOST} more leaves")
-        before = ", and .history what was before" if has_history else ""
-        lines.append(
+            yield f"  and {len(bad) - _LEAVES_AT_MOST} more leaves"
+        before = ", and .history what was before" if here.history else ""
+        yield (
             f"  The error's .values and .also have the arrays{before}. Write them to a"
             " file with .save(path), and read it with"
             " hostcall.tools.load_failure(path)."
         )
-        if not has_history:
-            lines.append(
-                "  To see how it came about, give keep=3, and inputs as also=."
-            )
-        return "\n".join(lines)
+        if not here.history:
+            yield "  To see how it came about, give keep=3, and inputs as also=."
 
 
 # How often each place has failed: a step of a count is one step for Python too.
@@ -304,45 +294,37 @@ _LEAVES_AT_MOST = 8  # that the text of an error describes
 
 
 def _told(name: str, path: Any, leaf: object) -> str:
-    """What is not finite in a leaf, or an empty text."""
-    if not _can_be_bad(leaf):
-        return ""
-    array = np.asarray(leaf)
+    """A line on what is not finite in a leaf, or an empty text."""
+    array = np.asarray(leaf) if _can_be_bad(leaf) else np.zeros(0)
     bad = ~np.isfinite(array)
     if not bad.any():
         return ""
-    first = tuple(int(i) for i in np.argwhere(bad)[0])
-    at = f", the first is {array[first]} at {list(first)}" if array.ndim else ""
-    count = f"{bad.sum()} of {array.size} numbers" if array.ndim else f"{array[()]}"
+    count = f"{array[()]}"
+    if array.ndim:
+        first = tuple(np.argwhere(bad)[0].tolist())
+        count = f"{bad.sum()} of {array.size} numbers, the first is {array[first]} at"
+        count += f" {list(first)}"
     kind = f"{array.dtype}{list(array.shape)}"
-    return f"{name}{jax.tree_util.keystr(path)}: {count}{at} ({kind})"
+    return f"  {name}{jax.tree_util.keystr(path)}: {count} ({kind})"
 
 
 def _check_options(check: object, keep: object, action: object, name: object) -> None:
-    need(
-        check == "finite" or callable(check),
-        'check= of hc.watch should be "finite" or a function of the tree that returns a'
-        " bool",
-        check,
-    )
-    need(
-        isinstance(keep, int) and not isinstance(keep, bool) and keep >= 0,
-        "keep= of hc.watch should be a number of executions, an int of 0 or more",
-        keep,
-    )
-    need(
-        action in _ACTIONS or callable(action),
-        f"action= of hc.watch should be one of {', '.join(map(repr, _ACTIONS))} or a"
-        " function of the error",
-        action,
-    )
+    is_check = check == "finite" or callable(check)
+    wanted = '"finite" or a function of the tree that returns a bool'
+    need(is_check, f"check= of hc.watch should be {wanted}", check)
+    is_count = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 0
+    wanted = "a number of executions, an int of 0 or more"
+    need(is_count, f"keep= of hc.watch should be {wanted}", keep)
+    is_action = action in _ACTIONS or callable(action)
+    wanted = f"one of {', '.join(map(repr, _ACTIONS))} or a function of the error"
+    need(is_action, f"action= of hc.watch should be {wanted}", action)
     is_name = name is None or isinstance(name, str)
     need(is_name, "name= of hc.watch should be a str", name)
 
 
 def _can_be_bad(leaf: object) -> bool:
-    """Whether a leaf has numbers that may be nan or infinite."""
-    try:
-        return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
-    except TypeError:  # a text or an object, which hc.call passes on
-        return False
+    """Whether a leaf has numbers that may be nan or infinite. It may also be a text or
+    an object, which hc.call passes on.
+    """
+    dtype = dtype_of(leaf)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

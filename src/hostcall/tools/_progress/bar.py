@@ -134,7 +134,8 @@ class Bar:
         done: np.ndarray = np.concatenate([part.done for part in parts])
         totals = [part.total for part in parts if part.total is not None]
         total: np.ndarray | None = np.concatenate(totals) if totals else None
-        if self.loop.rows == "each":
+        each = self.loop.rows == "each"
+        if each:
             shown: Iterable[int] = range(min(len(done), ROWS))
         elif total is None:
             shown = [int(np.argmax(done))]
@@ -145,7 +146,7 @@ class Bar:
             (
                 int(done[row]),
                 None if total is None else int(total[row]),
-                _postfix(parts, row if self.loop.rows == "each" else None),
+                _postfix(parts, slice(row, row + 1) if each else slice(None)),
             )
             for row in shown
         ]
@@ -159,16 +160,13 @@ def _passed(tap: int | None) -> float:
     return time.time()
 
 
-def _postfix(parts: list[DeviceSteps], row: int | None) -> str:
+def _postfix(parts: list[DeviceSteps], rows: slice) -> str:
     """The metrics of one row, or of all rows as mean and range."""
     texts = []
-    for name, value in parts[0].metrics.items():
-        text = value
-        if not isinstance(value, str):
-            numbers = np.concatenate([part.metrics[name] for part in parts])
-            numbers = numbers.astype(np.float64)
-            if row is not None:
-                numbers = numbers[row : row + 1]
+    for name, text in parts[0].metrics.items():
+        if not isinstance(text, str):
+            of_all = np.concatenate([part.metrics[name] for part in parts])
+            numbers: np.ndarray = of_all.astype(np.float64)[rows]
             low, high = numbers.min(), numbers.max()
             text = f"{numbers.mean():.3g}"
             if low < high:  # else all are equal, or one is NaN, and so is their mean

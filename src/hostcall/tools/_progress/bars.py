@@ -109,7 +109,11 @@ class Bars(Owned):
         elif bar.is_done and all(o.is_done for o in outer):
             for done in (bar, *reversed(outer)):
                 self._close(done)
-        self._close_silent(here.run)
+        now = one.clock()
+        for other in [b for b in self.open if here.run not in b.runs]:
+            limit = max(SILENT, 10 * other.longest_pause)
+            if other.moves > 1 and now - other.moved > limit:
+                self._close(other)
 
     def close_over(self, ending: bool) -> None:
         """Closes what is over at a barrier: all but the bars of Python loops."""
@@ -122,9 +126,8 @@ class Bars(Owned):
 
     def _has_ended(self, key: Key) -> bool:
         """Whether this line has shown bars, and none of them is open."""
-        return all(bar.key != key for bar in self.open) and any(
-            k == key for k, _ in self.closed
-        )
+        is_open = any(bar.key == key for bar in self.open)
+        return not is_open and any(k == key for k, _ in self.closed)
 
     def _bar_of(self, key: Key, run: int, place: int) -> Bar:
         """The bar that a step moves, opened if need be."""
@@ -150,9 +153,6 @@ class Bars(Owned):
                 bar.runs.append(run)
                 bar.spans_runs = True
                 return bar
-        return self._opened(key, run, place)
-
-    def _opened(self, key: Key, run: int, place: int) -> Bar:
         ended = [k for k, _ in reversed(self.closed)]
         bar = Bar(key, run, set(itertools.takewhile(lambda k: k != key, ended)))
         # If it was closed in an earlier run, a Python loop drives it.
@@ -168,33 +168,25 @@ class Bars(Owned):
         return [o for o in older if o.spans_runs or set(o.runs) & set(bar.runs)]
 
     def _close(self, bar: Bar, leave: bool = True) -> None:
-        """Closes a bar and those of its inner loops, which are erased."""
+        """Closes a bar and those of its inner loops, which are erased.
+
+        If that fails, they are forgotten all the same.
+        """
         if bar not in self.open:  # it went with the bar of an outer loop
             return
         leave = leave and not self._around(bar)
-        inner = [b for b in self.open if bar in self._around(b)]
-        with ExitStack() as stack:
-            for closing in (bar, *inner):
-                stack.callback(self._remove, closing, leave and closing is bar)
-
-    def _remove(self, bar: Bar, leave: bool) -> None:
-        """Closes one bar. If that fails, the bar is forgotten all the same."""
-        for run in bar.runs:
-            self.closed[bar.key, run] = bar.place
-            self.closed.move_to_end((bar.key, run))
+        closing = [bar, *(b for b in self.open if bar in self._around(b))]
+        self.quiet.clear()
+        for each in reversed(closing):
+            for run in each.runs:
+                self.closed[each.key, run] = each.place
+                self.closed.move_to_end((each.key, run))
+            self.open.remove(each)
         while len(self.closed) > _CLOSED_AT_MOST:
             self.closed.popitem(last=False)
-        self.open.remove(bar)
-        self.quiet.clear()
-        bar.close(leave)
-
-    def _close_silent(self, run: int) -> None:
-        """Closes the bars of other runs that move no more."""
-        now = one.clock()
-        for bar in [b for b in self.open if run not in b.runs]:
-            limit = max(SILENT, 10 * bar.longest_pause)
-            if bar.moves > 1 and now - bar.moved > limit:
-                self._close(bar)
+        with ExitStack() as stack:  # from the innermost
+            for each in closing:
+                stack.callback(each.close, leave and each is bar)
 
 
 _bars = Bars()

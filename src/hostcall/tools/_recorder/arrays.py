@@ -1,21 +1,14 @@
-"""Arrays that grow by an entry a call: pairs of files, in a folder for each name.
+"""Arrays that grow by an entry a call: streams of blocks, in a folder for each name.
 
-    arrays/<name>/0.npy      (blocks, *shape of a block), in the order they came in
-    arrays/<name>/0.arrows   of each block: its step, time, and corner in the entry
-
-A block is a whole entry, or the part of it that a device or a process holds. A pair has
-the blocks of one shape from one recorder in one process, and is only appended to; so
-nothing has to be known of blocks that come late, or never. They are put together where
-they are read: the nth block of a step at a corner belongs to the nth entry of the step.
-
-What a killed process leaves: blocks are written before their number in the head of the
-.npy, and that before their rows in the stream. So each file is whole for other readers,
-and there are at least as many blocks as rows.
+A row of a stream is a block with its step, its time, and its corner in the entry
+(`at`). A block is a whole entry, or the part of it that a device or a process holds. A
+stream has the blocks of one shape from one recorder in one process, and is only
+appended to; so nothing has to be known of blocks that come late, or never. They are put
+together here: the nth block of a step at a corner belongs to the nth entry of the step.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -29,44 +22,9 @@ from hostcall.tools._recorder import stream as streams
 MOST_BLOCKS = 1 << 16
 
 
-class Blocks(streams.ArrowFile):
-    """A stream of blocks, the column "value", which has a file of its own."""
-
-    def __init__(self, folder: Path, about: streams.About) -> None:
-        super().__init__(folder, about)
-        self._blocks = self.path.with_suffix(".npy")
-        open(self._blocks, "xb").close()
-        self._count = 0
-
-    def append(self, columns: dict[str, np.ndarray]) -> int:
-        values = np.ascontiguousarray(columns.pop("value"))
-        head = _head(values, self._count)
-        with open(self._blocks, "r+b") as file:
-            file.seek(len(head) + self._count * values[0].nbytes)
-            file.write(values)
-            self._count += len(values)
-            file.seek(0)
-            file.write(_head(values, self._count))
-        return super().append(columns)
-
-
-def _head(values: np.ndarray, count: int) -> bytes:
-    """The head of an .npy with so many blocks. NumPy leaves room for the count."""
-    out = io.BytesIO()
-    about = np.lib.format.header_data_from_array_1_0(values)
-    about["shape"] = (count, *values.shape[1:])
-    np.lib.format.write_array_header_1_0(out, about)
-    return out.getvalue()
-
-
 @dataclass
-class _Read:
-    """What is in a pair of files.
-
-    Attributes:
-        about: what the stream's schema says.
-        steps, times, corners, values: one for each block.
-    """
+class _Blocks:
+    """What is in a stream: what its schema says, and an element for each block."""
 
     about: streams.About
     steps: np.ndarray
@@ -75,7 +33,7 @@ class _Read:
     values: np.ndarray
 
     @property
-    def block(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:
         return self.values.shape[1:]
 
 
@@ -86,33 +44,35 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     Raises:
         ValueError: no recorder wrote it.
     """
-    pairs = [pair for path in streams.paths(folder) if (pair := _pair(path))]
-    if not pairs:
+    parts = [part for path in streams.paths(folder) if (part := _blocks(path))]
+    if not parts:
         return None
-    if len(pairs) == 1 and pairs[0].block == pairs[0].about.whole:
-        return pairs[0].steps, pairs[0].values
-    times, steps, values = _joined(pairs)
-    order = np.argsort(times, kind="stable")
-    return steps[order], values[order]
+    if len(parts) == 1 and parts[0].shape == parts[0].about.whole:
+        return parts[0].steps, parts[0].values
+    return _joined(parts)
 
 
-def _pair(path: Path) -> _Read | None:
-    """What is in a pair of files; None if no row of it was written."""
+def _blocks(path: Path) -> _Blocks | None:
+    """What is in a stream; None if no row of it was written."""
     schema, found = streams.read(path)
     batches = list(found)
     if not batches:
         return None
     about = streams.about(schema)
-    steps, times, corners = (
-        np.concatenate([streams.column(batch, name) for batch in batches])
-        for name in ("step", "time", "at")
+    columns = {
+        name: np.concatenate([streams.column(batch, name) for batch in batches])
+        for name in batches[0].schema.names
+    }
+    if "value.real" in columns:
+        real, imag = columns["value.real"], columns["value.imag"]
+        columns["value"] = real.astype(np.result_type(real, 1j))
+        columns["value"].imag = imag
+    steps, times, corners, values = (
+        columns[name] for name in ("step", "time", "at", "value")
     )
-    with open(path.with_suffix(".npy"), "rb") as file:
-        values = np.lib.format.read_array(file, allow_pickle=False)
     block = values.shape[1:]
     fits = (
-        values.dtype.kind in "biufc"
-        and steps.dtype.kind == corners.dtype.kind == "i"
+        steps.dtype.kind == corners.dtype.kind == "i"
         and steps.ndim == times.ndim == 1
         and corners.shape[1:] == (len(about.whole),) == (len(block),)
         and math.prod(about.whole) <= MOST_BLOCKS * math.prod(block)
@@ -121,47 +81,47 @@ def _pair(path: Path) -> _Read | None:
     )
     if not fits:
         raise ValueError(f"no recorder wrote {path}")
-    count = min(len(steps), len(values))
-    return _Read(about, *(all[:count] for all in (steps, times, corners, values)))
+    return _Blocks(about, steps, times, corners, values)
 
 
-def _joined(pairs: list[_Read]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The times, steps and values of the entries that these blocks are parts of."""
-    numbers, steps = _entries(pairs)
-    size = math.prod(pairs[0].about.whole)
+def _joined(parts: list[_Blocks]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps and values of the entries that these blocks are parts of, in time."""
+    numbers, steps = _entries(parts)
+    size = math.prod(parts[0].about.whole)
     have, times = np.zeros(len(steps), np.int64), np.full(len(steps), np.inf)
-    for pair, at in zip(pairs, numbers, strict=True):
-        np.add.at(have, at, size if pair.about.sparse else math.prod(pair.block))
-        np.minimum.at(times, at, pair.times)
+    for part, at in zip(parts, numbers, strict=True):
+        np.add.at(have, at, size if part.about.sparse else math.prod(part.shape))
+        np.minimum.at(times, at, part.times)
     whole = have >= size
     place = np.cumsum(whole) - 1
-    dtype = pairs[0].values.dtype
+    dtype = parts[0].values.dtype
     fill = np.nan if dtype.kind in "fc" else 0
-    values = np.full((whole.sum(), *pairs[0].about.whole), fill, dtype)
-    for pair, at in zip(pairs, numbers, strict=True):
-        for corner in np.unique(pair.corners, axis=0):
-            mine = (pair.corners == corner).all(axis=1) & whole[at]
-            inside = map(slice, corner, corner + pair.block)
-            values[place[at[mine]], *inside] = pair.values[mine]
-    return times[whole], steps[whole], values
+    values = np.full((whole.sum(), *parts[0].about.whole), fill, dtype)
+    for part, at in zip(parts, numbers, strict=True):
+        for corner in np.unique(part.corners, axis=0):
+            mine = (part.corners == corner).all(axis=1) & whole[at]
+            inside = map(slice, corner, corner + part.shape)
+            values[place[at[mine]], *inside] = part.values[mine]
+    order = np.argsort(times[whole], kind="stable")
+    return steps[whole][order], values[order]
 
 
-def _entries(pairs: list[_Read]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The number of the entry of each block, for each pair, and the entries' steps."""
+def _entries(parts: list[_Blocks]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The number of the entry of each block of each stream, and the entries' steps."""
     # What the processes of a job agree on is "the nth entry of this step".
     entries: dict[tuple[int, int], int] = {}
     ranks: Counter[tuple[int, int]] = Counter()
     numbers = []
-    for pair in pairs:
+    for part in parts:
         seen: Counter[tuple[int, ...]] = Counter()
         mine: dict[tuple[int, int], int] = {}
         at = []
-        for step, *corner in np.c_[pair.steps, pair.corners].tolist():
+        for step, *corner in np.c_[part.steps, part.corners].tolist():
             seen[step, *corner] += 1
             nth = (step, seen[step, *corner])
             if nth not in mine:
-                ranks[pair.about.process, step] += 1
-                key = (step, ranks[pair.about.process, step])
+                ranks[part.about.process, step] += 1
+                key = (step, ranks[part.about.process, step])
                 mine[nth] = entries.setdefault(key, len(entries))
             at.append(mine[nth])
         numbers.append(np.array(at, np.int64))

@@ -18,12 +18,11 @@ import numpy as np
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall.errors import HostcallError
-from hostcall.tools._recorder.fields import Field
-from hostcall.tools._recorder.stream import About
+from hostcall.tools._recorder.fields import Field, columns_of
+from hostcall.tools._recorder.stream import About, Columns
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import with_all_axes
 
-Columns = dict[str, np.ndarray]
 Shape = tuple[int, ...]
 
 
@@ -52,14 +51,11 @@ class Tapped(HostCode):
         fields: tuple[Field, ...],
         shapes: dict[str, Shape],
     ) -> None:
-        self._writer = writer
-        self._shapes = shapes
-        self.fields = fields
-        named = {field.name: n for n, field in enumerate(fields)}
-        self.step = named.pop("step", None)  # where the number of the step is
-        self.names = list(named)
-        self.arrays = [n for n in named.values() if fields[n].is_array]
-        self.columns = [n for n in named.values() if not fields[n].is_array]
+        self._writer, self._shapes, self.fields = writer, shapes, fields
+        self.numbers = {field.name: n for n, field in enumerate(fields)}
+        self.step = self.numbers.pop("step", None)  # where the number of the step is
+        self.arrays = [n for n in self.numbers.values() if fields[n].is_array]
+        self.columns = [n for n in self.numbers.values() if not fields[n].is_array]
 
     def events(self, *values: np.ndarray) -> None:
         """Gets a batch of events, stacked."""
@@ -76,12 +72,6 @@ class Tapped(HostCode):
         """Gets one event."""
         self.events(*(value[None] for value in values))
 
-    def is_batched(self, here: hc.typing.Current) -> list[bool]:
-        """Whether each value has the axis of a vmap."""
-        dims = [how["batch_dims"] for _, how in here.transforms]
-        each = range(len(self.fields))
-        return [any(of[number] is not None for of in dims) for number in each]
-
     def _refuse(self, delivery: Events) -> None:
         """Raises for values that have no place in the run."""
         here = delivery.here
@@ -90,12 +80,13 @@ class Tapped(HostCode):
             what = "on='shards' or on='process' is under vmap"
         elif here.rows is not None:
             what = "where= differs between the rows of a vmap"
-        elif self.step is not None and self.is_batched(here)[self.step]:
+        elif self.step is not None and delivery.is_batched(self.step):
             what = "step= differs between the rows of a vmap"
         if what is not None:
             raise HostcallError(
-                f"hostcall: the values {', '.join(self.names)} can't be recorded where"
-                f" {what}. Record arrays in a call of their own, outside of the vmap",
+                f"hostcall: the values {', '.join(self.numbers)} can't be recorded"
+                f" where {what}. Record arrays in a call of their own, outside of the"
+                " vmap",
                 code="hc-record",
             )
         for number in self.arrays:
@@ -126,9 +117,14 @@ class Events:
     values: tuple[np.ndarray, ...]
     here: hc.typing.Current
 
-    @property
-    def events(self) -> int:
+    def __len__(self) -> int:
+        """The number of events."""
         return len(self.values[0])
+
+    def is_batched(self, number: int) -> bool:
+        """Whether a value has the axis of a vmap."""
+        axes = (how["batch_dims"][number] for _, how in self.here.transforms)
+        return any(axis is not None for axis in axes)
 
     def tables(
         self, steps: np.ndarray, process: int | None
@@ -143,16 +139,16 @@ class Events:
             field = self.code.fields[number]
             (text,) = field.types().values()
             whole, corner, shape = self.block(number)
-            # In shard_map `where` may pick some shards: others may never come.
-            sparse = self.here.index is None
             values = self.values[number].astype(field.dtype, copy=False)
             columns = {
                 # Rows of an event have one step (`Tapped._refuse`).
-                "step": steps[:: len(steps) // self.events],
-                "time": np.full(self.events, self.time),
-                "at": np.tile(corner, (self.events, 1)),
-                "value": values.reshape(self.events, *shape),
+                "step": steps[:: len(steps) // len(self)],
+                "time": np.full(len(self), self.time),
+                "at": np.tile(corner, (len(self), 1)),
+                **columns_of("value", values.reshape(len(self), *shape)),
             }
+            # In shard_map `where` may pick some shards: others may never come.
+            sparse = self.here.index is None
             yield field.name, About(process or 0, text, whole, sparse), columns
         if self.code.columns:
             yield "", About(process or 0), self._columns(steps, process)
@@ -170,7 +166,7 @@ class Events:
 
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
         grid, places = self._grid
-        rows = self.events * math.prod(grid)
+        rows = len(self) * math.prod(grid)
         out = {
             "step": steps if len(steps) == rows else np.repeat(steps, math.prod(grid)),
             "time": np.full(rows, self.time),
@@ -179,17 +175,18 @@ class Events:
             out["process"] = np.full(rows, process, np.int32)
         if self.here.mesh_coords:
             out["device"] = np.full(rows, self.here.device.id, np.int32)
-        for name, index in places.items():
-            out[name] = np.tile(index, self.events)
+        several = len(places) > 1  # the outermost vmap is "row0"
+        for n, index in enumerate(places):
+            out[f"row{n if several else ''}"] = np.tile(index, len(self))
         for number in self.code.columns:
-            out |= self.code.fields[number].columns(self.rows_of(number))
+            out |= columns_of(self.code.fields[number].name, self.rows_of(number))
         return out
 
     def rows_of(self, number: int) -> np.ndarray:
         """The values of a field in the table, one for each row."""
         (grid, _), field = self._grid, self.code.fields[number]
         value = self._spread[number].astype(field.dtype, copy=False)
-        whole = np.broadcast_to(value, (self.events, *grid, *field.shape))
+        whole = np.broadcast_to(value, (len(self), *grid, *field.shape))
         return whole.reshape(-1, *field.shape)
 
     @functools.cached_property
@@ -198,20 +195,15 @@ class Events:
         if self.here.rows is None:
             return with_all_axes(self.values, self.here.transforms, 1)
         # `where` left some rows, along one axis.
-        is_batched = self.code.is_batched(self.here)
-        pairs = zip(self.values, is_batched, strict=True)
-        return [value if has else value[:, None] for value, has in pairs]
+        numbered = enumerate(self.values)
+        return [v if self.is_batched(n) else v[:, None] for n, v in numbered]
 
     @functools.cached_property
-    def _grid(self) -> tuple[tuple[int, ...], Columns]:
-        """The sizes of the axes of vmaps, and the place of each row of an event."""
-        grid: tuple[int, ...]
+    def _grid(self) -> tuple[Shape, list[np.ndarray]]:
+        """The sizes of the axes of vmaps, and the indices of each row of an event."""
         if self.here.rows is not None:
             places = [np.asarray(index, np.int64) for index in self.here.rows]
-            grid = (len(places[0]) if places else 1,)
-        else:
-            axes = slice(1, 1 + len(self.here.transforms))
-            grid = np.broadcast_shapes(*(x.shape[axes] for x in self._spread))
-            places = [index.ravel() for index in np.indices(grid)]
-        several = len(places) > 1  # the outermost vmap is "row0"
-        return grid, {f"row{n if several else ''}": at for n, at in enumerate(places)}
+            return (len(places[0]) if places else 1,), places
+        axes = slice(1, 1 + len(self.here.transforms))
+        grid = np.broadcast_shapes(*(x.shape[axes] for x in self._spread))
+        return grid, [index.ravel() for index in np.indices(grid)]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall.errors import SpecError
+from hostcall.tools._recorder.stream import Columns
 from hostcall.tools._values import need
 
 # Values with more elements become arrays.
@@ -36,18 +37,19 @@ class Field:
     dtype: np.dtype
     is_array: bool
 
-    def columns(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns with these values, of shape (rows, *shape)."""
-        if values.dtype.kind != "c":
-            return {self.name: values}
-        return {f"{self.name}.real": values.real, f"{self.name}.imag": values.imag}
-
     def types(self) -> dict[str, str]:
         """The type of each column or array as text, such as "float32[3]"."""
         if self.is_array:
             return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
-        parts = self.columns(np.empty(0, self.dtype)).items()
+        parts = columns_of(self.name, np.empty(0, self.dtype)).items()
         return {name: text_of(part.dtype, self.shape) for name, part in parts}
+
+
+def columns_of(name: str, values: np.ndarray) -> Columns:
+    """The columns with these values, of shape (rows, *shape)."""
+    if values.dtype.kind != "c":
+        return {name: values}
+    return {f"{name}.real": values.real, f"{name}.imag": values.imag}
 
 
 def text_of(dtype: np.dtype, shape: Sequence[int]) -> str:
@@ -63,10 +65,9 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
         in_parts: whether devices or processes tap parts of them.
     """
     found = {}
-    for keyword, tree in values.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            tail = jax.tree_util.keystr(path, simple=True, separator=".")
-            name = f"{keyword}.{tail}" if tail else keyword
+    for keyword, tree in values.items():  # JAX would sort them
+        for path, leaf in jax.tree_util.tree_flatten_with_path({keyword: tree})[0]:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
             array = _array(name, leaf)
             is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
             dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)

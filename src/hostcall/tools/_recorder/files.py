@@ -8,11 +8,9 @@ through before its files are read, and a recorder writes only to files that it h
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from hostcall.errors import HostcallError
 
@@ -20,7 +18,7 @@ from hostcall.errors import HostcallError
 def only_files(folder: Path) -> None:
     """Refuses a folder of a run if it, or what is in it, is a link, pipe or device."""
     if folder.is_symlink():
-        raise _foreign(folder)
+        raise foreign(folder)
     if not folder.exists():
         return
     with os.scandir(folder) as found:
@@ -29,7 +27,7 @@ def only_files(folder: Path) -> None:
                 only_files(Path(entry.path))
             # A file of that name may have been replaced meanwhile, and be gone.
             elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry):
-                raise _foreign(Path(entry.path))
+                raise foreign(Path(entry.path))
 
 
 @contextlib.contextmanager
@@ -52,29 +50,7 @@ def reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def lock(path: Path) -> BinaryIO:
-    """Opens the file and locks it, or raises BlockingIOError. It is never written."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise _foreign(path)
-    file = open(path, "ab")  # noqa: SIM115 (kept open)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file that is never seen in part."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)  # a process that was killed may have left it
-    with open(new, "xb") as file:  # "x" follows no link
-        file.write(data)
-    os.replace(new, path)
-
-
-def _foreign(path: Path) -> HostcallError:
+def foreign(path: Path) -> HostcallError:
     return HostcallError(
         f"hostcall: {path} is a link, or no plain file. A recorder makes no such thing,"
         " and it may lead to any file of yours, so it is not opened. Copy the run"

@@ -2,7 +2,7 @@
 
     run/.lock            locked while a recorder is open, also against other processes
     run/columns/0.arrows Arrow IPC streams (stream.py)
-    run/arrays/loss/     arrays, a folder for each name (arrays.py)
+    run/arrays/loss/     those of arrays, a folder for each name (arrays.py)
 
 The processes of one job share the folder; process 1 locks `.lock.1`.
 
@@ -12,54 +12,61 @@ checked where a program is traced (`check`), and the writer's thread does the re
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 import numpy as np
 
+from hostcall._core.process import Owned
 from hostcall.errors import HostcallError
 from hostcall.tools._recorder import stream as streams
-from hostcall.tools._recorder.arrays import Blocks
-from hostcall.tools._recorder.delivery import Columns, Events, Tapped
+from hostcall.tools._recorder.delivery import Events, Tapped
 from hostcall.tools._recorder.fields import Field, text_of, wrong
-from hostcall.tools._recorder.files import lock, only_files, reading
+from hostcall.tools._recorder.files import foreign, only_files, reading
+from hostcall.tools._recorder.worker import Errors
 
-# The name of an array, or none for the table; and the columns with their types.
-_Key = tuple[str, streams.About, tuple[tuple[str, str], ...]]
+# The folder, and the columns with their types.
+_Key = tuple[Path, streams.About, tuple[tuple[str, str], ...]]
 
 
-class RunFolder:
+class RunFolder(Owned):
+    """
+    Attributes:
+        folder: its path.
+        closed: whether nothing more is recorded in it.
+        errors: what ended threads of the recorder, and nothing has raised.
+        shapes: the shape of an entry of each array, for the worker of taps.
+    """
+
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.closed, self.errors = folder, False, Errors()
         # Asking for the index starts the devices, after which no job can be joined.
         job = jax.distributed.is_initialized() and jax.process_count() > 1
         self._process = jax.process_index() if job else None
-        tail = f".{self._process}" if self._process else ""
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = lock(folder / f".lock{tail}")
-        except BlockingIOError as error:
-            raise HostcallError(
-                f"hostcall: another recorder, of this or another process, writes to"
-                f" {folder}. Close it, or use another folder",
-                code="hc-record",
-            ) from error
         # What each name is, as text: "float32[3]". Threads that trace add single names,
         # which needs no lock; the writer does not look at it.
         self._known: dict[str, str] = {}
-        # The shape of an entry of each array, for the worker of taps (delivery.py).
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._streams: dict[_Key, streams.ArrowFile] = {}
         self._next_step: dict[tuple[Tapped, jax.Device | None], int] = {}
         self._first_step = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(folder, f".{self._process}" if self._process else "")
         try:
             with reading(folder):
                 self._resume()
         except BaseException:  # Ctrl-C, too
             self._lock.close()
             raise
+        super().__init__()
+
+    def renew(self) -> None:
+        """In a forked child, which has none of the threads: the run is the parent's."""
+        self.closed = True
 
     def _resume(self) -> None:
         only_files(self.folder / "columns")
@@ -98,26 +105,26 @@ class RunFolder:
         """Writes what came. Returns each new batch of the table: its stream, and where
         it begins.
         """
-        parts: dict[_Key, list[Columns]] = {}
+        parts: dict[_Key, list[streams.Columns]] = {}
         for delivery in deliveries:
             steps = self._steps(delivery)
             for name, about, columns in delivery.tables(steps, self._process):
+                folder = self.folder / (f"arrays/{name}" if name else "columns")
                 types = [(n, f"{c.dtype}{c.shape[1:]}") for n, c in columns.items()]
-                parts.setdefault((name, about, tuple(types)), []).append(columns)
+                parts.setdefault((folder, about, tuple(types)), []).append(columns)
         written = []
         for key, batches in parts.items():
-            name, about, _ = key
-            whole = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
+            folder, about, _ = key
             if key not in self._streams:
-                made = Blocks if name else streams.ArrowFile
-                below = f"arrays/{name}" if name else "columns"
-                self._streams[key] = made(self.folder / below, about)
+                self._streams[key] = streams.ArrowFile(folder, about)
+            whole = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
             begin = self._streams[key].append(whole)
-            if not name:
+            if not about.type:
                 written.append((self._streams[key], begin))
         return written
 
     def close(self) -> None:
+        self.closed = True
         self._lock.close()
 
     def _steps(self, delivery: Events) -> np.ndarray:
@@ -130,5 +137,23 @@ class RunFolder:
             return delivery.rows_of(delivery.code.step)
         key = (delivery.code, delivery.here.device)
         begin = self._next_step.get(key, self._first_step)
-        self._next_step[key] = begin + delivery.events
-        return np.arange(begin, begin + delivery.events)
+        self._next_step[key] = begin + len(delivery)
+        return np.arange(begin, begin + len(delivery))
+
+
+def _locked(folder: Path, tail: str) -> BinaryIO:
+    """The file that is locked as long as it is open. It is never written."""
+    path = folder / f".lock{tail}"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise foreign(path)
+    file = open(path, "ab")  # noqa: SIM115 (kept open)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise HostcallError(
+            f"hostcall: another recorder, of this or another process, writes to"
+            f" {folder}. Close it, or use another folder",
+            code="hc-record",
+        ) from error
+    return file

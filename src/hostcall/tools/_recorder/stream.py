@@ -1,5 +1,8 @@
 """Arrow IPC streams in files: a schema, then batches of columns.
 
+    run/columns/0.arrows       rows of the table
+    run/arrays/<name>/0.arrows blocks of an array (arrays.py)
+
 Each stream has a file of its own, which nobody appends to later: a recorder that
 resumes a run begins new files, and so does each process of a job. A process that is
 killed leaves whole messages, and perhaps a part of one at the end, which readers leave
@@ -24,6 +27,8 @@ from hostcall.errors import PackageError
 if TYPE_CHECKING:
     import pyarrow
 
+Columns = dict[str, np.ndarray]
+
 _BEGIN = b"\xff" * 4  # of each message
 
 
@@ -33,7 +38,7 @@ class About:
 
     Attributes:
         process: which one of a job wrote it.
-        type: of an array whose blocks it tells of (arrays.py), as in `Field.types`.
+        type: of an array whose blocks it has (arrays.py), as in `Field.types`.
         whole: the shape of an entry of that array.
         sparse: whether blocks of an entry may never come.
     """
@@ -78,8 +83,7 @@ def read(path: Path) -> tuple[pyarrow.Schema | None, Iterator[pyarrow.RecordBatc
         reader = pa.ipc.open_stream(pa.OSFile(str(path)))
     except (OSError, pa.ArrowInvalid):
         return None, iter(())
-    schema = reader.schema
-    for column in schema:
+    for column in reader.schema:
         type_of(column.type)
 
     def batches() -> Iterator[pyarrow.RecordBatch]:
@@ -93,7 +97,7 @@ def read(path: Path) -> tuple[pyarrow.Schema | None, Iterator[pyarrow.RecordBatc
             batch.validate(full=True)  # a damaged file can have wrong offsets
             yield batch
 
-    return schema, batches()
+    return reader.schema, batches()
 
 
 class ArrowFile:
@@ -107,7 +111,7 @@ class ArrowFile:
         self._about = about
         self._schema: pyarrow.Schema | None = None
 
-    def append(self, columns: dict[str, np.ndarray]) -> int:
+    def append(self, columns: Columns) -> int:
         """Writes a batch. Returns where it begins in the file."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
@@ -120,13 +124,13 @@ class ArrowFile:
             file.write(batch.serialize())
         return begin
 
-    def columns_at(self, begin: int) -> dict[str, np.ndarray]:
-        """The columns of the batch that begins there, for any thread."""
+    def columns_at(self, begin: int) -> Columns:
+        """The columns of the batch that begins there, for any thread, to write to."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         with pa.OSFile(str(self.path)) as file:
             file.seek(begin)
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
-        return {name: column(batch, name) for name in batch.schema.names}
+        return {name: column(batch, name).copy() for name in batch.schema.names}
 
 
 def _new(folder: Path) -> Path:
@@ -180,5 +184,4 @@ def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
         packed = np.frombuffer(bits, np.uint8)
         flat = np.unpackbits(packed, count=len(found), bitorder="little")
         return flat.astype(bool).reshape(shape)
-    # A sink may write to what it gets; the message's memory is read-only.
-    return np.frombuffer(bits, dtype, len(found)).reshape(shape).copy()
+    return np.frombuffer(bits, dtype, len(found)).reshape(shape)

@@ -21,15 +21,17 @@ import contextvars
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-import hostcall as hc
 from hostcall.errors import HostcallError
 
 _logger = logging.getLogger("hostcall")
 
 T = TypeVar("T")
+Work = Callable[[Iterator[list[T]]], object]
+Errors = deque[BaseException]  # each step of it is one for other threads
 
 # Seconds. Waits return to Python this often, so that they can be interrupted.
 _SLICE = 0.05
@@ -37,42 +39,38 @@ _SLICE = 0.05
 ENOUGH = 4 << 20
 MOST = 256 << 20
 
-# By id, the errors that nothing has raised, each with its recorder. Threads add and pop
-# single entries, which needs no lock.
-_untold: dict[int, tuple[object, BaseException]] = {}
-
 
 class Worker(Generic[T]):
     """A thread that works for a recorder, from now on.
 
     Args:
-        owner: the recorder that raises its error.
         name: what threads of this kind are called.
         who: what it is in messages.
         work: gets all that comes, in lists, until the end. What it has taken is done
             when it asks for more.
+        errors: gets the error that ends the thread; the recorder raises it.
         patience: seconds.
     """
 
     def __init__(
         self,
-        owner: object,
         name: str,
         who: str,
-        work: Callable[[Iterator[list[T]]], object],
+        work: Work[T],
+        errors: Errors,
         patience: float = 0.0,
     ) -> None:
         self._who, self._patience = who, patience
         self._changed = threading.Condition()
         self._items: list[T] = []
         self._bytes = 0
-        self._first = 0.0  # when the oldest item was put
+        self._due = 0.0  # when the oldest item has waited long enough
         self._put = self._done = 0  # items so far
         self._wanted = 0  # a flush waits until `_done` reaches this
         self._closing = self._ended = False
         self._error: BaseException | None = None
         # The thread has these, not the worker: programs keep it after the end.
-        args = owner, work
+        args = work, errors
         thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
         # It may inherit context variables, but not from whoever made the recorder.
         contextvars.Context().run(thread.start)
@@ -80,8 +78,7 @@ class Worker(Generic[T]):
     def put(self, item: T, size: int = 0) -> None:
         """Queues an item of so many bytes. Drops it if the thread has failed."""
         with self._changed:
-            while self._bytes > MOST and not (self._ended or self._closing):
-                self._changed.wait(_SLICE)
+            self._wait_until(lambda: self._bytes <= MOST or self._closing)
             if self._error is not None:
                 return
             if self._closing:
@@ -91,7 +88,7 @@ class Worker(Generic[T]):
                     code="hc-closed",
                 )
             if not self._items:
-                self._first = time.monotonic()
+                self._due = time.monotonic() + self._patience
             self._items.append(item)
             self._put += 1
             self._bytes += size
@@ -103,8 +100,7 @@ class Worker(Generic[T]):
         with self._changed:
             self._wanted = mark = self._put
             self._changed.notify_all()
-            while self._done < mark and not self._ended:
-                self._changed.wait(_SLICE)
+            self._wait_until(lambda: self._done >= mark or self._ended)
             if self._error is not None:
                 raise HostcallError(
                     f"hostcall: {self._who} could not write, and records nothing more",
@@ -116,59 +112,39 @@ class Worker(Generic[T]):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            # In slices, and not by Thread.join: after Ctrl-C in a join, Python before
-            # 3.13 believes that the thread has ended.
-            while not self._ended:
-                self._changed.wait(_SLICE)
+            # Not by Thread.join: after Ctrl-C in a join, Python before 3.13 believes
+            # that the thread has ended.
+            self._wait_until(lambda: self._ended)
 
-    def _run(self, owner: object, work: Callable[[Iterator[list[T]]], object]) -> None:
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self._changed.wait(_SLICE)
+
+    def _run(self, work: Work[T], errors: Errors) -> None:
         failed = None
         try:
             work(iter(self._take, []))
         except BaseException as error:
             failed = error
-            _untold[id(error)] = owner, error
+            errors.append(error)
             # Last: who reads this expects the next barrier to raise.
             kind = type(error).__name__
             _logger.error("hostcall: %s failed: %s: %s", self._who, kind, error)
         with self._changed:
-            self._error, self._ended = failed, True
+            self._error, self._ended, self._closing = failed, True, True
             self._items.clear()
             self._changed.notify_all()
+
+    def _is_urgent(self) -> bool:
+        return self._closing or self._wanted > self._done or self._bytes > ENOUGH
 
     def _take(self) -> list[T]:
         with self._changed:
             self._done = self._put - len(self._items)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._items or self._closing)
-            left = self._first + self._patience - time.monotonic()
-            self._changed.wait_for(
-                lambda: (
-                    self._closing or self._wanted > self._done or self._bytes > ENOUGH
-                ),
-                min(max(left, 0.0), threading.TIMEOUT_MAX),
-            )
+            left = min(max(self._due - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+            self._changed.wait_for(self._is_urgent, left)
             items, self._items, self._bytes = self._items, [], 0
             self._changed.notify_all()  # `put` may go on
             return items
-
-
-def untold(owner: object | None = None) -> list[BaseException]:
-    """The errors of one recorder, or of all, that nothing has raised."""
-    of = [key for key, pair in list(_untold.items()) if owner in (None, pair[0])]
-    return [pair[1] for key in of if (pair := _untold.pop(key, None))]
-
-
-def raise_all(errors: list[BaseException], what: str) -> None:
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise BaseExceptionGroup(what, errors)
-
-
-def _raise_untold(ending: bool) -> None:
-    del ending
-    raise_all(untold(), "threads of recorders failed")
-
-
-hc.monitor.at_barrier(_raise_untold)
