@@ -3,16 +3,12 @@
 namespace hostcall {
 namespace {
 
-/// The Python function that makes the better exception; null before it is set.
-/// Guarded by the GIL.
-PyObject* g_convert = nullptr;
-
 /// Raises a better exception in place of `error`, and returns false; or true if it
 /// stays.
 bool Stays(PyObject* error, PyObject* trace) {
-  if (g_convert == nullptr) return true;
+  if (HookOf(Hook::kReport) == nullptr) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(error)) != PyExc_ValueError) return true;
-  const Ref other = Call(g_convert, error);
+  const Ref other = CallHook(Hook::kReport, error);
   if (!other) {
     // A Ctrl-C that came meanwhile is raised in its place.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
@@ -32,7 +28,7 @@ bool Stays(PyObject* error, PyObject* trace) {
 #if PY_VERSION_HEX < 0x030C0000
 
 int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
-  // First, so that g_convert runs untraced and no second event comes here.
+  // First, so that the hook runs untraced and no second event comes here.
   PyEval_SetTrace(nullptr, nullptr);
   const bool is_error = what == PyTrace_EXCEPTION && arg != nullptr &&
                         PyTuple_Check(arg) && PyTuple_GET_SIZE(arg) == 3;
@@ -78,18 +74,13 @@ constexpr int kTools[] = {3, 4};
 
 }  // namespace
 
-void SetReportConverter(PyObject* convert) {
-  Py_XINCREF(convert);
-  Py_XSETREF(g_convert, convert);
-}
-
 #if PY_VERSION_HEX < 0x030C0000
 
 void MonitorRaises() {}
 
 void WatchForReport(bool returns) {
   // A debugger or a coverage tool keeps its trace function.
-  if (returns && g_convert != nullptr &&
+  if (returns && HookOf(Hook::kReport) != nullptr &&
       PyThreadState_Get()->c_tracefunc == nullptr) {
     PyEval_SetTrace(&OnEvent, nullptr);
   }

@@ -41,15 +41,12 @@ Counted<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   return nb::cast<PlanHandle&>(made).plan;
 }
 
-/// Python's function that reads texts, owned. Guarded by the GIL.
-PyObject* g_read_text = nullptr;
-
 Counted<Plan> PlanOfText(std::string_view text, bool on_cuda,
                          const std::vector<BufferType>* buffers) try {
   nb::object types = nb::none();
   if (buffers != nullptr) types = nb::cast(*buffers);
-  const nb::object made =
-      nb::handle(g_read_text)(nb::str(text.data(), text.size()), on_cuda, types);
+  const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
+      nb::str(text.data(), text.size()), on_cuda, types);
   if (buffers == nullptr) return {};
   return nb::cast<PlanHandle&>(made).plan;
 } catch (nb::python_error& e) {
@@ -108,12 +105,6 @@ void InitSettings(nb::module_& m) {
 void InitPlans(nb::module_& m) {
   InitSettings(m);
   g_plan_makers = {&PlanOfBlock, &PlanOfText};
-  m.def(
-      "set_text_reader",
-      [](nb::callable function) {
-        Py_XSETREF(g_read_text, function.release().ptr());
-      },
-      nb::arg("function"));
   // Never deleted: the class lives as long as the interpreter.
   static const auto* fields = new auto(
       Keywords<PlanFields>("Plan")

@@ -132,8 +132,4 @@ nanobind::object ExportTensor(BufferObject& buffer, std::optional<int64_t> strea
 /// Adds the types to the module.
 void InitBuffers(nanobind::module_& m);
 
-/// Sets what the types take from Python: ExecutionStage.EXECUTE, and the errors
-/// that they raise after the end of a call and for `stream` on a CPU.
-void SetBufferNames(PyObject* stage, PyObject* ended_error, PyObject* stream_error);
-
 }  // namespace hostcall

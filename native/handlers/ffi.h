@@ -25,9 +25,9 @@
 #endif
 
 #include "base/code.h"
-#include "base/detached.h"
 #include "base/engine.h"
 #include "base/few.h"
+#include "base/gil_release.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -326,7 +326,7 @@ XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
                        XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID,
                        uint32_t traits = 0) {
   if (AnswerMetadata(frame, state_type, traits)) return nullptr;
-  const Detached detached;
+  const GilRelease unlocked;
   try {
     return body(frame);
   } catch (const XlaError& failure) {

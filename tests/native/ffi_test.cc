@@ -20,8 +20,8 @@ struct XLA_FFI_Error {
 
 namespace hostcall {
 
-Detached::Detached() : state_(nullptr) {}
-Detached::~Detached() {}
+void* GilRelease::Release() { return nullptr; }
+void GilRelease::Restore(void*) {}
 
 namespace {
 
