@@ -86,10 +86,7 @@ void InitTaps(nb::module_& m) {
       nb::arg("mark"), nb::arg("seconds"), unlocked);
   m.def(
       "await_taps_of_gpus",
-      [](double seconds) {
-        Gpus* gpus = Gpus::IfUsed();
-        return gpus == nullptr || gpus->streams.Await(seconds);
-      },
+      [](double seconds) { return Gpus::Get().streams.Await(seconds); },
       nb::arg("seconds"), unlocked);
   m.def("tap_queue", &QueueState);
   nb::class_<OnePlace>(m, "Throttle")

@@ -91,6 +91,8 @@ struct CudaDriver {
   /// libcuda.so.1, or the one that the environment variable HOSTCALL_CUDA_DRIVER
   /// names at the first call.
   static const CudaDriver* Get(std::string* why = nullptr);
+  /// The same object, whose functions can't be called before Get has returned it.
+  static const CudaDriver& Unopened();
 
   /// Throws CudaError unless `code` is success. The text reads, for example,
   /// "hostcall: cuMemHostAlloc failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".

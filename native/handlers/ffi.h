@@ -100,16 +100,6 @@ inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
   } else if (api->struct_size <
              XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get)) {
     lacks = "functions of XLA_FFI_Api";
-  } else {
-    const auto need = [&lacks](bool there, const char* name) {
-      if (!there) lacks += (lacks.empty() ? "" : ", ") + std::string(name);
-    };
-    need(api->XLA_FFI_Error_Destroy, "XLA_FFI_Error_Destroy");
-    need(api->XLA_FFI_Stream_Get, "XLA_FFI_Stream_Get");
-    need(api->XLA_FFI_State_Set, "XLA_FFI_State_Set");
-    need(api->XLA_FFI_State_Get, "XLA_FFI_State_Get");
-    need(api->XLA_FFI_RunId_Get, "XLA_FFI_RunId_Get");
-    need(api->XLA_FFI_DeviceOrdinal_Get, "XLA_FFI_DeviceOrdinal_Get");
   }
   if (lacks.empty()) return lacks;
   const auto version = [](int major, int minor) {
@@ -130,34 +120,32 @@ struct XlaError {
   XLA_FFI_Error* error;
 };
 
-/// The attribute of that name; 0 if the call has none or it is not a uint64.
-inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
-  const XLA_FFI_Attrs& attrs = frame->attrs;
-  for (int64_t i = 0; i < attrs.size; ++i) {
-    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) != name ||
-        attrs.types[i] != XLA_FFI_AttrType_SCALAR) {
-      continue;
-    }
-    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i]);
-    if (scalar->dtype != XLA_FFI_DataType_U64) return 0;
-    uint64_t value;
-    std::memcpy(&value, scalar->value, sizeof value);
-    return value;
-  }
-  return 0;
-}
-
-/// The text attribute of that name; null if the call has none.
-inline const XLA_FFI_ByteSpan* TextAttribute(const XLA_FFI_CallFrame* frame,
-                                             std::string_view name) {
+/// The attribute of that name and type; null if the call has none.
+inline const void* AttributeOf(const XLA_FFI_CallFrame* frame,
+                               std::string_view name, XLA_FFI_AttrType type) {
   const XLA_FFI_Attrs& attrs = frame->attrs;
   for (int64_t i = 0; i < attrs.size; ++i) {
     if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) == name &&
-        attrs.types[i] == XLA_FFI_AttrType_STRING) {
-      return static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i]);
+        attrs.types[i] == type) {
+      return attrs.attrs[i];
     }
   }
   return nullptr;
+}
+/// A number; 0 if there is none of type uint64.
+inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
+  const auto* scalar = static_cast<const XLA_FFI_Scalar*>(
+      AttributeOf(frame, name, XLA_FFI_AttrType_SCALAR));
+  if (scalar == nullptr || scalar->dtype != XLA_FFI_DataType_U64) return 0;
+  uint64_t value;
+  std::memcpy(&value, scalar->value, sizeof value);
+  return value;
+}
+/// A text, or null.
+inline const XLA_FFI_ByteSpan* TextAttribute(const XLA_FFI_CallFrame* frame,
+                                             std::string_view name) {
+  return static_cast<const XLA_FFI_ByteSpan*>(
+      AttributeOf(frame, name, XLA_FFI_AttrType_STRING));
 }
 
 /// Destroys an error that is not to be reported. Returns whether there was one.
@@ -169,17 +157,30 @@ inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   return true;
 }
 
+/// Calls a function of XLA's interface, and returns its arguments with what it
+/// wrote there. Throws XlaError.
+template <typename Args>
+Args Ask(XLA_FFI_Error* (*function)(Args*), Args args) {
+  if (XLA_FFI_Error* error = function(&args)) throw XlaError{error};
+  return args;
+}
+
 /// The ordinal of the device that the program runs on. Never -1, which the engine
 /// uses for eager calls. Throws.
 inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DeviceOrdinal_Get_Args args = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE,
-                                         nullptr, frame->ctx, -1};
-  XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
-  if (error != nullptr) throw XlaError{error};
-  if (args.device_ordinal < 0) {
-    throw std::runtime_error("hostcall: XLA did not report which device this is");
-  }
-  return args.device_ordinal;
+  const int ordinal =
+      Ask(frame->api->XLA_FFI_DeviceOrdinal_Get,
+          {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, -1})
+          .device_ordinal;
+  if (ordinal >= 0) return ordinal;
+  throw std::runtime_error("hostcall: XLA did not report which device this is");
+}
+
+/// XLA's number of this execution of the program. Throws.
+inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
+  return Ask(frame->api->XLA_FFI_RunId_Get,
+             {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, 0})
+      .run_id;
 }
 
 /// Bits of one element; 0 for a type that no call takes.
@@ -219,50 +220,37 @@ bool Fit(const std::vector<size_t>& bytes, const List& list, void* const* items)
   return true;
 }
 
-/// Null if a link has one number as operand and as result, else an error.
-inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
+/// Throws XlaError unless a link has one number as operand and as result.
+inline void CheckLink(const XLA_FFI_CallFrame* frame) {
   const std::vector<size_t> number{sizeof(int32_t)};
   if (Fit(number, frame->args, frame->args.args) &&
       Fit(number, frame->rets, frame->rets.rets)) {
-    return nullptr;
+    return;
   }
-  return MakeError(
-      frame->api,
-      "hostcall: a link has one int32 as operand and as result, and the "
-      "program passes other arrays. It was changed after hostcall made "
-      "it" HOSTCALL_CODE("hc-load"));
+  throw XlaError{
+      MakeError(frame->api,
+                "hostcall: a link has one int32 as operand and as result, and the "
+                "program passes other arrays. It was changed after hostcall made "
+                "it" HOSTCALL_CODE("hc-load"))};
 }
 
-/// The data pointers of a call's buffers. An ordered call has a token before its
-/// operands and results. A token has no data, and is skipped.
+/// The data pointers of a call's buffers, of which Fit has found `wanted`. A number
+/// or a token that only orders the call may be in front of them, and is skipped.
 class Pointers {
  public:
   template <typename List>
   Pointers(const List& list, void* const* items, size_t wanted) : data_(wanted) {
-    const size_t size = static_cast<size_t>(list.size);
-    ok_ = size == wanted || size == wanted + 1;
-    const size_t first = size - wanted;
-    for (size_t i = 0; ok_ && i < wanted; ++i) {
+    const size_t first = static_cast<size_t>(list.size) - wanted;
+    for (size_t i = 0; i < wanted; ++i) {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
-  /// False if XLA passes a different number of buffers; `data` is then not set.
-  bool ok() const { return ok_; }
   void** data() { return data_.data(); }
+  void* operator[](size_t i) { return data()[i]; }
 
  private:
-  bool ok_;
   Few<void*, 8> data_;
 };
-
-/// XLA's number of this execution of the program. Throws.
-inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_RunId_Get_Args args = {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr,
-                                 frame->ctx, 0};
-  XLA_FFI_Error* error = frame->api->XLA_FFI_RunId_Get(&args);
-  if (error != nullptr) throw XlaError{error};
-  return args.run_id;
-}
 
 /// XLA's stream on a GPU; null if the platform has none.
 inline void* StreamOf(const XLA_FFI_CallFrame* frame) {

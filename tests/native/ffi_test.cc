@@ -204,11 +204,6 @@ void WhatIsMissingIsNamed() {
   assert(Has(fault([](Xla& x) { x.frame.args.struct_size = 8; }), members));
   assert(Has(fault([](Xla& x) { x.frame.rets.struct_size = 8; }), members));
   assert(Has(fault([](Xla& x) { x.frame.attrs.struct_size = 8; }), members));
-  assert(Has(fault([](Xla& x) {
-               x.api.XLA_FFI_RunId_Get = nullptr;
-               x.api.XLA_FFI_State_Set = nullptr;
-             }),
-             "lacks XLA_FFI_State_Set, XLA_FFI_RunId_Get. "));
 }
 
 void CanFailKnowsWhetherErrorsCanBeReported() {
