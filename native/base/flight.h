@@ -39,6 +39,7 @@
 
 #include "base/event.h"
 #include "base/event_buffer.h"
+#include "base/no_copy.h"
 
 namespace hostcall {
 
@@ -176,7 +177,7 @@ inline FlightRing FlightRing::g_ring;
 
 /// Records one event for the guard's life. Costs two locked instructions, and no
 /// reading of the clock: the caller has the times.
-class Flight {
+class Flight : NoCopy {
  public:
   /// `event` has all fields but the times after its start.
   explicit Flight(const Event& event)
@@ -185,8 +186,6 @@ class Flight {
   ~Flight() {
     if (event_.end == 0) Ended(event_.start, false);
   }
-  Flight(const Flight&) = delete;
-  Flight& operator=(const Flight&) = delete;
 
   /// The call holds the GIL since `ticks`.
   void Entered(int64_t ticks) {

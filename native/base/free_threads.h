@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "base/guards.h"
+#include "base/no_copy.h"
 
 namespace hostcall {
 
@@ -152,12 +153,9 @@ inline bool DropIfLast(PyObject* object) {
 
 /// An object that is kept from one call for the next, or nothing. Several threads
 /// may make the call: one gets the object, the others find nothing.
-class Spare {
+class Spare : NoCopy {
  public:
   ~Spare() { (void)Take(); }
-  Spare() = default;
-  Spare(const Spare&) = delete;
-  Spare& operator=(const Spare&) = delete;
 
   /// Takes the object, so that a nested call can't take it too; null if there is
   /// none.

@@ -9,19 +9,19 @@
 // own.
 #pragma once
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 
 /// Releases the GIL for the guard's life, if the calling thread holds it and
 /// `release` is true. No Python object may be touched meanwhile.
-class GilRelease {
+class GilRelease : NoCopy {
  public:
   explicit GilRelease(bool release = true)
       : state_(release ? Release() : nullptr) {}
   ~GilRelease() {
     if (state_ != nullptr) Restore(state_);
   }
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
 
  private:
   static void* Release();  ///< null if the thread does not hold the GIL

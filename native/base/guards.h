@@ -20,6 +20,7 @@
 
 #include "base/clock.h"
 #include "base/gil_release.h"
+#include "base/no_copy.h"
 
 namespace hostcall {
 
@@ -182,7 +183,7 @@ extern HOSTCALL_HOT PyThreadState* t_made_state;
 /// later calls pay nothing for it. A function that is set later reaches the thread
 /// through threading.settrace_all_threads (CPython 3.12), which goes through all
 /// states.
-class GilGuard {
+class GilGuard : NoCopy {
  public:
   GilGuard() : held_before_(HoldsGil()) {
     if (held_before_) return;
@@ -202,8 +203,6 @@ class GilGuard {
     assert(HoldsGil());
     if (!held_before_) PyEval_SaveThread();
   }
-  GilGuard(const GilGuard&) = delete;
-  GilGuard& operator=(const GilGuard&) = delete;
 
  private:
   const bool held_before_;  ///< the caller held the GIL already: nothing to undo
@@ -214,7 +213,7 @@ class GilGuard {
 /// runs CPU programs with denormal numbers flushed to zero, on its own threads and
 /// on the dispatching one. Without this guard, a host function would return other
 /// values inside a program than outside.
-class PlainFloats {
+class PlainFloats : NoCopy {
  public:
   PlainFloats() : before_(Get()) {
     if ((before_ & kFlush) != 0) Set(before_ & ~kFlush);
@@ -222,8 +221,6 @@ class PlainFloats {
   ~PlainFloats() {
     if ((before_ & kFlush) != 0) Set(before_);
   }
-  PlainFloats(const PlainFloats&) = delete;
-  PlainFloats& operator=(const PlainFloats&) = delete;
 
  private:
 #if defined(__x86_64__)

@@ -8,6 +8,7 @@
 
 #include "base/engine.h"
 #include "base/free_threads.h"
+#include "base/no_copy.h"
 #include "plan/call_scope.h"
 
 namespace hostcall {
@@ -31,7 +32,7 @@ class Lease {
 
   /// A use of the object, for the guard's life. It converts to false if the call
   /// has ended.
-  class Use {
+  class Use : NoCopy {
    public:
     explicit Use(Lease& lease) : lease_(lease) {
       lease.Count(1);
@@ -42,8 +43,6 @@ class Lease {
     ~Use() {
       if (call_ != nullptr) lease_.Count(-1);
     }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
     explicit operator bool() const { return call_ != nullptr; }
     const ActiveCall* operator->() const { return call_; }
     const ActiveCall& operator*() const { return *call_; }

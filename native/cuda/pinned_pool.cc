@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 namespace {
 
@@ -35,7 +37,7 @@ void PinnedBlock::ReleaseAfter(CudaStream stream) {
 ///
 /// Without `may_wait`, waits for the current holder only while that one makes
 /// progress, and converts to false if it waits for a block itself.
-class PinnedPool::Turn {
+class PinnedPool::Turn : NoCopy {
  public:
   Turn(PinnedPool& pool, Lock& lock, bool may_wait) : pool_(pool), lock_(lock) {
     pool.changed_.wait(
@@ -51,8 +53,6 @@ class PinnedPool::Turn {
     ++pool_.serving_;
     pool_.changed_.notify_all();
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
   explicit operator bool() const { return mine_; }
 
  private:

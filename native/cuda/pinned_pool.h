@@ -53,6 +53,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/no_copy.h"
 #include "cuda/cuda_driver.h"
 
 namespace hostcall {
@@ -101,7 +102,7 @@ class PinnedBlock {
 
 /// Safe to use from several threads. A process never destroys its pools; if a pool
 /// is destroyed, no block of it is in use or pending.
-class PinnedPool {
+class PinnedPool : NoCopy {
  public:
   static constexpr size_t kLeast = size_t{4} << 10;  ///< the smallest capacity
   static constexpr size_t kStep = size_t{1} << 20;   ///< see CapacityFor
@@ -122,8 +123,6 @@ class PinnedPool {
   PinnedPool(const CudaDriver& driver, size_t limit,
              std::chrono::milliseconds grace = kGrace)
       : driver_(driver), grace_(grace), limit_(limit) {}
-  PinnedPool(const PinnedPool&) = delete;
-  PinnedPool& operator=(const PinnedPool&) = delete;
 
   /// Returns a block of at least `bytes`, with undefined content. Waits if the pool
   /// is full. A context must be current (ScopedContext). Throws CudaError if the

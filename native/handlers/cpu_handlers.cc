@@ -15,9 +15,8 @@
 #include "handlers/handlers.h"
 #include "handlers/plan_state.h"
 #include "handlers/run_call.h"
-#include "invoke/tap_worker.h"
+#include "invoke/taps.h"
 #include "plan/call_scope.h"
-#include "plan/push_tap.h"
 #include "queue/tap_space.h"
 
 namespace hostcall {
@@ -71,7 +70,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   Entry entry;
   if (!entry) return ClosedError(frame);
   try {
-    PushOrDeliver(plan, device, run, operands);
+    PushTap(plan, device, run, operands);
   } catch (const PushInterrupted&) {
     GilGuard gil;
     WatchForReport(ReturnsToPython());

@@ -21,8 +21,7 @@
 #include "handlers/handlers.h"
 #include "handlers/plan_state.h"
 #include "handlers/run_call.h"
-#include "invoke/tap_worker.h"
-#include "plan/push_tap.h"
+#include "invoke/taps.h"
 #include "queue/tap_queue.h"
 
 namespace hostcall {
@@ -152,7 +151,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
     Entry entry;
     if (!entry || IsMasked(*plan, data)) return;
     if (IsSkipped(*plan, later.get(), device, run, data)) return;
-    PushOrDeliver(*plan, device, run, data, true);
+    PushTap(*plan, device, run, data, true);
   };
   receiver.lose = [plan = work.state.plan] {
     plan->counts->dropped.fetch_add(1, std::memory_order_relaxed);

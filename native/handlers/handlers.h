@@ -17,7 +17,7 @@ constexpr int kKinds = 6;
 /// For XLA's CPU runtime:
 ///
 ///   call     makes a call of a function on the host
-///   tap      queues a tap (plan/push_tap.h)
+///   tap      queues a tap (invoke/taps.h)
 ///   link     copies its operand, a number, to its result. It turns the order of
 ///            effects into a data dependency (_primitives/blocks.py)
 ///   verdict  fails the program if a call failed in any process (plan/outcome.h).

@@ -36,6 +36,7 @@
 #include <utility>
 
 #include "base/guards.h"
+#include "base/no_copy.h"
 #include "handlers/ffi.h"
 
 namespace hostcall {
@@ -55,12 +56,10 @@ bool InsideHostCallback();
 /// Around a call with a scout (host_device.py says why): holds what the scout
 /// finds. What the thread had before is put back even if the call throws: it would
 /// answer for other callbacks on this thread.
-class ScoutLooks {
+class ScoutLooks : NoCopy {
  public:
   ScoutLooks() : outer_(std::exchange(t_asked, &asked_)) {}
   ~ScoutLooks() { t_asked = outer_; }
-  ScoutLooks(const ScoutLooks&) = delete;
-  ScoutLooks& operator=(const ScoutLooks&) = delete;
   /// Whether the innermost scout of the calling thread has asked for its call to be
   /// made inside.
   static bool HasAsked() { return *t_asked; }

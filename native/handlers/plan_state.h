@@ -19,6 +19,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/no_copy.h"
 #include "base/slot_table.h"
 #include "base/team.h"
 #include "handlers/ffi.h"
@@ -47,12 +48,10 @@ struct PlanState;
 ///
 /// Threads. All devices of a program may come at the same time. Each makes a plan,
 /// with no lock; the first to publish its state wins, and the others drop theirs.
-class LateState {
+class LateState : NoCopy {
  public:
   LateState(std::string_view text, bool on_cuda) : text_(text), on_cuda_(on_cuda) {}
   ~LateState();
-  LateState(const LateState&) = delete;
-  LateState& operator=(const LateState&) = delete;
   /// The state, made if there is none yet. Throws XlaError.
   const PlanState& Get(XLA_FFI_CallFrame* frame);
 

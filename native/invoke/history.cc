@@ -7,6 +7,8 @@
 #include "plan/arrays.h"
 #include "plan/packing.h"
 
+namespace nb = nanobind;
+
 namespace hostcall {
 
 bool Masked(const Plan& plan, int device, int64_t run, const void* const* operands,
@@ -25,21 +27,19 @@ bool Masked(const Plan& plan, int device, int64_t run, const void* const* operan
   return FilledForMask(plan, operands, results);
 }
 
-Ref ListOfKept(const ActiveCall& call) {
+nb::list ListOfKept(const ActiveCall& call) {
   const Plan& plan = *call.plan;
-  Ref list = Ref::Steal(PyList_New(0));
+  nb::list list;
   for (const auto& kept : call.before->kept) {
-    Ref arrays = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(plan.args.size())));
-    if (!list || !arrays) return Ref();
+    nb::list arrays;
     for (size_t i = 0; i < plan.args.size(); ++i) {
       const Leaf& leaf = plan.args[i];
       const char* data = kept->bytes.data() + plan.history->offsets()[i];
       std::vector<char> unpacked;
       if (leaf.bits != 0) {
         unpacked.resize(static_cast<size_t>(leaf.count * leaf.rows));
-        UnpackBits(reinterpret_cast<const uint8_t*>(data),
-                   reinterpret_cast<uint8_t*>(unpacked.data()),
-                   leaf.count * leaf.rows, leaf.bits, leaf.is_signed);
+        UnpackBits(data, unpacked.data(), leaf.count * leaf.rows, leaf.bits,
+                   leaf.is_signed);
         data = unpacked.data();
       }
       for (size_t axis = 0; call.row != nullptr && axis < plan.grid.size();
@@ -47,13 +47,10 @@ Ref ListOfKept(const ActiveCall& call) {
         data += leaf.grid_strides[axis] * (*call.row)[axis] * leaf.row_bytes;
       }
       PyObject* array = OwnedArray(leaf, data).release();
-      if (array == nullptr || !Convert(leaf, &array)) return Ref();
-      PyTuple_SET_ITEM(arrays.get(), static_cast<Py_ssize_t>(i), array);
+      if (array == nullptr || !Convert(leaf, &array)) throw nb::python_error();
+      arrays.append(nb::steal(array));
     }
-    Ref entry =
-        Ref::Steal(Py_BuildValue("LLO", static_cast<long long>(kept->run),
-                                 static_cast<long long>(kept->step), arrays.get()));
-    if (!entry || PyList_Append(list.get(), entry.get()) != 0) return Ref();
+    list.append(nb::make_tuple(kept->run, kept->step, nb::tuple(arrays)));
   }
   return list;
 }

@@ -261,9 +261,7 @@ void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
   };
   if (leaf.bits != 0) {
     each([&leaf](char* row, const char* packed) {
-      UnpackBits(reinterpret_cast<const uint8_t*>(packed),
-                 reinterpret_cast<uint8_t*>(row), leaf.count, leaf.bits,
-                 leaf.is_signed);
+      UnpackBits(packed, row, leaf.count, leaf.bits, leaf.is_signed);
     });
   } else if (leaf.row_bytes == 4) {  // a copy of a known size is one instruction
     each([](char* row, const char* value) { std::memcpy(row, value, 4); });

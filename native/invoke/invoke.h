@@ -1,6 +1,8 @@
 // The engine calls users' Python functions only through here.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
 #include <string>
 
 #include "plan/call_scope.h"
@@ -40,9 +42,9 @@ bool Masked(const Plan& plan, int device, int64_t run, const void* const* operan
             void* const* results, Before* before);
 
 /// The executions before a call, the oldest first: a list of (run, step, arrays),
-/// where the arrays are those of the call's row. Null with a Python error set. The
-/// GIL is held.
-Ref ListOfKept(const ActiveCall& call);
+/// where the arrays are those of the call's row. Throws python_error. The GIL is
+/// held.
+nanobind::list ListOfKept(const ActiveCall& call);
 
 /// Takes the Python error that is set, hands it to the plan's on_error, and returns
 /// the text for XLA. The GIL is held. No Python error is set afterwards.

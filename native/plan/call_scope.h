@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/no_copy.h"
 #include "plan/plan.h"
 
 namespace hostcall {
@@ -74,14 +75,12 @@ void ForEachCall(See see) {
   }
 }
 /// Sets ActiveCall::row of a call of the calling thread for the guard's life.
-class RowMark {
+class RowMark : NoCopy {
  public:
   RowMark(ActiveCall& call, const std::vector<int64_t>* row) : call_(call) {
     Set(row);
   }
   ~RowMark() { Set(nullptr); }
-  RowMark(const RowMark&) = delete;
-  RowMark& operator=(const RowMark&) = delete;
 
  private:
   void Set(const std::vector<int64_t>* row) {
@@ -118,12 +117,10 @@ enum class Lookout {
 /// Registers a call for the guard's life, and sets JAX's settings for host code:
 /// the ambient ones (Ambient), and those of the trace, if it had any of its own
 /// (Plan::enter).
-class CallScope {
+class CallScope : NoCopy {
  public:
   explicit CallScope(ActiveCall& call, Lookout lookout = Lookout::kGuard);
   ~CallScope();
-  CallScope(const CallScope&) = delete;
-  CallScope& operator=(const CallScope&) = delete;
 
  private:
   ActiveCall& call_;

@@ -42,7 +42,7 @@ from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
 from hostcall._core.wait import ended, over, wait
-from hostcall._native import FeedEnding, FeedFound
+from hostcall._native import FeedFound
 from hostcall._runtime import workers
 
 # The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
@@ -423,7 +423,7 @@ class Puller(Owned):
     def _end_epoch(self) -> None:
         if self.on_end == "mask":
             self._idle = True
-            self.ring.finish(FeedEnding.END)
+            self.ring.finish(FeedFound.END)
         elif self.on_end == "raise":
             text = (
                 f"hostcall: the feed `{self.name}` has ended after"
@@ -445,7 +445,7 @@ class Puller(Owned):
 
     def _finish(self, error: Callable[[], BaseException]) -> None:
         self.error, self._idle = error, True
-        self.ring.finish(FeedEnding.STOPPED)
+        self.ring.finish(FeedFound.STOPPED)
 
     def _position(self) -> dict[str, Any]:
         """The position after the item that was pulled last."""
