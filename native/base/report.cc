@@ -1,5 +1,9 @@
 #include "base/report.h"
 
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
 namespace hostcall {
 namespace {
 
@@ -52,18 +56,12 @@ PyMethodDef g_on_raise = {
     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&OnRaise)),
     METH_FASTCALL, nullptr};
 
-bool WatchWith(PyObject* monitoring, int tool) {
-  Ref events = Ref::Steal(PyObject_GetAttrString(monitoring, "events"));
-  Ref raise =
-      events ? Ref::Steal(PyObject_GetAttrString(events.get(), "RAISE")) : Ref();
-  Ref function = raise ? Ref::Steal(PyCFunction_New(&g_on_raise, nullptr)) : Ref();
-  if (!function) return false;
-  return Ref::Steal(PyObject_CallMethod(monitoring, "use_tool_id", "is", tool,
-                                        "hostcall")) &&
-         Ref::Steal(PyObject_CallMethod(monitoring, "register_callback", "iOO",
-                                        tool, raise.get(), function.get())) &&
-         Ref::Steal(PyObject_CallMethod(monitoring, "set_events", "iO", tool,
-                                        raise.get()));
+void WatchWith(const nb::handle& monitoring, int tool) {
+  const nb::object raise = monitoring.attr("events").attr("RAISE");
+  const nb::object function = nb::steal(PyCFunction_New(&g_on_raise, nullptr));
+  monitoring.attr("use_tool_id")(tool, "hostcall");
+  monitoring.attr("register_callback")(tool, raise, function);
+  monitoring.attr("set_events")(tool, raise);
 }
 
 /// Tools that no kind of program is meant for (sys.monitoring names the other
@@ -89,10 +87,12 @@ void WatchForReport(bool returns) {
 #else
 
 void MonitorRaises() {
-  PyObject* monitoring = PySys_GetObject("monitoring");
+  const nb::handle monitoring = PySys_GetObject("monitoring");  // borrowed
   for (const int tool : kTools) {
-    if (monitoring == nullptr || WatchWith(monitoring, tool)) return;
-    PyErr_Clear();  // somebody else has this one
+    try {
+      return WatchWith(monitoring, tool);
+    } catch (nb::python_error&) {  // somebody else has this one
+    }
   }
 }
 

@@ -60,7 +60,8 @@ nb::object Current() {
   if (call->taps != 0) events = NumbersOf(call->tap, call->taps);
   nb::object before = nb::none();
   if (call->before != nullptr) {
-    before = nb::make_tuple(call->before->step, ListOfKept(*call));
+    before =
+        nb::make_tuple(call->before->step, nb::steal(ListOfKept(*call).release()));
   }
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
                         row, run, step, stream, events, before);
@@ -114,12 +115,6 @@ nb::dict CostsOf(const Counters& c) {
   return costs;
 }
 
-void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object set,
-                nb::object get, nb::object value, nb::object unset) {
-  AddAmbientSetting(kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
-                    value.is_none() ? nullptr : value.ptr(), unset.ptr());
-}
-
 }  // namespace
 
 void InitCalls(nb::module_& m) {
@@ -127,12 +122,18 @@ void InitCalls(nb::module_& m) {
   m.def("current", &Current);
   m.def("active", &Active);
   m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
-  m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
-  m.def("interrupt_taps", &InterruptTaps);
+  m.def("interrupt_calls", &InterruptCalls, nb::arg("calls") = true,
+        nb::arg("taps") = false);
   BindEnum<Ambient>(m, "Ambient", {"FIXED", "DEVICE", "GUARD", "WITH"});
-  m.def("add_ambient_setting", &AddSetting, nb::kw_only(), nb::arg("kind"),
-        nb::arg("setting"), nb::arg("swap"), nb::arg("set"), nb::arg("get"),
-        nb::arg("value").none(), nb::arg("unset"));
+  m.def(
+      "add_ambient_setting",
+      [](Ambient kind, nb::object setting, nb::object swap, nb::object set,
+         nb::object get, nb::object value, nb::object unset) {
+        AddAmbientSetting(kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
+                          value.is_none() ? nullptr : value.ptr(), unset.ptr());
+      },
+      nb::kw_only(), nb::arg("kind"), nb::arg("setting"), nb::arg("swap"),
+      nb::arg("set"), nb::arg("get"), nb::arg("value").none(), nb::arg("unset"));
 }
 
 }  // namespace hostcall

@@ -101,7 +101,7 @@ void InitHandlers(nb::module_& m) {
   m.def(
       "set_host_callback_handler",
       [](nb::capsule handler, nb::object run_pending) {
-        SetHostCallbackHandler(handler.ptr(), run_pending.ptr());
+        SetHostCallbackHandler(handler.data(), run_pending.ptr());
       },
       nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);

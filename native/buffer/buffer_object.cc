@@ -74,11 +74,7 @@ uintptr_t StreamOfGpu(const ActiveCall& call) {
 }
 
 /// The shape of one row.
-nb::object ShapeOf(const Leaf& leaf) {
-  nb::object shape = nb::steal(TupleOf(leaf.dims).release());
-  if (!shape.is_valid()) throw nb::python_error();
-  return shape;
-}
+nb::object ShapeOf(const Leaf& leaf) { return nb::tuple(nb::cast(leaf.dims)); }
 
 int64_t BytesOf(const BufferObject& b, const ActiveCall& call) {
   // Small elements are packed on a GPU; the host sees an unpacked copy.
@@ -147,25 +143,8 @@ nb::object ViewOf(BufferObject& b) {
 
 nb::object ToArray(BufferObject& b, nb::object dtype, nb::object copy) {
   nb::object array = ViewOf(b);
-  if (!dtype.is_none()) {
-    PyArray_Descr* wanted = nullptr;
-    const auto convert = [&] {
-      return PyArray_DescrConverter(dtype.ptr(), &wanted);
-    };
-    if (OrPark(convert) == 0) throw nb::python_error();
-    nb::object held = nb::steal(reinterpret_cast<PyObject*>(wanted));
-    if (!PyArray_EquivTypes(
-            wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.ptr())))) {
-      if (copy.ptr() == Py_False) {
-        throw nb::value_error(
-            "hostcall: another dtype needs a copy, but copy=False" HOSTCALL_CODE(
-                "hc-buffer"));
-      }
-      return Asked(array, "astype", held);
-    }
-  }
-  if (copy.ptr() == Py_True) return Asked(array, "copy");
-  return array;
+  if (dtype.is_none() && copy.is_none()) return array;
+  return Asked(array, "__array__", dtype, nb::arg("copy") = copy);
 }
 
 nb::str TextOf(BufferObject& b) {
@@ -229,14 +208,6 @@ void InitBuffer(nb::module_& m) {
 }
 
 }  // namespace
-
-void OpenBuffer(BufferObject* b, const ActiveCall& call, const Leaf& leaf,
-                char* data, bool writeable) {
-  b->leaf = &leaf;
-  b->data = data;
-  b->writeable = writeable;
-  b->lease.Begin(call);
-}
 
 void KeepBefore(BufferObject& b, const ActiveCall& call) {
   const int64_t bytes = b.leaf->row_bytes;

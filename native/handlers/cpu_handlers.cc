@@ -17,7 +17,7 @@
 #include "handlers/run_call.h"
 #include "invoke/taps.h"
 #include "plan/call_scope.h"
-#include "queue/tap_space.h"
+#include "queue/tap_queue.h"
 
 namespace hostcall {
 namespace {

@@ -2,10 +2,10 @@
 //
 // Versions. XLA's structs hold their own size, since a newer XLA may have more
 // members and an older one fewer. When a handler is registered, XLA asks for the
-// version of the headers that it was built with, and refuses it if that is
-// incompatible. The members that handlers use are checked as well, once, when a
-// place of a program is instantiated (InterfaceFault). Calls get the same structs,
-// so no call checks again.
+// version of the headers that it was built with, and refuses it if that is newer
+// than its own (IsSupportedApiVersion in xla/ffi/ffi_registry.cc). Within a major
+// version members are only added, so all that handlers use are there. A later major
+// version is refused here, when a place of a program is instantiated.
 //
 // Does not depend on Python (tests/native/ffi_test.cc has its own XLA).
 #pragma once
@@ -69,50 +69,19 @@ inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
   return false;
 }
 
-/// The first version that has everything that handlers use (jaxlib 0.10.2).
-constexpr int kOldestMajor = 0, kOldestMinor = 3;
+// The first version that has everything that handlers use (jaxlib 0.10.2).
+static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= 3);
 
-/// Whether handlers can return an error to this XLA.
-inline bool CanFail(const XLA_FFI_CallFrame* frame) {
-  if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, api)) {
-    return false;
-  }
-  const XLA_FFI_Api* api = frame->api;
-  return api != nullptr &&
-         api->struct_size >=
-             XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_Error_Create) &&
-         api->XLA_FFI_Error_Create != nullptr;
-}
-
-/// The text of an error that says what this XLA lacks; empty if it has all that
-/// handlers use. Called only if CanFail is true.
-inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
-  const XLA_FFI_Api* api = frame->api;
-  const XLA_FFI_Api_Version& has = api->api_version;
-  std::string lacks;
-  if (has.major_version != kOldestMajor || has.minor_version < kOldestMinor) {
-    lacks = "this version's members";
-  } else if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, attrs) ||
-             frame->args.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Args, args) ||
-             frame->rets.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Rets, rets) ||
-             frame->attrs.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Attrs, attrs)) {
-    lacks = "members of XLA_FFI_CallFrame";
-  } else if (api->struct_size <
-             XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get)) {
-    lacks = "functions of XLA_FFI_Api";
-  }
-  if (lacks.empty()) return lacks;
-  const auto version = [](int major, int minor) {
-    return std::to_string(major) + "." + std::to_string(minor);
-  };
-  return "hostcall: this jaxlib has version " +
-         version(has.major_version, has.minor_version) +
-         " of XLA's FFI interface, and lacks " + lacks +
-         ". hostcall was built for " +
-         version(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) + " and needs " +
-         version(kOldestMajor, kOldestMinor) +
-         " or later: install a jaxlib from 0.10.2 on, or build hostcall with "
-         "yours" HOSTCALL_CODE("hc-device");
+/// Throws unless this XLA has the interface that hostcall was built for.
+inline void CheckInterface(const XLA_FFI_CallFrame* frame) {
+  const int major = frame->api->api_version.major_version;
+  if (major == XLA_FFI_API_MAJOR) return;
+  throw std::runtime_error(
+      "hostcall: this jaxlib has version " + std::to_string(major) +
+      " of XLA's FFI interface, and hostcall was built for version " +
+      std::to_string(XLA_FFI_API_MAJOR) +
+      ": install the newest hostcall, or a jaxlib that this one "
+      "supports" HOSTCALL_CODE("hc-device"));
 }
 
 /// Thrown in a handler to return an error that XLA made (Guarded catches it).

@@ -41,9 +41,9 @@
 
 namespace hostcall {
 
-/// Sets JAX's handler (a capsule of an XLA_FFI_Handler) and the Python function
+/// Sets JAX's handler (an XLA_FFI_Handler) and the Python function
 /// that calls RunPending. The GIL is held.
-void SetHostCallbackHandler(PyObject* handler, PyObject* run_pending);
+void SetHostCallbackHandler(void* handler, PyObject* run_pending);
 
 /// Makes the call that the calling thread has sent through JAX's handler, if it has
 /// not been made. What it throws is kept for RunInsideHostCallback. The GIL is

@@ -1,10 +1,5 @@
 #include "handlers/plan_state.h"
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -12,13 +7,8 @@
 #include "base/engine.h"
 #include "base/guards.h"
 
-namespace nb = nanobind;
-
 namespace hostcall {
 namespace {
-
-/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
-using BufferType = std::vector<int64_t>;
 
 /// The state of a place with this plan.
 std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
@@ -49,38 +39,11 @@ Counted<Plan> AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
   }
 }
 
-/// The plan of a device's block of a call: from the plan of the whole call, and a
-/// text that says which block it is (_primitives/blocks.py). Throws what Python
-/// raises.
-Counted<Plan> PlanOfBlock(const Plan& whole, const XLA_FFI_ByteSpan& block) {
-  const nb::object made = nb::handle(whole.info.get())
-                              .attr("plan_of_block")(nb::str(block.ptr, block.len));
-  return nb::cast<PlanHandle&>(made).plan;
-}
-
-/// Reads the text that describes a call of registered host code
-/// (_primitives/travel.py). Without `buffers`, when the program is loaded, it only
-/// checks the text, and returns null. With them, the operands and results of a run,
-/// it makes the plan, if they are what the text says. Throws XlaError.
+/// Asks Python to read a text (PlanMakers::of_text). Throws XlaError.
 Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
                        bool on_cuda, const std::vector<BufferType>* buffers) {
-  const auto ask = [&]() -> Counted<Plan> {
-    nb::object types = nb::none();
-    if (buffers != nullptr) types = nb::cast(*buffers);
-    try {
-      const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
-          nb::str(text.data(), text.size()), on_cuda, types);
-      if (buffers == nullptr) return {};
-      return nb::cast<PlanHandle&>(made).plan;
-    } catch (nb::python_error& e) {
-      // Without the traceback, which shows hostcall's own frames only.
-      // A text may have lone surrogates, which UTF-8 can't hold.
-      const auto said = nb::cast<nb::bytes>(
-          nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
-      throw std::runtime_error(said.size() == 0 ? e.what() : said.c_str());
-    }
-  };
-  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, ask);
+  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+                   [&] { return g_plan_makers.of_text(text, on_cuda, buffers); });
 }
 
 /// The types of all operands and results that are not tokens.
@@ -130,15 +93,7 @@ const PlanState& FittingState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
 
 /// Finds the plan of a place, and gives XLA a state for it.
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
-  if (!CanFail(frame)) {
-    // Going on would call a function that this XLA may not have.
-    std::fputs("hostcall: XLA's FFI interface has no way to report errors\n",
-               stderr);
-    std::abort();
-  }
-  if (const std::string fault = InterfaceFault(frame); !fault.empty()) {
-    return MakeError(frame->api, fault, XLA_FFI_Error_Code_FAILED_PRECONDITION);
-  }
+  CheckInterface(frame);
   const uint64_t count = Attribute(frame, "count");
   Counted<Plan> plan =
       Slots(count >= kAcross).Find(Attribute(frame, "key"), count % kAcross);
@@ -164,8 +119,9 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   }
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
-    plan = AskPython(frame, XLA_FFI_Error_Code_INTERNAL,
-                     [&] { return PlanOfBlock(*plan, *block); });
+    plan = AskPython(frame, XLA_FFI_Error_Code_INTERNAL, [&] {
+      return g_plan_makers.of_block(*plan, {block->ptr, block->len});
+    });
   }
   if (!state) state = StateFor(std::move(plan));
   Ask(frame->api->XLA_FFI_State_Set,
@@ -184,6 +140,8 @@ XLA_FFI_Error* InstantiateAs(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type,
 }
 
 }  // namespace
+
+PlanMakers g_plan_makers = {};
 
 LateState::~LateState() { delete made_.load(std::memory_order_relaxed); }
 

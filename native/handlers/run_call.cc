@@ -276,10 +276,9 @@ XLA_FFI_Error* MakeCall(const Work& work, void* const* operands,
     Visit visit(plan, site, operands, results);
     text = work.state.team->Meet(site.run, visit);
     if (flight) flight->Ended(Ticks(), text.empty());
-  } else if (plan.history) {
-    text = MakeOne(plan, site, operands, results);
   } else {
-    text = TextOfRun(plan, site, operands, results);
+    text = plan.history ? MakeOne(plan, site, operands, results)
+                        : TextOfRun(plan, site, operands, results);
   }
   return Ended(plan, site, text, results);
 }

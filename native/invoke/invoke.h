@@ -1,8 +1,6 @@
 // The engine calls users' Python functions only through here.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include <string>
 
 #include "plan/call_scope.h"
@@ -44,7 +42,7 @@ bool Masked(const Plan& plan, int device, int64_t run, const void* const* operan
 /// The executions before a call, the oldest first: a list of (run, step, arrays),
 /// where the arrays are those of the call's row. Throws python_error. The GIL is
 /// held.
-nanobind::list ListOfKept(const ActiveCall& call);
+Ref ListOfKept(const ActiveCall& call);
 
 /// Takes the Python error that is set, hands it to the plan's on_error, and returns
 /// the text for XLA. The GIL is held. No Python error is set afterwards.

@@ -90,12 +90,8 @@ class RowMark : NoCopy {
   ActiveCall& call_;
 };
 /// Raises KeyboardInterrupt in the calls on threads that Python did not start, and
-/// returns the number of those threads. With `taps`, also in the tap that is being
-/// delivered.
-int InterruptForeignCalls(bool taps = false);
-/// Raises KeyboardInterrupt in the tap that is being delivered; returns 1 if there
-/// is one, else 0.
-int InterruptTaps();
+/// in the tap that is being delivered. Returns the number of those threads.
+int InterruptCalls(bool calls, bool taps);
 /// Whether every call in flight runs on one of these threads. The answer is exact:
 /// meanwhile no call enters or leaves the lists, and every counted call on a list
 /// is in the engine's count.

@@ -279,16 +279,14 @@ class Plan : public TapOwner, public PlanFields {
 
   /// An event of this plan that begins at `start`.
   Event NewEvent(EventKind kind, int device, int64_t run, int64_t start) const {
-    Event event = {};
+    Event event;
     event.kind = kind;
-    event.state = EventState::kWaiting;
     event.device = static_cast<int16_t>(device);
     event.place = place;
     event.start = start;
     event.bytes = rows * (bytes_in + bytes_out);
     event.run = run;
     event.count = rows;
-    event.number = -1;
     return event;
   }
 };

@@ -121,21 +121,8 @@ class Rows {
   }
   /// Goes to the next row; false if there is none.
   bool Next() { return walker_.Next(); }
-  char* const* args() {
-    for (size_t i = 0; i < args_.size(); ++i) {
-      const Leaf& leaf = plan_.args[i];
-      args_[i] = view_.args[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    return args_.data();
-  }
-  char* const* targets() {
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const Leaf& leaf = plan_.results[i];
-      targets_[i] =
-          view_.targets[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    return targets_.data();
-  }
+  char* const* args() { return Point(plan_.args, view_.args, args_); }
+  char* const* targets() { return Point(plan_.results, view_.targets, targets_); }
   /// Fills the results of the current row in place of the function, and counts it.
   void Fill() {
     ++plan_.counters->masked;
@@ -146,6 +133,14 @@ class Rows {
   }
 
  private:
+  char* const* Point(const std::vector<Leaf>& leaves, const Bases& bases,
+                     Bases& at) const {
+    for (size_t i = 0; i < at.size(); ++i) {
+      at[i] =
+          bases[i] + walker_.RowOf(leaves[i].grid_strides) * leaves[i].row_bytes;
+    }
+    return at.data();
+  }
   const Plan& plan_;
   const bool* mask_;  ///< the values of `where`; null if there is none
   HostView& view_;
