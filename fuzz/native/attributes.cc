@@ -10,8 +10,8 @@
 #include "handlers/ffi.h"
 
 namespace hostcall {
-Detached::Detached() : state_(nullptr) {}
-Detached::~Detached() { state_ = nullptr; }
+void* GilRelease::Release() { return nullptr; }
+void GilRelease::Restore(void*) {}
 }  // namespace hostcall
 
 namespace {

@@ -25,6 +25,8 @@
 #include <cstdint>
 #include <thread>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 
 /// Safe to use from several threads.
@@ -115,14 +117,12 @@ class Engine {
 };
 
 /// Enters the engine for the guard's life; converts to false if it was refused.
-class Entry {
+class Entry : NoCopy {
  public:
   Entry() : entered_(Engine::Get().Enter()) {}
   ~Entry() {
     if (entered_) Engine::Get().Leave();
   }
-  Entry(const Entry&) = delete;
-  Entry& operator=(const Entry&) = delete;
   explicit operator bool() const { return entered_; }
 
  private:

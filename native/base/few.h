@@ -4,15 +4,15 @@
 #include <cstddef>
 #include <memory>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 
 /// `n` values, which are not set: at most kFew in this object, more on the heap.
 template <typename T, size_t kFew>
-class Few {
+class Few : NoCopy {
  public:
   explicit Few(size_t n) : more_(n > kFew ? new T[n] : nullptr) {}
-  Few(const Few&) = delete;
-  Few& operator=(const Few&) = delete;
   T* data() { return more_ ? more_.get() : few_; }
 
  private:

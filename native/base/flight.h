@@ -36,9 +36,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "base/event.h"
-#include "base/event_buffer.h"
+#include "base/no_copy.h"
 
 namespace hostcall {
 
@@ -59,13 +60,7 @@ class FlightRing {
                                          std::memory_order_relaxed)) {
         return false;
       }
-      start_.store(event.start, std::memory_order_release);
-      entered_.store(event.entered, std::memory_order_release);
-      end_.store(event.end, std::memory_order_release);
-      bytes_.store(event.bytes, std::memory_order_release);
-      run_.store(event.run, std::memory_order_release);
-      number_.store(event.number, std::memory_order_release);
-      what_.store(Pack(event), std::memory_order_release);
+      Put(event);
       lock_.store(mine | kOwned, std::memory_order_release);
       return true;
     }
@@ -74,17 +69,14 @@ class FlightRing {
     void Enter(const Event& event) {
       const uint64_t mine = lock_.load(std::memory_order_relaxed) | kEntered;
       lock_.store(mine | kBusy, std::memory_order_relaxed);
-      entered_.store(event.entered, std::memory_order_release);
-      what_.store(Pack(event), std::memory_order_release);
+      Put(event);
       lock_.store(mine, std::memory_order_release);
     }
     /// Step 5.
     void End(const Event& event) {
       const uint64_t mine = lock_.load(std::memory_order_relaxed);
       lock_.store(mine | kBusy, std::memory_order_relaxed);
-      end_.store(event.end, std::memory_order_release);
-      number_.store(event.number, std::memory_order_release);
-      what_.store(Pack(event), std::memory_order_release);
+      Put(event);
       lock_.store(mine >> kShift << kShift, std::memory_order_release);
     }
     /// Copies the event. False: there is none, or it changes all the time.
@@ -93,15 +85,13 @@ class FlightRing {
         const uint64_t before = lock_.load(std::memory_order_acquire);
         if (before == 0) return false;
         if ((before & kBusy) != 0) continue;
-        *event = {};
-        event->start = start_.load(std::memory_order_acquire);
-        event->entered = entered_.load(std::memory_order_acquire);
-        event->end = end_.load(std::memory_order_acquire);
-        event->bytes = bytes_.load(std::memory_order_acquire);
-        event->run = run_.load(std::memory_order_acquire);
-        event->number = number_.load(std::memory_order_acquire);
-        Unpack(what_.load(std::memory_order_acquire), event);
+        uint64_t words[kWords];
+        for (size_t i = 0; i < kWords; ++i) {
+          words[i] = words_[i].load(std::memory_order_acquire);
+        }
         if (lock_.load(std::memory_order_relaxed) != before) continue;
+        *event = {};
+        std::memcpy(static_cast<void*>(event), words, sizeof words);
         *ticket = before >> kShift;
         return true;
       }
@@ -113,22 +103,19 @@ class FlightRing {
     static constexpr uint64_t kOwned = 2;    ///< the event is under way
     static constexpr uint64_t kEntered = 4;  ///< Enter has changed it
     static constexpr int kShift = 3;
-    static uint64_t Pack(const Event& event) {
-      return uint64_t{event.place} << 32 |
-             uint64_t{static_cast<uint16_t>(event.device)} << 16 |
-             uint64_t{static_cast<uint8_t>(event.kind)} << 8 |
-             uint64_t{static_cast<uint8_t>(event.state)};
-    }
-    static void Unpack(uint64_t what, Event* event) {
-      event->place = static_cast<uint32_t>(what >> 32);
-      event->device = static_cast<int16_t>(what >> 16);
-      event->kind = static_cast<EventKind>(what >> 8 & 0xff);
-      event->state = static_cast<EventState>(what & 0xff);
+    /// What a record has of an event: all up to its number.
+    static constexpr size_t kWords = 7;
+    static_assert(offsetof(Event, count) == kWords * sizeof(uint64_t));
+    /// Writes the fields.
+    void Put(const Event& event) {
+      uint64_t words[kWords];
+      std::memcpy(words, &event, sizeof words);
+      for (size_t i = 0; i < kWords; ++i) {
+        words_[i].store(words[i], std::memory_order_release);
+      }
     }
     std::atomic<uint64_t> lock_{0};  ///< 0: never used
-    std::atomic<int64_t> start_{0}, entered_{0}, end_{0}, bytes_{0}, run_{0},
-        number_{0};
-    std::atomic<uint64_t> what_{0};
+    std::atomic<uint64_t> words_[kWords] = {};
   };
   static_assert(sizeof(Record) == 64, "one cache line");
 
@@ -176,7 +163,7 @@ inline FlightRing FlightRing::g_ring;
 
 /// Records one event for the guard's life. Costs two locked instructions, and no
 /// reading of the clock: the caller has the times.
-class Flight {
+class Flight : NoCopy {
  public:
   /// `event` has all fields but the times after its start.
   explicit Flight(const Event& event)
@@ -185,8 +172,6 @@ class Flight {
   ~Flight() {
     if (event_.end == 0) Ended(event_.start, false);
   }
-  Flight(const Flight&) = delete;
-  Flight& operator=(const Flight&) = delete;
 
   /// The call holds the GIL since `ticks`.
   void Entered(int64_t ticks) {

@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "base/guards.h"
+#include "base/no_copy.h"
 
 namespace hostcall {
 
@@ -152,43 +153,37 @@ inline bool DropIfLast(PyObject* object) {
 
 /// An object that is kept from one call for the next, or nothing. Several threads
 /// may make the call: one gets the object, the others find nothing.
-class Spare {
+class Spare : NoCopy {
  public:
   ~Spare() { (void)Take(); }
-  Spare() = default;
-  Spare(const Spare&) = delete;
-  Spare& operator=(const Spare&) = delete;
 
   /// Takes the object, so that a nested call can't take it too; null if there is
   /// none.
   Ref Take() {
-#ifdef Py_GIL_DISABLED
-    if (kept_.load(std::memory_order_relaxed) == nullptr) return Ref();
-    return Ref::Steal(kept_.exchange(nullptr, std::memory_order_acquire));
-#else
-    return std::move(kept_);
-#endif
+    PyObject* object = kept_.load(std::memory_order_relaxed);
+    if (object == nullptr) return Ref();
+    if (kFreeThreads) {
+      object = kept_.exchange(nullptr, std::memory_order_acquire);
+    } else {
+      kept_.store(nullptr, std::memory_order_relaxed);
+    }
+    return Ref::Steal(object);
   }
   /// Keeps an object that nobody else holds; drops it if there is one already.
   void Keep(Ref object) {
-#ifdef Py_GIL_DISABLED
-    PyObject* nothing = nullptr;
-    if (kept_.compare_exchange_strong(nothing, object.get(),
-                                      std::memory_order_release,
-                                      std::memory_order_relaxed)) {
+    PyObject* kept = kept_.load(std::memory_order_relaxed);
+    if (kept != nullptr) return;
+    if (!kFreeThreads) {
+      kept_.store(object.release(), std::memory_order_relaxed);
+    } else if (kept_.compare_exchange_strong(kept, object.get(),
+                                             std::memory_order_release,
+                                             std::memory_order_relaxed)) {
       (void)object.release();
     }
-#else
-    kept_ = std::move(object);
-#endif
   }
 
  private:
-#ifdef Py_GIL_DISABLED
   std::atomic<PyObject*> kept_{nullptr};  ///< owned
-#else
-  Ref kept_;
-#endif
 };
 
 }  // namespace hostcall

@@ -2,8 +2,8 @@
 // it.
 //
 // Which thread may do what: XLA's threads enter Python only through GilGuard; code
-// that holds the GIL releases it with GilRelease (or Detached, where Python is not
-// known) before it waits for anything that another thread has to do.
+// that holds the GIL releases it with GilRelease before it waits for anything that
+// another thread has to do.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -19,6 +19,8 @@
 #endif
 
 #include "base/clock.h"
+#include "base/gil_release.h"
+#include "base/no_copy.h"
 
 namespace hostcall {
 
@@ -113,6 +115,26 @@ Ref Ask(const Ref& object, const char* method, const Arguments&... arguments) {
   return found ? Call(found.get(), arguments...) : Ref();
 }
 
+/// What the engine has from Python.
+enum class Hook {
+  kAdmitsLate,   ///< () -> whether the closed engine makes a call (module.cc)
+  kEndedError,   ///< raised when something of a call is used after its end
+  kReport,       ///< (error) -> what is raised in its place, or None (report.h)
+  kStage,        ///< ExecutionStage.EXECUTE
+  kStreamError,  ///< raised for `stream` on a CPU, as JAX does
+  kTextReader,   ///< (text, on_cuda, buffers) -> a plan, or None (plan_state.cc)
+  kTracing,      ///< (): gives a new thread the trace functions of `threading`
+};
+/// Set when hostcall is imported or the engine starts, and kept for ever. Null
+/// before. Read and written with the GIL.
+inline PyObject* g_hooks[7] = {};
+inline PyObject* HookOf(Hook hook) { return g_hooks[static_cast<int>(hook)]; }
+/// Calls it. Null with a Python error set.
+template <typename... Arguments>
+Ref CallHook(Hook hook, const Arguments&... arguments) {
+  return Call(HookOf(hook), arguments...);
+}
+
 /// Whether the calling thread holds the GIL.
 ///
 /// PyGILState_Check can't be used: once the process has had a sub-interpreter, it
@@ -145,12 +167,6 @@ inline bool HoldsGil() {
 /// knows the thread, or it has not called yet.
 extern HOSTCALL_HOT PyThreadState* t_made_state;
 
-/// Gives the calling thread the trace and profile functions that threading.settrace
-/// and threading.setprofile hold, as `threading` does for each thread that it
-/// starts. So debuggers and coverage tools see callbacks on XLA's threads. The GIL
-/// is held; no Python error is set afterwards.
-void TakeOverTracing();
-
 /// Attaches the calling thread to the interpreter for the guard's life. The only
 /// way into Python from a handler.
 ///
@@ -167,7 +183,7 @@ void TakeOverTracing();
 /// later calls pay nothing for it. A function that is set later reaches the thread
 /// through threading.settrace_all_threads (CPython 3.12), which goes through all
 /// states.
-class GilGuard {
+class GilGuard : NoCopy {
  public:
   GilGuard() : held_before_(HoldsGil()) {
     if (held_before_) return;
@@ -179,14 +195,14 @@ class GilGuard {
     }
     OrPark([state] { PyEval_RestoreThread(state); });
     assert(HoldsGil());
-    if (made_) TakeOverTracing();
+    // Takes over the trace functions of `threading`. An error must not fail the
+    // program, which does not ask for a debugger.
+    if (made_ && !CallHook(Hook::kTracing)) PyErr_WriteUnraisable(nullptr);
   }
   ~GilGuard() {
     assert(HoldsGil());
     if (!held_before_) PyEval_SaveThread();
   }
-  GilGuard(const GilGuard&) = delete;
-  GilGuard& operator=(const GilGuard&) = delete;
 
  private:
   const bool held_before_;  ///< the caller held the GIL already: nothing to undo
@@ -197,7 +213,7 @@ class GilGuard {
 /// runs CPU programs with denormal numbers flushed to zero, on its own threads and
 /// on the dispatching one. Without this guard, a host function would return other
 /// values inside a program than outside.
-class PlainFloats {
+class PlainFloats : NoCopy {
  public:
   PlainFloats() : before_(Get()) {
     if ((before_ & kFlush) != 0) Set(before_ & ~kFlush);
@@ -205,8 +221,6 @@ class PlainFloats {
   ~PlainFloats() {
     if ((before_ & kFlush) != 0) Set(before_);
   }
-  PlainFloats(const PlainFloats&) = delete;
-  PlainFloats& operator=(const PlainFloats&) = delete;
 
  private:
 #if defined(__x86_64__)
@@ -230,24 +244,6 @@ class PlainFloats {
   static void Set(Word) {}
 #endif
   const Word before_;
-};
-
-/// Releases the GIL for the guard's life, if the calling thread holds it and
-/// `release` is true. No Python object may be touched meanwhile.
-class GilRelease {
- public:
-  explicit GilRelease(bool release = true)
-      : state_(release && HoldsGil() ? PyEval_SaveThread() : nullptr) {}
-  ~GilRelease() {
-    if (state_ == nullptr) return;
-    OrPark([this] { PyEval_RestoreThread(state_); });
-    assert(HoldsGil());
-  }
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
-
- private:
-  PyThreadState* state_;  ///< what to restore; null if nothing was released
 };
 
 }  // namespace hostcall

@@ -1,18 +1,18 @@
 #include "base/report.h"
 
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
 namespace hostcall {
 namespace {
-
-/// The Python function that makes the better exception; null before it is set.
-/// Guarded by the GIL.
-PyObject* g_convert = nullptr;
 
 /// Raises a better exception in place of `error`, and returns false; or true if it
 /// stays.
 bool Stays(PyObject* error, PyObject* trace) {
-  if (g_convert == nullptr) return true;
+  if (HookOf(Hook::kReport) == nullptr) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(error)) != PyExc_ValueError) return true;
-  const Ref other = Call(g_convert, error);
+  const Ref other = CallHook(Hook::kReport, error);
   if (!other) {
     // A Ctrl-C that came meanwhile is raised in its place.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
@@ -32,7 +32,7 @@ bool Stays(PyObject* error, PyObject* trace) {
 #if PY_VERSION_HEX < 0x030C0000
 
 int OnEvent(PyObject*, PyFrameObject*, int what, PyObject* arg) {
-  // First, so that g_convert runs untraced and no second event comes here.
+  // First, so that the hook runs untraced and no second event comes here.
   PyEval_SetTrace(nullptr, nullptr);
   const bool is_error = what == PyTrace_EXCEPTION && arg != nullptr &&
                         PyTuple_Check(arg) && PyTuple_GET_SIZE(arg) == 3;
@@ -56,18 +56,12 @@ PyMethodDef g_on_raise = {
     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&OnRaise)),
     METH_FASTCALL, nullptr};
 
-bool WatchWith(PyObject* monitoring, int tool) {
-  Ref events = Ref::Steal(PyObject_GetAttrString(monitoring, "events"));
-  Ref raise =
-      events ? Ref::Steal(PyObject_GetAttrString(events.get(), "RAISE")) : Ref();
-  Ref function = raise ? Ref::Steal(PyCFunction_New(&g_on_raise, nullptr)) : Ref();
-  if (!function) return false;
-  return Ref::Steal(PyObject_CallMethod(monitoring, "use_tool_id", "is", tool,
-                                        "hostcall")) &&
-         Ref::Steal(PyObject_CallMethod(monitoring, "register_callback", "iOO",
-                                        tool, raise.get(), function.get())) &&
-         Ref::Steal(PyObject_CallMethod(monitoring, "set_events", "iO", tool,
-                                        raise.get()));
+void WatchWith(const nb::handle& monitoring, int tool) {
+  const nb::object raise = monitoring.attr("events").attr("RAISE");
+  const nb::object function = nb::steal(PyCFunction_New(&g_on_raise, nullptr));
+  monitoring.attr("use_tool_id")(tool, "hostcall");
+  monitoring.attr("register_callback")(tool, raise, function);
+  monitoring.attr("set_events")(tool, raise);
 }
 
 /// Tools that no kind of program is meant for (sys.monitoring names the other
@@ -78,18 +72,13 @@ constexpr int kTools[] = {3, 4};
 
 }  // namespace
 
-void SetReportConverter(PyObject* convert) {
-  Py_XINCREF(convert);
-  Py_XSETREF(g_convert, convert);
-}
-
 #if PY_VERSION_HEX < 0x030C0000
 
 void MonitorRaises() {}
 
 void WatchForReport(bool returns) {
   // A debugger or a coverage tool keeps its trace function.
-  if (returns && g_convert != nullptr &&
+  if (returns && HookOf(Hook::kReport) != nullptr &&
       PyThreadState_Get()->c_tracefunc == nullptr) {
     PyEval_SetTrace(&OnEvent, nullptr);
   }
@@ -98,10 +87,12 @@ void WatchForReport(bool returns) {
 #else
 
 void MonitorRaises() {
-  PyObject* monitoring = PySys_GetObject("monitoring");
+  const nb::handle monitoring = PySys_GetObject("monitoring");  // borrowed
   for (const int tool : kTools) {
-    if (monitoring == nullptr || WatchWith(monitoring, tool)) return;
-    PyErr_Clear();  // somebody else has this one
+    try {
+      return WatchWith(monitoring, tool);
+    } catch (nb::python_error&) {  // somebody else has this one
+    }
   }
 }
 

@@ -30,11 +30,6 @@
 
 namespace hostcall {
 
-/// Sets the function that converts exceptions: `convert(error)` returns the
-/// exception to raise in place of a ValueError, or None to leave it. The GIL is
-/// held.
-void SetReportConverter(PyObject* convert);
-
 /// The first failure has been kept. Does nothing on Python 3.11. The GIL is held.
 void MonitorRaises();
 

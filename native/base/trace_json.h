@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -52,35 +53,28 @@ class TraceJson {
     const bool under_way = event.end == 0;
     const Track track = TrackOf(event, out);
     const Place* place = Places::Find(event.place);
-    *out += under_way ? R"({"ph":"B")" : R"({"ph":"X")";
-    Where(track, start, out);
-    if (!under_way) Micros(",\"dur\":", Ns(event.end) - start, out);
-    *out += ",\"cat\":\"";
-    *out += NameOf(event.kind);
-    *out += "\",\"name\":";
-    if (event.kind == EventKind::kWait) {
-      *out += "\"hc.barrier\"},\n";
-      return;
-    }
-    *out += place == nullptr ? "\"?\"" : place->json_name;
-    *out += ",\"args\":{\"place\":";
-    *out += place == nullptr ? "\"?\"" : place->json_line;
-    if (event.kind != EventKind::kRow) Member(",\"bytes\":", event.bytes, out);
-    if (event.run != -1) Member(",\"run\":", event.run, out);
+    Put(out, under_way ? R"({"ph":"B")" : R"({"ph":"X")", At{track, start});
+    if (!under_way) Put(out, ",\"dur\":", Us{Ns(event.end) - start});
+    Put(out, ",\"cat\":\"", NameOf(event.kind), "\",\"name\":");
+    if (event.kind == EventKind::kWait) return Put(out, "\"hc.barrier\"},\n");
+    static const std::string unknown = "\"?\"";
+    Put(out, place == nullptr ? unknown : place->json_name,
+        ",\"args\":{\"place\":", place == nullptr ? unknown : place->json_line);
+    if (event.kind != EventKind::kRow) Put(out, ",\"bytes\":", event.bytes);
+    if (event.run != -1) Put(out, ",\"run\":", event.run);
+    const bool taps = event.kind == EventKind::kDelivery;
     if (event.count != 1) {
-      Member(event.kind == EventKind::kDelivery ? ",\"taps\":" : ",\"rows\":",
-             event.count, out);
+      Put(out, taps ? ",\"taps\":" : ",\"rows\":", event.count);
     }
     if (event.state == EventState::kFailed) {
-      *out += event.kind == EventKind::kTap ? ",\"state\":\"dropped\""
-                                            : ",\"state\":\"failed\"";
+      const bool dropped = event.kind == EventKind::kTap;
+      Put(out, ",\"state\":", dropped ? "\"dropped\"" : "\"failed\"");
     }
-    *out += "}},\n";
+    Put(out, "}},\n");
     if (event.entered - event.start > 0 && Ns(event.entered) - start >= 1000) {
-      *out += R"({"ph":"X")";
-      Where(track, start, out);
-      Micros(",\"dur\":", Ns(event.entered) - start, out);
-      *out += ",\"cat\":\"wait\",\"name\":\"wait for the GIL\"},\n";
+      Put(out, R"({"ph":"X")", At{track, start},
+          ",\"dur\":", Us{Ns(event.entered) - start},
+          ",\"cat\":\"wait\",\"name\":\"wait for the GIL\"},\n");
     }
     if (!under_way) Queue(event, track, out);
   }
@@ -100,27 +94,32 @@ class TraceJson {
   static constexpr int64_t kHostcall = 1, kWorkers = 2, kOutside = 99,
                            kDevices = 100;
 
-  /// Appends microseconds with three decimals. `key` comes first.
-  static void Micros(const char* key, int64_t ns, std::string* out) {
-    if (ns < 0) ns = 0;
-    char text[32];
-    char* end = std::to_chars(text, text + sizeof(text), ns / 1000).ptr;
-    *end++ = '.';
-    for (int64_t unit = 100; unit != 0; unit /= 10) {
-      *end++ = static_cast<char>('0' + ns / unit % 10);
-    }
-    out->append(key).append(text, static_cast<size_t>(end - text));
+  /// Appends the parts: texts, numbers, and those below.
+  template <typename... Parts>
+  static void Put(std::string* out, const Parts&... parts) {
+    (Append(out, parts), ...);
   }
-  /// Appends a member of an object. `key` has its quotes, comma and colon.
-  static void Member(const char* key, int64_t value, std::string* out) {
+  static void Append(std::string* out, std::string_view text) { out->append(text); }
+  static void Append(std::string* out, int64_t value) {
     char text[24];
-    char* end = std::to_chars(text, text + sizeof(text), value).ptr;
-    out->append(key).append(text, static_cast<size_t>(end - text));
+    out->append(text, std::to_chars(text, text + sizeof(text), value).ptr);
   }
-  static void Where(const Track& track, int64_t ns, std::string* out) {
-    Member(",\"pid\":", track.process, out);
-    Member(",\"tid\":", track.thread, out);
-    Micros(",\"ts\":", ns, out);
+  /// Microseconds with three decimals.
+  struct Us {
+    int64_t ns;
+  };
+  static void Append(std::string* out, Us time) {
+    const int64_t ns = time.ns < 0 ? 0 : time.ns;
+    Put(out, ns / 1000, ".", ns / 100 % 10, ns / 10 % 10, ns % 10);
+  }
+  /// A moment on a row.
+  struct At {
+    Track track;
+    int64_t ns;
+  };
+  static void Append(std::string* out, const At& at) {
+    Put(out, ",\"pid\":", at.track.process, ",\"tid\":", at.track.thread,
+        ",\"ts\":", Us{at.ns});
   }
 
   /// The row of an event. Names it when it is first seen.
@@ -152,22 +151,17 @@ class TraceJson {
   }
   static void Name(const char* what, const Track& track, const std::string& name,
                    std::string* out) {
-    *out += "{\"ph\":\"M\",\"name\":\"";
-    *out += what;
-    *out += "\"";
-    Member(",\"pid\":", track.process, out);
-    Member(",\"tid\":", track.thread, out);
-    *out += ",\"args\":{\"name\":\"" + name + "\"}},\n";
+    Put(out, R"({"ph":"M","name":")", what, "\",\"pid\":", track.process,
+        ",\"tid\":", track.thread, R"(,"args":{"name":")", name, "\"}},\n");
   }
 
   /// The arrow from a tap to its delivery, and the counter of queued taps.
   void Queue(const Event& event, const Track& track, std::string* out) {
     const bool is_tap = event.kind == EventKind::kTap;
     if (is_tap ? event.number < 0 : event.kind != EventKind::kDelivery) return;
-    *out += is_tap ? R"({"ph":"s")" : R"({"ph":"f","bp":"e")";
-    Where(track, Ns(event.start), out);
-    Member(",\"id\":", event.number, out);
-    *out += ",\"cat\":\"taps\",\"name\":\"tap\"},\n";
+    Put(out, is_tap ? R"({"ph":"s")" : R"({"ph":"f","bp":"e")",
+        At{track, Ns(event.start)}, ",\"id\":", event.number,
+        ",\"cat\":\"taps\",\"name\":\"tap\"},\n");
     depth_ += is_tap ? 1 : -event.count;
     if (depth_ < 0) depth_ = 0;  // taps from before the trace
     const int64_t ns = Ns(event.end);
@@ -176,10 +170,8 @@ class TraceJson {
   }
   void Depth(int64_t ns, std::string* out) {
     counted_ = ns;
-    *out += R"({"ph":"C","pid":1,"tid":1)";
-    Micros(",\"ts\":", ns, out);
-    Member(",\"name\":\"queued taps\",\"args\":{\"taps\":", depth_, out);
-    *out += "}},\n";
+    Put(out, R"({"ph":"C")", At{{kHostcall, 1}, ns},
+        ",\"name\":\"queued taps\",\"args\":{\"taps\":", depth_, "}},\n");
   }
 
   ClockPair from_;  ///< when this was made

@@ -8,17 +8,13 @@
 
 namespace hostcall {
 
-struct PlanHandle;  // plan/plan.h
-
 /// The calls under way, and JAX's settings around them.
 void InitCalls(nanobind::module_& m);
-/// The methods of a plan that run it without a compiled program.
-void InitEager(nanobind::class_<PlanHandle>& plan);
 /// The rings of feeds.
 void InitFeeds(nanobind::module_& m);
 /// The handlers that XLA calls, and what they use of GPUs and host callbacks.
 void InitHandlers(nanobind::module_& m);
-/// Plans with their settings, and the slots that hold them.
+/// Plans with their settings, the slots that hold them, and runs without a program.
 void InitPlans(nanobind::module_& m);
 /// Taps and their queue.
 void InitTaps(nanobind::module_& m);

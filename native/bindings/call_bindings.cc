@@ -60,9 +60,8 @@ nb::object Current() {
   if (call->taps != 0) events = NumbersOf(call->tap, call->taps);
   nb::object before = nb::none();
   if (call->before != nullptr) {
-    Ref kept = ListOfKept(*call);
-    if (!kept) throw nb::python_error();
-    before = nb::make_tuple(call->before->step, nb::steal(kept.release()));
+    before =
+        nb::make_tuple(call->before->step, nb::steal(ListOfKept(*call).release()));
   }
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
                         row, run, step, stream, events, before);
@@ -99,54 +98,42 @@ nb::list Active() {
   return calls;
 }
 
-template <auto kCount>
-int64_t SumOf(const Counters& counters) {
-  return counters.Sum(kCount);
-}
-template <auto kTicks>
-double SecondsOf(const Counters& counters) {
-  return TicksToSeconds(counters.Sum(kTicks));
-}
-
-void AddSetting(Ambient kind, nb::object setting, nb::object swap, nb::object set,
-                nb::object get, nb::object value, nb::object unset) {
-  AddAmbientSetting(kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
-                    value.is_none() ? nullptr : value.ptr(), unset.ptr());
+/// What the calls have cost, by the names of hc.monitor.stats().
+nb::dict CostsOf(const Counters& c) {
+  using Part = Counters::Part;
+  nb::dict costs;
+  costs["calls"] = c.Sum(&Part::calls) + c.native_calls.load();
+  costs["masked"] = c.masked + c.taps.masked;
+  costs["dropped"] = c.taps.dropped.load();
+  costs["skipped"] = c.taps.skipped.load();
+  costs["errors"] = c.Sum(&Part::errors);
+  costs["bytes_in"] = c.Sum(&Part::bytes_in);
+  costs["bytes_out"] = c.Sum(&Part::bytes_out);
+  costs["python_seconds"] = TicksToSeconds(c.Sum(&Part::python_ticks));
+  costs["gil_seconds"] = TicksToSeconds(c.Sum(&Part::gil_ticks));
+  costs["wait_seconds"] = TicksToSeconds(c.taps.waited.load());
+  return costs;
 }
 
 }  // namespace
 
 void InitCalls(nb::module_& m) {
-  using Part = Counters::Part;
-  nb::class_<Counters>(m, "Counters")
-      .def(nb::init<>())
-      .def_prop_ro("calls",
-                   [](const Counters& c) {
-                     return c.Sum(&Part::calls) + c.native_calls.load();
-                   })
-      .def_prop_ro("masked",
-                   [](const Counters& c) { return c.masked + c.taps.masked; })
-      .def_prop_ro("dropped",
-                   [](const Counters& c) { return c.taps.dropped.load(); })
-      .def_prop_ro("skipped",
-                   [](const Counters& c) { return c.taps.skipped.load(); })
-      .def_prop_ro("errors", &SumOf<&Part::errors>)
-      .def_prop_ro("bytes_in", &SumOf<&Part::bytes_in>)
-      .def_prop_ro("bytes_out", &SumOf<&Part::bytes_out>)
-      .def_prop_ro("python_seconds", &SecondsOf<&Part::python_ticks>)
-      .def_prop_ro("gil_seconds", &SecondsOf<&Part::gil_ticks>)
-      .def_prop_ro("wait_seconds", [](const Counters& c) {
-        return TicksToSeconds(c.taps.waited.load());
-      });
+  nb::class_<Counters>(m, "Counters").def(nb::init<>()).def("read", &CostsOf);
   m.def("current", &Current);
   m.def("active", &Active);
   m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
-  m.def("interrupt_calls", &InterruptForeignCalls, nb::arg("taps") = false);
-  m.def("interrupt_taps", &InterruptTaps);
+  m.def("interrupt_calls", &InterruptCalls, nb::arg("calls") = true,
+        nb::arg("taps") = false);
   BindEnum<Ambient>(m, "Ambient", {"FIXED", "DEVICE", "GUARD", "WITH"});
-  m.def("add_ambient_setting", &AddSetting, nb::kw_only(), nb::arg("kind"),
-        nb::arg("setting"), nb::arg("swap"), nb::arg("set"), nb::arg("get"),
-        nb::arg("value").none(), nb::arg("unset"));
+  m.def(
+      "add_ambient_setting",
+      [](Ambient kind, nb::object setting, nb::object swap, nb::object set,
+         nb::object get, nb::object value, nb::object unset) {
+        AddAmbientSetting(kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
+                          value.is_none() ? nullptr : value.ptr(), unset.ptr());
+      },
+      nb::kw_only(), nb::arg("kind"), nb::arg("setting"), nb::arg("swap"),
+      nb::arg("set"), nb::arg("get"), nb::arg("value").none(), nb::arg("unset"));
 }
 
 }  // namespace hostcall

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
+#include <string>
 
 #include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
@@ -15,43 +16,28 @@ namespace nb = nanobind;
 namespace hostcall {
 namespace {
 
-template <typename F>
-nb::capsule FunctionCapsule(F* function) {
-  return nb::capsule(reinterpret_cast<void*>(function));
-}
-
 /// The handlers by name, each as the dict of stages that JAX registers. "type" and
 /// "cuda type" are the types of their states. The names of those for GPUs begin
 /// with "cuda".
 nb::dict Handlers() {
-  using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
-  const auto handler = [](Handler* execute, Handler* instantiate) {
-    nb::dict stages;
-    if (instantiate) stages["instantiate"] = FunctionCapsule(instantiate);
-    stages["execute"] = FunctionCapsule(execute);
-    return stages;
-  };
-  const auto type = [](XLA_FFI_TypeId* id) {
-    nb::dict made;
-    made["type_id"] = nb::capsule(id);
-    made["type_info"] = nb::capsule(PlanTypeInfo());
-    return made;
-  };
   nb::dict all;
-  all["type"] = type(PlanTypeId());
-  all["cuda type"] = type(CudaPlanTypeId());
-  all["call"] = handler(&ExecuteCall, &InstantiateCall);
-  all["tap"] = handler(&ExecuteTap, &InstantiateCall);
-  all["link"] = handler(&ExecuteLink, nullptr);
-  all["verdict"] = handler(&ExecuteVerdict, &InstantiateCall);
-  all["buffer"] = handler(&ExecuteCall, &InstantiateCall);
-  all["graph"] = handler(&ExecuteCall, &InstantiateCall);
-  all["cuda call"] = handler(&ExecuteCallOnCuda, &InstantiateOnCuda);
-  all["cuda tap"] = handler(&ExecuteTapOnCuda, &InstantiateOnCuda);
-  all["cuda link"] = handler(&ExecuteLinkOnCuda, nullptr);
-  all["cuda verdict"] = handler(&ExecuteVerdictOnCuda, &InstantiateOnCuda);
-  all["cuda buffer"] = handler(&ExecuteBuffersOnCuda, &InstantiateOnCuda);
-  all["cuda graph"] = handler(&ExecuteBuffersInGraph, &InstantiateInGraph);
+  const auto add = [&all](const std::string& prefix, XLA_FFI_TypeId* id,
+                          const Stages(&handlers)[kKinds]) {
+    nb::dict type;
+    type["type_id"] = nb::capsule(id);
+    type["type_info"] = nb::capsule(PlanTypeInfo());
+    all[(prefix + "type").c_str()] = type;
+    for (const auto& [name, instantiate, execute] : handlers) {
+      nb::dict stages;
+      if (instantiate) {
+        stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
+      }
+      stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+      all[(prefix + name).c_str()] = stages;
+    }
+  };
+  add("", &g_plan_type, kCpuHandlers);
+  add("cuda ", &g_cuda_plan_type, kCudaHandlers);
   return all;
 }
 
@@ -98,20 +84,24 @@ void InitHandlers(nb::module_& m) {
       nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
       nb::arg("stream").none());
   m.def("pinned_pools", [] {
-    const Gpus* gpus = Gpus::IfUsed();
-    if (gpus == nullptr) return nb::make_tuple(nb::none(), nb::none());
-    return nb::make_tuple(PinnedState(gpus->for_calls),
-                          PinnedState(gpus->for_taps));
+    const Gpus& gpus = Gpus::Get();
+    return nb::make_tuple(PinnedState(gpus.for_calls), PinnedState(gpus.for_taps));
   });
   // Without the GIL: a lower limit frees pinned memory, and the driver may be slow.
-  m.def("limit_pinned", &LimitPinned, nb::arg("for_calls"), nb::arg("for_taps"),
-        nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "limit_pinned",
+      [](size_t for_calls, size_t for_taps) {
+        Gpus::Get().for_calls.set_limit(for_calls);
+        Gpus::Get().for_taps.set_limit(for_taps);
+      },
+      nb::arg("for_calls"), nb::arg("for_taps"),
+      nb::call_guard<nb::gil_scoped_release>());
   // JAX's handler calls it with the callback's arguments, which are not used.
   m.def("run_pending", [](nb::args) { RunPending(); });
   m.def(
       "set_host_callback_handler",
       [](nb::capsule handler, nb::object run_pending) {
-        SetHostCallbackHandler(handler.ptr(), run_pending.ptr());
+        SetHostCallbackHandler(handler.data(), run_pending.ptr());
       },
       nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);

@@ -93,15 +93,9 @@ class Keywords {
     throw nanobind::python_error();
   }
   [[noreturn]] void RefuseUnknown(const nanobind::kwargs& given) const {
-    for (auto [name, value] : given) {
-      bool known = false;
-      for (const Entry& field : fields_) {
-        known |= PyUnicode_Compare(name.ptr(), field.name) == 0;
-      }
-      if (!known) Refuse("has no field", name.ptr());
-    }
-    // Read has found each field, and there are more names than fields.
-    Py_UNREACHABLE();
+    for (const Entry& field : fields_) PyDict_DelItem(given.ptr(), field.name);
+    for (auto [name, value] : given) Refuse("has no field", name.ptr());
+    Py_UNREACHABLE();  // Read has found each field, and there are more names
   }
 
   const char* type_;

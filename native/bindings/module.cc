@@ -9,6 +9,7 @@
 #include "base/signals.h"
 #include "base/slot_table.h"
 #include "bindings/bindings.h"
+#include "bindings/keywords.h"
 #include "buffer/buffer_object.h"
 #include "invoke/invoke.h"
 #include "plan/call_scope.h"
@@ -47,11 +48,8 @@ void InitSignals(nb::module_& m) {
       nb::arg("event"));
 }
 
-/// What open_late was given: a function that returns a bool.
-PyObject* g_admits = nullptr;
-
-/// Asks it. Never after the interpreter has begun to end: a thread that asked for
-/// the GIL then would be ended.
+/// Asks whether a closed engine makes a call. Never after the interpreter has begun
+/// to end: a thread that asked for the GIL then would be ended.
 bool AdmitsLate() {
 #if PY_VERSION_HEX >= 0x030D0000
   const bool finalizing = Py_IsFinalizing() != 0;
@@ -60,8 +58,8 @@ bool AdmitsLate() {
 #endif
   if (finalizing || Py_IsInitialized() == 0) return false;
   const GilGuard gil;
-  const Ref answer = Call(g_admits);
-  if (!answer) PyErr_WriteUnraisable(g_admits);
+  const Ref answer = CallHook(Hook::kAdmitsLate);
+  if (!answer) PyErr_WriteUnraisable(HookOf(Hook::kAdmitsLate));
   return answer.get() == Py_True;
 }
 
@@ -71,13 +69,7 @@ void InitEngine(nb::module_& m) {
   m.def("in_flight", [] { return Engine::Get().in_flight(); });
   m.def("closed", [] { return Engine::Get().closed(); });
   m.def("close", [] { Engine::Get().Close(); });
-  m.def(
-      "open_late",
-      [](nb::object admits) {
-        g_admits = admits.release().ptr();  // kept for ever
-        Engine::Get().OpenLate(&AdmitsLate);
-      },
-      nb::arg("admits"));
+  m.def("open_late", [] { Engine::Get().OpenLate(&AdmitsLate); });
   // Without the GIL, which the calls in flight need in order to end.
   m.def(
       "wait_idle", [](double seconds) { return Engine::Get().WaitIdle(seconds); },
@@ -88,9 +80,15 @@ void InitEngine(nb::module_& m) {
     Engine::Get().CloseAfterFork();
     ForgetCallsAfterFork();
   });
+  BindEnum<Hook>(m, "Hook",
+                 {"ADMITS_LATE", "ENDED_ERROR", "REPORT", "STAGE", "STREAM_ERROR",
+                  "TEXT_READER", "TRACING"});
   m.def(
-      "set_report_converter", [](nb::object f) { SetReportConverter(f.ptr()); },
-      nb::arg("convert"));
+      "set_hook",
+      [](Hook hook, nb::object made) {
+        Py_XSETREF(g_hooks[static_cast<int>(hook)], made.release().ptr());
+      },
+      nb::arg("hook"), nb::arg("made"));
   m.def("monitor_raises", &MonitorRaises);
   // Leaks a reference, so that the object is never destroyed.
   m.def(
@@ -118,12 +116,6 @@ NB_MODULE(_native, m) {
   InitTraces(m);
   InitEngine(m);
   InitBuffers(m);
-  m.def(
-      "set_buffer_names",
-      [](nb::object stage, nb::object ended, nb::object stream) {
-        SetBufferNames(stage.ptr(), ended.ptr(), stream.ptr());
-      },
-      nb::arg("stage"), nb::arg("ended_error"), nb::arg("stream_error"));
 }
 
 }  // namespace hostcall

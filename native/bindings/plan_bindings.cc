@@ -3,17 +3,25 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/code.h"
 #include "base/engine.h"
-#include "base/team.h"
+#include "base/flight.h"
+#include "base/no_copy.h"
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
+#include "buffer/buffer_call.h"
 #include "handlers/plan_state.h"
-#include "plan/plan.h"
+#include "invoke/invoke.h"
+#include "invoke/taps.h"
+#include "plan/arrays.h"
+#include "plan/feed_take.h"
 
 namespace nb = nanobind;
 
@@ -41,15 +49,12 @@ Counted<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   return nb::cast<PlanHandle&>(made).plan;
 }
 
-/// Python's function that reads texts, owned. Guarded by the GIL.
-PyObject* g_read_text = nullptr;
-
 Counted<Plan> PlanOfText(std::string_view text, bool on_cuda,
                          const std::vector<BufferType>* buffers) try {
   nb::object types = nb::none();
   if (buffers != nullptr) types = nb::cast(*buffers);
-  const nb::object made =
-      nb::handle(g_read_text)(nb::str(text.data(), text.size()), on_cuda, types);
+  const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
+      nb::str(text.data(), text.size()), on_cuda, types);
   if (buffers == nullptr) return {};
   return nb::cast<PlanHandle&>(made).plan;
 } catch (nb::python_error& e) {
@@ -60,9 +65,105 @@ Counted<Plan> PlanOfText(std::string_view text, bool on_cuda,
   throw std::runtime_error(said.size() == 0 ? e.what() : said.c_str());
 }
 
+/// The addresses of the operands' memory. Throws if they don't fit the plan.
+std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
+  std::vector<size_t> sizes = plan.InputSizes();
+  sizes.resize(plan.operands());  // an eager tap has no flag `always`
+  return DataOf(operands, sizes);
+}
+
+/// Queues a tap of arrays on the host. Returns false if it was dropped.
+bool PushEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  if (!plan.tap) throw nb::type_error("not a plan of a tap");
+  const std::vector<const void*> in = Buffers(plan, operands);
+  Entry entry;
+  if (!entry)
+    throw std::runtime_error(
+        "hostcall: the engine is closed" HOSTCALL_CODE("hc-closed"));
+  for (;;) {
+    try {
+      GilRelease unlocked;  // it may wait for the worker, which needs the GIL
+      return PushTap(plan, -1, -1, in.data());
+    } catch (const PushInterrupted&) {
+      // GilRelease has ended with its block, so the GIL is held here. Python's
+      // handler raises the interrupt on the main thread; other threads go on
+      // waiting.
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
+}
+
+/// Runs a plan on arrays of the host, without a compiled program. Returns a list of
+/// new arrays.
+nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  std::vector<const void*> in = Buffers(plan, operands);
+  nb::list out;
+  std::vector<void*> targets;
+  for (const Leaf& leaf : plan.results) {
+    const nb::object array = nb::steal(ArrayOfRows(leaf, plan.grid).release());
+    if (!array.is_valid()) throw nb::python_error();
+    void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
+    // The result takes the place of the argument's memory, which stays unchanged.
+    if (plan.buffers.Aliases(targets.size())) {
+      const int arg = plan.buffers.aliases[targets.size()];
+      std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
+      in[arg] = data;
+    }
+    targets.push_back(data);
+    out.append(array);
+  }
+  if (plan.buffers.address != 0) {
+    NativeStatus status;
+    {
+      nb::gil_scoped_release unlocked;
+      status = RunNative(plan, in.data(), targets.data(), nullptr);
+    }
+    if (status.ok()) return out;
+    RaiseStatus(plan, status);
+    throw nb::python_error();
+  }
+  Before before;
+  {
+    GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
+    if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
+  }
+  std::optional<FeedTake> take;
+  if (plan.feed) {
+    GilRelease unlocked;
+    take.emplace(plan, -1, in.data(), targets.data());
+    if (take->Go(0)) return out;
+  }
+  const int64_t start = Ticks();
+  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
+                              -1, start));
+  flight.Entered(start);
+  bool ok;
+  {
+    ActiveCall active(plan, -1, -1, start);
+    active.before = plan.history ? &before : nullptr;
+    active.feed = take ? &*take : nullptr;
+    const CallScope scope(active);
+    ok = Invoke(plan, active, in.data(), targets.data());
+    StayIfLeftBehind();
+  }
+  Counters::Part& counters = plan.counters->mine();
+  if (!ok) counters.errors.Add(1);
+  const int64_t end = Ticks();
+  counters.python_ticks.Add(end - start);
+  flight.Ended(end, ok);
+  {
+    GilRelease unlocked(plan.feed.has_value());  // its end takes the ring's lock
+    take.reset();
+  }
+  if (!ok) throw nb::python_error();
+  return out;
+}
+
 /// Keeps a plan in the table of slots for as long as this object lives. The
 /// executable holds it.
-struct Slot {
+struct Slot : NoCopy {
   Slot(const PlanHandle& handle, uint64_t its_key, bool across)
       : key(its_key),
         count(Slots(across).Add(key, handle.plan) + (across ? kAcross : 0)) {}
@@ -72,8 +173,6 @@ struct Slot {
     if (Engine::Get().forked()) return;
     Slots(count >= kAcross).Remove(key, count % kAcross);
   }
-  Slot(const Slot&) = delete;
-  Slot& operator=(const Slot&) = delete;
   const uint64_t key, count;
 };
 
@@ -108,12 +207,6 @@ void InitSettings(nb::module_& m) {
 void InitPlans(nb::module_& m) {
   InitSettings(m);
   g_plan_makers = {&PlanOfBlock, &PlanOfText};
-  m.def(
-      "set_text_reader",
-      [](nb::callable function) {
-        Py_XSETREF(g_read_text, function.release().ptr());
-      },
-      nb::arg("function"));
   // Never deleted: the class lives as long as the interpreter.
   static const auto* fields = new auto(
       Keywords<PlanFields>("Plan")
@@ -150,7 +243,8 @@ void InitPlans(nb::module_& m) {
   plan.def("__init__", [](PlanHandle* self, nb::kwargs given) {
     new (self) PlanHandle{MakePlan(fields->Read(given))};
   });
-  InitEager(plan);
+  plan.def("invoke", &InvokeEagerly, nb::arg("operands"))
+      .def("push", &PushEagerly, nb::arg("operands"));
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, uint64_t, bool>(), nb::arg("plan"),
            nb::arg("key"), nb::arg("across"))

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
-#include "base/event_buffer.h"
 #include "base/fatal_signals.h"
 #include "base/flight.h"
 #include "base/flight_text.h"
@@ -65,12 +65,10 @@ nb::bytes Lines(TraceJson& json, nb::bytes raw, int64_t pending, bool ending) {
       json.Add(event, &out);
     }
     if (ending) {
-      std::string records(FlightRing::kSize * sizeof(Event), '\0');
-      auto* events = reinterpret_cast<Event*>(records.data());
-      const size_t found = FlightRing::Get().Read(events);
-      for (size_t i = 0; i < found; ++i) {
-        events[i].count = 1;
-        if (events[i].end == 0) json.Add(events[i], &out);
+      std::vector<Event> events(FlightRing::kSize);
+      events.resize(FlightRing::Get().Read(events.data()));
+      for (const Event& under_way : events) {
+        if (under_way.end == 0) json.Add(under_way, &out);
       }
     }
     if (pending >= 0) json.Pending(pending, &out);
@@ -82,14 +80,12 @@ nb::bytes Lines(TraceJson& json, nb::bytes raw, int64_t pending, bool ending) {
 void NoteEvent(int kind, uint32_t place, int64_t start, int64_t number,
                int64_t count, uint64_t thread) {
   if (!EventBuffer::IsOn()) return;
-  Event event = {};
+  Event event;
   event.kind = static_cast<EventKind>(kind);
   event.state = EventState::kEnded;
-  event.device = -1;
   event.place = place;
   event.start = start;
   event.end = Ticks();
-  event.run = -1;
   event.number = number;
   event.count = count;
   event.thread = thread == 0 ? ThisThread() : thread;

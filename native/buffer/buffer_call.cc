@@ -46,9 +46,11 @@ class OpenBuffers {
       }
       const bool out = i <= outs_;
       const size_t number = out ? i - 1 : i - 1 - outs_;
-      OpenBuffer(AsBuffer(object), call_,
-                 out ? plan_.results[number] : plan_.args[number],
-                 out ? targets[number] : args[number], out);
+      BufferObject* buffer = AsBuffer(object);
+      buffer->leaf = out ? &plan_.results[number] : &plan_.args[number];
+      buffer->data = out ? targets[number] : args[number];
+      buffer->writeable = out;
+      buffer->lease.Begin(call_);
     }
     return true;
   }

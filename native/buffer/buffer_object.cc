@@ -13,16 +13,11 @@ namespace nb = nanobind;
 namespace hostcall {
 namespace {
 
-// References that live as long as the process, set when hostcall is imported.
-PyObject* g_stage = nullptr;         // ExecutionStage.EXECUTE
-PyObject* g_ended_error = nullptr;   // raised when something is used after its call
-PyObject* g_stream_error = nullptr;  // raised for `stream` on a CPU, as JAX does
-
 /// Whether a call goes on; else sets the error for a `what` (Buffer or context)
 /// that is used after its call. `instead` says what to do.
 bool IsOpen(const Lease::Use& use, const char* what, const char* instead) {
   if (use) return true;
-  PyErr_Format(g_ended_error != nullptr ? g_ended_error : PyExc_RuntimeError,
+  PyErr_Format(HookOf(Hook::kEndedError),
                "hostcall: this %s belongs to a call that has ended; its memory is "
                "XLA's again. %s",
                what, instead);
@@ -73,17 +68,13 @@ nb::object DeviceOf(T& self) {
 
 uintptr_t StreamOfGpu(const ActiveCall& call) {
   if (!call.on_gpu()) {
-    Raise(g_stream_error, "XLA FFI GPU context is not available");
+    Raise(HookOf(Hook::kStreamError), "XLA FFI GPU context is not available");
   }
   return reinterpret_cast<uintptr_t>(call.stream);
 }
 
 /// The shape of one row.
-nb::object ShapeOf(const Leaf& leaf) {
-  nb::object shape = nb::steal(TupleOf(leaf.dims).release());
-  if (!shape.is_valid()) throw nb::python_error();
-  return shape;
-}
+nb::object ShapeOf(const Leaf& leaf) { return nb::tuple(nb::cast(leaf.dims)); }
 
 int64_t BytesOf(const BufferObject& b, const ActiveCall& call) {
   // Small elements are packed on a GPU; the host sees an unpacked copy.
@@ -152,25 +143,8 @@ nb::object ViewOf(BufferObject& b) {
 
 nb::object ToArray(BufferObject& b, nb::object dtype, nb::object copy) {
   nb::object array = ViewOf(b);
-  if (!dtype.is_none()) {
-    PyArray_Descr* wanted = nullptr;
-    const auto convert = [&] {
-      return PyArray_DescrConverter(dtype.ptr(), &wanted);
-    };
-    if (OrPark(convert) == 0) throw nb::python_error();
-    nb::object held = nb::steal(reinterpret_cast<PyObject*>(wanted));
-    if (!PyArray_EquivTypes(
-            wanted, PyArray_DESCR(reinterpret_cast<PyArrayObject*>(array.ptr())))) {
-      if (copy.ptr() == Py_False) {
-        throw nb::value_error(
-            "hostcall: another dtype needs a copy, but copy=False" HOSTCALL_CODE(
-                "hc-buffer"));
-      }
-      return Asked(array, "astype", held);
-    }
-  }
-  if (copy.ptr() == Py_True) return Asked(array, "copy");
-  return array;
+  if (dtype.is_none() && copy.is_none()) return array;
+  return Asked(array, "__array__", dtype, nb::arg("copy") = copy);
 }
 
 nb::str TextOf(BufferObject& b) {
@@ -235,14 +209,6 @@ void InitBuffer(nb::module_& m) {
 
 }  // namespace
 
-void OpenBuffer(BufferObject* b, const ActiveCall& call, const Leaf& leaf,
-                char* data, bool writeable) {
-  b->leaf = &leaf;
-  b->data = data;
-  b->writeable = writeable;
-  b->lease.Begin(call);
-}
-
 void KeepBefore(BufferObject& b, const ActiveCall& call) {
   const int64_t bytes = b.leaf->row_bytes;
   if (b.writeable || call.on_gpu() || bytes > kWatchedBytes) return;
@@ -299,8 +265,9 @@ void InitBuffers(nb::module_& m) {
       "        None there).\n"
       "    device: the jax.Device that runs the program.\n"
       "    run: XLA's number of this execution; -1 for an eager call.")
-      .def_prop_ro("stage",
-                   OfContext([](const ActiveCall&) { return nb::borrow(g_stage); }),
+      .def_prop_ro("stage", OfContext([](const ActiveCall&) {
+                     return nb::borrow(HookOf(Hook::kStage));
+                   }),
                    "ExecutionStage.EXECUTE.")
       .def_prop_ro("stream", OfContext(&StreamOfGpu),
                    "On a GPU the address of XLA's stream (a CUstream), on which to "
@@ -318,14 +285,6 @@ void InitBuffers(nb::module_& m) {
           }),
           "(0, stream): cupy.cuda.Stream.from_external(ctx) works on XLA's stream.")
       .attr("__module__") = "hostcall";
-}
-
-void SetBufferNames(PyObject* stage, PyObject* ended_error,
-                    PyObject* stream_error) {
-  for (PyObject* name : {stage, ended_error, stream_error}) Py_INCREF(name);
-  Py_XSETREF(g_stage, stage);
-  Py_XSETREF(g_ended_error, ended_error);
-  Py_XSETREF(g_stream_error, stream_error);
 }
 
 }  // namespace hostcall

@@ -32,19 +32,81 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
-#include "buffer/lease.h"
+#include "base/engine.h"
+#include "base/free_threads.h"
 #include "plan/call_scope.h"
 #include "plan/plan.h"
 
 namespace hostcall {
+
+/// What a Python object may use of a call, until the call ends. A new one has
+/// ended.
+class Lease {
+ public:
+  /// Begins a call. Called while nobody else has the object.
+  void Begin(const ActiveCall& call) { call_.store(&call, kOrder); }
+  /// Ends it: no use begins afterwards, and none is under way.
+  void End() {
+    call_.store(nullptr, kOrder);
+    // A use is short, and may need the interpreter. In a forked child, the threads
+    // whose uses are counted do not exist.
+    while (uses_.load() != 0 && !Engine::Get().forked()) {
+      GilRelease unlocked;
+      std::this_thread::sleep_for(std::chrono::microseconds(10));
+    }
+  }
+
+  /// A use of the object, for the guard's life. It converts to false if the call
+  /// has ended.
+  class Use : NoCopy {
+   public:
+    explicit Use(Lease& lease) : lease_(lease) {
+      lease.Count(1);
+      call_ = lease.call_.load(kOrder);
+      // At once: those who ask for an ended one must not keep its end waiting.
+      if (call_ == nullptr) lease.Count(-1);
+    }
+    ~Use() {
+      if (call_ != nullptr) lease_.Count(-1);
+    }
+    explicit operator bool() const { return call_ != nullptr; }
+    const ActiveCall* operator->() const { return call_; }
+    const ActiveCall& operator*() const { return *call_; }
+
+   private:
+    Lease& lease_;
+    const ActiveCall* call_;
+  };
+
+ private:
+  /// The GIL is held, or there is none. It may change hands during a use, which may
+  /// run Python code.
+  void Count(int n) {
+    if (kFreeThreads) {
+      uses_.fetch_add(n);
+    } else {
+      const int now = uses_.load(std::memory_order_relaxed);
+      uses_.store(now + n, std::memory_order_relaxed);
+    }
+  }
+  /// As in base/engine.h, at least one side sees the other: a use that missed the
+  /// end is counted. The GIL needs no order.
+  static constexpr auto kOrder =
+      kFreeThreads ? std::memory_order_seq_cst : std::memory_order_relaxed;
+  std::atomic<const ActiveCall*> call_{nullptr};  ///< not owned; null: ended
+  std::atomic<int32_t> uses_{0};                  ///< under way
+};
 
 /// What a Python `Buffer` holds. The leaf is not owned, and valid only during a
 /// use.
@@ -97,9 +159,6 @@ inline ContextObject* AsContext(PyObject* object) {
   return nanobind::inst_ptr<ContextObject>(object);
 }
 
-/// Opens a Buffer over the row at `data`.
-void OpenBuffer(BufferObject* buffer, const ActiveCall& call, const Leaf& leaf,
-                char* data, bool writeable);
 /// Copies the values of a small input that goes to a consumer of DLPack, since
 /// every tensor of PyTorch can be written to, whatever the protocol says. Throws
 /// std::bad_alloc.
@@ -131,9 +190,5 @@ nanobind::object ExportTensor(BufferObject& buffer, std::optional<int64_t> strea
 
 /// Adds the types to the module.
 void InitBuffers(nanobind::module_& m);
-
-/// Sets what the types take from Python: ExecutionStage.EXECUTE, and the errors
-/// that they raise after the end of a call and for `stream` on a CPU.
-void SetBufferNames(PyObject* stage, PyObject* ended_error, PyObject* stream_error);
 
 }  // namespace hostcall

@@ -7,10 +7,9 @@
 namespace hostcall {
 namespace {
 
-struct Lookup {
-  CudaDriver driver;
-  std::string why;  ///< empty where there is a driver
-};
+/// Without a destructor: threads of the driver may use it during static
+/// destruction.
+CudaDriver g_driver;
 
 std::string Describe(const CudaDriver& driver, int code) {
   const char* name = nullptr;
@@ -23,21 +22,19 @@ std::string Describe(const CudaDriver& driver, int code) {
   return all;
 }
 
-/// Opens and initialises the driver. The library stays open even if it turns out to
-/// be useless: other code in the process may use it, and it may have started
-/// threads.
-Lookup Open() {
-  Lookup lookup;
+/// Opens and initialises the driver. Returns why there is none; else an empty text.
+/// The library stays open even if it turns out to be useless: other code in the
+/// process may use it, and it may have started threads.
+std::string Open(CudaDriver& driver) {
   const char* path = std::getenv("HOSTCALL_CUDA_DRIVER");
   if (path == nullptr || *path == '\0') path = "libcuda.so.1";
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* error = dlerror();
-    lookup.why = "hostcall: the CUDA driver can't be opened (" +
-                 std::string(error != nullptr ? error : path) +
-                 "). Callbacks on a GPU need NVIDIA's driver library; if it lies "
-                 "elsewhere, name it in HOSTCALL_CUDA_DRIVER";
-    return lookup;
+    return "hostcall: the CUDA driver can't be opened (" +
+           std::string(error != nullptr ? error : path) +
+           "). Callbacks on a GPU need NVIDIA's driver library; if it lies "
+           "elsewhere, name it in HOSTCALL_CUDA_DRIVER";
   }
   std::string missing;
   const auto find = [&](const char* name) {
@@ -47,33 +44,31 @@ Lookup Open() {
     return found;
   };
 #define HOSTCALL_CUDA_FIND(name, parameters) \
-  lookup.driver.name = reinterpret_cast<int(*) parameters>(find(#name));
+  driver.name = reinterpret_cast<int(*) parameters>(find(#name));
   HOSTCALL_CUDA_FUNCTIONS(HOSTCALL_CUDA_FIND)
 #undef HOSTCALL_CUDA_FIND
   if (!missing.empty()) {
-    lookup.why = "hostcall: the CUDA driver " + std::string(path) + " lacks " +
-                 missing +
-                 ". It is older than CUDA 10, or not a CUDA driver: install "
-                 "one that your jaxlib supports";
-    return lookup;
+    return "hostcall: the CUDA driver " + std::string(path) + " lacks " + missing +
+           ". It is older than CUDA 10, or not a CUDA driver: install one that "
+           "your "
+           "jaxlib supports";
   }
-  const int code = lookup.driver.cuInit(0);
-  if (code != kCudaSuccess) {
-    lookup.why = "hostcall: cuInit failed: " + Describe(lookup.driver, code) +
-                 ". The CUDA driver " + path + " exists, but can't be used";
-  }
-  return lookup;
+  const int code = driver.cuInit(0);
+  if (code == kCudaSuccess) return "";
+  return "hostcall: cuInit failed: " + Describe(driver, code) +
+         ". The CUDA driver " + path + " exists, but can't be used";
 }
 
 }  // namespace
 
 const CudaDriver* CudaDriver::Get(std::string* why) {
-  // Never destroyed: threads of the driver may use it during static destruction.
-  static const Lookup* lookup = new Lookup(Open());
-  if (lookup->why.empty()) return &lookup->driver;
-  if (why != nullptr) *why = lookup->why;
+  static const std::string* none = new std::string(Open(g_driver));
+  if (none->empty()) return &g_driver;
+  if (why != nullptr) *why = *none;
   return nullptr;
 }
+
+const CudaDriver& CudaDriver::Unopened() { return g_driver; }
 
 void CudaDriver::Throw(int code, const char* function) const {
   throw CudaError(

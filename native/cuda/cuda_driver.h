@@ -21,6 +21,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/no_copy.h"
+
 struct CUctx_st;
 struct CUevent_st;
 struct CUstream_st;
@@ -91,6 +93,8 @@ struct CudaDriver {
   /// libcuda.so.1, or the one that the environment variable HOSTCALL_CUDA_DRIVER
   /// names at the first call.
   static const CudaDriver* Get(std::string* why = nullptr);
+  /// The same object, whose functions can't be called before Get has returned it.
+  static const CudaDriver& Unopened();
 
   /// Throws CudaError unless `code` is success. The text reads, for example,
   /// "hostcall: cuMemHostAlloc failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
@@ -145,14 +149,12 @@ struct CudaDriver {
 /// A thread of XLA may have no current context, or that of another device. But most
 /// calls of the driver act on the current context, and an event can be recorded
 /// only on a stream of the context that it was made in.
-class ScopedContext {
+class ScopedContext : NoCopy {
  public:
   /// Makes the stream's own context current. Throws CudaError.
   ScopedContext(const CudaDriver& driver, CudaStream stream);
   ScopedContext(const CudaDriver& driver, CudaContext context);
   ~ScopedContext();
-  ScopedContext(const ScopedContext&) = delete;
-  ScopedContext& operator=(const ScopedContext&) = delete;
 
   CudaContext context() const { return context_; }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 namespace {
 
@@ -10,16 +12,21 @@ namespace {
 /// as long, so polling more often would find little more.
 constexpr std::chrono::microseconds kPoll{100};
 
+void Push(PinnedMemory*& list, PinnedMemory* memory) {
+  memory->next = std::exchange(list, memory);
+}
+PinnedMemory* Pop(PinnedMemory*& list) { return std::exchange(list, list->next); }
+
 }  // namespace
 
 // --- Blocks ---------------------------------------------------------------------
 
-void PinnedBlock::Release() noexcept {
-  if (*this) pool_->Give(Empty());
+void PinnedBlock::Give::operator()(PinnedMemory* memory) const noexcept {
+  pool->Give(memory);
 }
 
 void PinnedBlock::ReleaseAfter(CudaStream stream) {
-  if (*this) pool_->GiveAfter(Empty(), stream);
+  if (*this) memory_.get_deleter().pool->GiveAfter(memory_.release(), stream);
 }
 
 // --- Taking ---------------------------------------------------------------------
@@ -30,18 +37,15 @@ void PinnedBlock::ReleaseAfter(CudaStream stream) {
 ///
 /// Without `may_wait`, waits for the current holder only while that one makes
 /// progress, and converts to false if it waits for a block itself.
-class PinnedPool::Turn {
+class PinnedPool::Turn : NoCopy {
  public:
   Turn(PinnedPool& pool, Lock& lock, bool may_wait) : pool_(pool), lock_(lock) {
-    const auto nobodys = [&pool] { return pool.serving_ == pool.tickets_; };
-    if (!may_wait) {
-      pool.changed_.wait(lock, [&] { return nobodys() || pool.full_; });
-      if (!nobodys()) return;
-    }
-    // Without may_wait this turn comes at once: the lock was held since the check.
-    const uint64_t mine = pool.tickets_++;
-    pool.changed_.wait(lock, [&] { return pool.serving_ == mine; });
-    mine_ = true;
+    pool.changed_.wait(
+        lock, [&] { return may_wait || pool.full_ || pool.IsNobodysTurn(); });
+    mine_ = may_wait || pool.IsNobodysTurn();
+    if (!mine_) return;
+    pool.changed_.wait(
+        lock, [&pool, mine = pool.tickets_++] { return pool.serving_ == mine; });
   }
   ~Turn() {
     if (!mine_) return;
@@ -49,14 +53,12 @@ class PinnedPool::Turn {
     ++pool_.serving_;
     pool_.changed_.notify_all();
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
   explicit operator bool() const { return mine_; }
 
  private:
   PinnedPool& pool_;
   Lock& lock_;
-  bool mine_ = false;
+  bool mine_;
 };
 
 size_t PinnedPool::CapacityFor(size_t bytes) {
@@ -72,7 +74,7 @@ PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
   const size_t capacity = CapacityFor(bytes);
   Lock lock(mutex_);
   // The steady state: nobody is before this request, and nothing has to be evicted.
-  if (serving_ == tickets_ && Fits(capacity) && stats_.allocated_bytes <= limit_) {
+  if (IsNobodysTurn() && Fits(capacity) && stats_.allocated_bytes <= limit_) {
     if (PinnedBlock block = Reuse(capacity)) return block;
   }
   Turn turn(*this, lock, may_wait);
@@ -106,32 +108,32 @@ bool PinnedPool::Fits(size_t capacity) const {
 /// none. The lock is held.
 PinnedBlock PinnedPool::Reuse(size_t capacity) {
   const auto idle = idle_.find(capacity);
-  if (idle == idle_.end() || idle->second.empty()) return {};
-  PinnedList memory;
-  memory.splice(memory.begin(), idle->second, idle->second.begin());
+  if (idle == idle_.end() || idle->second == nullptr) return {};
   ++stats_.reuses;
   stats_.in_use_bytes += capacity;
-  return PinnedBlock(this, std::move(memory));
+  return PinnedBlock(this, Pop(idle->second));
 }
 
 /// Moves the pending blocks with ended events to the idle ones. If an event can't
 /// be queried, its block stays pending: the device may still use it.
 void PinnedPool::Collect(Lock& lock) {
-  if (pending_.empty()) return;
-  PinnedList asked = std::exchange(pending_, {}), ended;
+  PinnedMemory *asked = std::exchange(pending_, nullptr), *ended = nullptr;
+  if (asked == nullptr) return;
   // Without the lock the list `asked` is safe: only the holder of the turn
   // collects.
   lock.unlock();
-  for (auto at = asked.begin(); at != asked.end();) {
-    const auto memory = at++;
-    if (driver_.cuEventQuery(memory->event) == kCudaSuccess) {
-      ended.splice(ended.end(), asked, memory);
-    }
+  PinnedMemory* under_way = nullptr;
+  while (asked != nullptr) {
+    PinnedMemory* memory = Pop(asked);
+    const int code = driver_.cuEventQuery(memory->event);
+    Push(code == kCudaSuccess ? ended : under_way, memory);
   }
   lock.lock();
-  pending_.splice(pending_.begin(), asked);  // older than what came meanwhile
-  for (const PinnedMemory& memory : ended) stats_.pending_bytes -= memory.capacity;
-  MakeIdle(std::move(ended));
+  while (under_way != nullptr) Push(pending_, Pop(under_way));
+  while (ended != nullptr) {
+    stats_.pending_bytes -= ended->capacity;
+    MakeIdle(Pop(ended));
+  }
 }
 
 /// Waits until a block comes back, or the limit changes. False if that does not
@@ -153,40 +155,39 @@ bool PinnedPool::WaitForReturn(Lock& lock) {
 /// Frees idle blocks, the largest first, until at most `most` bytes are allocated
 /// or no idle block is left.
 void PinnedPool::Evict(Lock& lock, size_t most) {
-  PinnedList doomed;
+  PinnedMemory* doomed = nullptr;
   for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
-    while (!at->second.empty() && stats_.allocated_bytes > most) {
+    while (at->second != nullptr && stats_.allocated_bytes > most) {
       // Counted as freed now: only the holder of the turn, this thread, allocates.
       stats_.allocated_bytes -= at->first;
-      doomed.splice(doomed.end(), at->second, at->second.begin());
+      Push(doomed, Pop(at->second));
     }
   }
-  if (doomed.empty()) return;
+  if (doomed == nullptr) return;
   lock.unlock();
-  for (PinnedMemory& memory : doomed) Free(memory);
+  while (doomed != nullptr) Free(Pop(doomed));
   lock.lock();
 }
 
 /// Allocates a block in the current context. Throws CudaError, without the lock.
-PinnedList PinnedPool::Allocate(Lock& lock, size_t capacity) {
+PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
   idle_.try_emplace(capacity);  // here, since MakeIdle must not allocate
+  auto made = std::make_unique<PinnedMemory>();
+  made->capacity = capacity;
   for (;;) {
     lock.unlock();
-    PinnedList made(1);
-    PinnedMemory& memory = made.front();
     void* data = nullptr;
-    driver_.Check(driver_.cuCtxGetCurrent(&memory.context), "cuCtxGetCurrent");
+    driver_.Check(driver_.cuCtxGetCurrent(&made->context), "cuCtxGetCurrent");
     const int code =
         driver_.cuMemHostAlloc(&data, capacity, kCudaHostAllocPortable);
     lock.lock();
     if (code == kCudaSuccess) {
-      memory.data = static_cast<char*>(data);
-      memory.capacity = capacity;
+      made->data = static_cast<char*>(data);
       ++stats_.allocations;
       stats_.in_use_bytes += capacity;
       stats_.allocated_bytes += capacity;
       stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.allocated_bytes);
-      return made;
+      return made.release();
     }
     // Without memory, the idle blocks go first; if there were any, it is worth a
     // retry.
@@ -200,42 +201,37 @@ PinnedList PinnedPool::Allocate(Lock& lock, size_t capacity) {
 
 // --- Giving back ----------------------------------------------------------------
 
-/// Puts blocks that nobody uses among the idle ones. The lock is held.
-void PinnedPool::MakeIdle(PinnedList blocks) noexcept {
-  if (blocks.empty()) return;
-  while (!blocks.empty()) {
-    PinnedList& idle = idle_.find(blocks.front().capacity)->second;
-    idle.splice(idle.begin(), blocks, blocks.begin());
-    ++returns_;
-  }
-  if (serving_ != tickets_) changed_.notify_all();  // somebody has a turn, or waits
+/// Puts a block that nobody uses among the idle ones. The lock is held.
+void PinnedPool::MakeIdle(PinnedMemory* memory) noexcept {
+  Push(idle_.find(memory->capacity)->second, memory);
+  ++returns_;
+  if (!IsNobodysTurn()) changed_.notify_all();  // somebody has a turn, or waits
 }
 
 /// Takes back a block that nobody uses. Must not call the driver: host functions
 /// call this.
-void PinnedPool::Give(PinnedList memory) noexcept {
+void PinnedPool::Give(PinnedMemory* memory) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  stats_.in_use_bytes -= memory.front().capacity;
-  MakeIdle(std::move(memory));
+  stats_.in_use_bytes -= memory->capacity;
+  MakeIdle(memory);
 }
 
 /// Takes back a block that work on the stream may still use. The driver is called
 /// without the lock: the block is in no list of the pool's yet, so only this thread
 /// knows it.
-void PinnedPool::GiveAfter(PinnedList memory, CudaStream stream) {
-  if (Record(memory.front(), stream)) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stats_.in_use_bytes -= memory.front().capacity;
-    stats_.pending_bytes += memory.front().capacity;
-    pending_.splice(pending_.end(), memory);
-    return;
-  }
-  // No event could be recorded. Waiting for the stream tells the same, but slowly.
-  const int code = driver_.cuStreamSynchronize(stream);
-  if (code == kCudaSuccess) return Give(std::move(memory));
+void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
+  const bool recorded = Record(*memory, stream);
+  // If no event could be recorded, waiting for the stream tells the same, but
+  // slowly.
+  const int code = recorded ? kCudaSuccess : driver_.cuStreamSynchronize(stream);
+  if (!recorded && code == kCudaSuccess) return Give(memory);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    lost_.splice(lost_.end(), memory);
+    Push(recorded ? pending_ : lost_, memory);
+    if (recorded) {
+      stats_.in_use_bytes -= memory->capacity;
+      stats_.pending_bytes += memory->capacity;
+    }
   }
   driver_.Check(code, "cuStreamSynchronize");
 }
@@ -273,11 +269,12 @@ void PinnedPool::DestroyEvent(PinnedMemory& memory) const noexcept {
 }
 
 /// Returns a block to the system. Called without the lock.
-void PinnedPool::Free(PinnedMemory& memory) const noexcept {
-  DestroyEvent(memory);
+void PinnedPool::Free(PinnedMemory* memory) const noexcept {
+  const std::unique_ptr<PinnedMemory> doomed(memory);
+  DestroyEvent(*memory);
   try {
-    ScopedContext current(driver_, memory.context);
-    driver_.cuMemFreeHost(memory.data);
+    ScopedContext current(driver_, memory->context);
+    driver_.cuMemFreeHost(memory->data);
   } catch (const CudaError&) {  // the context is gone, and its memory with it
   }
 }

@@ -49,11 +49,11 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <utility>
 
+#include "base/no_copy.h"
 #include "cuda/cuda_driver.h"
 
 namespace hostcall {
@@ -61,40 +61,28 @@ namespace hostcall {
 class PinnedPool;
 
 /// One piece of pinned memory, and the event that tells when its last use has
-/// ended. It goes from list to list: that of a PinnedBlock, or one of the pool's.
-/// So giving it back allocates nothing, and can't fail.
+/// ended. It belongs to a PinnedBlock, or to one of the pool's lists, which are
+/// linked through it. So giving it back allocates nothing, and can't fail.
 struct PinnedMemory {
   char* data = nullptr;           ///< the pinned bytes; owned
   size_t capacity = 0;            ///< bytes at `data`
   CudaContext context = nullptr;  ///< the context it was allocated in
   CudaEvent event = nullptr;      ///< owned; null before the first ReleaseAfter
   CudaContext event_context = nullptr;  ///< the context the event was made in
+  PinnedMemory* next = nullptr;         ///< in a list of the pool's; owned
 };
-using PinnedList = std::list<PinnedMemory>;
 
 /// Owns a block, or is empty. Its destructor releases the block. The pool outlives
 /// it.
 class PinnedBlock {
  public:
   PinnedBlock() = default;
-  PinnedBlock(PinnedBlock&& other) noexcept
-      : pool_(other.pool_), memory_(other.Empty()) {}
-  PinnedBlock& operator=(PinnedBlock&& other) noexcept {
-    Release();
-    pool_ = other.pool_;
-    memory_ = other.Empty();
-    return *this;
-  }
-  PinnedBlock(const PinnedBlock&) = delete;
-  PinnedBlock& operator=(const PinnedBlock&) = delete;
-  ~PinnedBlock() { Release(); }
-
-  char* data() const { return memory_.empty() ? nullptr : memory_.front().data; }
-  explicit operator bool() const { return !memory_.empty(); }
+  char* data() const { return memory_ ? memory_->data : nullptr; }
+  explicit operator bool() const { return memory_ != nullptr; }
 
   /// Returns the block to the pool now: nobody uses its memory any more. Makes no
   /// CUDA call, so a host function may do it.
-  void Release() noexcept;
+  void Release() noexcept { memory_.reset(); }
 
   /// Returns the block to the pool when everything that is enqueued on the stream
   /// by now has ended. Does not wait, unless no event can be recorded. Needs no
@@ -104,17 +92,17 @@ class PinnedBlock {
 
  private:
   friend class PinnedPool;
-  PinnedBlock(PinnedPool* pool, PinnedList memory)
-      : pool_(pool), memory_(std::move(memory)) {}
-  /// Empties this; returns what it had.
-  PinnedList Empty() noexcept { return std::exchange(memory_, {}); }
-  PinnedPool* pool_ = nullptr;
-  PinnedList memory_;  ///< one piece, or none
+  struct Give {
+    PinnedPool* pool;
+    void operator()(PinnedMemory* memory) const noexcept;
+  };
+  PinnedBlock(PinnedPool* pool, PinnedMemory* memory) : memory_(memory, {pool}) {}
+  std::unique_ptr<PinnedMemory, Give> memory_{nullptr, {nullptr}};
 };
 
 /// Safe to use from several threads. A process never destroys its pools; if a pool
 /// is destroyed, no block of it is in use or pending.
-class PinnedPool {
+class PinnedPool : NoCopy {
  public:
   static constexpr size_t kLeast = size_t{4} << 10;  ///< the smallest capacity
   static constexpr size_t kStep = size_t{1} << 20;   ///< see CapacityFor
@@ -135,8 +123,6 @@ class PinnedPool {
   PinnedPool(const CudaDriver& driver, size_t limit,
              std::chrono::milliseconds grace = kGrace)
       : driver_(driver), grace_(grace), limit_(limit) {}
-  PinnedPool(const PinnedPool&) = delete;
-  PinnedPool& operator=(const PinnedPool&) = delete;
 
   /// Returns a block of at least `bytes`, with undefined content. Waits if the pool
   /// is full. A context must be current (ScopedContext). Throws CudaError if the
@@ -162,6 +148,7 @@ class PinnedPool {
   using Lock = std::unique_lock<std::mutex>;
   class Turn;
 
+  bool IsNobodysTurn() const { return serving_ == tickets_; }
   bool Fits(size_t capacity) const;
   PinnedBlock Reuse(size_t capacity);
 
@@ -170,14 +157,14 @@ class PinnedPool {
   void Collect(Lock& lock);
   bool WaitForReturn(Lock& lock);
   void Evict(Lock& lock, size_t most);
-  PinnedList Allocate(Lock& lock, size_t capacity);
+  PinnedMemory* Allocate(Lock& lock, size_t capacity);
 
-  void Give(PinnedList memory) noexcept;
-  void GiveAfter(PinnedList memory, CudaStream stream);
+  void Give(PinnedMemory* memory) noexcept;
+  void GiveAfter(PinnedMemory* memory, CudaStream stream);
   bool Record(PinnedMemory& memory, CudaStream stream) const;
-  void MakeIdle(PinnedList memory) noexcept;
+  void MakeIdle(PinnedMemory* memory) noexcept;
   void DestroyEvent(PinnedMemory& memory) const noexcept;
-  void Free(PinnedMemory& memory) const noexcept;
+  void Free(PinnedMemory* memory) const noexcept;
 
   const CudaDriver& driver_;
   const std::chrono::milliseconds grace_;
@@ -191,9 +178,10 @@ class PinnedPool {
   size_t limit_;
   /// Free blocks by capacity, the last used first. Every capacity that was ever
   /// allocated keeps its entry, so that returning a block allocates nothing.
-  std::map<size_t, PinnedList> idle_;
-  PinnedList pending_;  ///< behind an event, oldest first
-  PinnedList lost_;     ///< may be in use by a device for ever; never freed
+  std::map<size_t, PinnedMemory*> idle_;
+  PinnedMemory* pending_ = nullptr;  ///< behind an event
+  PinnedMemory* lost_ =
+      nullptr;  ///< may be in use by a device for ever; never freed
   Stats stats_;
   uint64_t tickets_ = 0;  ///< turns that were requested; the next ticket
   uint64_t serving_ = 0;  ///< the ticket that has the turn; none if tickets_

@@ -39,6 +39,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/no_copy.h"
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
 
@@ -58,14 +59,12 @@ struct Span {
 ///   call.Store();  // not if Invoke failed: the destructor returns the block
 ///
 /// All members may throw CudaError. All are called on one thread.
-class StagedCall {
+class StagedCall : NoCopy {
  public:
   /// Takes a block for all values; waits if the pool is full.
   StagedCall(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
              std::vector<Span> operands, std::vector<Span> results);
   ~StagedCall();
-  StagedCall(const StagedCall&) = delete;
-  StagedCall& operator=(const StagedCall&) = delete;
 
   /// Copies the operands to the host, and waits for the copies.
   void Fetch();
@@ -106,13 +105,11 @@ class StagedCall {
 /// an event and the wait for it together, since the event is one for each device.
 /// It is held during calls of the driver, which may wait for host functions to
 /// return; these never take it.
-class TapStreams {
+class TapStreams : NoCopy {
  public:
   /// `driver` outlives this object. Streams and events are never destroyed: the
   /// driver's threads use them until the process ends.
   explicit TapStreams(const CudaDriver& driver) : driver_(driver) {}
-  TapStreams(const TapStreams&) = delete;
-  TapStreams& operator=(const TapStreams&) = delete;
 
   /// Calls `function(data)` on a thread of the driver, once everything that is
   /// enqueued on `stream` by now has ended. `context` is the stream's, and current.

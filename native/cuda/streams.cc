@@ -1,20 +1,8 @@
 #include "cuda/streams.h"
 
-#include <atomic>
-#include <mutex>
 #include <stdexcept>
 
 namespace hostcall {
-namespace {
-
-std::atomic<Gpus*> g_gpus{nullptr};  ///< null until first used; never freed
-// Guards the limits, and the making of the pools. Without it, a thread could make
-// the pools with old limits while another thread sets new ones and sees no pools to
-// apply them to. Finding pools that exist takes no lock.
-std::mutex g_mutex;
-size_t g_for_calls = 1'000'000'000, g_for_taps = 256'000'000;  ///< limits in bytes
-
-}  // namespace
 
 const CudaDriver& Driver() {
   std::string why;
@@ -29,26 +17,8 @@ std::string CudaMissing() {
 }
 
 Gpus& Gpus::Get() {
-  static Gpus* const gpus = [] {
-    const CudaDriver& driver = Driver();
-    std::lock_guard<std::mutex> lock(g_mutex);
-    g_gpus.store(
-        new Gpus{{driver, g_for_calls}, {driver, g_for_taps}, TapStreams(driver)});
-    return g_gpus.load();
-  }();
+  static Gpus* const gpus = new Gpus;
   return *gpus;
-}
-
-Gpus* Gpus::IfUsed() { return g_gpus.load(); }
-
-void LimitPinned(size_t for_calls, size_t for_taps) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  g_for_calls = for_calls;
-  g_for_taps = for_taps;
-  if (Gpus* gpus = Gpus::IfUsed()) {
-    gpus->for_calls.set_limit(for_calls);
-    gpus->for_taps.set_limit(for_taps);
-  }
 }
 
 void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,

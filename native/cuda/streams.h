@@ -21,22 +21,18 @@ const CudaDriver& Driver();
 /// The reason why there is no driver; empty if there is one.
 std::string CudaMissing();
 
-/// What the process has for its GPUs. Made at first use, and never destroyed: the
-/// driver's threads return blocks until the process ends.
+/// What the process has for its GPUs. Never destroyed: the driver's threads return
+/// blocks until the process ends.
 struct Gpus {
-  /// The pinned memory of calls and of taps. There are two pools because a tap
-  /// holds its block until its device has reached it, and a call must not wait for
-  /// that.
-  PinnedPool for_calls, for_taps;
-  TapStreams streams;  ///< of taps
-
-  /// Throws std::runtime_error if there is no driver.
   static Gpus& Get();
-  /// The same, or null before the first use.
-  static Gpus* IfUsed();
+
+  /// The pinned memory of calls and of taps, which use it once Driver() has
+  /// returned. There are two pools because a tap holds its block until its device
+  /// has reached it, and a call must not wait for that.
+  PinnedPool for_calls{CudaDriver::Unopened(), 1'000'000'000};
+  PinnedPool for_taps{CudaDriver::Unopened(), 256'000'000};
+  TapStreams streams{CudaDriver::Unopened()};  ///< of taps
 };
-/// Sets the limits of both pools in bytes, also of pools that are made later.
-void LimitPinned(size_t for_calls, size_t for_taps);
 
 /// Copies inside a GPU's memory, on `stream`. `made_on` is the stream on which the
 /// source was made. If it is another one, this waits for that stream before the

@@ -2,10 +2,10 @@
 //
 // Versions. XLA's structs hold their own size, since a newer XLA may have more
 // members and an older one fewer. When a handler is registered, XLA asks for the
-// version of the headers that it was built with, and refuses it if that is
-// incompatible. The members that handlers use are checked as well, once, when a
-// place of a program is instantiated (InterfaceFault). Calls get the same structs,
-// so no call checks again.
+// version of the headers that it was built with, and refuses it if that is newer
+// than its own (IsSupportedApiVersion in xla/ffi/ffi_registry.cc). Within a major
+// version members are only added, so all that handlers use are there. A later major
+// version is refused here, when a place of a program is instantiated.
 //
 // Does not depend on Python (tests/native/ffi_test.cc has its own XLA).
 #pragma once
@@ -25,9 +25,9 @@
 #endif
 
 #include "base/code.h"
-#include "base/detached.h"
 #include "base/engine.h"
 #include "base/few.h"
+#include "base/gil_release.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -69,60 +69,19 @@ inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
   return false;
 }
 
-/// The first version that has everything that handlers use (jaxlib 0.10.2).
-constexpr int kOldestMajor = 0, kOldestMinor = 3;
+// The first version that has everything that handlers use (jaxlib 0.10.2).
+static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= 3);
 
-/// Whether handlers can return an error to this XLA.
-inline bool CanFail(const XLA_FFI_CallFrame* frame) {
-  if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, api)) {
-    return false;
-  }
-  const XLA_FFI_Api* api = frame->api;
-  return api != nullptr &&
-         api->struct_size >=
-             XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_Error_Create) &&
-         api->XLA_FFI_Error_Create != nullptr;
-}
-
-/// The text of an error that says what this XLA lacks; empty if it has all that
-/// handlers use. Called only if CanFail is true.
-inline std::string InterfaceFault(const XLA_FFI_CallFrame* frame) {
-  const XLA_FFI_Api* api = frame->api;
-  const XLA_FFI_Api_Version& has = api->api_version;
-  std::string lacks;
-  if (has.major_version != kOldestMajor || has.minor_version < kOldestMinor) {
-    lacks = "this version's members";
-  } else if (frame->struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_CallFrame, attrs) ||
-             frame->args.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Args, args) ||
-             frame->rets.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Rets, rets) ||
-             frame->attrs.struct_size < XLA_FFI_STRUCT_SIZE(XLA_FFI_Attrs, attrs)) {
-    lacks = "members of XLA_FFI_CallFrame";
-  } else if (api->struct_size <
-             XLA_FFI_STRUCT_SIZE(XLA_FFI_Api, XLA_FFI_DeviceOrdinal_Get)) {
-    lacks = "functions of XLA_FFI_Api";
-  } else {
-    const auto need = [&lacks](bool there, const char* name) {
-      if (!there) lacks += (lacks.empty() ? "" : ", ") + std::string(name);
-    };
-    need(api->XLA_FFI_Error_Destroy, "XLA_FFI_Error_Destroy");
-    need(api->XLA_FFI_Stream_Get, "XLA_FFI_Stream_Get");
-    need(api->XLA_FFI_State_Set, "XLA_FFI_State_Set");
-    need(api->XLA_FFI_State_Get, "XLA_FFI_State_Get");
-    need(api->XLA_FFI_RunId_Get, "XLA_FFI_RunId_Get");
-    need(api->XLA_FFI_DeviceOrdinal_Get, "XLA_FFI_DeviceOrdinal_Get");
-  }
-  if (lacks.empty()) return lacks;
-  const auto version = [](int major, int minor) {
-    return std::to_string(major) + "." + std::to_string(minor);
-  };
-  return "hostcall: this jaxlib has version " +
-         version(has.major_version, has.minor_version) +
-         " of XLA's FFI interface, and lacks " + lacks +
-         ". hostcall was built for " +
-         version(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) + " and needs " +
-         version(kOldestMajor, kOldestMinor) +
-         " or later: install a jaxlib from 0.10.2 on, or build hostcall with "
-         "yours" HOSTCALL_CODE("hc-device");
+/// Throws unless this XLA has the interface that hostcall was built for.
+inline void CheckInterface(const XLA_FFI_CallFrame* frame) {
+  const int major = frame->api->api_version.major_version;
+  if (major == XLA_FFI_API_MAJOR) return;
+  throw std::runtime_error(
+      "hostcall: this jaxlib has version " + std::to_string(major) +
+      " of XLA's FFI interface, and hostcall was built for version " +
+      std::to_string(XLA_FFI_API_MAJOR) +
+      ": install the newest hostcall, or a jaxlib that this one "
+      "supports" HOSTCALL_CODE("hc-device"));
 }
 
 /// Thrown in a handler to return an error that XLA made (Guarded catches it).
@@ -130,34 +89,32 @@ struct XlaError {
   XLA_FFI_Error* error;
 };
 
-/// The attribute of that name; 0 if the call has none or it is not a uint64.
-inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
-  const XLA_FFI_Attrs& attrs = frame->attrs;
-  for (int64_t i = 0; i < attrs.size; ++i) {
-    if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) != name ||
-        attrs.types[i] != XLA_FFI_AttrType_SCALAR) {
-      continue;
-    }
-    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attrs.attrs[i]);
-    if (scalar->dtype != XLA_FFI_DataType_U64) return 0;
-    uint64_t value;
-    std::memcpy(&value, scalar->value, sizeof value);
-    return value;
-  }
-  return 0;
-}
-
-/// The text attribute of that name; null if the call has none.
-inline const XLA_FFI_ByteSpan* TextAttribute(const XLA_FFI_CallFrame* frame,
-                                             std::string_view name) {
+/// The attribute of that name and type; null if the call has none.
+inline const void* AttributeOf(const XLA_FFI_CallFrame* frame,
+                               std::string_view name, XLA_FFI_AttrType type) {
   const XLA_FFI_Attrs& attrs = frame->attrs;
   for (int64_t i = 0; i < attrs.size; ++i) {
     if (std::string_view(attrs.names[i]->ptr, attrs.names[i]->len) == name &&
-        attrs.types[i] == XLA_FFI_AttrType_STRING) {
-      return static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i]);
+        attrs.types[i] == type) {
+      return attrs.attrs[i];
     }
   }
   return nullptr;
+}
+/// A number; 0 if there is none of type uint64.
+inline uint64_t Attribute(const XLA_FFI_CallFrame* frame, std::string_view name) {
+  const auto* scalar = static_cast<const XLA_FFI_Scalar*>(
+      AttributeOf(frame, name, XLA_FFI_AttrType_SCALAR));
+  if (scalar == nullptr || scalar->dtype != XLA_FFI_DataType_U64) return 0;
+  uint64_t value;
+  std::memcpy(&value, scalar->value, sizeof value);
+  return value;
+}
+/// A text, or null.
+inline const XLA_FFI_ByteSpan* TextAttribute(const XLA_FFI_CallFrame* frame,
+                                             std::string_view name) {
+  return static_cast<const XLA_FFI_ByteSpan*>(
+      AttributeOf(frame, name, XLA_FFI_AttrType_STRING));
 }
 
 /// Destroys an error that is not to be reported. Returns whether there was one.
@@ -169,17 +126,30 @@ inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   return true;
 }
 
+/// Calls a function of XLA's interface, and returns its arguments with what it
+/// wrote there. Throws XlaError.
+template <typename Args>
+Args Ask(XLA_FFI_Error* (*function)(Args*), Args args) {
+  if (XLA_FFI_Error* error = function(&args)) throw XlaError{error};
+  return args;
+}
+
 /// The ordinal of the device that the program runs on. Never -1, which the engine
 /// uses for eager calls. Throws.
 inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DeviceOrdinal_Get_Args args = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE,
-                                         nullptr, frame->ctx, -1};
-  XLA_FFI_Error* error = frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
-  if (error != nullptr) throw XlaError{error};
-  if (args.device_ordinal < 0) {
-    throw std::runtime_error("hostcall: XLA did not report which device this is");
-  }
-  return args.device_ordinal;
+  const int ordinal =
+      Ask(frame->api->XLA_FFI_DeviceOrdinal_Get,
+          {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, -1})
+          .device_ordinal;
+  if (ordinal >= 0) return ordinal;
+  throw std::runtime_error("hostcall: XLA did not report which device this is");
+}
+
+/// XLA's number of this execution of the program. Throws.
+inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
+  return Ask(frame->api->XLA_FFI_RunId_Get,
+             {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, 0})
+      .run_id;
 }
 
 /// Bits of one element; 0 for a type that no call takes.
@@ -219,50 +189,37 @@ bool Fit(const std::vector<size_t>& bytes, const List& list, void* const* items)
   return true;
 }
 
-/// Null if a link has one number as operand and as result, else an error.
-inline XLA_FFI_Error* LinkFault(const XLA_FFI_CallFrame* frame) {
+/// Throws XlaError unless a link has one number as operand and as result.
+inline void CheckLink(const XLA_FFI_CallFrame* frame) {
   const std::vector<size_t> number{sizeof(int32_t)};
   if (Fit(number, frame->args, frame->args.args) &&
       Fit(number, frame->rets, frame->rets.rets)) {
-    return nullptr;
+    return;
   }
-  return MakeError(
-      frame->api,
-      "hostcall: a link has one int32 as operand and as result, and the "
-      "program passes other arrays. It was changed after hostcall made "
-      "it" HOSTCALL_CODE("hc-load"));
+  throw XlaError{
+      MakeError(frame->api,
+                "hostcall: a link has one int32 as operand and as result, and the "
+                "program passes other arrays. It was changed after hostcall made "
+                "it" HOSTCALL_CODE("hc-load"))};
 }
 
-/// The data pointers of a call's buffers. An ordered call has a token before its
-/// operands and results. A token has no data, and is skipped.
+/// The data pointers of a call's buffers, of which Fit has found `wanted`. A number
+/// or a token that only orders the call may be in front of them, and is skipped.
 class Pointers {
  public:
   template <typename List>
   Pointers(const List& list, void* const* items, size_t wanted) : data_(wanted) {
-    const size_t size = static_cast<size_t>(list.size);
-    ok_ = size == wanted || size == wanted + 1;
-    const size_t first = size - wanted;
-    for (size_t i = 0; ok_ && i < wanted; ++i) {
+    const size_t first = static_cast<size_t>(list.size) - wanted;
+    for (size_t i = 0; i < wanted; ++i) {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
-  /// False if XLA passes a different number of buffers; `data` is then not set.
-  bool ok() const { return ok_; }
   void** data() { return data_.data(); }
+  void* operator[](size_t i) { return data()[i]; }
 
  private:
-  bool ok_;
   Few<void*, 8> data_;
 };
-
-/// XLA's number of this execution of the program. Throws.
-inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
-  XLA_FFI_RunId_Get_Args args = {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr,
-                                 frame->ctx, 0};
-  XLA_FFI_Error* error = frame->api->XLA_FFI_RunId_Get(&args);
-  if (error != nullptr) throw XlaError{error};
-  return args.run_id;
-}
 
 /// XLA's stream on a GPU; null if the platform has none.
 inline void* StreamOf(const XLA_FFI_CallFrame* frame) {
@@ -326,7 +283,7 @@ XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, Body body,
                        XLA_FFI_TypeId state_type = XLA_FFI_UNKNOWN_TYPE_ID,
                        uint32_t traits = 0) {
   if (AnswerMetadata(frame, state_type, traits)) return nullptr;
-  const Detached detached;
+  const GilRelease unlocked;
   try {
     return body(frame);
   } catch (const XlaError& failure) {

@@ -36,13 +36,14 @@
 #include <utility>
 
 #include "base/guards.h"
+#include "base/no_copy.h"
 #include "handlers/ffi.h"
 
 namespace hostcall {
 
-/// Sets JAX's handler (a capsule of an XLA_FFI_Handler) and the Python function
+/// Sets JAX's handler (an XLA_FFI_Handler) and the Python function
 /// that calls RunPending. The GIL is held.
-void SetHostCallbackHandler(PyObject* handler, PyObject* run_pending);
+void SetHostCallbackHandler(void* handler, PyObject* run_pending);
 
 /// Makes the call that the calling thread has sent through JAX's handler, if it has
 /// not been made. What it throws is kept for RunInsideHostCallback. The GIL is
@@ -55,12 +56,10 @@ bool InsideHostCallback();
 /// Around a call with a scout (host_device.py says why): holds what the scout
 /// finds. What the thread had before is put back even if the call throws: it would
 /// answer for other callbacks on this thread.
-class ScoutLooks {
+class ScoutLooks : NoCopy {
  public:
   ScoutLooks() : outer_(std::exchange(t_asked, &asked_)) {}
   ~ScoutLooks() { t_asked = outer_; }
-  ScoutLooks(const ScoutLooks&) = delete;
-  ScoutLooks& operator=(const ScoutLooks&) = delete;
   /// Whether the innermost scout of the calling thread has asked for its call to be
   /// made inside.
   static bool HasAsked() { return *t_asked; }

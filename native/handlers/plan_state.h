@@ -19,8 +19,10 @@
 #include <string_view>
 #include <vector>
 
+#include "base/no_copy.h"
 #include "base/slot_table.h"
 #include "base/team.h"
+#include "handlers/ffi.h"
 #include "plan/plan.h"
 #include "plan/throttle.h"
 #include "xla/ffi/api/c_api.h"
@@ -36,6 +38,8 @@ SlotTable<Plan>& Slots(bool across);
 /// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
+/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
+using BufferType = std::vector<int64_t>;
 /// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
 using BufferType = std::vector<int64_t>;
 /// Asks Python for plans. The bindings set it once: they know Python's class of
@@ -61,14 +65,12 @@ struct PlanState;
 ///
 /// Threads. All devices of a program may come at the same time. Each makes a plan,
 /// with no lock; the first to publish its state wins, and the others drop theirs.
-class LateState {
+class LateState : NoCopy {
  public:
   LateState(std::string_view text, bool on_cuda) : text_(text), on_cuda_(on_cuda) {}
   ~LateState();
-  LateState(const LateState&) = delete;
-  LateState& operator=(const LateState&) = delete;
-  /// The state, made if there is none yet. Returns XLA's error or null.
-  XLA_FFI_Error* Get(XLA_FFI_CallFrame* frame, const PlanState** state);
+  /// The state, made if there is none yet. Throws XlaError.
+  const PlanState& Get(XLA_FFI_CallFrame* frame);
 
  private:
   const std::string text_;
@@ -89,20 +91,30 @@ struct PlanState {
 };
 
 /// The ids of PlanState in XLA's registries of types. XLA's CPU runtime has one
-/// registry, a CUDA plugin another. XLA fills them when the type is registered.
-XLA_FFI_TypeId* PlanTypeId();
-XLA_FFI_TypeId* CudaPlanTypeId();
+/// registry, a CUDA plugin another. XLA writes them when Python registers the
+/// types.
+inline XLA_FFI_TypeId g_plan_type = XLA_FFI_UNKNOWN_TYPE_ID;
+inline XLA_FFI_TypeId g_cuda_plan_type = XLA_FFI_UNKNOWN_TYPE_ID;
 const XLA_FFI_TypeInfo* PlanTypeInfo();
 
 /// Finds the state that was made when the place was instantiated. `type` is its id
-/// in the registry of the runtime that runs the handler. Returns XLA's error or
-/// null.
-XLA_FFI_Error* FindState(XLA_FFI_CallFrame* frame, const PlanState** state,
-                         XLA_FFI_TypeId* type = PlanTypeId());
-/// The same, for a handler that passes the frame's buffers to the plan: an error if
-/// they have other sizes.
-XLA_FFI_Error* StateOf(XLA_FFI_CallFrame* frame, const PlanState** state,
-                       XLA_FFI_TypeId* type = PlanTypeId());
+/// in the registry of the runtime that runs the handler. Throws XlaError.
+const PlanState& FindState(XLA_FFI_CallFrame* frame,
+                           XLA_FFI_TypeId* type = &g_plan_type);
+
+/// What a handler starts from that passes XLA's buffers to a plan. Lives on its
+/// stack.
+struct Work {
+  /// `taps` says whether the plan shall be a tap's. Throws XlaError if it is not,
+  /// or XLA's buffers have other sizes than the plan's.
+  Work(XLA_FFI_CallFrame* frame, bool taps, XLA_FFI_TypeId* type = &g_plan_type);
+
+  XLA_FFI_CallFrame* const frame;
+  const PlanState& state;
+  const Plan& plan;
+  Pointers operands;  ///< the mask first, a tap's flag `always` last
+  Pointers results;   ///< the outcome last
+};
 
 /// The handlers that XLA calls once for each place of a program, when it compiles
 /// or loads it.

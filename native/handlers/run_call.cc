@@ -218,10 +218,12 @@ std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_our
 const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan) {
   const auto wanted = static_cast<int64_t>(plan.outputs());
   const int64_t size = frame->args.size;
-  if (!plan.tells || (size != wanted && size != wanted + 1)) return nullptr;
-  const auto* told =
-      static_cast<const XLA_FFI_Buffer*>(frame->args.args[size - wanted]);
-  return BytesOf(*told) == kOutcomeBytes ? told : nullptr;
+  if (plan.tells && (size == wanted || size == wanted + 1)) {
+    const auto* told =
+        static_cast<const XLA_FFI_Buffer*>(frame->args.args[size - wanted]);
+    if (BytesOf(*told) == kOutcomeBytes) return told;
+  }
+  throw XlaError{BufferMismatch(frame)};
 }
 
 XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
@@ -243,20 +245,21 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
   return MakeError(frame->api, error);
 }
 
-XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
-                            const std::string& text) {
-  const CallSite site{frame, DeviceOrdinal(frame), RunId(frame), nullptr};
-  Visit visit(*state.plan, site, nullptr, nullptr, text);
-  state.team->Meet(site.run, visit);
-  return MakeError(frame->api, text);
+XLA_FFI_Error* FailWithTeam(const Work& work, const std::string& text) {
+  const CallSite site{work.frame, DeviceOrdinal(work.frame), RunId(work.frame),
+                      nullptr};
+  Visit visit(work.plan, site, nullptr, nullptr, text);
+  work.state.team->Meet(site.run, visit);
+  return MakeError(work.frame->api, text);
 }
 
-XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
-                        void* const* operands, void* const* results, void* stream) {
-  const Plan& plan = *state.plan;
+XLA_FFI_Error* MakeCall(const Work& work, void* const* operands,
+                        void* const* results, void* stream) {
+  const Plan& plan = work.plan;
+  const XLA_FFI_CallFrame* frame = work.frame;
   // On a GPU's own memory each device makes its call: the host can't copy the
   // leader's results.
-  const bool together = state.team && stream == nullptr;
+  const bool together = work.state.team && stream == nullptr;
   if (!together && !plan.history && FilledForMask(plan, operands, results)) {
     return Ended(plan, CallSite{frame, -1, -1, stream}, "", results);
   }
@@ -271,12 +274,11 @@ XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
           plan.NewEvent(EventKind::kTeam, site.ordinal, site.run, Ticks()));
     }
     Visit visit(plan, site, operands, results);
-    text = state.team->Meet(site.run, visit);
+    text = work.state.team->Meet(site.run, visit);
     if (flight) flight->Ended(Ticks(), text.empty());
-  } else if (plan.history) {
-    text = MakeOne(plan, site, operands, results);
   } else {
-    text = TextOfRun(plan, site, operands, results);
+    text = plan.history ? MakeOne(plan, site, operands, results)
+                        : TextOfRun(plan, site, operands, results);
   }
   return Ended(plan, site, text, results);
 }

@@ -9,15 +9,14 @@
 
 namespace hostcall {
 
-/// Makes the call of a place. Returns the error for XLA, or null. If `stream` is
-/// not null, the operands and results are in a GPU's memory, and it is XLA's
-/// stream. The caller does not hold the GIL.
-XLA_FFI_Error* MakeCall(XLA_FFI_CallFrame* frame, const PlanState& state,
-                        void* const* operands, void* const* results,
-                        void* stream = nullptr);
+/// Makes the call of a place. Returns the error for XLA, or null. `operands` and
+/// `results` are the work's, or copies on the host. If `stream` is not null, they
+/// are in a GPU's memory, and it is XLA's stream. The caller does not hold the GIL.
+XLA_FFI_Error* MakeCall(const Work& work, void* const* operands,
+                        void* const* results, void* stream = nullptr);
 
 /// The outcome among the operands of a verdict, which has the call's results behind
-/// it; null if it is not where it should be, or has another size.
+/// it. Throws XlaError if it is not where it should be, or has another size.
 const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan);
 
 /// The error with which a program fails behind a call that told its outcome; null
@@ -27,7 +26,6 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
 
 /// Fails this device's call with `text`, and lets the other devices of its team go
 /// on. Returns the error for XLA. The state has a team.
-XLA_FFI_Error* FailWithTeam(XLA_FFI_CallFrame* frame, const PlanState& state,
-                            const std::string& text);
+XLA_FFI_Error* FailWithTeam(const Work& work, const std::string& text);
 
 }  // namespace hostcall

@@ -1,14 +1,21 @@
 #include "invoke/invoke.h"
 
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
 #include <cstring>
 #include <memory>
+#include <new>
 #include <utility>
+#include <vector>
 
 #include "buffer/buffer_call.h"
 #include "buffer/marks.h"
 #include "plan/arrays.h"
 #include "plan/feed_take.h"
 #include "plan/rows.h"
+
+namespace nb = nanobind;
 
 namespace hostcall {
 namespace {
@@ -22,10 +29,10 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   const size_t n = plan.args.size();
   RowArrays row(n);
   for (size_t i = 0; i < n; ++i) {
-    row.args()[i] =
-        OwnedArray(plan.args[i], args[i], plan.spares[i].Take()).release();
+    const Leaf& leaf = plan.args[i];
+    Ref array = OwnedArray(leaf, args[i], plan.spares[i].Take());
+    row.args()[i] = Converted(leaf, std::move(array)).release();
     if (row.args()[i] == nullptr) return false;
-    if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
   // In a block of its own: the value may hold the arguments, which AsMade below
   // would then see as kept.
@@ -54,10 +61,9 @@ Marks MarksIn(const Leaf& leaf, char* data) {
 
 /// Makes an array over the row at `data` that the function borrows. `*lent` keeps
 /// it. Returns a second reference; null with a Python error set.
-PyObject* Lend(PyObject** lent, const Leaf& leaf, char* data, bool writeable) {
+Ref Lend(PyObject** lent, const Leaf& leaf, char* data, bool writeable) {
   *lent = LentArray(leaf, data, writeable).release();
-  Py_XINCREF(*lent);
-  return *lent;
+  return Ref::Borrow(*lent);
 }
 
 /// Runs one row on arrays that the function borrows, the results first, then the
@@ -69,9 +75,10 @@ bool CallLent(const Plan& plan, PyObject** lent, char* const* args,
   const bool out = plan.lend == Lend::kOut;
   RowArrays row(n);
   for (size_t i = 0; i < n; ++i) {
-    row.args()[i] = Lend(&lent[outs + i], plan.args[i], args[i], false);
+    const Leaf& leaf = plan.args[i];
+    Ref array = Lend(&lent[outs + i], leaf, args[i], false);
+    row.args()[i] = Converted(leaf, std::move(array)).release();
     if (row.args()[i] == nullptr) return false;
-    if (!Convert(plan.args[i], &row.args()[i])) return false;
   }
   std::vector<Marks> marks;
   if (out) {
@@ -79,9 +86,9 @@ bool CallLent(const Plan& plan, PyObject** lent, char* const* args,
     if (!list) return false;
     for (size_t i = 0; i < outs; ++i) {
       marks.push_back(MarksIn(plan.results[i], targets[i]));
-      PyObject* array = Lend(&lent[i], plan.results[i], targets[i], true);
-      if (array == nullptr) return false;
-      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), array);
+      Ref array = Lend(&lent[i], plan.results[i], targets[i], true);
+      if (!array) return false;
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), array.release());
     }
     row.args()[n] = Call(plan.out_tree.get(), list).release();
     if (row.args()[n] == nullptr) return false;
@@ -178,44 +185,36 @@ bool IsShared(const Plan& plan, const Leaf& leaf) {
 }
 
 /// Hands all rows to the plan's runner at once. False with a Python error set.
-bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
-  Ref rows = Ref::Steal(PyList_New(0)), indices = Ref::Steal(PyList_New(0));
-  if (!rows || !indices) return false;
+bool RunTogether(const Plan& plan, const bool* mask, HostView& view) try {
+  nb::list rows, indices;
   std::vector<Bases> targets;  // for each wanted row, where its results go
   std::vector<Ref> shared(plan.args.size());
+  Counters::Part& counters = plan.counters->mine();
   Rows walk(plan, mask, view);
   do {
     if (!walk.wanted()) {
       walk.Fill();
       continue;
     }
-    const size_t n = plan.args.size();
-    Ref row = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(n)));
-    if (!row) return false;
+    nb::list row;
     char* const* args = walk.args();
-    for (size_t i = 0; i < n; ++i) {
-      PyObject* array = nullptr;
-      if (shared[i]) {
-        array = Ref::Borrow(shared[i].get()).release();
-      } else {
-        array = OwnedArray(plan.args[i], args[i]).release();
-        if (array == nullptr || !Convert(plan.args[i], &array)) return false;
-        if (IsShared(plan, plan.args[i])) shared[i] = Ref::Borrow(array);
-      }
-      PyTuple_SET_ITEM(row.get(), static_cast<Py_ssize_t>(i), array);
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      const Leaf& leaf = plan.args[i];
+      Ref array = shared[i];
+      if (!array) array = Converted(leaf, OwnedArray(leaf, args[i]));
+      if (!array) return false;
+      if (IsShared(plan, leaf)) shared[i] = array;
+      row.append(nb::steal(array.release()));
     }
-    Ref index = TupleOf(walk.index());
-    if (!index || PyList_Append(rows.get(), row.get()) != 0 ||
-        PyList_Append(indices.get(), index.get()) != 0) {
-      return false;
-    }
+    rows.append(nb::tuple(row));
+    indices.append(nb::tuple(nb::cast(walk.index())));
     char* const* out = walk.targets();
     targets.emplace_back(out, out + plan.results.size());
-    plan.counters->mine().calls.Add(1);
-    plan.counters->mine().bytes_in.Add(plan.bytes_in);
+    counters.calls.Add(1);
+    counters.bytes_in.Add(plan.bytes_in);
   } while (walk.Next());
   if (targets.empty()) return true;
-  Ref values = Call(plan.runner.get(), rows, indices);
+  const Ref values = Call(plan.runner.get(), rows.ptr(), indices.ptr());
   if (!values) return false;
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
@@ -226,9 +225,12 @@ bool RunTogether(const Plan& plan, const bool* mask, HostView& view) {
   for (size_t i = 0; i < targets.size(); ++i) {
     Ref value = Ref::Borrow(PyList_GET_ITEM(values.get(), i));
     if (!StoreResults(plan, value.get(), targets[i].data())) return false;
-    plan.counters->mine().bytes_out.Add(plan.bytes_out);
+    counters.bytes_out.Add(plan.bytes_out);
   }
   return true;
+} catch (nb::python_error& error) {
+  error.restore();
+  return false;
 }
 
 /// Takes the items of a feed. While there is none, runs the plan's function, which
@@ -261,9 +263,7 @@ void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
   };
   if (leaf.bits != 0) {
     each([&leaf](char* row, const char* packed) {
-      UnpackBits(reinterpret_cast<const uint8_t*>(packed),
-                 reinterpret_cast<uint8_t*>(row), leaf.count, leaf.bits,
-                 leaf.is_signed);
+      UnpackBits(packed, row, leaf.count, leaf.bits, leaf.is_signed);
     });
   } else if (leaf.row_bytes == 4) {  // a copy of a known size is one instruction
     each([](char* row, const char* value) { std::memcpy(row, value, 4); });
@@ -289,16 +289,16 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
   RowArrays run(n);
   for (size_t i = 0; i < n; ++i) {
     const Leaf& leaf = plan.args[i];
-    run.args()[i] = ArrayOfRows(leaf, {rows}).release();
-    if (run.args()[i] == nullptr) return false;
-    auto* array = reinterpret_cast<PyArrayObject*>(run.args()[i]);
+    Ref array = ArrayOfRows(leaf, {rows});
+    if (!array) return false;
     {
       // Nobody else has a reference to the array, and the events are the worker's.
       GilRelease release(leaf.row_bytes * rows >= kReleaseBytes);
       CopyRun(leaf, plan.layout.offsets[masks + i], first, count,
-              static_cast<char*>(PyArray_DATA(array)));
+              PyArray_BYTES(reinterpret_cast<PyArrayObject*>(array.get())));
     }
-    if (!Convert(leaf, &run.args()[i])) return false;
+    run.args()[i] = Converted(leaf, std::move(array)).release();
+    if (run.args()[i] == nullptr) return false;
   }
   plan.counters->mine().calls.Add(rows);
   plan.counters->mine().bytes_in.Add(rows * plan.bytes_in);
@@ -347,6 +347,50 @@ bool FilledForMask(const Plan& plan, const void* const* operands,
   return true;
 }
 
+bool Masked(const Plan& plan, int device, int64_t run, const void* const* operands,
+            void* const* results, Before* before) {
+  if (plan.history) {
+    // Of a team, any device may lead, but all pass with the same arguments.
+    const int owner = plan.team && plan.team->mode == TeamMode::kOnce ? -1 : device;
+    Before* told = plan.KeepsBack(operands) ? nullptr : before;
+    try {
+      plan.history->Pass(owner, run, operands + 1, told);
+    } catch (const std::bad_alloc&) {
+      // The history lacks this execution. A team must not be left by an exception:
+      // its other devices would wait for ever.
+    }
+  }
+  return FilledForMask(plan, operands, results);
+}
+
+Ref ListOfKept(const ActiveCall& call) {
+  const Plan& plan = *call.plan;
+  nb::list list;
+  for (const auto& kept : call.before->kept) {
+    nb::list arrays;
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      const Leaf& leaf = plan.args[i];
+      const char* data = kept->bytes.data() + plan.history->offsets()[i];
+      std::vector<char> unpacked;
+      if (leaf.bits != 0) {
+        unpacked.resize(static_cast<size_t>(leaf.count * leaf.rows));
+        UnpackBits(data, unpacked.data(), leaf.count * leaf.rows, leaf.bits,
+                   leaf.is_signed);
+        data = unpacked.data();
+      }
+      for (size_t axis = 0; call.row != nullptr && axis < plan.grid.size();
+           ++axis) {
+        data += leaf.grid_strides[axis] * (*call.row)[axis] * leaf.row_bytes;
+      }
+      Ref array = Converted(leaf, OwnedArray(leaf, data));
+      if (!array) throw nb::python_error();
+      arrays.append(nb::steal(array.release()));
+    }
+    list.append(nb::make_tuple(kept->run, kept->step, nb::tuple(arrays)));
+  }
+  return Ref::Steal(list.release().ptr());
+}
+
 std::string TakeError(const Plan& plan, const ActiveCall& call) {
   plan.counters->mine().errors.Add(1);
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -356,8 +400,8 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   if (trace != nullptr) PyException_SetTraceback(value, trace);
   Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
       held_trace = Ref::Steal(trace);
-  Ref row = TupleOf(call.failed_row);
-  Ref text = Ask(plan.info, "on_error", held, plan.info, row);
+  const nb::object row = nb::tuple(nb::cast(call.failed_row));
+  Ref text = Ask(plan.info, "on_error", held, plan.info, row.ptr());
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) {
     PyErr_WriteUnraisable(plan.info.get());

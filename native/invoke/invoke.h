@@ -40,8 +40,8 @@ bool Masked(const Plan& plan, int device, int64_t run, const void* const* operan
             void* const* results, Before* before);
 
 /// The executions before a call, the oldest first: a list of (run, step, arrays),
-/// where the arrays are those of the call's row. Null with a Python error set. The
-/// GIL is held.
+/// where the arrays are those of the call's row. Throws python_error. The GIL is
+/// held.
 Ref ListOfKept(const ActiveCall& call);
 
 /// Takes the Python error that is set, hands it to the plan's on_error, and returns

@@ -19,12 +19,8 @@ Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
 
 }  // namespace
 
-bool Convert(const Leaf& leaf, PyObject** array) {
-  if (!leaf.convert) return true;
-  PyObject* converted = Call(leaf.convert.get(), *array).release();
-  Py_DECREF(*array);
-  *array = converted;
-  return converted != nullptr;
+Ref Converted(const Leaf& leaf, Ref array) {
+  return leaf.convert ? Call(leaf.convert.get(), array) : array;
 }
 
 Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {
@@ -50,24 +46,16 @@ Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
 void Disown(PyObject* array, const Leaf& leaf) {
   // NumPy has no function that replaces an array's memory, so its fields are set.
   auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
-  const size_t bytes = static_cast<size_t>(std::max<int64_t>(leaf.row_bytes, 1));
-  char* copy = static_cast<char*>(PyMem_Malloc(bytes));
-  if (copy == nullptr) return;
-  std::memcpy(copy, fields->data, static_cast<size_t>(leaf.row_bytes));
   // The error of a call that kept the array stays set.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
-  PyObject* owner = PyCapsule_New(copy, nullptr, [](PyObject* capsule) {
-    PyMem_Free(PyCapsule_GetPointer(capsule, nullptr));
-  });
+  PyObject* copy = PyBytes_FromStringAndSize(fields->data, leaf.row_bytes);
   PyErr_Restore(type, value, trace);
-  if (owner == nullptr) {
-    PyMem_Free(copy);
-    return;
-  }
-  fields->data = copy;
-  // The base was None; from now on the capsule frees the copy with the array.
-  Py_XSETREF(fields->base, owner);
+  if (copy == nullptr) return;
+  fields->data = PyBytes_AS_STRING(copy);
+  // The base was None; from now on the copy dies with the array. Nobody else writes
+  // into these bytes, or reads them as bytes.
+  Py_XSETREF(fields->base, copy);
 }
 
 bool AsMade(PyObject* object, const Leaf& leaf) {

@@ -38,18 +38,6 @@ constexpr int64_t kWatchedBytes = 1 << 16;
 /// Clearing larger ones would cost as much as writing them.
 constexpr int64_t kZeroBytes = 4096;
 
-/// The numbers as a Python tuple. Null with a Python error set.
-template <typename Number>
-Ref TupleOf(const std::vector<Number>& numbers) {
-  Ref tuple = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t i = 0; tuple && i < numbers.size(); ++i) {
-    PyObject* item = PyLong_FromLongLong(numbers[i]);
-    if (item == nullptr) return Ref();
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), item);
-  }
-  return tuple;
-}
-
 /// Whether nobody could tell this array from a new one.
 bool AsMade(PyObject* object, const Leaf& leaf);
 
@@ -57,9 +45,9 @@ bool AsMade(PyObject* object, const Leaf& leaf);
 /// Reuses `spare` if it is not null. Null with a Python error set.
 Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 
-/// Replaces an array by what the function gets for it. On an error `*array` is
-/// null, which its owner may still release.
-bool Convert(const Leaf& leaf, PyObject** array);
+/// What the function gets for an array. Null with a Python error set, also for
+/// null.
+Ref Converted(const Leaf& leaf, Ref array);
 
 /// Returns an array for many rows, with the axes of `grid` in front, whose memory
 /// is not set. Null with a Python error set.

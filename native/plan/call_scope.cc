@@ -47,14 +47,15 @@ constexpr size_t kMaxAmbient = 4;  // CallScope::saved_ has as many places
 Setting g_ambient[kMaxAmbient];
 size_t g_ambient_count = 0;
 
-/// Raises KeyboardInterrupt once on each thread with a wanted call, and returns
-/// their number. The first call of a thread is its innermost, which is where Python
-/// code runs.
-template <typename Wanted>
-int Interrupt(Wanted wanted) {
+}  // namespace
+
+ActiveCall* CurrentCall() { return t_current; }
+
+int InterruptCalls(bool calls, bool taps) {
+  // Once on each thread. Its first call is its innermost, where Python code runs.
   std::vector<unsigned long> done;
   ForEachCall([&](ActiveCall& call) {
-    if (!wanted(call)) return;
+    if (call.tap != nullptr ? !taps : !(calls && call.foreign)) return;
     if (std::find(done.begin(), done.end(), call.thread_id) != done.end()) return;
     // CPython raises it when the thread next runs bytecode. If the call ends before
     // that, ~CallScope takes it back; it waits for the mutex that is held here.
@@ -63,19 +64,6 @@ int Interrupt(Wanted wanted) {
     done.push_back(call.thread_id);
   });
   return static_cast<int>(done.size());
-}
-
-}  // namespace
-
-ActiveCall* CurrentCall() { return t_current; }
-
-int InterruptForeignCalls(bool taps) {
-  return Interrupt([taps](const ActiveCall& call) {
-    return call.tap != nullptr ? taps : call.foreign;
-  });
-}
-int InterruptTaps() {
-  return Interrupt([](const ActiveCall& call) { return call.tap != nullptr; });
 }
 bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
   std::vector<std::unique_lock<AttachedMutex>> locks;

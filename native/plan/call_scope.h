@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/no_copy.h"
 #include "plan/plan.h"
 
 namespace hostcall {
@@ -74,14 +75,12 @@ void ForEachCall(See see) {
   }
 }
 /// Sets ActiveCall::row of a call of the calling thread for the guard's life.
-class RowMark {
+class RowMark : NoCopy {
  public:
   RowMark(ActiveCall& call, const std::vector<int64_t>* row) : call_(call) {
     Set(row);
   }
   ~RowMark() { Set(nullptr); }
-  RowMark(const RowMark&) = delete;
-  RowMark& operator=(const RowMark&) = delete;
 
  private:
   void Set(const std::vector<int64_t>* row) {
@@ -91,12 +90,8 @@ class RowMark {
   ActiveCall& call_;
 };
 /// Raises KeyboardInterrupt in the calls on threads that Python did not start, and
-/// returns the number of those threads. With `taps`, also in the tap that is being
-/// delivered.
-int InterruptForeignCalls(bool taps = false);
-/// Raises KeyboardInterrupt in the tap that is being delivered; returns 1 if there
-/// is one, else 0.
-int InterruptTaps();
+/// in the tap that is being delivered. Returns the number of those threads.
+int InterruptCalls(bool calls, bool taps);
 /// Whether every call in flight runs on one of these threads. The answer is exact:
 /// meanwhile no call enters or leaves the lists, and every counted call on a list
 /// is in the engine's count.
@@ -118,12 +113,10 @@ enum class Lookout {
 /// Registers a call for the guard's life, and sets JAX's settings for host code:
 /// the ambient ones (Ambient), and those of the trace, if it had any of its own
 /// (Plan::enter).
-class CallScope {
+class CallScope : NoCopy {
  public:
   explicit CallScope(ActiveCall& call, Lookout lookout = Lookout::kGuard);
   ~CallScope();
-  CallScope(const CallScope&) = delete;
-  CallScope& operator=(const CallScope&) = delete;
 
  private:
   ActiveCall& call_;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/clock.h"
+#include "base/no_copy.h"
 #include "plan/rows.h"
 #include "queue/feed_ring.h"
 
@@ -35,7 +36,7 @@ inline bool TakeNow(const Plan& plan, int device, void* const* results) {
                   reinterpret_cast<char* const*>(results), 0);
 }
 
-class FeedTake {
+class FeedTake : NoCopy {
  public:
   FeedTake(const Plan& plan, int device, const void* const* operands,
            void* const* results)
@@ -50,8 +51,6 @@ class FeedTake {
   ~FeedTake() {
     if (waits_since_ != 0) plan_.feed->ring->NoteWait(NowNs() - waits_since_);
   }
-  FeedTake(const FeedTake&) = delete;
-  FeedTake& operator=(const FeedTake&) = delete;
 
   size_t lane() const { return lane_; }
   const std::vector<int64_t>& row() const { return rows_.index(); }

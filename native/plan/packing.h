@@ -12,8 +12,10 @@ namespace hostcall {
 
 /// Unpacks `count` elements of 1, 2 or 4 bits into one byte each. XLA packs them,
 /// the first in the lowest bits; NumPy (ml_dtypes) keeps each in a byte.
-inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
-                       int bits, bool is_signed) {
+inline void UnpackBits(const void* from, void* to, int64_t count, int bits,
+                       bool is_signed) {
+  const auto* packed = static_cast<const uint8_t*>(from);
+  auto* bytes = static_cast<uint8_t*>(to);
   const int per_byte = 8 / bits;
   const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);
   const uint8_t sign = static_cast<uint8_t>(1u << (bits - 1));
@@ -29,8 +31,9 @@ inline void UnpackBits(const uint8_t* packed, uint8_t* bytes, int64_t count,
 
 /// Packs `count` elements, the inverse of UnpackBits. High bits of the bytes are
 /// ignored, and the padding of the last packed byte is zero.
-inline void PackBits(const uint8_t* bytes, uint8_t* packed, int64_t count,
-                     int bits) {
+inline void PackBits(const void* from, void* to, int64_t count, int bits) {
+  const auto* bytes = static_cast<const uint8_t*>(from);
+  auto* packed = static_cast<uint8_t*>(to);
   if (count == 0) return;  // both may be null then, which memset must not get
   const int per_byte = 8 / bits;
   const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);

@@ -53,6 +53,12 @@ struct Leaf {
     return static_cast<size_t>(bits == 0 ? row_bytes * rows
                                          : (elements * bits + 7) / 8);
   }
+  /// The bytes that XLA passes for it. An element of float0 has none on the host,
+  /// and is a bool there.
+  size_t xlas_bytes() const {
+    return bits == 0 && row_bytes == 0 ? static_cast<size_t>(count * rows)
+                                       : buffer_bytes();
+  }
   PyArray_Descr* descr() const {
     return reinterpret_cast<PyArray_Descr*>(dtype.get());
   }
@@ -237,21 +243,30 @@ class Plan : public TapOwner, public PlanFields {
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
   /// Operands of the custom call: those, and a tap's flag `always`, if any.
   size_t inputs() const { return operands() + (tap && tap->always ? 1 : 0); }
-  /// Results of a call that XLA expects: the function's, and the outcome, if any.
-  size_t outputs() const { return results.size() + (tells ? 1 : 0); }
+  /// Results of the custom call: the function's, and the outcome, if any; of a tap
+  /// its arguments, or the number that says that it ran.
+  size_t outputs() const {
+    return (tap && tap->through ? args : results).size() +
+           (tells || (tap && tap->linked) ? 1 : 0);
+  }
 
+  /// Bytes of a leaf's buffer: those that the engine copies, or those of XLA's.
+  using Bytes = size_t (Leaf::*)() const;
   /// The bytes of those operands, and of those results.
-  std::vector<size_t> InputSizes() const {
+  std::vector<size_t> InputSizes(Bytes bytes = &Leaf::buffer_bytes) const {
     std::vector<size_t> sizes;
     if (masked) sizes.push_back(static_cast<size_t>(mask_rows));
-    for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
+    for (const Leaf& leaf : args) sizes.push_back((leaf.*bytes)());
     if (tap && tap->always) sizes.push_back(sizeof(bool));
     return sizes;
   }
-  std::vector<size_t> OutputSizes() const {
+  std::vector<size_t> OutputSizes(Bytes bytes = &Leaf::buffer_bytes) const {
     std::vector<size_t> sizes;
-    for (const Leaf& leaf : results) sizes.push_back(leaf.buffer_bytes());
+    for (const Leaf& leaf : tap && tap->through ? args : results) {
+      sizes.push_back((leaf.*bytes)());
+    }
     if (tells) sizes.push_back(kOutcomeBytes);
+    if (tap && tap->linked) sizes.push_back(sizeof(int32_t));
     return sizes;
   }
 
@@ -264,16 +279,14 @@ class Plan : public TapOwner, public PlanFields {
 
   /// An event of this plan that begins at `start`.
   Event NewEvent(EventKind kind, int device, int64_t run, int64_t start) const {
-    Event event = {};
+    Event event;
     event.kind = kind;
-    event.state = EventState::kWaiting;
     event.device = static_cast<int16_t>(device);
     event.place = place;
     event.start = start;
     event.bytes = rows * (bytes_in + bytes_out);
     event.run = run;
     event.count = rows;
-    event.number = -1;
     return event;
   }
 };

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/few.h"
+#include "base/no_copy.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
 
@@ -18,7 +19,7 @@ using Bases = std::vector<char*>;
 
 /// The Python arguments of one row; owns a reference to each that is set. The GIL
 /// is held at its destruction.
-class RowArrays {
+class RowArrays : NoCopy {
  public:
   /// With one place before the arguments for args(), one behind them for `out=`.
   explicit RowArrays(size_t n) : n_(n + 2), all_(n_) {
@@ -27,8 +28,6 @@ class RowArrays {
   ~RowArrays() {
     for (size_t i = 0; i < n_; ++i) Py_XDECREF(all_.data()[i]);
   }
-  RowArrays(const RowArrays&) = delete;
-  RowArrays& operator=(const RowArrays&) = delete;
   /// The first argument. There is a free place before it, which a vectorcall with
   /// PY_VECTORCALL_ARGUMENTS_OFFSET may use for `self`.
   PyObject** args() { return all_.data() + 1; }
@@ -68,9 +67,7 @@ class HostView {
     for (size_t i = 0; i < plan_.results.size(); ++i) {
       const Leaf& leaf = plan_.results[i];
       if (!Packed(leaf)) continue;
-      PackBits(reinterpret_cast<uint8_t*>(targets[i]),
-               static_cast<uint8_t*>(results_[i]), leaf.count * leaf.rows,
-               leaf.bits);
+      PackBits(targets[i], results_[i], leaf.count * leaf.rows, leaf.bits);
     }
   }
 
@@ -87,8 +84,7 @@ class HostView {
   char* Unpacked(const Leaf& leaf, const char* data) {
     const int64_t count = leaf.count * leaf.rows;
     char* bytes = Scratch(count);
-    UnpackBits(reinterpret_cast<const uint8_t*>(data),
-               reinterpret_cast<uint8_t*>(bytes), count, leaf.bits, leaf.is_signed);
+    UnpackBits(data, bytes, count, leaf.bits, leaf.is_signed);
     return bytes;
   }
   const Plan& plan_;
@@ -125,21 +121,8 @@ class Rows {
   }
   /// Goes to the next row; false if there is none.
   bool Next() { return walker_.Next(); }
-  char* const* args() {
-    for (size_t i = 0; i < args_.size(); ++i) {
-      const Leaf& leaf = plan_.args[i];
-      args_[i] = view_.args[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    return args_.data();
-  }
-  char* const* targets() {
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const Leaf& leaf = plan_.results[i];
-      targets_[i] =
-          view_.targets[i] + walker_.RowOf(leaf.grid_strides) * leaf.row_bytes;
-    }
-    return targets_.data();
-  }
+  char* const* args() { return Point(plan_.args, view_.args, args_); }
+  char* const* targets() { return Point(plan_.results, view_.targets, targets_); }
   /// Fills the results of the current row in place of the function, and counts it.
   void Fill() {
     ++plan_.counters->masked;
@@ -150,6 +133,14 @@ class Rows {
   }
 
  private:
+  char* const* Point(const std::vector<Leaf>& leaves, const Bases& bases,
+                     Bases& at) const {
+    for (size_t i = 0; i < at.size(); ++i) {
+      at[i] =
+          bases[i] + walker_.RowOf(leaves[i].grid_strides) * leaves[i].row_bytes;
+    }
+    return at.data();
+  }
   const Plan& plan_;
   const bool* mask_;  ///< the values of `where`; null if there is none
   HostView& view_;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/no_copy.h"
 #include "plan/run_counts.h"
 
 namespace hostcall {
@@ -31,15 +32,17 @@ namespace hostcall {
 /// The first long run lets its step 0 through, as later runs do, if it is the first
 /// run at all. If runs overlap before one of them is known to be long, the later
 /// ones may miss their step 0.
-class Throttle {
+class Throttle : NoCopy {
  public:
   /// Null if every execution goes through. `places` is a number of devices; more
   /// devices than that share places.
   static std::unique_ptr<Throttle> For(int64_t steps, int64_t ns, double share,
                                        size_t places = 64) {
     if (steps <= 1 && ns <= 0 && share >= 1) return {};
-    return std::unique_ptr<Throttle>(new Throttle(steps, ns, share, places));
+    return std::make_unique<Throttle>(steps, ns, share, places);
   }
+  Throttle(int64_t steps, int64_t ns, double share, size_t places)
+      : steps_(steps), ns_(ns), share_(share), places_(places) {}
 
   /// Whether `Lets` needs the number of the run.
   bool counts() const { return steps_ > 1; }
@@ -86,9 +89,6 @@ class Throttle {
     std::atomic<int64_t> looked{0}, rest{0};
     std::atomic<uint64_t> draws{0};  ///< decisions of `sample=` so far
   };
-  Throttle(int64_t steps, int64_t ns, double share, size_t places)
-      : steps_(steps), ns_(ns), share_(share), places_(places) {}
-
   /// Whether less than half of the time has passed that the last reading of the
   /// clock found to be left. The processor's counter tells so in half the time that
   /// a reading takes, and its faults (clock.h) do little: if it goes backwards, the

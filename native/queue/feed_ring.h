@@ -53,9 +53,12 @@
 #include <stdexcept>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/no_copy.h"
+
 namespace hostcall {
 
-class FeedRing {
+class FeedRing : NoCopy {
  public:
   /// What a lane found.
   enum class Took {
@@ -64,8 +67,6 @@ class FeedRing {
     kEnd,      ///< the items have ended, and lanes are told so
     kStopped,  ///< none comes any more, and Python says why
   };
-  /// How the items end.
-  enum class Ending { kNone, kEnd, kStopped };
 
   /// What has happened so far.
   struct Counts {
@@ -99,8 +100,6 @@ class FeedRing {
     missing_.assign(capacity, 0);
   }
   ~FeedRing() { ::operator delete(memory_, std::align_val_t{kAlign}); }
-  FeedRing(const FeedRing&) = delete;
-  FeedRing& operator=(const FeedRing&) = delete;
 
   const std::vector<size_t>& leaves() const { return leaves_; }
   size_t lanes() const { return taken_.size(); }
@@ -113,11 +112,11 @@ class FeedRing {
     const auto ready = [&] { return woken_ || closed_ || HasSpace(); };
     if (!ready()) {
       stalled_ = true;
-      const auto start = std::chrono::steady_clock::now();
+      const int64_t start = NowNs();
       space_.wait(lock, ready);
       stalled_ = false;
       ++counts_.stalls;
-      counts_.stall_ns += Since(start);
+      counts_.stall_ns += NowNs() - start;
     }
     return !TakeWake();
   }
@@ -142,8 +141,9 @@ class FeedRing {
     space_.wait(lock, [&] { return woken_ || closed_; });
     TakeWake();
   }
-  /// Says that no item follows those that are there.
-  void Finish(Ending ending) {
+  /// Says that no item follows those that are there: what lanes find behind them,
+  /// kEnd or kStopped.
+  void Finish(Took ending) {
     std::lock_guard<std::mutex> lock(mutex_);
     ending_ = ending;
     items_.notify_all();
@@ -191,21 +191,22 @@ class FeedRing {
   // --- The lanes' side. Called by any thread.
 
   /// Takes an item and copies its leaves to `targets`, or takes notice of the end.
-  /// Waits for one of them for at most `wait_ns`; 0 does not wait.
+  /// Waits for one of them for at most `wait_ns`; 0 does not wait. Without targets,
+  /// only says what it would find.
   Took Take(size_t lane, char* const* targets, int64_t wait_ns = 0) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const Took found = Look(lock, lane, wait_ns);
+    Took found = Found(lane);
+    if (found == Took::kNothing && wait_ns > 0) {
+      items_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
+                      [&] { return (found = Found(lane)) != Took::kNothing; });
+    }
+    if (targets == nullptr) return found;
     if (found == Took::kItem) CopyNext(lane, targets, lock);
     if (found == Took::kEnd) {
       ++ends_[lane];
       if (quiet_wanted_) quiet_.notify_all();
     }
     return found;
-  }
-  /// What the lane would find, after a wait of at most `wait_ns` for something.
-  Took Await(size_t lane, int64_t wait_ns) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return Look(lock, lane, wait_ns);
   }
   /// Counts a wait of a device.
   void NoteWait(int64_t ns) {
@@ -225,26 +226,10 @@ class FeedRing {
   static constexpr int64_t kNoLine = std::numeric_limits<int64_t>::max();
   static constexpr size_t kAlign = 64;  // a cache line, and JAX's own alignment
 
-  static int64_t Since(std::chrono::steady_clock::time_point start) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now() - start)
-        .count();
-  }
   bool HasSpace() const { return put_ - freed_ < static_cast<int64_t>(capacity_); }
   Took Found(size_t lane) const {
     if (At(lane) >= line_) return closed_ ? Took::kStopped : Took::kNothing;
-    if (taken_[lane] != put_) return Took::kItem;
-    if (ending_ == Ending::kNone) return Took::kNothing;
-    return ending_ == Ending::kEnd ? Took::kEnd : Took::kStopped;
-  }
-  /// What the lane finds, after a wait of at most `wait_ns` for something.
-  Took Look(std::unique_lock<std::mutex>& lock, size_t lane, int64_t wait_ns) {
-    Took found = Found(lane);
-    if (found == Took::kNothing && wait_ns > 0) {
-      items_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
-                      [&] { return (found = Found(lane)) != Took::kNothing; });
-    }
-    return found;
+    return taken_[lane] != put_ ? Took::kItem : ending_;
   }
   /// Items and ends that the lane has seen since Clear or Drop.
   int64_t At(size_t lane) const { return taken_[lane] + ends_[lane]; }
@@ -325,7 +310,7 @@ class FeedRing {
   void Level(int64_t taken) {
     std::fill(taken_.begin(), taken_.end(), taken);
     std::fill(ends_.begin(), ends_.end(), 0);
-    ending_ = Ending::kNone;
+    ending_ = Took::kNothing;
     line_ = kNoLine;
     items_.notify_all();  // lanes may have waited at the line
   }
@@ -348,7 +333,7 @@ class FeedRing {
   bool quiet_wanted_ = false;    ///< Clear or Drop waits for them
   bool stalled_ = false;  ///< the producer found no space, and waits for some
   bool woken_ = false, closed_ = false;
-  Ending ending_ = Ending::kNone;
+  Took ending_ = Took::kNothing;  ///< what lanes find behind the items
   Counts counts_;
 };
 

@@ -179,7 +179,7 @@ def _read_text(*told: Any) -> Any:
     return travel.read_text(*told)
 
 
-_native.set_text_reader(_read_text)
+_native.set_hook(_native.Hook.TEXT_READER, _read_text)
 
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 

@@ -64,16 +64,15 @@ void ItemsComeInOrder() {
 }
 
 void TheEndComesAfterTheItems() {
-  for (auto [ending, found] :
-       {std::pair{FeedRing::Ending::kEnd, Took::kEnd},
-        std::pair{FeedRing::Ending::kStopped, Took::kStopped}}) {
+  for (auto [ending, found] : {std::pair{Took::kEnd, Took::kEnd},
+                               std::pair{Took::kStopped, Took::kStopped}}) {
     FeedRing ring(Leaves(), 1, 3);
     int64_t value;
     Put(ring, 5);
     ring.Finish(ending);
     assert(Take(ring, 0, &value) == Took::kItem && value == 5);
     assert(Take(ring, 0, &value, kLong) == found);
-    assert(ring.Await(0, kLong) == found);
+    assert(ring.Take(0, nullptr, kLong) == found);
     ring.Clear();
     assert(Take(ring, 0, &value) == Took::kNothing && ring.counts().taken == 0);
     Put(ring, 6);
@@ -134,7 +133,7 @@ void LanesNeedNotKeepInStep() {
     });
   }
   for (int64_t i = 0; i < kItems; ++i) assert(Put(ring, i));
-  ring.Finish(FeedRing::Ending::kEnd);
+  ring.Finish(Took::kEnd);
   for (std::thread& thread : threads) thread.join();
   assert(ring.counts().total == kItems);
 }
@@ -158,7 +157,7 @@ void SeveralTakersOfOneLane() {
     });
   }
   for (int64_t i = 0; i < kItems; ++i) assert(Put(ring, i));
-  ring.Finish(FeedRing::Ending::kEnd);
+  ring.Finish(Took::kEnd);
   for (std::thread& thread : threads) thread.join();
   assert(seen.size() == kItems);
 }
@@ -206,7 +205,7 @@ void LanesMeetAtClearAndDrop() {
       ring.Commit();
     }
     if (running != kLanes) continue;
-    if (i % 7 == 0) ring.Finish(FeedRing::Ending::kEnd);
+    if (i % 7 == 0) ring.Finish(Took::kEnd);
     if (i % 7 == 0 || i % 5 == 0) ring.Clear(kPatient);
     if (i % 11 == 0) ring.Drop(1, kPatient);
     if (i % 13 == 0) ring.Drop(0, kPatient);

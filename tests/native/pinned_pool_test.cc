@@ -261,7 +261,7 @@ void Stress() {
 
 /// Runs last, since the memory is never freed: the device may still write to it.
 void ABlockIsLostIfNothingTellsWhenItsWorkEnds() {
-  PinnedPool pool(Driver(), 2 * kBlock, kForEver);
+  static PinnedPool pool(Driver(), 2 * kBlock, kForEver);  // lives on, as all do
   Stream stream;
   ScopedContext current(Driver(), stream);
   PinnedBlock block = pool.Acquire(1);

@@ -1,6 +1,6 @@
 """`hc.monitor.events`: every call, tap and delivery while a block runs, for tools.
 
-The engine has one buffer of events (native/base/event_buffer.h), and `with` blocks may
+The engine has one buffer of events (native/base/event.h), and `with` blocks may
 nest or run in several threads. So whoever takes gives to all: `_Source` empties the
 engine's buffer and hands what it had to each open block.
 """

@@ -92,16 +92,12 @@ def stats() -> dict[str, CallStats]:
     tallies, none = dict(costs.tallies), Tally()
     return {
         name: CallStats(
-            **{field: getattr(c, field) for field in _COUNTED},
+            **c.read(),
             hits=tallies.get(name, none).hits,
             misses=tallies.get(name, none).misses,
         )
         for name, c in dict(costs.counters).items()
     }
-
-
-# The engine's counters have the names of CallStats; those of a cache are Python's.
-_COUNTED = [field.name for field in fields(CallStats)][:-2]
 
 
 # --- Taps ----------------------------------------------------------------------------

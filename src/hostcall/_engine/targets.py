@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -43,9 +45,26 @@ def start() -> bool:
         _native.set_host_callback_handler(inside, _native.run_pending)
     for setting in _jax.ambient_settings():
         _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
-    _native.set_report_converter(failures.in_place_of_value_error)
+    _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
     lifecycle.begin()
     return inside is not None
+
+
+def _take_over_tracing() -> None:
+    """Gives the calling thread what `threading` gives each thread that it starts.
+
+    The engine calls it once on each thread of XLA's, so that debuggers and coverage
+    tools see callbacks there.
+    """
+    for function, set_it in (
+        (threading.gettrace(), sys.settrace),
+        (threading.getprofile(), sys.setprofile),
+    ):
+        if function is not None:
+            # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that
+            # `threading` does not know. This makes it known, as Dummy-1 or the like.
+            threading.current_thread()
+            set_it(function)
 
 
 def start_on(client: Any | None) -> None:
@@ -88,6 +107,7 @@ def _register() -> None:
     anything is lowered here. It takes 0.1 ms and starts no back end; JAX keeps the
     entries for CUDA until its plugin asks for them.
     """
+    _native.set_hook(_native.Hook.TRACING, _take_over_tracing)
     handlers = _native.handlers()
     for platform, plan_type, kind in (
         ("cpu", "type", ""),

@@ -1,7 +1,7 @@
 """The worker thread that delivers taps, and waiting for it.
 
 The queue and the worker's loop are native (native/queue/tap_queue.h and
-native/invoke/tap_worker.h). Python makes the thread, so that it has a name in
+native/invoke/taps.h). Python makes the thread, so that it has a name in
 debuggers, `hc.monitor.status()` and tracebacks.
 """
 

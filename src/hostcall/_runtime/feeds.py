@@ -44,7 +44,7 @@ from hostcall._core.errors import FeedEndError, FeedError
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
 from hostcall._core.wait import ended, over, wait
-from hostcall._native import FeedEnding, FeedFound
+from hostcall._native import FeedFound
 from hostcall._runtime import workers
 
 # The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
@@ -432,7 +432,7 @@ class Puller(Owned):
 
     def _finish(self, error: Callable[[], BaseException] | None, over: str) -> None:
         self.error, self._over = error, over
-        self.ring.finish(FeedEnding.END if error is None else FeedEnding.STOPPED)
+        self.ring.finish(FeedFound.END if error is None else FeedFound.STOPPED)
 
 
 # --- The source ----------------------------------------------------------------------

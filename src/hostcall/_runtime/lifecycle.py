@@ -177,7 +177,8 @@ def end(*, interpreter: bool = True) -> None:
         watcher.stop()
         # Releases what dropped programs held; the watcher did so until it ended.
         _native.bury()
-        _native.open_late(_in_a_late_handler)
+        _native.set_hook(_native.Hook.ADMITS_LATE, _in_a_late_handler)
+        _native.open_late()
 
 
 @contextlib.contextmanager

@@ -222,7 +222,7 @@ class _Ending:
                 # Interrupt before logging, which takes time: the worker could have gone
                 # on to the next tap. The next interrupt leaves this one time to clean
                 # up.
-                _native.interrupt_taps()
+                _native.interrupt_calls(calls=False, taps=True)
                 logger.warning(
                     "the process is ending and waits for the tap `%s`, which has taken"
                     " %.0f s and is interrupted now (Ctrl-C ends the process at once)",

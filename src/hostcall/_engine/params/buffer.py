@@ -22,9 +22,9 @@ __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]
 Buffer = _native.Buffer
 ExecutionContext = _native.ExecutionContext
 
-_native.set_buffer_names(
-    ExecutionStage.EXECUTE, errors.EscapeError, jax.errors.JaxRuntimeError
-)
+_native.set_hook(_native.Hook.STAGE, ExecutionStage.EXECUTE)
+_native.set_hook(_native.Hook.ENDED_ERROR, errors.EscapeError)
+_native.set_hook(_native.Hook.STREAM_ERROR, jax.errors.JaxRuntimeError)
 
 
 _CFunction: Any = ctypes.CFUNCTYPE(None).mro()[1]  # base class of all ctypes functions

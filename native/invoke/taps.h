@@ -1,5 +1,5 @@
-// What becomes of an execution of a tap: whether it goes through, and how its
-// operands come into the queue. Needs no GIL.
+// A tap's way: whether an execution goes through, how its operands come into the
+// queue, and how the queue's events reach their Python functions.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,11 @@ bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run,
                const void* const* operands);
 
 /// Queues a tap of these operands, which are copied before this returns. Returns
-/// false if the tap was dropped. Calls no Python. May wait for the worker, which
-/// needs the GIL, so the caller does not hold it. With `at_once` it never waits: a
-/// tap that would have to is let in above the queue's limit. Throws std::bad_alloc
-/// or PushInterrupted.
+/// false if the tap was dropped. May wait for the worker, which needs the GIL, so
+/// the caller does not hold it. With `at_once` it never waits: a tap that would
+/// have to is let in above the queue's limit. Calls no Python, unless the queue is
+/// stopped: then there is no worker (any more), and the calling thread delivers
+/// what is queued. Throws std::bad_alloc or PushInterrupted.
 bool PushTap(const Plan& plan, int device, int64_t run, const void* const* operands,
              bool at_once = false);
 
@@ -32,5 +33,10 @@ bool PushTap(const Plan& plan, int device, int64_t run, const void* const* opera
 /// follows `at_once`. A wait is counted and recorded. The caller does not hold the
 /// GIL. Throws PushInterrupted.
 void AwaitSpace(const Plan& plan, int device, int64_t run);
+
+/// Delivers taps until the queue is stopped and empty. Called on the worker's
+/// thread with the GIL held. Releases the GIL while it waits, and for a moment each
+/// time that deliveries have taken long.
+void RunTapWorker();
 
 }  // namespace hostcall
