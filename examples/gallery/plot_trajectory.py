@@ -187,9 +187,9 @@ print(f"{disk[-1]:.0f} MB written; memory grew by {memory.max() - memory[0]:.0f}
 # Was it right?
 # -------------
 #
-# Arrow maps the file, and reads from it only what is asked for. The planets are compared
-# with the positions that astropy has for the same days, for a century, and the energy
-# with its first value.
+# Arrow maps the file, and reads from it only what is asked for. The planets are
+# compared with the positions that astropy has for the same days, for a century, and the
+# energy with its first value.
 
 
 def of_astropy(day: float) -> np.ndarray:

@@ -341,7 +341,7 @@ def test_a_changed_text_is_refused_or_read(data):
         ("", "description can't be read"),
         ("[]", "description can't be read"),
         ('{"hostcall":99}', "version 99 of hostcall's format"),
-        ('{"hostcall":4}', "lacks 'equation'"),
+        ('{"hostcall":5}', "lacks 'equation'"),
     ],
 )
 def test_texts_that_are_none(text, why):

@@ -197,7 +197,9 @@ def test_what_is_refused():
     with pytest.raises(hc.errors.SpecError, match="fill= of `sin` is 'x'"):
         f.where(True, "x")(X)
     f.defbatch(lambda size, batched, x: (f(x), True))
-    with pytest.raises(hc.errors.BatchingError, match="The mask could not reach your rule"):
+    with pytest.raises(
+        hc.errors.BatchingError, match="The mask could not reach your rule"
+    ):
         jax.vmap(lambda m, x: f.where(m)(x))(MASK, X)
 
 

@@ -41,7 +41,7 @@ class Malformed(Exception):
 
 # The version of texts and of files with them. Counted up when older versions of
 # hostcall could not read them.
-FORMAT = 4
+FORMAT = 5
 
 _SIZE = "symbolic size"  # the one key of a dict that stands for such a size
 

@@ -38,7 +38,6 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import CallSite
 
-
 _WHERE = Option(
     "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
     lambda value: value in ("host", "jax"),
