@@ -68,7 +68,7 @@ class Shards:
         whole = (self.sharding.mesh.size,) * len(shape)
         where = self.sharding.devices_indices_map(whole)
         block: list[int] = []
-        cuts: list[Slices] = [()] * len(mine)
+        cuts: list[list[slice]] = []  # for each axis, that of each device
         for axis, size in enumerate(shape):
             starts = [where[device][axis].indices(whole[axis])[0] for device in mine]
             # Which of the process's parts along this axis each device has.
@@ -82,11 +82,8 @@ class Shards:
                     code="hc-device",
                 )
             block.append(n)
-            begins = (n * at).tolist()
-            cuts = [
-                (*cut, slice(i, i + n)) for cut, i in zip(cuts, begins, strict=True)
-            ]
-        return tuple(block), cuts
+            cuts.append([slice(i, i + n) for i in (n * at).tolist()])
+        return tuple(block), [*zip(*cuts, strict=True)] or [()] * len(mine)
 
     def cut(self, leaves: list[np.ndarray]) -> list[np.ndarray]:
         """The parts of an item's leaves, of one device after the other."""
