@@ -243,13 +243,12 @@ class Recorder:
 
         def run(batches: Iterator[list[tuple[ArrowFile, int]]]) -> None:
             try:
-                try:
+                with contextlib.ExitStack() as stack:
+                    close = getattr(sink, "close", None)
+                    if close is not None:  # on the thread of the calls, for SQLite
+                        stack.callback(close)
                     for file, begin in itertools.chain.from_iterable(batches):
                         sink(file.columns_at(begin))
-                finally:
-                    close = getattr(sink, "close", None)
-                    if close is not None:
-                        close()  # on the thread that called the sink, as SQLite demands
             except BaseException as error:
                 error.add_note(
                     f"hostcall: {who} raised this, and got nothing more."
