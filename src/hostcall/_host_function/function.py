@@ -384,11 +384,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 )
             if not is_coroutine_function(rule):
                 continue
-            this = f"the rule `{name_of(rule)}` of `{self.__name__}`"
+            this = f"the rule `{name_of(rule)}`"
             if where == "jax":
                 raise SpecError(
-                    f"hostcall: {this} is a coroutine function and JAX code. JAX traces"
-                    " such a rule, and can't await anything: make it a plain function",
+                    f"hostcall: {this} of `{self.__name__}` is a coroutine function and"
+                    " JAX code. JAX traces such a rule, and can't await anything: make"
+                    " it a plain function",
                     code="hc-coroutine",
                 )
             refuse_pairs(this, {**options, "awaits": True})
