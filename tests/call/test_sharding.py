@@ -150,7 +150,7 @@ def test_another_place_is_refused(on):
 
 
 def test_a_call_of_each_block_is_refused():
-    text = "`Host.double` can't be called with on='shards'"
+    text = "on= of `Host.double` should be 'once' or a device, such as jax.devices()[0]"
     with pytest.raises(hc.errors.SpecError, match=re.escape(text)) as caught:
         jax.jit(Host(on="shards"))(X)
     assert "make the call inside jax.shard_map" in str(caught.value)

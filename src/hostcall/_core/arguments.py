@@ -124,16 +124,15 @@ def parse_on(on: object, name: str) -> Sharding | None:
         return jax.sharding.SingleDeviceSharding(on)
     if isinstance(on, str) and on == "once":
         return None
+    instead = ""
     if isinstance(on, str) and on == "shards":
-        raise SpecError(
-            f"hostcall: `{name}` can't be called with on='shards', since a call with"
-            " results is made once, with the whole value. To call it on each device"
-            " with its block, make the call inside jax.shard_map. To send out blocks"
-            f" without results, write hc.tap({name}, ..., on='shards')",
-            code="hc-option",
+        instead = (
+            ". A call with results is made once, with the whole value. To call it on"
+            " each device with its block, make the call inside jax.shard_map. To send"
+            f" out blocks without results, write hc.tap({name}, ..., on='shards')"
         )
     wanted = "'once' or a device, such as jax.devices()[0]"
-    raise wrong("on", f"`{name}`", wanted, on)
+    raise wrong("on", f"`{name}`", wanted, on, instead)
 
 
 # --- Options -------------------------------------------------------------------------

@@ -104,12 +104,12 @@ def _own_code(thing: object) -> object:
     given = handle(thing)
     if given is not None:
         thing = given._definition()
-    if isinstance(thing, type):
-        return None if is_anonymous(thing) else thing
     core = _core(thing)
-    if type(thing) is type(core) is types.FunctionType:
-        return None if is_anonymous(core) else core.__code__
-    return None
+    if is_anonymous(core):
+        return None
+    if isinstance(thing, type):
+        return thing
+    return core.__code__ if type(thing) is type(core) is types.FunctionType else None
 
 
 def _where(by: Statement) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ however long it takes. So no wait of hostcall's is longer than a slice.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -39,11 +40,11 @@ def wait(
         look: called after each slice; raises if `done` can't become true any more.
         slow: what is logged, once, if this takes long; "" for nothing so far.
     """
-    began = time.monotonic()
-    until = None if seconds is None else began + seconds
-    while not done(slice_of(until)):
+    began = now = time.monotonic()
+    until = math.inf if seconds is None else began + seconds
+    while not done(min(SLICE, max(0.0, until - now))):
         now = time.monotonic()
-        if until is not None and now >= until:
+        if now >= until:
             return False
         if look is not None:
             look()
@@ -51,13 +52,6 @@ def wait(
             slow = None
             logger.warning("%s", text)
     return True
-
-
-def slice_of(until: float | None) -> float:
-    """How long one wait may be that ends at `until` (`time.monotonic`), if not None."""
-    if until is None:
-        return SLICE
-    return min(SLICE, max(0.0, until - time.monotonic()))
 
 
 def ended(future: futures.Future[Any]) -> Done:

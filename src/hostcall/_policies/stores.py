@@ -89,7 +89,6 @@ class _Kept(Owned):
 
     owners: ClassVar[Iterator[int]] = itertools.count()
     _numbers: ClassVar[MutableMapping[Any, int]] = weakref.WeakKeyDictionary()
-    _next: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,7 +99,7 @@ class _Kept(Owned):
 
     def number_of(self, thing: Any) -> int:
         """A number for a function or class in keys: two of one name have two."""
-        return self._numbers.setdefault(thing, next(self._next))
+        return self._numbers.setdefault(thing, next(self.owners))
 
     def get(self, key: tuple[int, bytes]) -> Values | None:
         with self._lock:
