@@ -199,26 +199,23 @@ def _check_aliases(
     avals: tuple[_jax.Aval, ...],
 ) -> tuple[tuple[int, int], ...]:
     """The (input, output) pairs, checked: each has one shape and dtype."""
-    sizes, taken = (len(operands), len(avals)), set[int]()
-    for pair in wanted:
-        says = "input_output_aliases contains the mapping '{}:{}'".format(*pair)
-        for number, what, n in zip(pair, ("input", "output"), sizes, strict=True):
+    for at, (i, o) in enumerate(wanted):
+        says = f"input_output_aliases contains the mapping '{i}:{o}'"
+        for number, what, n in ((i, "input", len(operands)), (o, "output", len(avals))):
             if not 0 <= number < n:
                 raise ValueError(
                     f"{says} with {what} index {number} outside the range [0, {n})."
                     " Leaves of trees are counted one by one."
                 )
-        i, o = pair
         have = _jax.aval_of(operands[i])
         if (have.shape, have.dtype) != (avals[o].shape, avals[o].dtype):
             raise ValueError(
                 f"{says} referring to an input with abstract value {have} and an output"
                 f" with a different abstract value {avals[o]}."
             )
-        if o in taken:
+        if any(o == taken for _, taken in wanted[:at]):
             raise ValueError(
                 f"{says}, and another input is mapped to output {o} too. Only one input"
                 " can share an output's memory."
             )
-        taken.add(o)
     return tuple(wanted)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostcall import _jax
@@ -52,10 +53,14 @@ class TorchFunction(LibraryFunction):
         except SpecError:
             raise
         except Exception:
-            # Fake tensors have no values: either a value or a size is asked for, or the
-            # function is wrong. A run on zeros tells.
+            # Fake tensors have no values: either the function asked for one, or it is
+            # wrong. A run on zeros tells.
             spec, wrote = super()._infer(avals), True
-            _check_sizes(avals, spec)
+            # A call with an empty result is never made, so it would go unseen that its
+            # size depends on values.
+            given, empty = shaped(avals), [0 in x.shape for x in tree.tree_leaves(spec)]
+            if any(empty) and not any(0 in x.shape for x in given):
+                raise SpecError(_VARYING, code="hc-result-spec") from None
         code.wrote |= wrote
         code.writes = code.wrote
         return spec
@@ -80,21 +85,11 @@ def _copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, jax.Array]:
     return {name: jnp.array(array(x)) for name, x in named}
 
 
-def _check_sizes(avals: object, spec: object) -> None:
-    """Refuses an empty result of non-empty zeros: its size may depend on values.
-
-    A call with an empty result is never made, so the mistake would go unseen.
-    """
-    if any(0 in x.shape for x in shaped(avals)):
-        return
-    if any(0 in x.shape for x in tree.tree_leaves(spec)):
-        raise SpecError(
-            "hostcall: the result shapes of a function of hc.bridge.torch seem to"
-            " depend on values: for zeros it returned an empty array. A compiled"
-            " program needs fixed shapes: return a mask, or pad the result. If the"
-            " shapes are in fact fixed, declare them with result=",
-            code="hc-result-spec",
-        )
+_VARYING = (
+    "hostcall: the result shapes of a function of hc.bridge.torch seem to depend on"
+    " values. A compiled program needs fixed shapes: return a mask, or pad the result."
+    " If the shapes are in fact fixed, declare them with result="
+)
 
 
 # --- What a function returns, and whether it writes to its arguments -----------------
@@ -139,11 +134,13 @@ def _describe(fn: Callable[..., object], avals: object) -> tuple[object, bool]:
     """Returns (a spec of what `fn` returns, whether it writes to its arguments).
 
     Raises:
-        SpecError: a result is not a tensor.
-        Whatever torch or `fn` raise if `fn` asks for values, or for a size that depends
-        on them.
+        SpecError: the shape of a result depends on values, or it is not a tensor.
+        Whatever torch or `fn` raise if `fn` asks for values.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _Watch() as watch:
+    # A size that depends on values is symbolic, which `_struct` refuses in a result.
+    sizes = ShapeEnv(allow_scalar_outputs=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
+    with mode, _Watch() as watch:
 
         def fake(leaf: object) -> object:
             if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -160,6 +157,8 @@ def _describe(fn: Callable[..., object], avals: object) -> tuple[object, bool]:
 def _struct(leaf: object) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a result as JAX will have them."""
     if isinstance(leaf, torch.Tensor):
+        if any(isinstance(n, torch.SymInt) for n in leaf.shape):
+            raise SpecError(_VARYING, code="hc-result-spec")
         dtype = NUMPY_DTYPES[leaf.dtype]
     elif isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
         dtype = np.asarray(leaf).dtype
