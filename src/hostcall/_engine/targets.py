@@ -56,15 +56,16 @@ def _take_over_tracing() -> None:
     The engine calls it once on each thread of XLA's, so that debuggers and coverage
     tools see callbacks there.
     """
-    for function, set_it in (
-        (threading.gettrace(), sys.settrace),
-        (threading.getprofile(), sys.setprofile),
-    ):
-        if function is not None:
-            # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that
-            # `threading` does not know. This makes it known, as Dummy-1 or the like.
-            threading.current_thread()
-            set_it(function)
+    trace, profile = threading.gettrace(), threading.getprofile()
+    if trace is None and profile is None:
+        return
+    # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading` does
+    # not know. This makes it known, as Dummy-1 or the like.
+    threading.current_thread()
+    if trace is not None:
+        sys.settrace(trace)
+    if profile is not None:
+        sys.setprofile(profile)
 
 
 def start_on(client: Any | None) -> None:
