@@ -60,7 +60,7 @@ class FlightRing {
                                          std::memory_order_relaxed)) {
         return false;
       }
-      Put(event);
+      Put<0, 1, 2, 3, 4, 5, 6>(event);
       lock_.store(mine | kOwned, std::memory_order_release);
       return true;
     }
@@ -69,14 +69,14 @@ class FlightRing {
     void Enter(const Event& event) {
       const uint64_t mine = lock_.load(std::memory_order_relaxed) | kEntered;
       lock_.store(mine | kBusy, std::memory_order_relaxed);
-      Put(event);
+      Put<0, 2>(event);
       lock_.store(mine, std::memory_order_release);
     }
     /// Step 5.
     void End(const Event& event) {
       const uint64_t mine = lock_.load(std::memory_order_relaxed);
       lock_.store(mine | kBusy, std::memory_order_relaxed);
-      Put(event);
+      Put<0, 3, 6>(event);
       lock_.store(mine >> kShift << kShift, std::memory_order_release);
     }
     /// Copies the event. False: there is none, or it changes all the time.
@@ -92,6 +92,7 @@ class FlightRing {
         if (lock_.load(std::memory_order_relaxed) != before) continue;
         *event = {};
         std::memcpy(static_cast<void*>(event), words, sizeof words);
+        Unpack(words[0], event);
         *ticket = before >> kShift;
         return true;
       }
@@ -106,13 +107,31 @@ class FlightRing {
     /// What a record has of an event: all up to its number.
     static constexpr size_t kWords = 7;
     static_assert(offsetof(Event, count) == kWords * sizeof(uint64_t));
-    /// Writes the fields.
+    /// Writes these words of the event.
+    template <size_t... kWord>
     void Put(const Event& event) {
-      uint64_t words[kWords];
-      std::memcpy(words, &event, sizeof words);
-      for (size_t i = 0; i < kWords; ++i) {
-        words_[i].store(words[i], std::memory_order_release);
-      }
+      (words_[kWord].store(WordOf(event, kWord), std::memory_order_release), ...);
+    }
+    static uint64_t WordOf(const Event& event, size_t i) {
+      if (i == 0) return Pack(event);
+      uint64_t word;
+      std::memcpy(&word, reinterpret_cast<const char*>(&event) + 8 * i,
+                  sizeof word);
+      return word;
+    }
+    /// The fields of the first word, in an order of their own: in that of memory,
+    /// one load of the whole word would wait for the stores of its parts.
+    static uint64_t Pack(const Event& event) {
+      return uint64_t{event.place} << 32 |
+             uint64_t{static_cast<uint16_t>(event.device)} << 16 |
+             uint64_t{static_cast<uint8_t>(event.kind)} << 8 |
+             uint64_t{static_cast<uint8_t>(event.state)};
+    }
+    static void Unpack(uint64_t what, Event* event) {
+      event->place = static_cast<uint32_t>(what >> 32);
+      event->device = static_cast<int16_t>(what >> 16);
+      event->kind = static_cast<EventKind>(what >> 8 & 0xff);
+      event->state = static_cast<EventState>(what & 0xff);
     }
     std::atomic<uint64_t> lock_{0};  ///< 0: never used
     std::atomic<uint64_t> words_[kWords] = {};

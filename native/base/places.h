@@ -5,7 +5,7 @@
 // Events hold the number of a place. Plans die while their events are still known,
 // but a place's text lives for ever: there are as many as lines of the program that
 // write calls, and Python gives the same number for the same line again
-// (_engine/places.py). Reading needs no lock, so a signal handler may read.
+// (_engine/info.py). Reading needs no lock, so a signal handler may read.
 #pragma once
 
 #include <atomic>

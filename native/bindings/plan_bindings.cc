@@ -4,7 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
-#include <optional>
+#include <memory>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -129,10 +129,10 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
     if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
   }
-  std::optional<FeedTake> take;
+  std::unique_ptr<FeedTake> take;
   if (plan.feed) {
     GilRelease unlocked;
-    take.emplace(plan, -1, in.data(), targets.data());
+    take = std::make_unique<FeedTake>(plan, -1, in.data(), targets.data());
     if (take->Go(0)) return out;
   }
   const int64_t start = Ticks();
@@ -143,7 +143,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   {
     ActiveCall active(plan, -1, -1, start);
     active.before = plan.history ? &before : nullptr;
-    active.feed = take ? &*take : nullptr;
+    active.feed = take.get();
     const CallScope scope(active);
     ok = Invoke(plan, active, in.data(), targets.data());
     StayIfLeftBehind();

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -70,10 +71,10 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     native = RunNative(plan, operands, results, site.stream);
     if (native.ok()) return "";
   }
-  std::optional<FeedTake> take;
+  std::unique_ptr<FeedTake> take;  // no optional: each call would zero all of it
   if (plan.feed) {
     if (TakeNow(plan, site.ordinal, results)) return "";
-    take.emplace(plan, site.ordinal, operands, results);
+    take = std::make_unique<FeedTake>(plan, site.ordinal, operands, results);
     if (take->Go(0)) return "";
   }
   const int64_t start = Ticks();
@@ -94,7 +95,7 @@ std::string Run(const Plan& plan, const CallSite& site, const void* const* opera
     active.counted = true;
     active.stream = site.stream;
     active.before = site.before;
-    active.feed = take ? &*take : nullptr;
+    active.feed = take.get();
     const CallScope scope(active, lookout);
     bool ok = false;
     if (!native.ok()) {

@@ -20,7 +20,8 @@ Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
 }  // namespace
 
 Ref Converted(const Leaf& leaf, Ref array) {
-  return leaf.convert ? Call(leaf.convert.get(), array) : array;
+  if (leaf.convert) return Call(leaf.convert.get(), array);
+  return array;
 }
 
 Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import random
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +181,84 @@ def test_live_equals_are_counted_and_run_their_own():
     lowered = [program.lower(x) for program in programs]
     assert len({one.as_text() for one in lowered}) == 4
     assert [float(one.compile()(x)) for one in lowered] == [1, 2, 3, 4]
+
+
+def use(v):
+    return hc.call(plus, v, v)
+
+
+def twice(v):
+    return use(v) + use(v + 1)
+
+
+def elsewhere(v):
+    return hc.call(plus, v, v) * 3
+
+
+def tapped(v):
+    hc.tap(print, v)
+    return v
+
+
+def gradient(v):
+    return jax.grad(lambda v: square(v).sum())(v)
+
+
+square = hc.host(lambda a: a * a, result=hc.results.like(0), name="square")
+square.defvjp(lambda a: (a * a, a), lambda a, t: (2 * a * t,))
+SHARING = {
+    "a call": lambda v: use(v) + 1,
+    "the same call": lambda v: use(v) * 2,
+    "two calls of one line": twice,
+    "three": lambda v: twice(v) + use(v),
+    "another line": elsewhere,
+    "both lines": lambda v: use(v) + elsewhere(v),
+    "a tap": lambda v: tapped(v) + 1,
+    "the same tap": lambda v: tapped(v) + 2,
+    "a drop-in": lambda v: hc.pure_callback(plus, v, v),
+    "a host function": lambda v: square(v) + 1,
+    "its gradient": gradient,
+    "more than its gradient": lambda v: gradient(v) * 2,
+}
+
+
+def test_live_programs_of_one_function_have_the_same_text_in_any_order():
+    x = np.arange(3, dtype=np.float32)
+    texts = {name: text(f, x) for name, f in SHARING.items()}
+    for order in range(10):
+        names = list(SHARING)
+        random.Random(order).shuffle(names)
+        jax.clear_caches()
+        gc.collect()
+        alive = {name: jax.jit(SHARING[name]).lower(x) for name in names}
+        assert {name: alive[name].as_text() for name in SHARING} == texts
+        del alive
+
+
+def test_equal_calls_of_one_program_keep_counts_of_their_own():
+    """Of `every=`, for example: each of the two is a place."""
+    seen = []
+
+    def log(v):
+        seen.append(int(v))
+
+    def one(v):
+        hc.tap(log, v, every=2)
+
+    @jax.jit
+    def program(v):
+        def step(i, v):
+            one(v + i)
+            one(v + i)
+            return v
+
+        return jax.lax.fori_loop(0, 4, step, v)
+
+    others = [jax.jit(lambda v: (one(v), v)[1]).lower(0) for _ in range(2)]
+    program(0)
+    hc.barrier()
+    assert seen == [0, 0, 2, 2]
+    del others
 
 
 def here(a):

@@ -62,8 +62,10 @@ def _take_over_tracing() -> None:
     # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading` does
     # not know. This makes it known, as Dummy-1 or the like.
     threading.current_thread()
-    sys.settrace(trace)
-    sys.setprofile(profile)
+    if trace is not None:
+        sys.settrace(trace)
+    if profile is not None:
+        sys.setprofile(profile)
 
 
 def start_on(client: Any | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import jax
 import jaxlib.version as _jaxlib_version
 from jax._src import sharding_impls as _sharding_impls
 
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
+
+Kept = TypeVar("Kept")
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
@@ -139,6 +141,11 @@ def _devices(context: object) -> list[Device] | None:
 def keep_alive(program: Program, thing: object) -> None:
     """Keeps `thing` alive as long as the executable of this program."""
     program.ctx.module_context.add_keepalive(thing)
+
+
+def kept_alive(program: Program, kind: type[Kept]) -> list[Kept]:
+    """Those of a kind that were kept alive so far."""
+    return [x for x in program.ctx.module_context.keepalives if isinstance(x, kind)]
 
 
 def run_where_dispatched(program: Program) -> None:

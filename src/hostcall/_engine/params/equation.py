@@ -213,11 +213,11 @@ class Equation(abc.ABC):
     def key(self, operands: Sequence[Aval]) -> int:
         """The key by which programs find it: equal in all processes for equal ones.
 
-        It says what the call is: the function, the avals, the options. A program that
-        was compiled in another process looks its calls up here, so it finds no call of
-        another kind. It also says where the program runs: JAX 0.10's disk cache may
-        return a program that was compiled without host callbacks for one that has
-        them, and XLA would run that on a thread of its own.
+        It says what the call is: the function, who calls it, the avals, the options. A
+        program that was compiled in another process looks its calls up here, so it
+        finds no call of another kind. It also says where the program runs: JAX 0.10's
+        disk cache may return a program that was compiled without host callbacks for one
+        that has them, and XLA would run that on a thread of its own.
         """
         function = self.callback.function
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
@@ -226,7 +226,9 @@ class Equation(abc.ABC):
         more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
         rules = [value for _, value in said if callable(value)]
         who = name_of_held(function) or function
-        return fingerprint((who, *rules, repr((more, plain))))
+        # Not the line, which changes with what is written above it.
+        caller = self.callback.place.function
+        return fingerprint((who, caller, *rules, repr((more, plain))))
 
     def why_here(self) -> str:
         """Why it can't leave the process; "" if it can."""
