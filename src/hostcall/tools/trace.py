@@ -24,11 +24,10 @@ from typing import Any
 import jax.monitoring
 
 from hostcall import errors, monitor
+from hostcall._core.daemon import daemon
+from hostcall._core.wait import SLICE, over, wait
 
 logger = logging.getLogger("hostcall")
-
-# Seconds between two writes: what a killed process loses.
-_PAUSE = 0.1
 
 # The process in the trace that shows compilation; the engine's are in
 # native/base/trace_json.h.
@@ -118,9 +117,7 @@ class trace:
         self._write(_HEAD)
         self._process = os.getpid()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        self._thread = thread = threading.Thread(
-            target=self._run, name="hostcall-trace", daemon=True
-        )
+        self._thread = thread = daemon("hostcall-trace", self._run)
         self._events.__enter__()
         _open.append(self)
         thread.start()
@@ -141,7 +138,7 @@ class trace:
             return  # a forked child: the file is the parent's
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
         self._stop.set()
-        self._thread.join()
+        wait(over(self._thread))
         self._events.__exit__()
         self._take(ending=True)
         note = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0}
@@ -150,7 +147,7 @@ class trace:
             self._file.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(_PAUSE):
+        while not self._stop.wait(SLICE):  # what a killed process loses
             self._take()
 
     def _take(self, ending: bool = False) -> None:

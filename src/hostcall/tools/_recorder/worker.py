@@ -17,7 +17,6 @@ not delay a delivery.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
@@ -25,6 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from hostcall._core.daemon import daemon
+from hostcall._core.wait import SLICE
 from hostcall.errors import HostcallError
 
 _logger = logging.getLogger("hostcall")
@@ -33,8 +34,6 @@ T = TypeVar("T")
 Work = Callable[[Iterator[list[T]]], object]
 Errors = deque[BaseException]  # each step of it is one for other threads
 
-# Seconds. Waits return to Python this often, so that they can be interrupted.
-_SLICE = 0.05
 # Bytes. The thread does not wait for more than ENOUGH; `put` waits above MOST.
 ENOUGH = 4 << 20
 MOST = 256 << 20
@@ -70,10 +69,7 @@ class Worker(Generic[T]):
         self._closing = self._ended = False
         self._error: BaseException | None = None
         # The thread has these, not the worker: programs keep it after the end.
-        args = work, errors
-        thread = threading.Thread(target=self._run, args=args, name=name, daemon=True)
-        # It may inherit context variables, but not from whoever made the recorder.
-        contextvars.Context().run(thread.start)
+        daemon(name, self._run, work, errors).start()
 
     def put(self, item: T, size: int = 0) -> None:
         """Queues an item of so many bytes. Drops it if the thread has failed."""
@@ -118,7 +114,7 @@ class Worker(Generic[T]):
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         while not done():
-            self._changed.wait(_SLICE)
+            self._changed.wait(SLICE)
 
     def _run(self, work: Work[T], errors: Errors) -> None:
         failed = None
