@@ -19,11 +19,6 @@ Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
 
 }  // namespace
 
-Ref Converted(const Leaf& leaf, Ref array) {
-  if (leaf.convert) return Call(leaf.convert.get(), array);
-  return array;
-}
-
 Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {
   std::vector<npy_intp> dims(grid.begin(), grid.end());
   dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());

@@ -47,7 +47,10 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare = Ref());
 
 /// What the function gets for an array. Null with a Python error set, also for
 /// null.
-Ref Converted(const Leaf& leaf, Ref array);
+inline Ref Converted(const Leaf& leaf, Ref array) {
+  if (leaf.convert) return Call(leaf.convert.get(), array);
+  return array;
+}
 
 /// Returns an array for many rows, with the axes of `grid` in front, whose memory
 /// is not set. Null with a Python error set.
