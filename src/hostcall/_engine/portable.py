@@ -164,7 +164,7 @@ def may_travel(callback: Callback) -> bool:
     """A quick look: False if its function has no form in other processes."""
     function, owner = callback.function, callback.policy.owner
     named = registry.name_of_held(function) is not None
-    return named or owner is not None or own(function) is not None
+    return named or owner is not None or own(function) is function
 
 
 def why_here(params: Equation, operands: Sequence[Aval]) -> str:
