@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import hostcall as hc
 from benchmarks.harness import Case, Row, at_most
+from benchmarks.raw_handler import empty_call
 
 HAS_TQDM, HAS_JAX_TQDM, HAS_NUMPYRO = (
     importlib.util.find_spec(name) is not None
@@ -75,6 +76,25 @@ def twenty(quick: bool) -> dict[str, Case]:
     """Steps of about 20 us: a product of two matrices on one thread."""
     x = jnp.eye(56) * 0.999
     return bars(1000 if quick else 20_000, lambda c: jnp.tanh(c @ c.T) @ x, x)
+
+
+def ten(quick: bool) -> dict[str, Case]:
+    """Steps of about 10 us. The floor of all bars: one call of XLA's that does nothing,
+    which no loop with a call to the host can go below.
+    """
+    n, x = 2000 if quick else 40_000, jnp.eye(40) * 0.999
+    work = lambda c: jnp.tanh(c @ c.T) @ x
+    empty = empty_call(jax.ShapeDtypeStruct((), jnp.float32))
+
+    def called(body: Any) -> Any:
+        def wrapped(c: Any, i: Any) -> Any:
+            empty()
+            return body(c, i)
+
+        return wrapped
+
+    floor = timed(scanned(n, work, called), x, per=n)
+    return {**bars(n, work, x), "a call that does nothing": floor}
 
 
 def short(quick: bool) -> dict[str, Case]:
@@ -177,6 +197,11 @@ ROWS = (
     *(
         (
             Row("step of 20 us with a bar", (at_most(1.02, "no bar"),), twenty),
+            Row(
+                "step of 10 us with a bar",
+                (at_most(1.02, "no bar"), at_most(1.02, "a call that does nothing")),
+                ten,
+            ),
             Row(
                 "a bar, added to a step on the device",
                 (at_most(0.15, None), at_most(1.5, "a masked tap")),
