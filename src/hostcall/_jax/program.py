@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 
 import jax
 import jaxlib.version as _jaxlib_version
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
-
-Kept = TypeVar("Kept")
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
@@ -143,9 +142,10 @@ def keep_alive(program: Program, thing: object) -> None:
     program.ctx.module_context.add_keepalive(thing)
 
 
-def kept_alive(program: Program, kind: type[Kept]) -> list[Kept]:
-    """Those of a kind that were kept alive so far."""
-    return [x for x in program.ctx.module_context.keepalives if isinstance(x, kind)]
+def name_of(program: Program) -> str:
+    """The name of the program, which JAX makes of that of the jitted function."""
+    attributes = program.ctx.module_context.module.operation.attributes
+    return str(_ir.StringAttr(attributes["sym_name"]).value)
 
 
 def run_where_dispatched(program: Program) -> None:

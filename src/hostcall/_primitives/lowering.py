@@ -11,7 +11,6 @@ which order or process: JAX's compilation cache finds it again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,49 +190,13 @@ def put(
         if isinstance(why, str) and why:
             refuse_export(info.callback, why)
         return {travel.ATTRIBUTE: info.text}
-    key = info.params.key(avals)
+    key = info.params.key(avals, _jax.name_of(program))
     info.of_program = _jax.all_devices(program)
-
-    def make() -> _native.Slot:
-        plan = plan_in_program(info, avals, program.client, program.platforms)
-        return _native.Slot(plan, key, program.across)
-
-    if whole and not program.across:
-        slot = _shared_slot(program, (info, avals, only), make)
-    else:
-        slot = make()
+    plan = plan_in_program(info, avals, program.client, program.platforms)
+    slot = _native.Slot(plan, key, program.across)
     _jax.keep_alive(program, KeptAlive(slot, info.name, why))
     attributes: Attributes = {"key": key, "count": slot.count}
     return {**attributes, travel.ATTRIBUTE: info.text} if info.text else attributes
-
-
-# The live slots of programs over one process, by what their plans were made of and a
-# number, which tells equal calls of one program apart.
-_shared = weakref.WeakValueDictionary[tuple[Hashable, int], _native.Slot]()
-
-
-def _shared_slot(
-    program: _jax.Program,
-    of: tuple[CallInfo, Sequence[Aval], Sequence[int]],
-    make: Callable[[], _native.Slot],
-) -> _native.Slot:
-    """The slot of an equal call of another program, or a new one.
-
-    Programs that make equal calls of one function at one line share its slots. So the
-    count in a program's text does not say which of them was lowered first.
-    """
-    info, avals, only = of
-    # Weakly, or the function would live until the slot is freed, which it may own.
-    alike = weakref.ref(info.params), info.place, info.mesh, info.of_program
-    alike = *alike, program.client, program.platforms, *only, *avals
-    mine = {kept.thing for kept in _jax.kept_alive(program, KeptAlive)}
-    number, slot = 0, _shared.get((alike, 0))
-    while slot in mine:
-        number += 1
-        slot = _shared.get((alike, number))
-    if slot is None:
-        slot = _shared[alike, number] = make()
-    return slot
 
 
 _BY_BLOCKS = (
@@ -267,7 +230,9 @@ class KeptAlive:
         self.why = why
 
     def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
-        why = self.why() if callable(self.why) else self.why
+        why = self.why
+        if callable(why):
+            why = why() or "it got its name after the program was lowered; lower it now"
         if not why:
             return KeptAlive, (None, self.name, "")
         raise ExportError(

@@ -210,7 +210,7 @@ class Equation(abc.ABC):
 
     # --- Out of the process --------------------------------------------------------
 
-    def key(self, operands: Sequence[Aval]) -> int:
+    def key(self, operands: Sequence[Aval], program: str = "") -> int:
         """The key by which programs find it: equal in all processes for equal ones.
 
         It says what the call is: the function, who calls it, the avals, the options. A
@@ -218,6 +218,9 @@ class Equation(abc.ABC):
         finds no call of another kind. It also says where the program runs: JAX 0.10's
         disk cache may return a program that was compiled without host callbacks for one
         that has them, and XLA would run that on a thread of its own.
+
+        It has the name of the program, too: programs that are live at the same time and
+        make equal calls then have the same texts in whatever order they are lowered.
         """
         function = self.callback.function
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
@@ -227,7 +230,7 @@ class Equation(abc.ABC):
         rules = [value for _, value in said if callable(value)]
         who = name_of_held(function) or function
         # Not the line, which changes with what is written above it.
-        caller = self.callback.place.function
+        caller = self.callback.place.function, program
         return fingerprint((who, caller, *rules, repr((more, plain))))
 
     def why_here(self) -> str:

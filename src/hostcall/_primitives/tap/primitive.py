@@ -178,7 +178,9 @@ def _lets(
     callback, number = params.callback, (device.platform, device.id)
     source = source_of(callback.function)
     line = _Line(callback.place, source, number, params.options, tap)
-    return _throttle(line).lets(costs.counters_of(callback), always)
+    with process.starting.lock:  # two threads may come to a new line at once
+        throttle = _throttle(line)
+    return throttle.lets(costs.counters_of(callback), always)
 
 
 # --- abstract eval -----------------------------------------------------------------
