@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import faces
+import chip_faces as faces
 import pytest
 
 NEEDED = {"cuda": "jax_plugins.xla_cuda12", "tpu": "libtpu"}
@@ -39,7 +39,7 @@ def compiled(request):
         found = None
     if found is None:
         pytest.skip(f"needs the package of {NEEDED[chip]} (make test-chips)")
-    program = Path(__file__).with_name("faces.py")
+    program = Path(__file__).with_name("chip_faces.py")
     done = subprocess.run(
         [sys.executable, program, chip, str(devices), form],
         capture_output=True,

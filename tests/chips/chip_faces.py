@@ -1,4 +1,4 @@
-"""Compiles every face for a chip that is not here: `faces.py CHIP DEVICES`.
+"""Compiles every face for a chip that is not here: `chip_faces.py CHIP DEVICES FORM`.
 
 XLA's compilers for CUDA and TPUs need no hardware (docs/gpu.md). For each face a line
 of JSON says what is in the compiled program: its custom calls by their targets, sends
