@@ -123,7 +123,7 @@ enum class Hook {
   kStage,        ///< ExecutionStage.EXECUTE
   kStreamError,  ///< raised for `stream` on a CPU, as JAX does
   kTextReader,   ///< (text, on_cuda, buffers) -> a plan, or None (plan_state.cc)
-  kTracing,      ///< (): gives a new thread the trace functions of `threading`
+  kTracing,      ///< () -> (trace, profile), what `threading` gives new threads
 };
 /// Set when hostcall is imported or the engine starts, and kept for ever. Null
 /// before. Read and written with the GIL.
@@ -167,6 +167,11 @@ inline bool HoldsGil() {
 /// knows the thread, or it has not called yet.
 extern HOSTCALL_HOT PyThreadState* t_made_state;
 
+/// Gives the calling thread the trace and profile functions that `threading` gives
+/// each thread that it starts. So debuggers and coverage tools see callbacks on
+/// XLA's threads. The GIL is held; no Python error is set afterwards.
+void TakeOverTracing();
+
 /// Attaches the calling thread to the interpreter for the guard's life. The only
 /// way into Python from a handler.
 ///
@@ -195,9 +200,7 @@ class GilGuard : NoCopy {
     }
     OrPark([state] { PyEval_RestoreThread(state); });
     assert(HoldsGil());
-    // Takes over the trace functions of `threading`. An error must not fail the
-    // program, which does not ask for a debugger.
-    if (made_ && !CallHook(Hook::kTracing)) PyErr_WriteUnraisable(nullptr);
+    if (made_) TakeOverTracing();
   }
   ~GilGuard() {
     assert(HoldsGil());

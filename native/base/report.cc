@@ -88,6 +88,7 @@ void WatchForReport(bool returns) {
 
 void MonitorRaises() {
   const nb::handle monitoring = PySys_GetObject("monitoring");  // borrowed
+  if (!monitoring.is_valid()) return;
   for (const int tool : kTools) {
     try {
       return WatchWith(monitoring, tool);

@@ -20,16 +20,14 @@
 //     and for SIGTERM only if it has the default action. A C library that installs
 //     its own keeps it: it may call the one before it, so ours must not call it.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
-//     write a byte into a pipe; the one for SIGTERM writes the flight recorder, or
-//     raises the signal again in a forked child, where the watcher does not exist.
-//     Nothing that a handler uses is initialised in a handler.
+//     post a semaphore; the one for SIGTERM writes the flight recorder, or raises
+//     the signal again in a forked child, where the watcher does not exist. Nothing
+//     that a handler uses is initialised in a handler.
 //   * SIGTERM is caught once: a second one ends the process at once.
 //   * Each event that is posted is returned by exactly one Wait. Events of the same
 //     kind that are posted before that Wait count as one.
 #pragma once
 
-#include <fcntl.h>
-#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -39,6 +37,7 @@
 
 #include "base/clock.h"
 #include "base/flight_text.h"
+#include "base/semaphore.h"
 
 namespace hostcall {
 
@@ -102,34 +101,23 @@ class Signals {
   }
 
   /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
-  /// a Wait that the byte wakes finds them. A full pipe wakes it as well, and
-  /// before there is one, Wait looks at the bits once it has made it.
-  ///
-  /// Only in the process that made the pipe. A forked child would wake its parent's
-  /// watcher, or write into a file of its own that has got the pipe's number.
+  /// a Wait that the semaphore wakes finds them.
   static void Post(int event) {
     g_pending.fetch_or(event);
-    if (g_piper.load() == getpid()) (void)!write(g_bell.load(), "", 1);
+    g_posted.Post();
   }
 
   /// Returns the events that were posted since it last returned, waiting for one
   /// for at most `seconds`; 0 if none came. Only one thread waits, without the GIL.
   static int Wait(double seconds) {
     const int64_t until = NowNs() + static_cast<int64_t>(1e9 * seconds);
-    MakePipe();
     for (;;) {
       if (const int events = g_pending.exchange(0)) return events;
-      const int64_t left = (until - NowNs()) / 1'000'000;
-      if (left < 0) return 0;
-      // A byte that is left from a post whose bits are taken already, or a signal
-      // that ends the wait, makes this loop look once more in vain.
-      pollfd ready{g_listens, POLLIN, 0};
-      const int most = static_cast<int>(left < kLookMs ? left + 1 : kLookMs);
-      const bool rang = poll(&ready, 1, most) != 0;
-      char rings[64];
-      while (read(g_listens, rings, sizeof rings) > 0) {
-      }
-      if (rang) continue;
+      // The semaphore counts posts, of which one exchange may have taken several.
+      // What it counts too much makes this loop look once more in vain.
+      const double left = 1e-9 * static_cast<double>(until - NowNs());
+      if (left <= 0) return g_pending.exchange(0);
+      if (g_posted.Wait(left < kLookSeconds ? left : kLookSeconds)) continue;
       struct sigaction found;
       if (sigaction(SIGINT, nullptr, &found) == 0 && IsUnwatched(found)) {
         return kUnwatched;
@@ -140,23 +128,7 @@ class Signals {
  private:
   using Handler = void (*)(int);
   /// How often Wait looks at the handler of SIGINT.
-  static constexpr int kLookMs = 100;
-
-  /// Makes the pipe, once in a process; neither end ever blocks. A child of a fork
-  /// gets one of its own. Without one (there are too many open files), Wait finds
-  /// what is posted when it next looks.
-  static void MakePipe() {
-    if (g_piper.load() == getpid()) return;
-    int ends[2] = {-1, -1};
-    (void)!pipe(ends);
-    for (const int end : ends) {
-      fcntl(end, F_SETFL, O_NONBLOCK);
-      fcntl(end, F_SETFD, FD_CLOEXEC);
-    }
-    g_listens = ends[0];
-    g_bell.store(ends[1]);
-    g_piper.store(getpid());
-  }
+  static constexpr double kLookSeconds = 0.1;
 
   /// Whether this action of SIGINT is Python's handler, as far as is known: before
   /// it was first seen, any plain handler may be.
@@ -194,9 +166,7 @@ class Signals {
     }
     errno = saved;
   }
-  inline static int g_listens = -1;             ///< where Wait reads; its own
-  inline static std::atomic<int> g_bell{-1};    ///< where Post writes
-  inline static std::atomic<pid_t> g_piper{0};  ///< the process that made the pipe
+  inline static Semaphore g_posted;  ///< one post for each call of Post
   /// The Event bits that Wait has not returned yet.
   inline static std::atomic<int> g_pending{0};
   inline static std::atomic<bool> g_tells{false};  ///< TellAtTerminate's

@@ -40,8 +40,6 @@ constexpr uint64_t kAcross = uint64_t{1} << 32;
 
 /// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
 using BufferType = std::vector<int64_t>;
-/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
-using BufferType = std::vector<int64_t>;
 /// Asks Python for plans. The bindings set it once: they know Python's class of
 /// plans. The GIL is held. Throws what Python raises.
 struct PlanMakers {

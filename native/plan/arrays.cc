@@ -45,9 +45,13 @@ void Disown(PyObject* array, const Leaf& leaf) {
   // The error of a call that kept the array stays set.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
-  PyObject* copy = PyBytes_FromStringAndSize(fields->data, leaf.row_bytes);
+  // Without data: a bytes object of one known byte is shared with the whole
+  // process.
+  PyObject* copy = PyBytes_FromStringAndSize(nullptr, leaf.row_bytes);
   PyErr_Restore(type, value, trace);
   if (copy == nullptr) return;
+  std::memcpy(PyBytes_AS_STRING(copy), fields->data,
+              static_cast<size_t>(leaf.row_bytes));
   fields->data = PyBytes_AS_STRING(copy);
   // The base was None; from now on the copy dies with the array. Nobody else writes
   // into these bytes, or reads them as bytes.

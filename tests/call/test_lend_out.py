@@ -150,3 +150,19 @@ def test_masked_rows_need_not_write(mode):
     call = lambda x: hc.call(host, spec(N), x, lend="out", where=x > 1, fill=-1)
     out = mode(jax.vmap(call))(jnp.arange(4.0))
     np.testing.assert_array_equal(out[:, 0], [-1, -1, 2, 3])
+
+
+def test_a_kept_byte_is_nobody_elses():
+    """Python has one object for each bytes of length 1, which all share."""
+    kept = []
+
+    def host(x, out):
+        kept.append(out)
+        out[...] = x + 1
+
+    f = hc.host(host, result=spec(dtype="uint8"), lend="out")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kept a view"):
+        jax.jit(f)(np.uint8(6))
+    kept[0][...] = 99
+    assert bytes([7]) == b"\x07"
+    assert b"a\x07"[1:] == b"\x07"

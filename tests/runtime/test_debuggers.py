@@ -56,7 +56,13 @@ def trace(frame, event, arg):
         lines[name].add((threading.get_ident(), frame.f_lineno - frame.f_code.co_firstlineno))
     return trace
 
+lowest = {}
+depth = {}
+
 def profile(frame, event, arg):
+    thread = threading.get_ident()
+    depth[thread] = depth.get(thread, 0) + {"call": 1, "return": -1}.get(event, 0)
+    lowest[thread] = min(lowest.get(thread, 0), depth[thread])
     name = frame.f_code.co_name
     if frame.f_globals is globals() and name in calls and event == "call":
         calls[name].add(threading.get_ident())
@@ -77,6 +83,8 @@ def test_what_threading_holds_reaches_every_thread(run_python):
         for name, threads in ran.items():
             assert lines[name] == {(t, n) for t in threads for n in (1, 2, 3)}, (name, lines)
             assert calls[name] == threads, (name, calls)
+        # No return without its call, on threads that Python did not start.
+        assert {lowest[t] for t in ran["called"]} == {0}, lowest
         """)
     )
 
@@ -94,6 +102,22 @@ def test_threads_without_a_trace_function_get_none(run_python):
         assert len(found) == 4 and set(found) == {(None, None)}, found
         """)
     )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is 3.12's")
+def test_without_sys_monitoring(run_python):
+    run_python("""
+        import sys, jax, numpy as np, hostcall as hc
+        del sys.monitoring
+        def bad(a):
+            raise ValueError("x")
+        try:
+            jax.jit(lambda x: hc.call(bad, x, x))(np.float32(1))
+        except jax.errors.JaxRuntimeError as error:
+            assert "ValueError: x" in str(error)
+        else:
+            raise AssertionError
+    """)
 
 
 def test_a_broken_tracer_fails_no_program(run_python):

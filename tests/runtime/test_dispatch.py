@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
 from jax.experimental import io_callback
 
 import hostcall as hc
@@ -307,14 +308,34 @@ def test_programs_that_need_tokens_go_through_python(bind, x, monkeypatch):
     assert python_dispatches(monkeypatch, f, x) == 5
 
 
+class Gpu:
+    """Stands for the client of a GPU that is not here."""
+
+    platform = "none"
+
+    def local_devices(self):
+        return []
+
+    def process_index(self):
+        return 0
+
+
 @each
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_jax_keeps_the_token_of_a_program(bind, platform, x):
-    """JAX does so for programs with host callbacks: effects_barrier waits for them."""
+@pytest.mark.parametrize(("platform", "client"), [("cpu", 1), ("cuda", 1), ("cuda", 0)])
+def test_jax_keeps_the_token_of_a_program(bind, platform, client, monkeypatch):
+    """JAX does so for programs with host callbacks: effects_barrier waits for them.
+
+    A compiler without the devices takes none.
+    """
+    if platform == "cuda" and client:
+        made = Gpu()
+        monkeypatch.setattr(mlir.ModuleContext, "get_backend", lambda *_, **__: made)
+    jax.clear_caches()
     traced = jax.jit(lambda x: bind(lambda v: np.asarray(v), x)).trace(jnp.float32(1))
     lowered = traced.lower(lowering_platforms=(platform,))
     marks = lowered._lowering.compile_args["host_callbacks"]
-    assert len(marks) == 1
+    assert len(marks) == client
+    jax.clear_caches()
 
 
 PROGRAM = """

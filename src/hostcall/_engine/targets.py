@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -50,22 +49,18 @@ def start() -> bool:
     return inside is not None
 
 
-def _take_over_tracing() -> None:
-    """Gives the calling thread what `threading` gives each thread that it starts.
+def _tracing() -> tuple[Any, Any]:
+    """What `threading` gives each thread that it starts: (trace, profile).
 
-    The engine calls it once on each thread of XLA's, so that debuggers and coverage
-    tools see callbacks there.
+    The engine asks once on each thread of XLA's and sets them, so that debuggers and
+    coverage tools see callbacks there.
     """
-    trace, profile = threading.gettrace(), threading.getprofile()
-    if trace is None and profile is None:
-        return
-    # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading` does
-    # not know. This makes it known, as Dummy-1 or the like.
-    threading.current_thread()
-    if trace is not None:
-        sys.settrace(trace)
-    if profile is not None:
-        sys.setprofile(profile)
+    found = threading.gettrace(), threading.getprofile()
+    if any(function is not None for function in found):
+        # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading`
+        # does not know. This makes it known, as Dummy-1 or the like.
+        threading.current_thread()
+    return found
 
 
 def start_on(client: Any | None) -> None:
@@ -108,7 +103,7 @@ def _register() -> None:
     anything is lowered here. It takes 0.1 ms and starts no back end; JAX keeps the
     entries for CUDA until its plugin asks for them.
     """
-    _native.set_hook(_native.Hook.TRACING, _take_over_tracing)
+    _native.set_hook(_native.Hook.TRACING, _tracing)
     handlers = _native.handlers()
     for platform, plan_type, kind in (
         ("cpu", "type", ""),
