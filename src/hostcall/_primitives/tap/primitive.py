@@ -150,7 +150,7 @@ def _devices(operands: Operands) -> list[Device]:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _TappedLine:
     """A user's line that taps, on one device. It keeps no function alive."""
 
     place: Place
@@ -164,7 +164,7 @@ class _Line:
 # Beyond this number the counter that was used longest ago is dropped, and its line
 # starts counting anew.
 @lru_cache(maxsize=4096)
-def _throttle(line: _Line) -> _native.Throttle:
+def _throttle(line: _TappedLine) -> _native.Throttle:
     return _native.Throttle(line.tap)
 
 
@@ -177,7 +177,7 @@ def _lets(
     """
     callback, number = params.callback, (device.platform, device.id)
     source = source_of(callback.function)
-    line = _Line(callback.place, source, number, params.options, tap)
+    line = _TappedLine(callback.place, source, number, params.options, tap)
     with process.starting.lock:  # two threads may come to a new line at once
         throttle = _throttle(line)
     return throttle.lets(costs.counters_of(callback), always)
