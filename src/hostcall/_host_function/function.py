@@ -351,7 +351,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         Raises:
             SpecError: the function has no differences.
 
-        Cost: 11 to 13 runs per element of the arguments ("complex": 22 to 24).
+        Cost: 11 to 13 runs per element of the arguments.
         """
         if self.differences is None:
             raise SpecError(
