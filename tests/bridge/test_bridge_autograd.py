@@ -274,13 +274,16 @@ def test_wrong_answers():
     wrong(1.0, r"`f` should return \(value, gradient\), got float", Q)
     wrong(
         (1.0, (Q,)),
-        r"for the arguments \[0, 1\] should have .*.a tuple with one entry for each",
+        r"for the arguments \[0, 1\] should have .*a tuple with one entry for each",
         Q,
         K,
     )
+    for several in ([Q, K], {"a": Q, "b": K}):
+        wrong((1.0, several), r"for the arguments \[0, 1\] should have", Q, K)
+    wrong((1.0, (Q, {"b": 1})), "for argument 1 should have the structure", Q, {"a": K})
     wrong(
         (1.0, {"b": 1}),
-        r"for the arguments \[0\] should have their structure",
+        "for argument 0 should have the structure",
         {"a": Q},
     )
     wrong((1.0, np.ones(2, np.float32)), r"\[2\]", Q)

@@ -28,6 +28,7 @@ pytestmark = [
 
 bridge = hc.bridge.torch
 X = np.float32([0.3, 0.6, 0.9, 1.2])
+F32 = jax.ShapeDtypeStruct((), np.float32)
 MODES = {"eager": lambda f: f, "jit": jax.jit}
 modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 # Ways to find derivatives: a graph, JAX code over other functions, and batches.
@@ -331,6 +332,15 @@ def test_results_without_a_derivative(way):
         f = bridge(fn, **way)
         assert not jax.grad(lambda x, y: f(x) * y)(X, 2.0).any()
         assert jax.jvp(f, (X,), (X,))[1] == 0
+
+
+@ways
+def test_an_integer_tensor_that_is_declared_as_a_float(way):
+    f = bridge(lambda t: (t.sum(), (t > 1).sum()), result=(F32, F32), **way)
+    total = lambda x: sum(f(x))
+    close(jax.grad(total)(X), np.ones_like(X))
+    close(jax.jvp(total, (X,), (X,))[1], X.sum())
+    assert not jax.grad(lambda x: f(x)[1])(X).any()
 
 
 def test_no_grad_is_for_reverse_mode():
@@ -655,8 +665,9 @@ def test_derivatives_that_are_not_there():
         (2, lambda f: jax.jacfwd(jax.hessian(f))),
     ):
         text = f"made with derivatives={order}. .* derivatives={order + 1}\\)"
-        with pytest.raises(hc.errors.DerivativeError, match=text):
+        with pytest.raises(hc.errors.DerivativeError, match=text) as caught:
             of(bridge(square, derivatives=order))(X)
+        assert "LibraryFunction" not in str(caught.value)  # an internal name
     for way in WAYS.values():
         f = bridge(lambda a, t: (a * t).sum(), nondiff=0, **way)
         close(jax.grad(f, 1)(X, X), X)

@@ -388,6 +388,25 @@ def test_call_of_trees():
         assert len(seen) == 1
 
 
+@jax.tree_util.register_pytree_node_class
+class Box:  # two are equal only if they are one
+    def __init__(self, *held):
+        self.held = held
+
+    def tree_flatten(self):
+        return self.held, None
+
+    @classmethod
+    def tree_unflatten(cls, _, held):
+        return cls(*held)
+
+
+def test_call_of_a_tree_that_is_not_compared():
+    x = np.ones(2, np.float32)
+    out = hcb.call(lambda x: Box(x + 1), x, result_shape=Box(x))
+    assert out.held[0].tolist() == [2, 2]
+
+
 def test_call_of_jax_on_another_device():
     other = jax.devices()[2]
     square = jax.jit(lambda m: m @ m)

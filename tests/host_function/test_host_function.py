@@ -324,6 +324,28 @@ def test_vmap_by_rule():
     np.testing.assert_allclose(slope, np.cos(ROW), rtol=1e-6)
 
 
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+@pytest.mark.parametrize("by", ["vmap_method", "defbatch"])
+def test_vmap_by_rule_with_any_order(by, order):
+    rule = lambda size, in_batched, x: (x * 100, True)
+    options = {"vmap_method": rule} if by == "vmap_method" else {}
+    f = hc.host(lambda x: x + 1, result=hc.results.like(0), order=order, **options)
+    if by == "defbatch":
+        f.defbatch(rule)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(ROW), ROW * 100)
+    with pytest.raises(hc.errors.BatchingError, match="The mask could not reach"):
+        jax.vmap(lambda x: f.where(x > 0)(x))(ROW)
+
+
+def test_vmap_by_rule_with_a_result_that_all_rows_share():
+    f = hc.host(lambda x: (x, x), result=lambda x: (x, x))
+    f.defbatch(lambda size, in_batched, x: ((x * 2, jnp.float32(3)), (True, False)))
+    for out_axes, shared in (((0, None), 3), (0, [3, 3, 3])):
+        doubled, same = jax.jit(jax.vmap(f, out_axes=out_axes))(ROW)
+        np.testing.assert_array_equal(doubled, ROW * 2)
+        np.testing.assert_array_equal(same, shared)
+
+
 @pytest.mark.parametrize(
     ("answer", "text"),
     [

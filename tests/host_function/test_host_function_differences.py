@@ -249,8 +249,10 @@ def test_errors():
     with pytest.raises(hc.errors.SpecError, match="step= of `f`"):
         hc.derivatives.finite_difference(f, step=-1)
     hc.derivatives.finite_difference(f)
+    before = f.difference_error(0.5)
     with pytest.raises(hc.errors.SpecError, match="defjacobian already"):
-        hc.derivatives.finite_difference(f)
+        hc.derivatives.finite_difference(f, step=1e-1)
+    assert f.difference_error(0.5) == before  # the refused step changes nothing
 
 
 def test_complex_results_of_a_function_with_a_jacobian():

@@ -153,6 +153,12 @@ def wrong_jvp(value, where="host"):
     return lambda: jvp(f)
 
 
+def wrong_jvps(share):
+    f = hc.host(np.add, result=hc.results.like(0), name="f")
+    f.defjvps(lambda t, *_: t, lambda t, *_: share(t), where="jax")
+    return lambda: jax.jvp(f, (X, X), (X, X))
+
+
 def wrong_vjp(forward, backward, where="host", residuals=None):
     f = make()
     rules = (lambda x: forward), (lambda r, ct: backward)
@@ -195,6 +201,10 @@ WRONG = {
     "bwd in JAX, shape": (
         wrong_vjp((X, X), (X[:2],), "jax"),
         r"backward rule of `f` returned float32\[2\] where float32\[3\] is wanted",
+    ),
+    "jvps in JAX, shape": (
+        wrong_jvps(lambda t: t.sum()),
+        r"the jvp rule of `f` returned float32\[\] where float32\[3\] is wanted",
     ),
     "jacobian, shape": (
         wrong_jacobian(X[None]),

@@ -1,6 +1,7 @@
 """hc.host: derivative rules, compared with JAX's own derivatives."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -573,6 +574,39 @@ def test_rules_of_two_arguments_beside_a_result_that_is_an_integer(where):
     )
     _, (_, dot) = jax.jvp(f, (X, X), (Y, 2 * Y))
     same(dot, X * Y + X * 2 * Y)
+
+
+def test_shares_of_the_tangent_in_jax_code_are_fitted_one_by_one():
+    f = hc.host(lambda x, y: (x + y, x * y), result=lambda x, y: (x, x))
+    f.defjvps(
+        lambda t, out, x, y: ([1.0, 2.0, 3.0], t * y),
+        lambda t, out, x, y: (None, t * x),
+        where="jax",
+    )
+    _, dots = jax.jvp(f, (X, Y), (X, Y))
+    same(dots, ([1.0, 2.0, 3.0], 2 * X * Y))
+
+
+def test_zeros_of_a_backward_rule_in_jax_code_for_symbolic_shapes():
+    f = hc.host(np.add, result=hc.results.like(0))
+    f.defvjp(lambda x, y: (f(x, y), None), lambda _, ct: (ct, None), where="jax")
+    (n,) = jax.export.symbolic_shape("n")
+    rows = jax.ShapeDtypeStruct((n,), np.float32)
+    slopes = jax.grad(lambda x, y: f(x, y).sum(), (0, 1))
+    assert [x.shape for x in jax.eval_shape(slopes, rows, rows)] == [(n,), (n,)]
+    same(slopes(X, Y), (np.ones(3), np.zeros(3)))
+
+
+class Both(NamedTuple):
+    out: np.ndarray
+    tangent: np.ndarray
+
+
+@pytest.mark.parametrize("where", ["host", "jax"])
+def test_a_result_and_its_tangent_in_a_tuple_with_names(where):
+    f = hc.host(np.square, result=hc.results.like(0))
+    f.defjvp(lambda p, t: Both(p[0] ** 2, 2 * p[0] * t[0]), where=where)
+    same(jax.jvp(f, (X,), (Y,)), (X**2, 2 * X * Y))
 
 
 def test_trees_of_arguments_and_results():

@@ -226,6 +226,14 @@ def test_rules_in_jax_code_that_are_infinite_there(kind):
     assert jax.jit(jax.vmap(jax.grad(first)))(x).tolist() == [0, -0.25]
 
 
+def test_a_number_of_python_as_a_tangent():
+    f = hc.host(np.multiply, result=hc.results.like(0))
+    f.defjvp(lambda p, t: t[0] * p[1] + p[0] * t[1], where="jax")
+    for mask, slope in ((True, 4), (False, 0)):
+        g = lambda x, mask=mask: f.where(mask)(x, 4.0)
+        assert jax.jvp(g, (3.0,), (1.0,))[1] == slope
+
+
 @pytest.mark.parametrize("method", ["sequential", "parallel", *WHOLE])
 def test_rows_that_differ_in_the_mask_only(method):
     sine = hc.host(np.sin, result=hc.results.like(0), vmap_method=method)

@@ -125,19 +125,20 @@ class Outside:
         """The leaves of a call's result."""
         leaves, tree = jax.tree.flatten(value)
         what, wanted, got = "pytree", self.result_tree, tree
-        arrays = tuple(map(_jax.to_host, leaves)) if tree == wanted else ()
-        if arrays:
-            what = "abstract values"
-            wanted, got = (
-                tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of])
+        if tree == wanted:
+            arrays = tuple(map(_jax.to_host, leaves))
+            avals, described = (
+                [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of]
                 for of in (self.avals, arrays)
             )
-        if got != wanted:
-            raise TypeError(
-                f"Callback func {self.fn.value} should have returned a result with"
-                f" {what} {wanted} but returned {got}"
-            )
-        return arrays
+            if described == avals:  # lists: a class of the user's may have no __eq__
+                return arrays
+            what = "abstract values"
+            wanted, got = map(tree.unflatten, (avals, described))
+        raise TypeError(
+            f"Callback func {self.fn.value} should have returned a result with"
+            f" {what} {wanted} but returned {got}"
+        )
 
 
 # The last exception of a callback, with its traceback's text. A deque: callbacks of

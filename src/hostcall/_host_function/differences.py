@@ -73,9 +73,10 @@ def finite_difference(
             "coalesce= and finite differences, which call it with one entry: leave out"
             " coalesce=, or give it a rule",
         )
-    f.differences = Differences(f, float(step or _STEP))
-    diagonal = f.differences.elementwise
-    f._add("jacobian", Rule(f.differences, "host", diagonal=diagonal))
+    differences = Differences(f, float(step or _STEP))
+    diagonal = differences.elementwise
+    f._add("jacobian", Rule(differences, "host", diagonal=diagonal))
+    f.differences = differences  # not if `_add` refuses the rule
     return f
 
 

@@ -106,10 +106,12 @@ def _is_private(group: int) -> bool:
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return found.gr_name in ("root", user) and set(found.gr_mem) <= {user}
+    # A group of the user's name may be another's primary one, which lists no members.
+    own = group in (0, user.pw_gid) and found.gr_name in ("root", user.pw_name)
+    return own and set(found.gr_mem) <= {user.pw_name}
 
 
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)

@@ -118,7 +118,7 @@ class ResidualStore:
         """
         new = object()
         if (
-            number_of(handle) not in list(self._dropped)  # others may add to it
+            number_of(handle) not in self._dropped.copy()  # others may add to it
             or self._said.setdefault((name, source), new) is not new
         ):
             return

@@ -210,6 +210,11 @@ MISSING = {
         "`{rule}`, a rule of `{name}` in host code, is itself differentiated (called at"
         " {place}). {advice}"
     ),
+    # The rule is not the user's.
+    "again": (
+        "a derivative of `{name}` is itself differentiated (called at {place})."
+        " {advice}"
+    ),
     "argument": (
         "`{name}` is differentiated with respect to argument {position}, {why} (called"
         " at {place}). Keep the derivative out with jax.lax.stop_gradient on that"

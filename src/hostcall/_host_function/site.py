@@ -51,14 +51,14 @@ from hostcall._host_function.rules import Rule
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
-from hostcall._primitives.batching import Dims
+from hostcall._primitives.batching import Dims, batch_by_rule
 
 
 class CallSite(RuleTrees):
     """A HostFunction, called with arguments of these trees."""
 
-    def run(self, operands: Arrays) -> Arrays:
-        return Steps(self, "value", self.avals).run(operands)
+    def run(self, operands: Arrays, **more: object) -> Arrays:
+        return Steps(self, "value", self.avals).run(operands, **more)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         found = self.function.rules
@@ -127,11 +127,8 @@ class CallSite(RuleTrees):
         self, size: int, operands: Arrays, dims: Dims
     ) -> tuple[Arrays, list[int | None]] | None:
         rule = self.function.rules.batch
-        if rule is None:
-            return None
-        code = partial(Steps(self, "value", self.avals).run, vmap_method=rule)
-        outs = jax.vmap(code, (list(dims),), axis_size=size)(operands)
-        return outs, [0] * len(outs)
+        trees = self.name, self.template, self.results
+        return batch_by_rule(rule, trees, operands, dims, size) if rule else None
 
 
 @dataclass(frozen=True, repr=False)

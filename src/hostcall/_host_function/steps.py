@@ -138,7 +138,8 @@ class Steps(HostCode, Value):
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         del operands, tangents
-        missing = "derivative" if self.kind == "value" else "second"
+        again = "again" if self.site.function.advice else "second"
+        missing = "derivative" if self.kind == "value" else again
         raise self.site.missing(missing, rule=name_of(self.code))
 
     def shared(self, dims: Sequence[int | None]) -> Value:
@@ -288,6 +289,10 @@ class Steps(HostCode, Value):
             for leaf, aval in zip(leaves, self.avals, strict=True)
         ]
 
+    def _term(self, leaves: Tangents) -> Arrays:
+        """One argument's share of the tangents."""
+        return leaves
+
     # --- The steps of a rule -------------------------------------------------------
     #
     # Each takes the operands without the mask.
@@ -324,10 +329,8 @@ class Steps(HostCode, Value):
             terms = [touts]
             if self.rule.fn is None:  # a rule may return None for zero
                 terms = [term for term in touts if term is not None] or touts[:1]
-            terms = [
-                pick(site.out_leaves(term, self.words), site.out_diff) for term in terms
-            ]
-            touts = reduce(_add, terms)
+            leaves = [site.out_leaves(term, self.words) for term in terms]
+            touts = reduce(_add, [self._term(pick(x, site.out_diff)) for x in leaves])
         return [*outs, *touts] if both else touts
 
     def _forward(self, operands: Arrays) -> Parts:
@@ -445,7 +448,7 @@ class TracedSteps(Steps):
             x
             if not jnp.issubdtype(x.dtype, jnp.inexact)
             else jnp.where(mask, x, 0 if i in linear else jax.lax.stop_gradient(x))
-            for i, x in enumerate(operands)
+            for i, x in enumerate(map(jnp.asarray, operands))
         ]
 
     def _code(self, kind: Kind, index: int | None = None) -> Function:
@@ -475,6 +478,15 @@ class TracedSteps(Steps):
         assert self.template is not None
         ((residual,), _) = self.template.fill(wrap_keys(leaves, self.template.keys))
         return residual
+
+    # Both fit what may be anything that JAX takes for an array, or None for zero.
+
+    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Tangents:
+        del cotangents
+        return leaves
+
+    def _term(self, leaves: Tangents) -> Arrays:
+        return self.site.fitting(leaves, self.site.out_avals, self.words)
 
 
 def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:

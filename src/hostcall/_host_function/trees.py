@@ -275,8 +275,9 @@ def is_pair(value: Tree, like: Tree) -> bool:
 
     `like` has the structure of the result, and so of its tangent.
     """
+    pair = tuple(value) if isinstance(value, tuple) else value  # may have names
     try:
-        tree.tree_structure((like, like)).flatten_up_to(value)
+        tree.tree_structure((like, like)).flatten_up_to(pair)
     except (ValueError, TypeError):
         return False
     return bool(tree.tree_structure(value) != tree.tree_structure(like))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.errors import BatchingError
 from hostcall._core.options import WHOLE
-from hostcall._core.spec import wrap_keys
+from hostcall._core.spec import Results, Template, wrap_keys
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Aval, Primitive, TreeDef
 
@@ -65,7 +65,9 @@ def batch(
     bind, method = primitive.bind, params.options.vmap_method
     size = size_of(operands, dims)
     if callable(method):
-        return _batch_by_rule(method, operands, dims, size, params)
+        called = params.callback
+        trees = called.name, called.template, called.results
+        return batch_by_rule(method, trees, operands, dims, size)
     flags = [d is not None for d in dims]
     if method in WHOLE:
         return _batch_whole(bind, in_front(operands, dims), flags, size, params)
@@ -125,35 +127,33 @@ def _widen_mask(mask: jax.Array, flag: bool, levels: int) -> jax.Array:
     return jnp.expand_dims(mask, 0) if mask.ndim > 0 else mask
 
 
-def _batch_by_rule(
+def batch_by_rule(
     rule: Callable[..., Any],
+    trees: tuple[str, Template, Results],
     operands: Operands,
     dims: Dims,
     size: int,
-    params: CallParams,
-) -> Batched:
-    callback = params.callback
-    if params.masked:
+) -> tuple[list[jax.Array], list[int | None]]:
+    """What the user's rule makes of a batch of calls.
+
+    `trees` has the function's name, how its arguments are put together, and what it
+    returns.
+    """
+    name, template, results = trees
+    if len(operands) > len(template.keys):  # one more, the mask
         raise BatchingError(
-            f"hostcall: `{callback.name}` has where= and a vmap_method of your own."
+            f"hostcall: `{name}` has where= and a vmap_method of your own."
             " The mask could not reach your rule: give the rule to a call without"
             ' where=, or use one of the named methods ("sequential", "expand_dims")'
         )
-    template = callback.template
     leaves = wrap_keys(in_front(operands, dims), template.keys)
     args, kwargs = template.fill(leaves)
     in_args, in_kwargs = template.fill([d is not None for d in dims])
     in_batched = (*in_args, in_kwargs) if kwargs else tuple(in_args)
     answer = rule(size, in_batched, *args, **kwargs)
-    what = f"the vmap_method of `{callback.name}`"
-    outs, marks = batched_results(
-        answer, size, callback.results.treedef, params.avals, what
-    )
-    whole = [
-        x if mark else jnp.broadcast_to(x, (size, *aval.shape))
-        for x, mark, aval in zip(outs, marks, params.avals, strict=True)
-    ]
-    return whole, (0,) * len(outs)
+    what = f"the vmap_method of `{name}`"
+    outs, marks = batched_results(answer, size, results.treedef, results.avals, what)
+    return outs, [0 if mark else None for mark in marks]
 
 
 def batched_results(

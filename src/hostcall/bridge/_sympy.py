@@ -128,7 +128,7 @@ class OfSympy(Function):
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
         given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}
         super().__init__(evaluate, **{**PLAIN, "vmap_method": "expand_dims", **given})
-        self._slopes: dict[object, OfSympy | None] = {}
+        self._slopes: dict[object, tuple[list[int], OfSympy | None]] = {}
         numbers = range(len(evaluate.symbols))
         rules = (functools.partial(self._share, number) for number in numbers)
         self.defjvps(*rules, where="jax")
@@ -163,16 +163,18 @@ class OfSympy(Function):
         key = number, tuple(not jnp.iscomplexobj(x) for x in primals)
         if key not in self._slopes:
             self._slopes[key] = self._derived(*key)
-        slopes = self._slopes[key]
-        if slopes is None:
-            shape = jnp.broadcast_shapes(*map(jnp.shape, primals))
-            touts = [jnp.zeros(shape, tangent.dtype) for _ in self.fn.outs]
-        else:
-            touts = [slope * tangent for slope in slopes(*primals)]
+        at, slopes = self._slopes[key]
+        shape = jnp.broadcast_shapes(*map(jnp.shape, primals))
+        touts = [jnp.zeros(shape, tangent.dtype) for _ in self.fn.outs]
+        if slopes is not None:
+            for k, slope in zip(at, slopes(*primals), strict=True):
+                touts[k] = slope * tangent
         return self.fn.formed(touts, jnp)
 
-    def _derived(self, number: int, real: tuple[bool, ...]) -> OfSympy | None:
-        """The derivatives of all expressions by symbol `number`; None if all are zero.
+    def _derived(
+        self, number: int, real: tuple[bool, ...]
+    ) -> tuple[list[int], OfSympy | None]:
+        """(which expressions depend on symbol `number`, their derivatives by it).
 
         `real` says which symbols stand for real arrays.
         """
@@ -201,12 +203,14 @@ class OfSympy(Function):
                     " differentiate, or keep this derivative out with"
                     " jax.lax.stop_gradient"
                 )
-        if all(slope == 0 for slope in found):
-            return None
-        outs = tuple(slope.xreplace(back) for slope in found)
+        # The others would cost time, and give NaN for an infinite tangent.
+        at = [k for k, slope in enumerate(found) if slope != 0]
+        if not at:
+            return at, None
+        outs = tuple(found[k].xreplace(back) for k in at)
         name = f"d({self.__name__})/d{by}"
         evaluate = dataclasses.replace(self.fn, name=name, outs=outs, form="list")
-        return OfSympy(evaluate, self.options["timeout"])
+        return at, OfSympy(evaluate, self.options["timeout"])
 
 
 # --- SymPy expressions as NumPy code -------------------------------------------------

@@ -16,6 +16,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
 from hostcall._host_function.trees import pick
+from hostcall._jax.types import TreeDef
 from hostcall.bridge._library import (
     MADE_BY_A_BRIDGE,
     Arrays,
@@ -129,27 +130,34 @@ class _Both(HostCode):
 
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
-        moving, n = self.moving(args), np.ndim(value)
-        given = tuple(args[position] for position in moving)
-        leaves, treedef = tree.tree_flatten(given)
+        moving, n, found = self.moving(args), np.ndim(value), list[np.ndarray]()
+        each = (gradient,) if len(moving) == 1 else gradient
+        each = tuple(each) if isinstance(each, tuple) else each  # may have names
+        whole = tree.tree_structure((0,) * len(moving))
 
         def zero(x: Any) -> np.ndarray:
             return np.zeros(np.shape(value) + np.shape(x)[n:], np.float32)
 
+        parts = self._parts(whole, each, f"the arguments {moving}")
+        for position, part in zip(moving, parts, strict=True):
+            leaves, treedef = tree.tree_flatten(args[position])
+            if part is None:
+                part = treedef.unflatten(map(zero, leaves))
+            arrays = self._parts(treedef, part, f"argument {position}")
+            found += pick(arrays, list(map(_floating, leaves)))
+        return value, found
+
+    def _parts(self, treedef: TreeDef, gradient: object, what: str) -> Arrays:
         try:
-            each = (gradient,) if len(moving) == 1 else gradient
-            pairs = zip(each, given, strict=True)
-            whole = [tree.tree_map(zero, x) if g is None else g for g, x in pairs]
-            parts = treedef.flatten_up_to(tuple(whole))
+            return list(treedef.flatten_up_to(gradient))
         except (ValueError, TypeError) as error:
             raise ResultError(
-                f"hostcall: the gradient that `{self.name}` returned for the arguments"
-                f" {moving} should have their structure, {treedef} (a tuple with one"
-                " entry for each if there are several, None for zero), got"
+                f"hostcall: the gradient that `{self.name}` returned for {what} should"
+                f" have the structure {treedef} (with several arguments a tuple with"
+                " one entry for each, None for zero), got"
                 f" {tree.tree_structure(gradient)}. Name arguments without a gradient"
                 " in nondiff="
             ) from error
-        return value, pick(parts, list(map(_floating, leaves)))
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
         answer = self.fn(*args)

@@ -41,6 +41,10 @@ Graph: TypeAlias = tuple[list[torch.Tensor | None], list[torch.Tensor]]
 _forward = threading.RLock()
 
 
+def has_derivative(x: torch.Tensor) -> bool:
+    return bool(x.is_floating_point() or x.is_complex())
+
+
 def conjugate(x: torch.Tensor) -> torch.Tensor:
     """Maps a cotangent of JAX's to one of torch's, and back.
 
@@ -100,12 +104,20 @@ class OnHost(Code):
 
     @staticmethod
     def vjp(f: Run, *xs: torch.Tensor) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-        outs, pull = torch.func.vjp(f, *xs)
+        flags: list[bool] = []
+
+        # The user may say that an integer tensor is a floating result.
+        def differentiable(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outs = f(*xs)
+            flags[:] = map(has_derivative, outs)
+            return tuple(pick(outs, flags))
+
+        outs, pull = torch.func.vjp(differentiable, *xs)
 
         def pullback(cotangents: Tensors) -> Tensors:
             if not outs:
                 return [torch.zeros_like(x) for x in xs]
-            pairs = zip(cotangents, outs, strict=True)
+            pairs = zip(pick(cotangents, flags), outs, strict=True)
             seeds = tuple(conjugate(ct).to(out.dtype) for ct, out in pairs)
             return list(map(conjugate, pull(seeds)))
 
@@ -179,8 +191,7 @@ class OnHost(Code):
                 return leaf
             x = own_tensor(leaf)
             inputs.append(x)
-            moves = x.is_floating_point() or x.is_complex()
-            if differentiable and id(leaf) not in still and moves:
+            if differentiable and id(leaf) not in still and has_derivative(x):
                 x.requires_grad_()
             # A leaf of the graph can't be written to in place, but a copy of it can.
             return x.clone() if self.writes else x
