@@ -819,6 +819,8 @@ def test_an_option_that_the_function_has_as_a_parameter(option):
         lambda x: hc.tap(print, x),
         lambda x: hc.print("{}", x),
         lambda x: hc.host(np.sin, result=hc.results.like(0))(x),
+        lambda x: hc.Object(dict, methods={"get": x}),
+        lambda x: hc.configure(fail="alone"),
     ],
 )
 def test_under_a_debugger_that_reads_local_variables(call, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import jax
@@ -13,6 +14,7 @@ import registered as r
 
 import hostcall as hc
 from hostcall._api.export import container
+from hostcall._api.object import portable
 
 pytest.importorskip("flatbuffers")
 X = jnp.linspace(0.1, 1.0, 4)
@@ -112,6 +114,26 @@ def test_objects_that_were_closed_are_made_again_by_loading():
         hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
 
 
+def test_two_threads_that_load_a_program_share_its_objects(monkeypatch):
+    """One loads it after the other has made its object, and before that is known."""
+    with hc.Object(r.Walk, methods={"step": SCALAR}) as env:
+        data = bytes(hc.export(lambda x: env.step(x))(ONE))
+    count, second = itertools.count(1), []
+
+    def slow(*args, **options):
+        made = hc.Object(*args, **options)
+        if next(count) == 2:  # the first is that of a check, which drops it
+            second.append(hc.load(data))
+        return made
+
+    monkeypatch.setattr(portable, "Object", slow)
+    first = hc.load(data)
+    both = [first, *second]
+    assert [float(each.call(ONE)) for each in both] == [1, 2]
+    states = [each.objects["Walk"].save()["objects"] for each in both]
+    assert [pickle.loads(state[()]).at for state in states] == [2, 2]
+
+
 def test_64_bit_objects_where_64_bits_are_off():
     with jax.enable_x64(True):
         env = hc.Object(
@@ -151,6 +173,15 @@ def test_a_jitted_function_that_uses_no_argument(used):
     exported = hc.export(jax.jit(f, keep_unused=True) if used else f)(0)
     assert float(hc.load(bytes(exported)).call(0)) == 0
     assert np.allclose(hc.export(jax.jit(lambda x: jnp.ones(2)))(0).call(0), 1)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_function_whose_own_error_is_like_that_of_a_missing_argument(wrap):
+    def f(x):
+        raise ValueError("safe_zip() argument 2 is shorter than argument 1")
+
+    with pytest.raises(ValueError, match=r"^safe_zip\(\) argument 2"):
+        hc.export(wrap(f))(0)
 
 
 class Net:

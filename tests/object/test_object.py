@@ -221,6 +221,53 @@ def test_static_and_class_methods():
             env.double(1.0, 2.0)
 
 
+def test_a_method_whose_decorator_gives_the_function_of_the_class():
+    class Decorated:
+        def __init__(self, f):
+            self.f = f
+
+        def __get__(self, instance, owner):
+            return self.f if instance is None else self.f.__get__(instance)
+
+    class Adds:
+        @Decorated
+        def step(self, x):
+            return np.float32(x + 1)
+
+    with hc.Object(Adds, methods={"step": F32}) as env:
+        assert float(env.step(jnp.float32(2))) == 3
+        with pytest.raises(hc.errors.SpecError, match=r"`.*step` takes \(x\)"):
+            env.step(1.0, 2.0)
+
+
+def test_a_method_named_like_one_of_classes():
+    class Classes:
+        def mro(self):
+            return np.int32(5)
+
+    with hc.Object(Classes, methods={"mro": I32}) as env:
+        assert int(env.mro()) == 5
+
+
+def test_hooks_that_are_false_as_bools():
+    class Hook(list):
+        def __init__(self, f):
+            self.f = f
+
+        def __call__(self, *args):
+            said.append(args)
+            return self.f(*args)
+
+    said = []
+    hooks = {"save": lambda w: 3, "restore": lambda w, s: None, "close": Walk.close}
+    env = hc.Object(Walk, methods=METHODS, **{k: Hook(f) for k, f in hooks.items()})
+    env.step(1.0)
+    (walk,) = (member.value for member in env._group.members.values())
+    env.restore(env.save())
+    env.close()
+    assert said == [(walk,), (walk, 3), (walk,)]
+
+
 def test_the_object_is_made_at_the_first_call():
     made = []
 

@@ -1,5 +1,6 @@
 """hc.tap: what is delivered, when, and what happens to errors."""
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 import hostcall as hc
+from hostcall._core import config
 from hostcall._primitives.tap import primitive
 
 
@@ -619,7 +621,9 @@ def test_through_whose_result_is_unused_may_be_dropped(log):
     assert log.values() == []
 
 
-@pytest.mark.parametrize("wrong", ["256MB", [1], float("inf"), float("nan"), 0, True])
+@pytest.mark.parametrize(
+    "wrong", ["256MB", [1], float("inf"), float("nan"), 0, True, 1e30]
+)
 def test_a_size_that_is_none(wrong):
     with pytest.raises(hc.errors.SpecError) as caught:
         hc.configure(tap_queue_bytes=wrong)
@@ -627,6 +631,13 @@ def test_a_size_that_is_none(wrong):
         "tap_queue_bytes= of hc.configure should be a number of bytes above 0, such as"
         f" 256e6 for 256 MB, got {wrong!r}"
     ) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [np.float32(2**28), np.array(2**28), jnp.int32(2**28)])
+def test_a_size_of_any_type(size, monkeypatch):
+    monkeypatch.setattr(config, "settings", dataclasses.replace(config.settings))
+    hc.configure(cache_bytes=size)
+    assert config.settings.cache_bytes == 2**28
 
 
 def test_a_barrier_in_a_traced_function():

@@ -122,6 +122,15 @@ def test_metrics_with_names_like_options(capsys):
     assert "batch=2, n=2, position=1, sample=2" in capsys.readouterr().err
 
 
+def test_constants_with_names_of_options_of_other_types(capsys):
+    jax.jit(lambda x: hc.progress(x, n=2.5, sample=3))(0)
+    jax.jit(lambda x: hc.progress(x, n="t", sample="all"))(0)
+    hc.barrier()
+    err = capsys.readouterr().err
+    assert "n=2.5, sample=3" in err
+    assert "n=t, sample=all" in err
+
+
 def test_arrays_are_metrics_by_any_name():
     names = ("order", "on", "leave", "color", "miniters", "disable")
     f = lambda x: hc.progress(0, 1, **dict.fromkeys(names, x))

@@ -112,6 +112,20 @@ def test_waits_raise_it(reader):
     assert hc.errors.last_error() is caught.value
 
 
+def test_leaves_that_jax_does_not_take_are_passed_on():
+    x = {"a": jnp.ones(2), "b": np.ones(2, ">f4")}
+    assert hc.watch(x) is x
+    x["a"] *= np.nan
+    assert fired(hc.watch, x).values["b"].tolist() == [1, 1]
+
+
+def test_a_number_of_a_subclass():
+    class Loss(float):
+        pass
+
+    assert np.isnan(fired(hc.watch, {"a": jnp.ones(2), "b": Loss("nan")}).values["b"])
+
+
 def test_an_eager_watch():
     x = jnp.ones(3)
     assert hc.watch(x) is x
@@ -180,6 +194,12 @@ MISTAKES = {
         {},
         r"nothing in hc.watch\(x\) can be nan or infinite: it has int, str",
     ),
+    "no array of JAX": (
+        (np.array([1, np.nan], ">f4"),),
+        {},
+        r"nothing in hc.watch\(x\) can be nan or infinite: it has >f4",
+    ),
+    "no number of JAX": ((np.longdouble(1),), {}, "can be nan or infinite: it has "),
     "no bool": (
         (jnp.ones(2), lambda x: x > 0),
         {},

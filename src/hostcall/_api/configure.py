@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Never
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
 from hostcall._core import config, mistakes
@@ -68,7 +66,7 @@ def configure(
             f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
             code="hc-arguments",
         )
-    given = {name: v for name, v in locals().items() if name in _SETTINGS}
+    given = {name: v for name, v in dict(locals()).items() if name in _SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     check("hc.configure", given, _SETTINGS)
     for name in _SIZES & given.keys():
@@ -107,7 +105,15 @@ def _is_loop(given: object) -> bool:
     return own or isinstance(given, asyncio.AbstractEventLoop)
 
 
-_NUMBER = (int, float, np.integer)
+def _is_size(given: Any) -> bool:
+    """Whether it is a whole number, of any type, that the engine can take."""
+    try:
+        size = int(given)
+    except (TypeError, ValueError, OverflowError):  # a text, or infinite
+        return False
+    return not isinstance(given, bool) and bool(size == given and 0 < size < 1 << 63)
+
+
 _SIZES = {"tap_queue_bytes", "pinned_bytes", "cache_bytes"}
 _SETTINGS = {
     "residuals": Option(
@@ -125,7 +131,7 @@ _SETTINGS = {
         _SIZES,
         Option(
             "a number of bytes above 0, such as 256e6 for 256 MB",
-            lambda v: isinstance(v, _NUMBER) and v is not True and bool(v % 1 == 0 < v),
+            _is_size,
         ),
     ),
 }

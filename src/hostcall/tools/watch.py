@@ -26,7 +26,7 @@ from hostcall._api.call import call_kept
 from hostcall._core.host_code import HostCode, text_of
 from hostcall.errors import SpecError, Watched, WatchError
 from hostcall.tools._debugger import UserLine, stop, users_lines
-from hostcall.tools._values import ARRAYS, dtype_of, need, without_derivative
+from hostcall.tools._values import ARRAYS, need, without_derivative
 
 logger = logging.getLogger("hostcall")
 
@@ -323,8 +323,10 @@ def _check_options(check: object, keep: object, action: object, name: object) ->
 
 
 def _can_be_bad(leaf: object) -> bool:
-    """Whether a leaf has numbers that may be nan or infinite. It may also be a text or
-    an object, which hc.call passes on.
+    """Whether a leaf has numbers that may be nan or infinite. It may also be a text, an
+    object, or an array that JAX does not take, which hc.call passes on.
     """
-    dtype = dtype_of(leaf)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    try:
+        return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    except TypeError:
+        return False

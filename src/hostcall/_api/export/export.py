@@ -185,11 +185,16 @@ def export(
         jitted, platforms=platforms, disabled_checks=(*disabled_checks, *_OURS)
     )
 
+    def no_array(args: Any, kwargs: Any) -> bool:
+        is_dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
+        return is_dropped or not jax.tree.leaves((args, kwargs))
+
     def of(*args: Any, **kwargs: Any) -> Exported:
         try:
             exported = make(*args, **kwargs)
         except ValueError as error:
-            if "safe_zip" not in str(error):  # jax.export's own, of a missing argument
+            # jax.export's own, of a missing argument, and not the function's own.
+            if "safe_zip" not in str(error) or not no_array(args, kwargs):
                 raise
             raise SpecError(
                 "hostcall: hc.export got a function that uses no array among its"
@@ -202,6 +207,13 @@ def export(
         return Exported(exported, vjp_order, (hostcall.__version__, jax.__version__))
 
     return of
+
+
+def _uses_none(program: jax.core.ClosedJaxpr) -> bool:
+    """Whether a jaxpr uses none of its arguments."""
+    used = {id(v) for eqn in program.eqns for v in eqn.invars}
+    used |= {id(v) for v in program.jaxpr.outvars}
+    return not any(id(v) in used for v in program.jaxpr.invars)
 
 
 def load(data: bytes | bytearray | memoryview) -> Exported:

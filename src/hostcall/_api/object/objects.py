@@ -22,7 +22,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from jax.typing import ArrayLike
 
@@ -137,7 +137,7 @@ class Object:
         save: str | Callable[[Any], Any] | None = None,
         restore: str | Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        options = {each: value for each, value in locals().items() if each in OPTIONS}
+        options = {each: v for each, v in dict(locals()).items() if each in OPTIONS}
         usage = "hc.Object(factory, methods={...})"
         said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
@@ -381,7 +381,7 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
                 f"methods= of `{name}` has the key {method!r}, which is not the name of"
                 " a public method"
             )
-        elif hasattr(Object, method):
+        elif method in vars(Object):
             wrong = (
                 f"`{name}` can't declare `{method}`, since hc.Object has its own method"
                 " of that name. Add a method with another name that calls it, and"
@@ -413,8 +413,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
     called = group.definition(name)
     bound: Callable[..., Any] | None = None
     if isinstance(called, types.FunctionType):  # a static method gets no object
-        has_self = inspect.getattr_static(group.factory, name) is called
-        bound = types.MethodType(called, group.factory) if has_self else called
+        defined = inspect.getattr_static(group.factory, name)
+        is_static = isinstance(defined, staticmethod)
+        bound = called if is_static else types.MethodType(called, group.factory)
 
     def method(
         *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
@@ -442,6 +443,7 @@ Place = tuple[Batch, tuple[int, ...]]
 
 # What closes, saves or restores an object: a method's name, or a function of it.
 Hook = str | Callable[..., Any] | None
+Default = TypeVar("Default", bound=Callable[..., Any] | None)
 
 # The reasons why a group's objects can't be called any more. Each completes a sentence
 # that ends in "was called".
@@ -495,9 +497,9 @@ class Group(Owned):
         self.name, self.options = name, options
         what = f"the factory of `{name}`"
         self._make = of_a_number(factory, what, "the object's index", "index")
-        self._close = _hook(options["close"], lambda: None) or (lambda value: None)
-        self._save = _hook(options["save"]) or (lambda value: value)
-        self._put = _hook(options["restore"])  # None: the object is its state
+        self._close = _hook(options["close"], lambda value: None, lambda: None)
+        self._save: Callable[..., Any] = _hook(options["save"], lambda value: value)
+        self._put = _hook(options["restore"], None)  # None: the object is its state
         self.number = self.ended = ""
         self.lock = threading.Lock()
         super().__init__()
@@ -599,10 +601,10 @@ class Group(Owned):
         states = {(batch, index): each for index, each in snapshot["objects"].items()}
         with self.lock:
             made = {place for place, each in self.members.items() if each.made}
-        now = [p for p in states if not everyones or (put and p in made)]
+        now = [p for p in states if not everyones or (put is not None and p in made)]
         # All of them first: if one is broken, nothing has changed.
         values = {place: pickle.loads(states.pop(place)) for place in now}
-        failures = self.drop(keep=made & values.keys() if put else ())
+        failures = self.drop(keep=() if put is None else made & values.keys())
         with self.lock:
             self.members.update({p: Member(state=each) for p, each in states.items()})
             if put is None:
@@ -658,13 +660,15 @@ def _at_exit() -> None:
 lifecycle.after_the_last_call(_at_exit)
 
 
-def _hook(given: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
+def _hook(
+    given: Hook, default: Default, *lacking: Callable[[], None]
+) -> Callable[..., Any] | Default:
     """The function of an object that an option gives, itself or as a method's name.
 
     `lacking` is what is called of an object without that method.
     """
     if not isinstance(given, str):
-        return given
+        return default if given is None else given
     return lambda value, *args: getattr(value, given, *lacking)(*args)
 
 

@@ -91,9 +91,10 @@ def _object_of(told: Any) -> Object:
     # It checks the names of the methods.
     made = Object(factory, methods=found["methods"], **declared)
     with _lock:
-        made._group.number = found["object"]
         same = (g for g in living(Group) if g.number == found["object"] and not g.ended)
-        made._attach(next(same))
+        group = next(same, made._group)
+        group.number = found["object"]
+        made._attach(group)
     return made
 
 

@@ -79,7 +79,12 @@ _NO_METRICS = {
 
 def _check_metric(name: str, value: object, total: object) -> None:
     # An array is a metric by any name, but for a mask.
-    if (not is_array(value) or name == "where") and (name != "n" or total is None):
+    is_meant = not is_array(value) or name == "where"
+    if name == "n":
+        is_meant = type(value) is int and total is None
+    elif name == "sample":
+        is_meant = type(value) is float
+    if is_meant:
         for what, names in _NO_METRICS.items():
             if name in names.split():
                 shown = repr(value) if type(value) in (bool, int, float, str) else "..."

@@ -13,10 +13,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hostcall.tools._recorder import stream as streams
+
+if TYPE_CHECKING:
+    import pyarrow
 
 # How many blocks an entry may have that somebody else wrote: each is that of a device.
 MOST_BLOCKS = 1 << 16
@@ -54,21 +58,24 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 def _blocks(path: Path) -> _Blocks | None:
     """What is in a stream; None if no row of it was written."""
-    schema, found = streams.read(path)
-    batches = list(found)
-    if not batches:
+    schema, batches = streams.read(path)
+    if schema is None:
+        return None
+    # Room for as many rows as the file can have. What is not filled takes no memory.
+    room = 8 * path.stat().st_size // max(streams.bits_of_row(schema), 1)
+    columns, count = _room_for(schema, room), 0
+    for batch in batches:
+        begin, count = count, count + len(batch)
+        if count > room:  # written meanwhile
+            count = begin
+            break
+        for name in schema.names:
+            columns[name][begin:count] = streams.column(batch, name)
+    if not count:
         return None
     about = streams.about(schema)
-    columns = {
-        name: np.concatenate([streams.column(batch, name) for batch in batches])
-        for name in batches[0].schema.names
-    }
-    if "value.real" in columns:
-        real, imag = columns["value.real"], columns["value.imag"]
-        columns["value"] = real.astype(np.result_type(real, 1j))
-        columns["value"].imag = imag
     steps, times, corners, values = (
-        columns[name] for name in ("step", "time", "at", "value")
+        columns[name][:count] for name in ("step", "time", "at", "value")
     )
     block = values.shape[1:]
     fits = (
@@ -82,6 +89,19 @@ def _blocks(path: Path) -> _Blocks | None:
     if not fits:
         raise ValueError(f"no recorder wrote {path}")
     return _Blocks(about, steps, times, corners, values)
+
+
+def _room_for(schema: pyarrow.Schema, rows: int) -> streams.Columns:
+    """Arrays for the columns; those of complex numbers are parts of "value"."""
+    out = {}
+    for field in schema:
+        dtype, of_row = streams.type_of(field.type)
+        out[field.name] = np.empty((rows, *of_row), dtype)
+    if "value.real" in out:
+        kind = np.result_type(out["value.real"], 1j)
+        out["value"] = value = np.empty(out["value.real"].shape, kind)
+        out |= {"value.real": value.real, "value.imag": value.imag}
+    return out
 
 
 def _joined(parts: list[_Blocks]) -> tuple[np.ndarray, np.ndarray]:

@@ -73,7 +73,9 @@ class RunFolder(Owned):
         only_files(self.folder / "arrays")
         folders = [self.folder / "columns", *self.folder.glob("arrays/*")]
         for path in itertools.chain(*map(streams.paths, folders)):
-            schema, batches = streams.read(path)
+            # Of the values of arrays nothing is read. Batches are those of this process
+            # alone, and nobody else writes to these.
+            schema, batches = streams.read(path, mapped=True)
             if schema is None:
                 continue
             about = streams.about(schema)
@@ -117,8 +119,10 @@ class RunFolder(Owned):
             folder, about, _ = key
             if key not in self._streams:
                 self._streams[key] = streams.ArrowFile(folder, about)
-            whole = {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
-            begin = self._streams[key].append(whole)
+            columns = batches[0]
+            if len(batches) > 1:
+                columns = {n: np.concatenate([b[n] for b in batches]) for n in columns}
+            begin = self._streams[key].append(columns)
             if not about.type:
                 written.append((self._streams[key], begin))
         return written

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +65,15 @@ def paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.arrows"), key=lambda p: int(p.stem))
 
 
-def read(path: Path) -> tuple[pyarrow.Schema | None, Iterator[pyarrow.RecordBatch]]:
+def read(
+    path: Path, mapped: bool = False
+) -> tuple[pyarrow.Schema | None, Iterator[pyarrow.RecordBatch]]:
     """The schema of a stream and its whole batches; no schema if it was cut there.
+
+    Args:
+        path: the file.
+        mapped: whether to read only what is used of the batches. Then the file must be
+            one that nobody writes: this process would end if it were cut meanwhile.
 
     Raises:
         ValueError: the columns have types that a recorder does not write.
@@ -78,9 +86,12 @@ def read(path: Path) -> tuple[pyarrow.Schema | None, Iterator[pyarrow.RecordBatc
     # some package has registered, and there are classes that unpickle what they get.
     if mark not in (_BEGIN, _BEGIN[: len(mark)]) or b"ARROW:extension" in head:
         raise ValueError(f"no recorder wrote {path}")
+    if not mark:
+        return None, iter(())
     try:
-        # Not a memory map, which would end this process if the file were cut meanwhile.
-        reader = pa.ipc.open_stream(pa.OSFile(str(path)))
+        # Arrow's own map asks the system to read all of it.
+        source = np.memmap(path, np.uint8, "r") if mapped else pa.OSFile(str(path))
+        reader = pa.ipc.open_stream(source)
     except (OSError, pa.ArrowInvalid):
         return None, iter(())
     for column in reader.schema:
@@ -170,6 +181,13 @@ def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
     if dtype.kind not in "biuf":
         raise ValueError(f"a recorder writes no column of the type {arrow}")
     return dtype, shape
+
+
+def bits_of_row(schema: pyarrow.Schema) -> int:
+    """How many bits of a file a row takes at least."""
+    kinds = [type_of(column.type) for column in schema]
+    sizes = [1 if dtype.kind == "b" else 8 * dtype.itemsize for dtype, _ in kinds]
+    return sum(n * math.prod(shape) for n, (_, shape) in zip(sizes, kinds, strict=True))
 
 
 def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
