@@ -72,6 +72,20 @@ class Disguised:
         return double(x)
 
 
+class Undecided:
+    """Raises if it is asked for its truth, as an array does."""
+
+    def __call__(self, x):
+        return double(x)
+
+    def __bool__(self):
+        raise RuntimeError("neither true nor false")
+
+
+class CallIsUndecided:
+    __call__ = Undecided()
+
+
 def wraps_itself():
     @functools.wraps(double)
     def wrapper(x):
@@ -101,6 +115,8 @@ CALLABLES = {
     "Anything": Anything,
     "method bound to Anything": lambda: types.MethodType(Anything(), 3).__func__,
     "Raising": Raising,
+    "Undecided": Undecided,
+    "__call__ is Undecided": CallIsUndecided,
     "Disguised as a function": lambda: Disguised(types.FunctionType),
     "Disguised as a method": lambda: Disguised(types.MethodType),
     "Disguised as a partial": lambda: Disguised(functools.partial),

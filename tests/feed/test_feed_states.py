@@ -59,6 +59,27 @@ class Loader:
         self.next = state["next"]
 
 
+class LateState:
+    """A data set of Hugging Face's: its state is the last epoch's, or none, until this
+    one has given an item.
+    """
+
+    state = start = None
+
+    def __iter__(self):
+        first, self.start = self.start or 0, None
+        for i in range(first, 3):
+            self.state = i + 1
+            yield np.int32(i)
+
+    def state_dict(self):
+        assert self.state is not None
+        return self.state
+
+    def load_state_dict(self, state):
+        self.start = state
+
+
 def numbers(epoch):
     return iter(np.arange(10, dtype=np.int32) + 100 * epoch)
 
@@ -104,6 +125,17 @@ def test_an_iterator_is_skipped_forwards_only():
         assert take(feed, 1) == [21]
         with pytest.raises(FeedError, match=r"reset\(\) can't start it again"):
             feed.reset()
+
+
+def test_the_start_of_an_epoch_needs_no_state():
+    """A source's own may be that of the epoch before, or raise."""
+    with hc.feed(LateState(), np.int32(0)) as feed:
+        assert take(feed, 3) == [0, 1, 2]
+        feed.reset()
+        assert feed.state() == {"epoch": 1, "item": 0}
+        feed.restore(feed.state())
+        assert take(feed, 3) == [0, 1, 2]
+        assert feed.state() == {"epoch": 1, "item": 3, "source": 3}
 
 
 def test_states_that_do_not_fit():

@@ -83,6 +83,19 @@ def test_an_eager_call_raises_the_exception_itself():
         hc.call(Forever(failing={1}), F32, 1.0)
 
 
+def test_an_exception_without_attributes():
+    class Odd(Exception):
+        @property
+        def __dict__(self):
+            raise LookupError("no dict")
+
+    async def fails(x):
+        raise Odd
+
+    with pytest.raises(LookupError, match="no dict"):
+        hc.call(fails, F32, 1.0)
+
+
 def test_rows_that_wait_for_their_turn_never_begin():
     forever = Forever(failing={0})
     with pytest.raises(jax.errors.JaxRuntimeError, match="row 0"):

@@ -339,15 +339,21 @@ def test_the_time_limit_holds_for_derivatives():
             jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
 
 
-def test_a_row_of_a_run_that_is_elsewhere():
-    """A run is pickled as None, so that rows elsewhere don't look for theirs."""
+def test_what_a_run_is_where_it_is_sent(monkeypatch):
+    """Itself in its own process, and None in another, even one of the same id."""
     rows = [((0.5,), {}), ((0.2,), {})]
     of = on_executor.OnExecutor(layer.Bound(fails, workers.ThreadSettings.here()))
     with ThreadPool(1) as pool:
         run = on_executor._RowsThere(of, pool, rows, lambda row: None)
     sent = pickle.dumps((run, (0, None, None), fails, rows))
+    assert pickle.loads(sent)[0] is run
+    monkeypatch.setattr(on_executor, "_runs", on_executor._Runs())
     assert pickle.loads(sent)[0] is None
     assert on_executor.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
+    monkeypatch.undo()
+    del run
+    with pytest.raises(futures.CancelledError, match="did not begin"):
+        pickle.loads(sent)
 
 
 def test_an_error_in_a_pool_of_threads_of_multiprocessing():

@@ -23,6 +23,7 @@ from hostcall._core.options import Policy
 from hostcall._core.spec import Static, Template
 from hostcall._engine import plans
 from hostcall._native import ResultForm
+from hostcall._policies import on_loop
 from hostcall._policies.cached import Cached
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Site
@@ -125,6 +126,29 @@ def test_the_first_row_that_fails_is_named(kind):
         runs.rows(rows_of(0, 1, 2), at(5, 6, 7))
     assert caught.value.args == (1,)
     assert vars(caught.value)["hostcall_row"] == 1
+
+
+def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch):
+    """As of a future that both await: each call says which of its own rows that was."""
+    bad, wait = Bad(), on_loop.wait
+
+    async def fn(x, *, y):
+        if x:
+            raise bad
+
+    def number_of_the_first_that_fails(*xs):
+        with pytest.raises(Bad) as caught:
+            OnLoop(bound(fn)).rows(rows_of(*xs), Site())
+        return vars(caught.value)["hostcall_row"]
+
+    def wait_for_another(*args):
+        done = wait(*args)
+        monkeypatch.undo()
+        assert number_of_the_first_that_fails(0, 0, 1) == 2
+        return done
+
+    monkeypatch.setattr(on_loop, "wait", wait_for_another)
+    assert number_of_the_first_that_fails(0, 1) == 1
 
 
 @pytest.mark.parametrize("kind", LATE)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ from limits import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc
-from hostcall._policies import executors
+from hostcall._policies import executors, on_executor
 
 X = np.arange(40, dtype=np.float32)
 
@@ -127,6 +128,28 @@ def test_rows_of_an_executor_that_does_not_say_how_many_it_runs():
     np.testing.assert_array_equal(jax.vmap(parallel(meets, Unbounded()))(X), X)
 
 
+class Pickles(futures.ThreadPoolExecutor):
+    """Runs its tasks in this process, but pickles them first, as Dask may."""
+
+    def submit(self, *task):
+        return super().submit(run_pickled, pickle.dumps(task))
+
+
+def run_pickled(task):
+    fn, *args = pickle.loads(task)
+    return fn(*args)
+
+
+def knows(x):
+    return x * 100 + hc.current().row[0]
+
+
+def test_a_row_that_was_pickled_but_runs_here_knows_which_it_is():
+    with Pickles(3) as executor:
+        f = jax.jit(jax.vmap(parallel(knows, executor)))
+        np.testing.assert_array_equal(f(X), X * 100 + np.arange(40))
+
+
 @pytest.mark.parametrize("order", ["pure", "unordered"])
 @pytest.mark.parametrize("threads", [1, 3, 16])
 def test_each_row_of_a_chunk_knows_which_it_is(threads, order):
@@ -195,6 +218,65 @@ def test_rows_that_are_late_are_not_begun():
             jax.block_until_ready(f(X))
         hold.set()
     assert len(begun) == 2
+
+
+def test_a_row_that_fails_when_its_call_is_over(monkeypatch):
+    """No other row begins then, whatever the thread of that row had read before."""
+    begun, over, failing = [], threading.Event(), []
+
+    def slow_min(*values, **key):
+        least = min(*values, **key)
+        if threading.get_ident() in failing:
+            assert over.wait(60)
+        return least
+
+    def host(x):
+        begun.append(int(x))
+        if x == 2:
+            failing.append(threading.get_ident())
+            raise LookupError("two")
+        assert over.wait(60)
+        time.sleep(0.1)  # the other thread goes on meanwhile
+        return x
+
+    monkeypatch.setattr(on_executor, "min", slow_min, raising=False)
+    with ThreadPool(2) as pool:  # chunks of 2 rows, which it can't take back
+        f = jax.jit(jax.vmap(parallel(host, pool, timeout=0.5)))
+        with pytest.raises(hc.errors.CallTimeoutError), hc.reraise():
+            jax.block_until_ready(f(X[:16]))
+        over.set()
+        pool.close()
+        pool.join()
+    assert sorted(begun) == [0, 2]
+
+
+def test_rows_that_are_late_are_not_kept():
+    """They are in no cycle: the executor ends its tasks when the call is over."""
+
+    def runs():
+        return sum(type(x) is on_executor._RowsThere for x in gc.get_objects())
+
+    end = threading.Event()
+
+    def host(x):
+        assert end.wait(60)
+        return x
+
+    gc.collect()
+    before = runs()
+    gc.disable()
+    try:
+        with ThreadPool(2) as pool:
+            f = jax.jit(jax.vmap(parallel(host, pool, timeout=0.1)))
+            for _ in range(3):
+                with pytest.raises(jax.errors.JaxRuntimeError):
+                    jax.block_until_ready(f(X))
+            end.set()
+            pool.close()
+            pool.join()
+        assert runs() - before <= 1  # the newest exception keeps its frames
+    finally:
+        gc.enable()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -379,9 +379,10 @@ def looking() -> Iterator[None]:
 
 def is_told(number: int) -> bool:
     """Whether the user has seen this failure, as a report or as the object. A very old
-    one counts as told.
+    one counts as told, and so does 0, which is no host call's.
     """
-    return is_surely_told(number) or number <= _failures.last - _TOLD_AT_MOST
+    old = max(0, _failures.last - _TOLD_AT_MOST)
+    return number <= old or is_surely_told(number)
 
 
 def is_surely_told(number: int) -> bool:
@@ -396,9 +397,8 @@ def tell(number: int) -> None:
     mine = _failures
     with mine.lock:
         mine.told.add(number)
-        if len(mine.told) > _TOLD_AT_MOST:
-            recent = mine.last - _TOLD_AT_MOST // 2
-            mine.told = {n for n in mine.told if n > recent}
+        if len(mine.told) > 2 * _TOLD_AT_MOST:
+            mine.told = {n for n in mine.told if n > mine.last - _TOLD_AT_MOST}
 
 
 def _report_is_made(text: str) -> None:

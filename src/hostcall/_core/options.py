@@ -381,6 +381,7 @@ def _is_not(*texts: object) -> Test:
     return lambda value: callable(value) or value not in texts
 
 
+_TOGETHER = "Taps of a batch are delivered together, not one by one between others"
 _LENT = "A function on another thread could outlive the memory it was lent"
 
 # (options, others, why): none of the first may meet one of the others. "awaits" is
@@ -472,9 +473,13 @@ _PAIRS: tuple[Pair, ...] = (
     ),
     (
         {"batch": _given},
-        {"order": _is("ordered"), "rows": _is("each")},
-        "Taps of a batch are delivered together, not one by one between others: leave"
-        " out one of the two",
+        {"order": _is("ordered")},
+        f"{_TOGETHER}: leave out order=, or batch=",
+    ),
+    (
+        {"batch": _given},
+        {"rows": _is("each")},
+        f"{_TOGETHER}: use rows='batched', or leave out batch=",
     ),
 )
 

@@ -69,8 +69,9 @@ def _call_method(fn: Any) -> Any:
     """The `__call__` in the class of an object; None if the object is itself a class,
     since calling that runs its constructor.
     """
-    found = (vars(kind).get("__call__") for kind in type(fn).__mro__)
-    return None if isinstance(fn, type) else next(filter(None, found), None)
+    kinds = (vars(kind) for kind in type(fn).__mro__)
+    found = (own["__call__"] for own in kinds if "__call__" in own)
+    return None if isinstance(fn, type) else next(found, None)
 
 
 def _binds(

@@ -71,7 +71,7 @@ class Workers:
     def __init__(self, given: Any) -> None:
         self._given = given
         self._files: list[str] = []
-        self._ended = queue.SimpleQueue[Any]()
+        self._ended: queue.SimpleQueue[Any] | None = queue.SimpleQueue()
 
     def open(self) -> None:
         """Lets rows begin."""
@@ -100,14 +100,19 @@ class Workers:
     def _noticed(self, task: futures.Future[Any]) -> futures.Future[Any]:
         # A callback, not `futures.wait`: that is not woken for tasks which an executor
         # cancels in shutdown(cancel_futures=True).
-        task.add_done_callback(self._ended.put)
+        task.add_done_callback(self._note)
         return task
+
+    def _note(self, task: futures.Future[Any]) -> None:
+        if (ended := self._ended) is not None:
+            ended.put(task)
 
     def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
         """Waits until a task has ended, or for `seconds`.
 
         Returns the tasks that have ended since the last call.
         """
+        assert self._ended is not None
         ended = []
         with contextlib.suppress(queue.Empty):
             ended.append(self._ended.get(timeout=seconds))
@@ -164,7 +169,10 @@ class Workers:
         return cloudpickle.Pickler
 
     def forget(self) -> None:
-        """Called when all tasks have ended, to release what was kept for them."""
+        """Called when no task is waited for any more, to release what was kept for
+        them.
+        """
+        self._ended = None  # a task holds this object by its callback: a cycle
 
 
 def _outcome(task: futures.Future[Any]) -> tuple[Any, Any]:

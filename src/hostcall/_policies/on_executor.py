@@ -18,11 +18,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import io
+import itertools
 import math
 import os
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NoReturn
@@ -34,6 +36,7 @@ from hostcall import _jax, _native
 from hostcall._core import config
 from hostcall._core.daemon import DaemonPool
 from hostcall._core.errors import CallTimeoutError
+from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
@@ -99,12 +102,14 @@ def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
 class _RowsThere:
     """The rows of one call while they run.
 
-    Chunks on threads of this process get this object. Pickled, for any other, it is
-    None.
+    Chunks that run in this process get this object, also if the executor pickles it. In
+    another process it is None.
 
     Attributes:
-        until: rows behind the one of this number do not begin. Worker threads read it
-            while others lower it; a stale value starts a row that is then ignored.
+        until: rows behind the one of this number do not begin, since it has failed. All
+            threads lower it. If two do so at once, the higher one may stay, and starts
+            a row that is then ignored.
+        over: no row begins. Only the waiting thread sets it, so that it stays set.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class _RowsThere:
         self._here, self._place = here, workers.place_here()
         self._context = contextvars.copy_context()  # for rows on threads
         self.until = self._at_once = n = len(rows)
+        self.over = False
         self._unsent: list[range] = []
         self._started: dict[Any, range] = {}  # the rows that each task runs
         self._lanes: dict[Any, waits.TraceRow] = {}  # while traced, for other processes
@@ -124,9 +130,11 @@ class _RowsThere:
         self._shared: list[np.ndarray] = []  # the arrays that all rows share, and
         self._there: list[Any] = []  # what is sent in place of them
         self._failed: tuple[range, Any] | None = None  # first failed chunk and error
+        self._number = next(_runs.numbers)
+        _runs.alive[self._number] = self
 
     def __reduce__(self) -> Any:
-        return _elsewhere, ()
+        return _run_of, (_runs.token, self._number)
 
     def values(self) -> list[Any]:
         began, leave = time.monotonic(), False
@@ -155,7 +163,7 @@ class _RowsThere:
             for lane in self._lanes.values():
                 lane.end()
             self._lanes = {}
-            self.until = -1  # rows on threads of this process no longer begin,
+            self.over = True  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
             try:
                 running = self._workers.cancel(started)
@@ -165,6 +173,8 @@ class _RowsThere:
             finally:
                 started.clear()
                 self._workers.forget()
+                # Chunks that still run have theirs.
+                self._rows, self._values, self._finish = (), [], []
 
     def _wait_for(
         self, running: list[Any], started: dict[Any, range], began: float
@@ -228,7 +238,8 @@ class _RowsThere:
             elif self._failed is None or chunk.start < self._failed[0].start:
                 # `until` first: a chunk that can't be cancelled any more reads it
                 # before each of its rows.
-                self._failed, self.until = (chunk, error), chunk.start
+                self._failed = chunk, error
+                self.until = min(self.until, chunk.start)
                 started = self._started.items()
                 self._workers.cancel([t for t, c in started if c.start > chunk.start])
 
@@ -246,21 +257,20 @@ class _RowsThere:
             self._lanes[task] = waits.TraceRow(self._place, chunk.start, len(chunk))
         return task
 
-    def chunk(self, start: int, rows: Sequence[Row]) -> list[Any]:
+    def chunk(self, start: int, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
         """Runs the rows from `start` on, on the calling thread of this process."""
 
         def each() -> Iterator[Row]:
             for i, row in enumerate(rows, start):
-                if i > self.until:
+                if self.over or i > self.until:
                     raise _dropped()
                 workers.answer_here(functools.partial(self._here, i))
-                yield row
+                yield _taken(row, shared)
 
         started = _native.ticks()
         context = self._context.copy()  # since no two threads may be in one context
         try:
-            run = self._bound.settings.run
-            return run(context.run, run_each, self._fn, each())  # type: ignore[no-any-return]
+            return self._bound.settings.run(context.run, run_each, self._fn, each())
         except BaseException:
             # At once: the waiting thread may take a while to notice.
             self.until = min(self.until, start)
@@ -301,8 +311,28 @@ class _RowsThere:
 # --- Chunks: what is sent to an executor, and what a worker does with it --------------
 
 
-def _elsewhere() -> None:
-    """What a run is in another process."""
+class _Runs(Owned):
+    """The runs of this process, by number.
+
+    The token names the process: one on another machine may have the same id.
+    """
+
+    def __init__(self) -> None:
+        self.token, self.numbers = os.urandom(8), itertools.count()
+        self.alive = weakref.WeakValueDictionary[int, _RowsThere]()
+        super().__init__()
+
+
+_runs = _Runs()
+
+
+def _run_of(token: bytes, number: int) -> _RowsThere | None:
+    """What a pickled run is: the run, or None in another process."""
+    if token != _runs.token:
+        return None
+    if (run := _runs.alive.get(number)) is None:
+        raise _dropped()
+    return run
 
 
 def run_chunk(
@@ -324,7 +354,7 @@ def run_chunk(
     """
     start, traced, leash = where
     if run is not None:
-        return run.chunk(start, [_taken(row, shared) for row in rows])
+        return run.chunk(start, rows, shared)  # type: ignore[no-any-return]
     if leash is not None:
         executors.begin(leash, start)
 

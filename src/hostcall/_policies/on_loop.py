@@ -181,7 +181,7 @@ class _RowTasks:
         self._values: list[Any] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._done = threading.Event()
-        self._failed: BaseException | None = None
+        self._failed: tuple[int, BaseException] | None = None
         self._left = len(rows)
         self._begun = self.over = False
 
@@ -195,7 +195,13 @@ class _RowTasks:
                 raise self._bound.late(first, self._late())
             if self._failed is None:
                 return self._values
-            raise self._failed
+            number, error = self._failed
+            try:
+                # Not on the loop: rows of other calls may have failed with this object.
+                error.__dict__["hostcall_row"] = number
+                raise error
+            finally:
+                del error
         except BaseException:
             if not self._done.is_set():
                 self._give_up()
@@ -335,8 +341,7 @@ class _RowTasks:
 
     def _fail(self, number: int, error: BaseException) -> None:
         if not self.over:  # else it failed while it was being cancelled
-            error.__dict__["hostcall_row"] = number
-            self._failed = error
+            self._failed = number, error
             self._stop_all(but=number)
 
     def _stop_all(self, but: int | None = None) -> None:

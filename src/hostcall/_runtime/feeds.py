@@ -396,7 +396,7 @@ class Puller(Owned):
 
     def _open(self, epoch: int) -> Opened:
         self._be_host()
-        return Opened(self._make(epoch), epoch)
+        return Opened(self._make(epoch), epoch, self._again)
 
     def _be_host(self) -> None:
         # The program that waits for the item may occupy its client's only stream.
@@ -448,13 +448,15 @@ class Opened:
     Attributes:
         epoch: the number of this epoch.
         item: how many items of it were pulled.
+        again: whether the epoch can be started again, so that its start needs no state.
+            That of a source may be wrong before the first item: of the last epoch.
         iterator: gives the items.
     """
 
-    def __init__(self, made: Any, epoch: int) -> None:
+    def __init__(self, made: Any, epoch: int, again: bool) -> None:
         if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
             made = made.as_numpy_iterator()
-        self.epoch, self.item = epoch, 0
+        self.epoch, self.item, self.again = epoch, 0, again
         self.iterator: Iterator[Any] = iter(made)
         self._stateful: tuple[Any, str, str] | None = next(
             (
@@ -469,7 +471,8 @@ class Opened:
     def position(self, saved: Any = None) -> dict[str, Any]:
         """The position after the item that was pulled last; `saved` is the source's."""
         position = {"epoch": self.epoch, "item": self.item}
-        if saved is None and self._stateful is not None:
+        needed = saved is None and (self.item > 0 or not self.again)
+        if needed and self._stateful is not None:
             holder, save, _ = self._stateful
             saved = getattr(holder, save)()
         # A copy: the source may go on changing what it returned.
