@@ -347,7 +347,7 @@ def test_what_a_run_is_where_it_is_sent(monkeypatch):
         run = on_executor._RowsThere(of, pool, rows, lambda row: None)
     sent = pickle.dumps((run, (0, None, None), fails, rows))
     assert pickle.loads(sent)[0] is run
-    monkeypatch.setattr(on_executor, "_runs", on_executor._Runs())
+    monkeypatch.setattr(on_executor, "_runs", on_executor._PickledRuns())
     assert pickle.loads(sent)[0] is None
     assert on_executor.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
     monkeypatch.undo()

@@ -311,7 +311,7 @@ class _RowsThere:
 # --- Chunks: what is sent to an executor, and what a worker does with it --------------
 
 
-class _Runs(Owned):
+class _PickledRuns(Owned):
     """The runs of this process, by number.
 
     The token names the process: one on another machine may have the same id.
@@ -323,7 +323,7 @@ class _Runs(Owned):
         super().__init__()
 
 
-_runs = _Runs()
+_runs = _PickledRuns()
 
 
 def _run_of(token: bytes, number: int) -> _RowsThere | None:
