@@ -112,7 +112,7 @@ pictures: $(VENV)/.installed
 
 bench-packages: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-	  torch wrap-torch2jax loky ray diskcache jax-tqdm numpyro equinox
+	  torch wrap-torch2jax loky ray distributed diskcache jax-tqdm numpyro equinox
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md --pictures docs/pictures

@@ -42,9 +42,10 @@ def _all(each: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on(pool: Any, fn: Callable[..., Any], *more: Any) -> Callable[..., Any]:
+    host = hc.host(fn, executor=pool)
+
     def row(x: Any, *more: Any) -> Any:
-        options = {"vmap_method": "parallel", "executor": pool}
-        return hc.call(fn, SCALAR, x, *more, **options)
+        return hc.call(host, SCALAR, x, *more, vmap_method="parallel")
 
     return jax.jit(jax.vmap(row, (0, *[None] * len(more))))
 

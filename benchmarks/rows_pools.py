@@ -113,8 +113,8 @@ def beside(fn: Callable[..., Any], n: int) -> Callable[[bool], dict[str, Case]]:
             if package is not None and importlib.util.find_spec(package) is None:
                 continue
             pool, each = _made(name)
-            options = {"vmap_method": "parallel", "executor": pool}
-            row = functools.partial(hc.call, fn, SCALAR, **options)
+            host = hc.host(fn, executor=pool)
+            row = functools.partial(hc.call, host, SCALAR, vmap_method="parallel")
             made[name] = run_time(jax.jit(jax.vmap(row)), xs, per=len(xs))
             own = functools.partial(_all, each)
             made[f"{name}, their own"] = run_time(own, fn, xs, per=len(xs))

@@ -74,7 +74,7 @@ def bars(n: int, work: Callable[[Any], Any], x: Any) -> dict[str, Case]:
 
 def twenty(quick: bool) -> dict[str, Case]:
     """Steps of about 20 us: a product of two matrices on one thread."""
-    x = jnp.eye(56) * 0.999
+    x = jnp.eye(72) * 0.999
     return bars(1000 if quick else 20_000, lambda c: jnp.tanh(c @ c.T) @ x, x)
 
 
@@ -82,7 +82,7 @@ def ten(quick: bool) -> dict[str, Case]:
     """Steps of about 10 us. The floor of all bars: one call of XLA's that does nothing,
     which no loop with a call to the host can go below.
     """
-    n, x = 2000 if quick else 40_000, jnp.eye(40) * 0.999
+    n, x = 2000 if quick else 40_000, jnp.eye(56) * 0.999
     work = lambda c: jnp.tanh(c @ c.T) @ x
     empty = empty_call(jax.ShapeDtypeStruct((), jnp.float32))
 

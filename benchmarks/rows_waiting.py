@@ -22,8 +22,8 @@ PAUSE = 0.05  # seconds
 
 
 def _batch(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    how = {"vmap_method": "parallel", **options}
-    return jax.jit(jax.vmap(lambda x: hc.call(fn, SCALAR, x, **how)))
+    host = hc.host(fn, **options)
+    return jax.jit(jax.vmap(lambda x: hc.call(host, SCALAR, x, vmap_method="parallel")))
 
 
 def waiting(pause: float) -> Callable[[bool], dict[str, Case]]:

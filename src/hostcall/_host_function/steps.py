@@ -182,7 +182,7 @@ class Steps(HostCode, Value):
         first = self.kind not in ("transpose", "backward") or self.keeps_objects
         return len(self.site.template.keys) if first else 0
 
-    @property
+    @cached_property
     def linear(self) -> slice:
         """Which of its operands, without the mask, are tangents or cotangents."""
         if self.kind in ("jvp", "both"):

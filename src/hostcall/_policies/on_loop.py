@@ -83,8 +83,9 @@ class OnLoop:
             # The objects of all rows are locked by this thread, in row order, until
             # they have ended. Another thread that enters them does so in that order.
             enter = own(self.bound.fn).enter
-            entered = [enter(here(i), held, *row) for i, row in enumerate(rows)]
-            if entered[0] is not None:
+            if (first := enter(here(0), held, *rows[0])) is not None:
+                others = enumerate(rows[1:], 1)
+                entered = [first, *(enter(here(i), held, *row) for i, row in others)]
                 part, there = apply, [((entry,), {}) for entry in entered]
             values = _RowTasks(self, loop, part, there, here).wait(rows[0])
         return [end(value) for end, value in zip(finish, values, strict=True)]
