@@ -13,7 +13,7 @@
 #               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md.
 # make bench-packages bench VENV=.venv-bench  with all packages that rows compare with (6 GB);
 #               without one of them, its rows are left out
-# make check   format, lint, types, layers, tests
+# make check   format, lint, types, layers, rows of the benchmark run once, tests
 # make tsan    the tests of threads under ThreadSanitizer, on a Python without the GIL:
 #               PYTHON is one that scripts/tsan.sh describes
 # make sanitize  the native tests under ASan and TSan, and the Python ones under ASan
@@ -124,6 +124,7 @@ check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/python scripts/typed.py
 	$(BIN)/python -m pytest tests/repo/test_layers.py -q
+	$(BIN)/python -m benchmarks --quick >/dev/null  # each row runs
 	$(BIN)/python $(PYTEST)
 
 format: $(VENV)/.dev
