@@ -336,7 +336,27 @@ class _Problem(HostCode):
                     f" real floating arrays, got {leaf}. Write 1.0 for 1, and give the"
                     " real and imaginary parts of a complex unknown"
                 )
-        template, arrays = split((x, *args), {})
+        outs = self._traced(x, *args)
+        sizes = [sum(a.size for a in tree.tree_leaves(t)) for t in (x, outs)]
+        floats = all(
+            jnp.issubdtype(a.dtype, jnp.floating) for a in tree.tree_leaves(outs)
+        )
+        if not floats or (why := self.refused(*sizes)):
+            why = why if floats else "real floating numbers"
+            got = str(tree.tree_map(lambda a: f"{a.dtype}{list(a.shape)}", outs))
+            raise SpecError(
+                f"hostcall: `{self.name}` should return {why} for hc.bridge.scipy."
+                f"{self.word}, got {got} for an unknown of {sizes[0]} numbers"
+            )
+        if self.bounds is not None:
+            self._limits(x)
+        flag = jax.ShapeDtypeStruct((), np.bool_)
+        count = jax.ShapeDtypeStruct((), np.int32)
+        return (x, Record(flag, count, count)) if self.full else x
+
+    def _traced(self, *args: Any) -> Any:
+        """The avals of what `fun` returns, traced with the program's dtypes."""
+        template, arrays = split(args, {})
         try:
             made = jax.make_jaxpr(
                 functools.partial(self._of, template), return_shape=True
@@ -356,22 +376,7 @@ class _Problem(HostCode):
                     " derivative. Pass it after the first guess: solve(x0, *args)",
                     code="hc-traced",
                 )
-        sizes = [sum(a.size for a in tree.tree_leaves(t)) for t in (x, outs)]
-        floats = all(
-            jnp.issubdtype(a.dtype, jnp.floating) for a in tree.tree_leaves(outs)
-        )
-        if not floats or (why := self.refused(*sizes)):
-            why = why if floats else "real floating numbers"
-            got = str(tree.tree_map(lambda a: f"{a.dtype}{list(a.shape)}", outs))
-            raise SpecError(
-                f"hostcall: `{self.name}` should return {why} for hc.bridge.scipy."
-                f"{self.word}, got {got} for an unknown of {sizes[0]} numbers"
-            )
-        if self.bounds is not None:
-            self._limits(x)
-        flag = jax.ShapeDtypeStruct((), np.bool_)
-        count = jax.ShapeDtypeStruct((), np.int32)
-        return (x, Record(flag, count, count)) if self.full else x
+        return outs
 
     def refused(self, size: int, results: int) -> str:
         """What `fun` should return, if that is not how many numbers it returns."""
