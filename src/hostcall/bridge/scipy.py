@@ -468,7 +468,8 @@ class _Problem(HostCode):
             raise HostcallError(
                 f"hostcall: `{self.name}` found no solution: {message} (by"
                 f" scipy.optimize.{self.word}, method={self.method!r}). Give another"
-                " first guess, or options=; with full_output=True it returns a flag"
+                " first guess, or options=; with full_output=True it returns a flag",
+                code="hc-failed",
             )
         parts = np.split(found.x, np.cumsum([leaf.size for leaf in leaves])[:-1])
         each = zip(parts, leaves, strict=True)
