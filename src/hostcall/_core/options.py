@@ -289,6 +289,8 @@ class Policy:
         coalesce: (the most calls that are merged, seconds that one waits), or None.
         cache: where results are kept, a `Part` of _policies/stores.py; or None. It is
             not compared: it belongs to the function.
+        float64: whether floating arguments are float64 on the host, and complex ones
+            complex128.
         owner: the HostFunction that has it, or None.
     """
 
@@ -308,6 +310,7 @@ class Policy:
         Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
         compare=False,
     )
+    float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
 
     @classmethod
@@ -326,7 +329,8 @@ class Policy:
         """What may not meet an option of a place that a program has chosen. (Rows that
         don't run at the same time do without the executor.)
         """
-        return {each: vars(self)[each] for each in ("timeout", "coalesce", "cache")}
+        names = ("timeout", "coalesce", "cache", "float64")
+        return {each: vars(self)[each] for each in names}
 
     @property
     def pool(self) -> Any:
@@ -470,6 +474,11 @@ _PAIRS: tuple[Pair, ...] = (
         {"cache": _given},
         {"arrays": _is("cuda")},
         "Keys are made of bytes on the host: use another arrays=, or drop cache=",
+    ),
+    (
+        {"float64": _given},
+        {"arrays": _is_not("numpy", "dlpack")},
+        "Such arrays have the dtypes of the program: leave out one of the two",
     ),
     (
         {"batch": _given},

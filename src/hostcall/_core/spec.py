@@ -63,6 +63,15 @@ class Static:
         return f"Static({self.value!r})"
 
 
+def widened(dtype: np.dtype) -> np.dtype | None:
+    """The dtype of arguments with `float64=`; None if that is their own."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return None
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    wide = np.dtype(np.complex128 if is_complex else np.float64)
+    return None if dtype == wide else wide
+
+
 @dataclass(frozen=True)
 class Template:
     """How to rebuild (args, kwargs) from flat arrays.

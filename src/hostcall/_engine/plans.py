@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core.dlpack import DLPackArray
-from hostcall._core.spec import packed_bits
+from hostcall._core.spec import packed_bits, widened
 from hostcall._engine import targets
 from hostcall._engine.counters import costs
 from hostcall._engine.info import CallInfo
@@ -117,6 +118,9 @@ def _choices(
 ) -> Choices:
     equation, callback, device = info.params, info.callback, info.device
     arrays, keys = equation.options.arrays, callback.template.keys
+    wide: list[np.dtype | None] = [None] * len(keys)
+    if callback.policy.float64:  # the mask, if it is there, is not converted
+        wide = [widened(dtype) for _, dtype in shapes[len(shapes) - len(keys) :]]
     cached = callback.policy.cache is not None
     return Choices(
         callback=callback,
@@ -124,7 +128,10 @@ def _choices(
         device=device,
         guard=guard,
         shapes=shapes,
-        converters=[_converter(arrays, key, device) for key in keys],
+        converters=[
+            _converter(arrays, key, device, to)
+            for key, to in zip(keys, wide, strict=True)
+        ],
         avals=equation.avals,
         levels=equation.levels,
         grid=bool(equation.grid),
@@ -199,13 +206,19 @@ def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
     return fill * int(np.prod(aval.shape[:levels] if whole else aval.shape, dtype=int))
 
 
-def _converter(arrays: str, key: Any, device: Any) -> Callable[[Any], Any] | None:
+def _converter(
+    arrays: str, key: Any, device: Any, wide: np.dtype | None
+) -> Callable[[Any], Any] | None:
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
     if arrays in ("jax", "free"):
         committed = arrays == "jax"
         return lambda array: _jax.put_on_device(array, device, committed)
-    return DLPackArray if arrays == "dlpack" else None
+    if wide is None:
+        return DLPackArray if arrays == "dlpack" else None
+    if arrays == "dlpack":
+        return lambda array: DLPackArray(array.astype(wide))
+    return operator.methodcaller("astype", wide)
 
 
 def _nothing() -> None:

@@ -209,7 +209,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self._inferred[key]
 
     def _infer(self, avals: tuple[Tree, ...]) -> Tree:
-        return shorthands.inferred(self.fn, avals, self.__name__)
+        float64 = self.options.get("float64", False)
+        return shorthands.inferred(self.fn, avals, self.__name__, float64)
 
     def _positional(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree]

@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     nondiff: int | tuple[int, ...]
     cache: Any
     version: str | int | None
+    float64: bool
 
 
 class Decorator(Protocol):
@@ -85,6 +86,7 @@ def host(
     nondiff: int | tuple[int, ...] = (),
     cache: Any = None,
     version: str | int | None = None,
+    float64: bool = False,
 ) -> Any:
     """Makes a Python function part of JAX: its results, its batching and its
     derivatives are declared once.
@@ -142,6 +144,11 @@ def host(
             residuals. A cache on a disk holds pickles, so a folder that other users
             can write to is refused.
         version: the version of the function's code, for `cache`; a must on disk.
+        float64: whether floating arguments reach the function as float64, and complex
+            ones as complex128, whatever JAX's mode. So do the arguments, tangents,
+            cotangents and residual arrays of rules in host code; rules in JAX code
+            have the program's dtypes. Integers stay as they are, and results get the
+            dtypes that `result` declares. Such arguments are copies, with `lend` too.
 
     Returns:
         A `HostFunction`. It is called with arrays, pytrees of them and static objects,

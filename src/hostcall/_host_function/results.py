@@ -16,7 +16,7 @@ from hostcall import _jax
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
-from hostcall._core.spec import is_array_like
+from hostcall._core.spec import is_array_like, widened
 from hostcall._host_function.rules import Function, Kind, Options, Tree, call_here
 from hostcall._host_function.trees import RuleTrees
 
@@ -138,6 +138,8 @@ def spec_of(result: Tree, args: tuple[Tree, ...], name: str) -> Tree:
     avals = tree.tree_map(aval_of, args)
     try:
         return result(*avals)
+    except SpecError:  # a bridge's, which says all
+        raise
     except Exception as error:
         given = ", ".join(map(_short, avals))
         raise SpecError(
@@ -154,11 +156,16 @@ def _short(arg: Tree) -> str:
     return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)
 
 
-def inferred(fn: Function, avals: tuple[Tree, ...], name: str) -> Tree:
+def inferred(
+    fn: Function, avals: tuple[Tree, ...], name: str, float64: bool = False
+) -> Tree:
     """The spec of what the function returns for zeros."""
 
     def zeros(leaf: Tree) -> Tree:
-        return np.zeros(leaf.shape, leaf.dtype) if _is_aval(leaf) else leaf
+        if not _is_aval(leaf):
+            return leaf
+        wide = widened(leaf.dtype) if float64 else None
+        return np.zeros(leaf.shape, wide or leaf.dtype)
 
     try:
         value = call_here(fn, tree.tree_map(zeros, avals))

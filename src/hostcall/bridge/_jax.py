@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from hostcall._core.arguments import check_function, wrong
 from hostcall._core.failures import original
 from hostcall._core.host_code import Handle
-from hostcall._core.spec import Static, Template
+from hostcall._core.spec import Template
 from hostcall._host_function import results
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
@@ -27,6 +27,7 @@ from hostcall.bridge._library import (
     TakesNoRules,
     along,
     is_operand,
+    split,
 )
 
 # The other device knows nothing of the mesh around the calling program.
@@ -132,10 +133,8 @@ class JaxFunction(TakesNoRules):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [x for x in leaves if is_operand(x)]
-        marks = tuple(None if is_operand(x) else Static(x) for x in leaves)
-        template, avals = Template(treedef, marks), tuple(map(results.aval_of, arrays))
+        template, arrays = split(args, kwargs)
+        avals = tuple(map(results.aval_of, arrays))
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree.structure(traced.out_info)

@@ -24,7 +24,7 @@ import numpy as np
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import is_array_like, is_numeric
+from hostcall._core.spec import Static, Template, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import Rule
 from hostcall._host_function.trees import pick
@@ -307,6 +307,15 @@ class TakesNoRules(Function):
     def defbatch(self, rule: object) -> NoReturn:
         """Raises SpecError: a bridge takes no rules."""
         self._add("batch", rule)
+
+
+def split(args: object, kwargs: object) -> tuple[Template, Arrays]:
+    """(what rebuilds both, their arrays, or what stands for these)."""
+    leaves, treedef = tree.tree_flatten((args, kwargs))
+    flags = [is_operand(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    both = zip(leaves, flags, strict=True)
+    marks = tuple(None if flag else Static(x) for x, flag in both)
+    return Template(treedef, marks), pick(leaves, flags)
 
 
 def is_array(leaf: object) -> bool:
