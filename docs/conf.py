@@ -80,7 +80,7 @@ nb_execution_cache_path = str(HERE.parent / "build" / "notebooks" / ENGINE)
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 120
-# A kernel for each page takes long, so only those whose programs show something have one.
+# Kernels take long to start: only pages whose programs show something have one.
 nb_execution_excludepatterns = [
     str(page.relative_to(HERE))
     for page in HERE.rglob("*.md")

@@ -2,8 +2,8 @@
 hostcall and JAX are the same.
 
 Outputs of pages are in build/notebooks (jupyter-cache), those of the gallery beside its
-pages. Sphinx itself keeps pages whose text has not changed, so its settings have to tell
-it that hostcall has.
+pages. Sphinx itself keeps pages whose text has not changed: a setting tells it that
+hostcall has.
 """
 
 from __future__ import annotations

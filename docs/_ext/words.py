@@ -1,34 +1,36 @@
 """Words that readers search for and that a page may not have.
 
-They become entries of the index and keywords of the page. The site's search finds both,
-and ranks a page by them (_static/scorer.js). Codes of errors and public names are added
-to their own pages. `make docs` asks the search what tests/repo/test_search.py lists.
+They become keywords of the page, by which the search finds it, and a table in front of
+_static/scorer.js, by which it is ranked. Codes of errors and public names are words of
+their own pages. Not entries of the index: Sphinx forgets those of pages that it keeps.
+tests/repo/test_search.py asks the search of a built site.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from sphinx import addnodes
 
 ABOUT = {
     "benchmarks": "benchmark, timings, figures",
     "bridges": "torch, pytorch, autograd, sympy, tensorflow",
     "buffers": "numba, cupy, dlpack, ctypes, cffi, zero copy, machine code, in place",
     "caching": "cache, memoize, memoization, lru_cache",
-    "calling": "scipy, numpy, simulator, solver, float64, double precision, vmap, batch, order",
+    "calling": "scipy, simulator, solver, float64, precision, vmap, batch, order",
     "changelog": "release notes, what's new, history, versions",
     "choosing": "overview, which function",
     "clients": "compatibility, supported libraries",
     "comparison": "alternatives, compare",
     "dependencies": "requirements, packages",
-    "derivatives": "gradient, grad, jacobian, custom_vjp, custom_jvp, autodiff, backward",
+    "derivatives": "gradient, grad, jacobian, custom_vjp, custom_jvp, autodiff",
     "errors": "exception, traceback, error codes, catch, JaxRuntimeError",
     "exporting": "export, serialize, save a program, deploy, jax.export",
     "failures_over_processes": "crash, abort, fault tolerance",
-    "faq": "faq, questions, print in jit, unknown shape, dynamic shape, thread safety, twice, hang, deadlock",
+    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice, hang",
     "feeding": "data loader, dataloader, dataset, batches, iterator",
     "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
     "index": "install, pip, getting started, platforms, macos, windows, license",
@@ -52,20 +54,33 @@ ABOUT = {
 }
 
 
-def add(app: Any, doctree: nodes.document) -> None:
-    page = app.env.docname
-    words = [word for word in ABOUT.get(page, "").split(", ") if word]
+def words(page: str) -> list[str]:
     folder, _, name = page.partition("/")
-    if folder == "errors":
-        words.append(name)
-    elif folder == "reference" and name != "index":
-        words += [name.replace("hostcall.", "hc."), name.rpartition(".")[2]]
-    entries = [("single", word, "", "main", None) for word in words]
-    content = ", ".join(re.findall(r"\w+", " ".join(words)))
-    doctree.insert(0, addnodes.index(entries=entries))
+    if folder == "errors" and name:
+        return [name]
+    if folder == "reference" and name not in ("", "index"):
+        return [name.replace("hostcall.", "hc."), name, name.rpartition(".")[2]]
+    return ABOUT[page].split(", ") if page in ABOUT else []
+
+
+def add_keywords(app: Any, doctree: nodes.document) -> None:
+    content = ", ".join(re.findall(r"\w+", " ".join(words(app.env.docname))))
     doctree.insert(0, nodes.meta(name="keywords", content=content))
 
 
+def write_scorer(app: Any, env: Any) -> None:
+    """The scorer of the site: the table, and the file in _static."""
+    table = {page: words(page) for page in sorted(env.found_docs)}
+    code = Path(app.srcdir, app.config.html_search_scorer).read_text()
+    made = Path(app.doctreedir, "scorer.js")
+    made.write_text(f"const ABOUT = {json.dumps(table)};\n{code}")
+    app.config.html_search_scorer = str(made)
+
+
 def setup(app: Any) -> dict[str, bool]:
-    app.connect("doctree-read", add)
+    app.add_config_value(
+        "words", ABOUT, "env"
+    )  # all pages are read again after a change
+    app.connect("doctree-read", add_keywords)
+    app.connect("env-updated", write_scorer)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,31 +1,21 @@
 // What the search prefers: the page that is about what was asked (docs/_ext/words.py),
 // pages for users before those for developers, titles before words in a text.
-const asked = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase();
+const asked = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().trim();
 const wordsOf = (text) => text.split(/[^\p{Letter}\p{Number}_]+/u).filter((word) => word);
 const words = wordsOf(asked);
 
-// The words that each page is about: the main entries of the index.
-let about = null;
-const aboutOf = (docname) => {
-  if (!about) {
-    about = new Map();
-    for (const [entry, places] of Object.entries(Search._index.indexentries))
-      for (const [page, , isMain] of places) {
-        const name = Search._index.docnames[page];
-        if (isMain) about.set(name, [...(about.get(name) ?? []), ...wordsOf(entry)]);
-      }
-  }
-  return about.get(docname) ?? [];
-};
-const share = (docname) => {
-  const known = [...wordsOf(docname), ...aboutOf(docname)];
+// 60 for a page about just what was asked, else up to 20 by the share of words it is about.
+const about = (docname) => {
+  const entries = (ABOUT[docname] ?? []).map((entry) => entry.toLowerCase());
+  if (entries.includes(asked)) return 60;
+  const known = wordsOf([docname, ...entries].join(" "));
   const met = words.filter((word) => known.some((k) => k.startsWith(word.slice(0, 5))));
-  return words.length ? met.length / words.length : 0;
+  return words.length ? (20 * met.length) / words.length : 0;
 };
 
 var Scorer = {
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
-    score += 20 * share(docname);
+    score += about(docname);
     if (/^(design|benchmarks|contributing|changelog)/.test(docname)) return score - 30;
     // A name that is written as in code is looked for in the reference.
     if (/^(hc|hostcall)\./.test(asked)) return score + (docname.startsWith("reference") ? 20 : 0);
