@@ -21,7 +21,8 @@ MADE = ("gallery/", "reference/hostcall.")
 def description(doctree: nodes.document) -> str:
     for paragraph in doctree.findall(nodes.paragraph):
         if isinstance(paragraph.parent, nodes.section | addnodes.desc_content):
-            text = textwrap.shorten(paragraph.astext(), 200, placeholder=" ...")
+            text = paragraph.astext().removeprefix("What happened. ")  # of an error
+            text = textwrap.shorten(text, 200, placeholder=" ...")
             return text.removesuffix(":") + "." * text.endswith(":")
     return ""
 

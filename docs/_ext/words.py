@@ -30,7 +30,7 @@ ABOUT = {
     "errors": "exception, traceback, error codes, catch, JaxRuntimeError",
     "exporting": "export, serialize, save a program, deploy, jax.export",
     "failures_over_processes": "crash, abort, fault tolerance",
-    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice, hang",
+    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice",
     "feeding": "data loader, dataloader, dataset, batches, iterator",
     "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
     "index": "install, pip, getting started, platforms, macos, windows, license",

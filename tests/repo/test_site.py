@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import inspect
 import re
@@ -50,10 +51,9 @@ def test_a_downloaded_notebook_runs(site, tmp_path):
 def head(page):
     """What the head of a page says: {name: text} of its meta tags, and its links."""
     text = page.read_text().partition("</head>")[0]
-    return dict(
-        re.findall(r'<meta (?:name|property)="([^"]+)" content="([^"]*)"', text)
-        + re.findall(r'<link rel="(canonical|shortcut icon)" href="([^"]*)"', text)
-    )
+    said = re.findall(r'<meta (?:name|property)="([^"]+)" content="([^"]*)"', text)
+    said += re.findall(r'<link rel="(canonical|shortcut icon)" href="([^"]*)"', text)
+    return {name: html.unescape(value) for name, value in said}
 
 
 def test_a_page_says_what_it_is(site):
@@ -101,7 +101,7 @@ def test_a_page_links_to_its_source(site):
 def test_pictures_have_an_alternative_text(site):
     for page in site.rglob("*.html"):
         for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
-            assert re.search(r'alt="[^"]{4,}"', picture), (page, picture)
+            assert re.search(r'alt="[^"]+"', picture), (page, picture)
 
 
 def test_nothing_comes_from_another_host(site):
