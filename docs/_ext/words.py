@@ -44,6 +44,7 @@ ABOUT = {
     "processes": "distributed, multi host, sharding, shard_map, mesh, slurm",
     "progress": "progress bar, tqdm, eta",
     "recording": "tensorboard, wandb, mlflow, csv, metrics, logging",
+    "reference/counts": "hc.monitor.stats, hc.monitor.feeds, hc.monitor.tap_queue",
     "releasing": "wheels, macos, publish",
     "speed": "performance, slow, fast, overhead, latency, dispatch, cost",
     "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
@@ -55,12 +56,14 @@ ABOUT = {
 
 
 def words(page: str) -> list[str]:
+    about = ABOUT[page].split(", ") if page in ABOUT else []
     folder, _, name = page.partition("/")
     if folder == "errors" and name:
-        return [name]
+        about.append(name)
     if folder == "reference" and name not in ("", "index"):
-        return [name.replace("hostcall.", "hc."), name, name.rpartition(".")[2]]
-    return ABOUT[page].split(", ") if page in ABOUT else []
+        name = name.removeprefix("hostcall.")
+        about += [f"hc.{name}", f"hostcall.{name}", name.rpartition(".")[2]]
+    return about
 
 
 def add_keywords(app: Any, doctree: nodes.document) -> None:
