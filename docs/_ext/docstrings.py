@@ -18,11 +18,14 @@ def literal_blocks(
 ) -> None:
     for at, line in enumerate(lines):  # `Buffer`s: RST wants an end behind a mark
         lines[at] = re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", line)
-    for at in range(2, len(lines)):
+    for at in range(len(lines) - 1, 1, -1):
         before = lines[at - 2]
         starts = lines[at].startswith("    ") and not lines[at - 1]
         if starts and before and before[0] != " " and not before.endswith("::"):
-            lines[at - 2] += ":" if before.endswith(":") else " ::"
+            if before.endswith(":"):
+                lines[at - 2] += ":"
+            else:  # on a line of its own, so that summaries do not have it
+                lines[at - 1 : at] = ["", "::", ""]
 
 
 def skip_fields(

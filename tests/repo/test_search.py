@@ -27,6 +27,7 @@ QUESTIONS = {
     "hc.monitor": "reference/monitor",
     "hc.monitor.stats": "reference/counts",
     "hc.progress": "reference/progress",
+    "hc.bridge.torch": "reference/hostcall.bridge.torch",
     "hc.errors": "reference/errors",
     "hc.buffers.native": "reference/buffers",
     "pure_callback": "reference/hostcall.pure_callback",
