@@ -5,8 +5,9 @@
 # make test-optional  the tests and examples of bridges and executors with the packages
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
 # make test-chips  compiles every face for H100s and TPUs, without such a chip
-# make docs    build the site into build/site: every program of its pages and its gallery
-#               runs, and a warning is an error
+# make docs    build the site into build/site: its gallery runs, and the programs of pages
+#               that show something; a warning is an error. Its search is asked forty questions.
+#               What ran on the same code is kept for the next time
 # make docs-links  after that: ask the hosts of the site's external links
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
@@ -97,12 +98,17 @@ docs:
 	scripts/venv.sh "$(PYTHON)" $(SITE)
 	scripts/compiler.sh
 	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) ".[demo,test,docs]"
-	rm -rf build/static build/mermaid-11*.tgz && mkdir -p build/static/mermaid
-	cd build && PATH="$(CURDIR)/$(SITE)/bin:$$PATH" npm pack --silent mermaid@11
-	tar -xzf build/mermaid-11*.tgz -C build/static/mermaid --strip-components=2 --wildcards \
-	  package/dist/mermaid.esm.min.mjs "package/dist/chunks/mermaid.esm.min/*.mjs"
+	test -e build/static/mermaid/mermaid.esm.min.mjs || $(MAKE) build/static/mermaid
 	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" \
 	  $(SITE)/bin/python -m sphinx -W --keep-going -j 2 -b html docs build/site
+	HOSTCALL_SITE=build/site $(SITE)/bin/python -m pytest -q tests/repo/test_search.py
+
+build/static/mermaid: SITE := .venv-docs
+build/static/mermaid:
+	mkdir -p $@
+	cd build && PATH="$(CURDIR)/$(SITE)/bin:$$PATH" npm pack --silent mermaid@11
+	tar -xzf build/mermaid-11*.tgz -C $@ --strip-components=2 --wildcards \
+	  package/dist/mermaid.esm.min.mjs "package/dist/chunks/mermaid.esm.min/*.mjs"
 
 docs-links:
 	$(SITE)/bin/python -m sphinx -q -D nb_execution_mode=off -b linkcheck docs build/links

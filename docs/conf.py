@@ -5,10 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
+
+import cells  # noqa: E402
+import kept  # noqa: E402
+
+URLS = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"].get(
+    "urls", {}
+)
 
 project = "hostcall"
 author = "the hostcall developers"
@@ -16,17 +24,40 @@ version = release = importlib.metadata.version("hostcall")
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "docstrings",
+    "head",
     "offline",
+    "pictures",
+    "words",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.mermaid",
 ]
 exclude_patterns = [f"gallery/*.{kind}" for kind in ("ipynb", "py", "json")]
 
+templates_path = ["_templates"]
+
 html_theme = "furo"
-html_title = "hostcall"
+html_title = f"{project} {release}"
+html_baseurl = URLS.get("Documentation", "")  # canonical addresses, the map of the site
+html_theme_options = {}
+if "Repository" in URLS:  # links to it, and to edit a page
+    html_theme_options = {
+        "source_repository": URLS["Repository"],
+        "source_branch": "main",
+        "source_directory": "docs/",
+        "footer_icons": [
+            {
+                "name": "Repository",
+                "url": URLS["Repository"],
+                "html": "Repository",
+                "class": "",
+            }
+        ],
+    }
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 if (HERE.parent / "build" / "static").exists():  # Mermaid: see `make docs`
     html_static_path.append("../build/static")
@@ -41,17 +72,22 @@ smartquotes = False  # "pure" is typed with these quotes
 # --- Pages ---------------------------------------------------------------------------
 
 # Each ```python block is a cell (see _ext/cells.py). Pages stay Markdown that any
-# reader of the repository can read, and each block runs alone too
+# reader of the repository can read, and each block runs alone in the tests
 # (tests/repo/test_readme.py).
 nb_custom_formats = {".md": "cells.read"}
-nb_execution_mode = os.environ.get("DOCS_RUN", "force")
+ENGINE = kept.engine()
+nb_execution_mode = os.environ.get("DOCS_RUN", "cache")
+nb_execution_cache_path = str(HERE.parent / "build" / "notebooks" / ENGINE)
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 120
-nb_execution_excludepatterns = [  # a page without programs needs no kernel
+# Kernels take long to start: only pages whose programs show something have one.
+nb_execution_excludepatterns = [
     str(page.relative_to(HERE))
     for page in HERE.rglob("*.md")
-    if "\n```python" not in page.read_text()
+    if not any(
+        "print(" in p or "progress" in p for p in cells.programs(page.read_text())
+    )
 ]
 nb_merge_streams = True
 # Only what a program prints or draws is shown, not the value of its last line. A bar
@@ -70,8 +106,11 @@ myst_fence_as_directive = ["mermaid"]  # as the repository's own pages show them
 
 # --- Reference -----------------------------------------------------------------------
 
+for page in (HERE / "reference").glob("hostcall.*.rst"):  # of names that have gone
+    if f"   {page.stem}\n" not in (HERE / "reference" / "index.md").read_text():
+        page.unlink()
 default_role = "code"
-autodoc_typehints = "none"  # the docstrings say them; signatures stay short
+autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
@@ -83,6 +122,7 @@ python_maximum_signature_line_length = 80
 
 # --- Gallery -------------------------------------------------------------------------
 
+kept.forget_gallery(HERE / "gallery", ENGINE)
 sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
     "gallery_dirs": "gallery",

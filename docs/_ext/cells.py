@@ -1,4 +1,5 @@
-"""Reads a page as a notebook: each ```python block is a cell, and runs in the build.
+"""Reads a page as a notebook: each ```python block is a cell. Those that show something
+run in the build (conf.py).
 
 Links to programs of the gallery lead to their pages.
 
@@ -18,6 +19,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\n", re.M | re.S)
 _GALLERY = re.compile(r"\.\./examples/gallery/(plot_\w+)\.py\)")
 _KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+def programs(text: str) -> list[str]:
+    return [block[2] for block in _BLOCK.finditer(text)]
 
 
 def read(text: str) -> nbformat.NotebookNode:

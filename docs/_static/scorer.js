@@ -1,34 +1,30 @@
-// What the search prefers: pages for users before those for developers, titles before
-// words in a text, and for these words the page that is about them.
-const ABOUT = {
-  bridges: "pytorch autograd sympy",
-  buffers: "numba cupy dlpack ctypes zero-copy machine native",
-  errors: "exception raise fail traceback",
-  feeding: "loader dataset batches data",
-  gpu: "cuda nvidia",
-  index: "install pip",
-  objects: "gymnasium environment simulator state",
-  pools: "parallel workers dask ray joblib",
-  taps: "log print every",
-  waiting: "async timeout http server",
-  watches: "nan inf debugger breakpoint",
-};
-const asked = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().split(/\W+/);
-const isAbout = (docname) => {
-  const words = [docname, ...(ABOUT[docname] ?? "").split(" ")];
-  return asked.filter((a) => a && words.some((w) => w.startsWith(a.slice(0, 4)))).length;
+// What the search prefers: the page that is about what was asked (docs/_ext/words.py),
+// pages for users before those for developers, titles before words in a text.
+const asked = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().trim();
+const wordsOf = (text) => text.split(/[^\p{Letter}\p{Number}_]+/u).filter((word) => word);
+const words = wordsOf(asked);
+
+// 60 for a page about just what was asked, else up to 20 by the share of words it is about.
+const about = (docname) => {
+  const entries = (ABOUT[docname] ?? []).map((entry) => entry.toLowerCase());
+  if (entries.includes(asked)) return 60;
+  const known = wordsOf([docname, ...entries].join(" "));
+  const met = words.filter((word) => known.some((k) => k.startsWith(word.slice(0, 5))));
+  return words.length ? (20 * met.length) / words.length : 0;
 };
 
 var Scorer = {
-  score: ([docname, title, anchor, descr, score, filename]) => {
-    score += 12 * isAbout(docname);
-    if (/^(design|benchmarks|contributing)/.test(docname)) return score - 30;
+  score: ([docname, title, anchor, descr, score, filename, kind]) => {
+    score += about(docname);
+    if (/^(design|benchmarks|contributing|changelog)/.test(docname)) return score - 30;
+    // A name that is written as in code is looked for in the reference.
+    if (/^(hc|hostcall)\./.test(asked)) return score + (docname.startsWith("reference") ? 20 : 0);
     if (/^(reference|index|gallery|errors\/)/.test(docname)) return score - 8;
     // A page of its own before a section of another one.
     return anchor ? score - 3 : score;
   },
   objNameMatch: 11,
-  objPartialMatch: 6,
+  objPartialMatch: 2,
   objPrio: { 0: 15, 1: 5, 2: -5 },
   objPrioDefault: 0,
   title: 25,

@@ -1,18 +1,11 @@
-"""The site builds without a warning, and shows every public name once.
-
-Here its programs are not run: test_readme.py, test_codes.py and test_gallery.py run
-them, and so does `make docs`.
-"""
+"""The site builds without a warning, and shows every public name once."""
 
 from __future__ import annotations
 
+import html
 import importlib
 import inspect
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,31 +18,6 @@ MODULES = [
     *("bridge", "buffers", "debug", "derivatives", "errors"),
     *("monitor", "results", "testing", "tools", "typing"),
 ]
-NEEDED = (
-    *("sphinx", "myst_nb", "furo", "sphinx_copybutton", "sphinx_gallery"),
-    "sphinxcontrib.mermaid",
-)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    for package in NEEDED:
-        pytest.importorskip(package)
-    root = tmp_path_factory.mktemp("site")
-    for name in ("docs", "examples"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignore)
-    for name in ("README.md", "CONTRIBUTING.md"):
-        shutil.copy(ROOT / name, root)
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "html"],
-        cwd=root,
-        env=os.environ | {"DOCS_RUN": "off"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return root / "html"
 
 
 def test_every_page_is_there(site):
@@ -78,6 +46,62 @@ def test_a_downloaded_notebook_runs(site, tmp_path):
     assert "pip install matplotlib scipy" in notebook.cells[0].source
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()
+
+
+def head(page):
+    """What the head of a page says: {name: text} of its meta tags, and its links."""
+    text = page.read_text().partition("</head>")[0]
+    said = re.findall(r'<meta (?:name|property)="([^"]+)" content="([^"]*)"', text)
+    said += re.findall(r'<link rel="(canonical|shortcut icon)" href="([^"]*)"', text)
+    return {name: html.unescape(value) for name, value in said}
+
+
+def test_a_page_says_what_it_is(site):
+    """To search engines, to previews of links, and on the tab."""
+    for page in DOCS.rglob("*.md"):
+        place = page.relative_to(DOCS).with_suffix(".html")
+        said = head(site / place)
+        assert 20 < len(said["description"]) <= 210, page
+        assert said["og:description"] == said["description"], page
+        assert said["og:title"], page
+        assert said["og:url"] == said["canonical"], page
+        assert said["canonical"].endswith(str(place)), page
+        assert (site / place).parent.joinpath(said["shortcut icon"]).exists(), page
+    assert head(site / "index.html")["description"].startswith(
+        "Call any Python function"
+    )
+    assert (
+        f"<title>hostcall {hc.__version__}</title>" in (site / "index.html").read_text()
+    )
+
+
+def test_the_map_of_the_site_has_its_pages(site):
+    places = re.findall("<loc>(.*?)</loc>", (site / "sitemap.xml").read_text())
+    base = head(site / "index.html")["canonical"].removesuffix("index.html")
+    pages = {
+        f"{base}{page.relative_to(DOCS).with_suffix('.html')}"
+        for page in DOCS.rglob("*.md")
+    }
+    assert pages - set(places) == set()
+    assert all((site / place.removeprefix(base)).exists() for place in places)
+
+
+def test_a_page_links_to_its_source(site):
+    def edits(page):
+        return re.findall(r'href="([^"]+)" rel="edit"', (site / page).read_text())
+
+    for page in ("calling", "errors/hc-result", "reference/errors"):
+        (link,) = edits(f"{page}.html")
+        assert link.endswith(f"/edit/main/docs/{page}.md")
+    assert edits("reference/hostcall.call.html") == []  # written by the build
+    assert edits("gallery/plot_orbit.html") == []
+    assert ">Repository</a>" in re.sub(r"\s+", "", (site / "index.html").read_text())
+
+
+def test_pictures_have_an_alternative_text(site):
+    for page in site.rglob("*.html"):
+        for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
+            assert re.search(r'alt="[^"]+"', picture), (page, picture)
 
 
 def test_nothing_comes_from_another_host(site):

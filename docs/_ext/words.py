@@ -1,0 +1,89 @@
+"""Words that readers search for and that a page may not have.
+
+They become keywords of the page, by which the search finds it, and a table in front of
+_static/scorer.js, by which it is ranked. Codes of errors and public names are words of
+their own pages. Not entries of the index: Sphinx forgets those of pages that it keeps.
+tests/repo/test_search.py asks the search of a built site.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+
+ABOUT = {
+    "benchmarks": "benchmark, timings, figures",
+    "bridges": "torch, pytorch, autograd, sympy, tensorflow",
+    "buffers": "numba, cupy, dlpack, ctypes, cffi, zero copy, machine code, in place",
+    "caching": "cache, memoize, memoization, lru_cache",
+    "calling": "scipy, simulator, solver, float64, precision, vmap, batch, order",
+    "changelog": "release notes, what's new, history, versions",
+    "choosing": "overview, which function",
+    "clients": "compatibility, supported libraries",
+    "comparison": "alternatives, compare",
+    "dependencies": "requirements, packages",
+    "derivatives": "gradient, grad, jacobian, custom_vjp, custom_jvp, autodiff",
+    "errors": "exception, traceback, error codes, catch, JaxRuntimeError",
+    "exporting": "export, serialize, save a program, deploy, jax.export",
+    "failures_over_processes": "crash, abort, fault tolerance",
+    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice",
+    "feeding": "data loader, dataloader, dataset, batches, iterator",
+    "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
+    "index": "install, pip, getting started, platforms, macos, windows, license",
+    "matrix": "supported transformations, dtypes",
+    "migrating/host_callback": "host_callback, id_tap, id_print, deprecated, removed",
+    "migrating/others": "jax-tqdm, checkify, torch2jax, tesseract, migration",
+    "notebooks": "jupyter, ipython, colab",
+    "nutshell": "tutorial, quickstart, introduction, mistakes",
+    "objects": "gymnasium, environment, stateful, state, simulator",
+    "pools": "dask, ray, joblib, multiprocessing, parallel, cluster, workers",
+    "processes": "distributed, multi host, sharding, shard_map, mesh, slurm",
+    "progress": "progress bar, tqdm, eta",
+    "recording": "tensorboard, wandb, mlflow, csv, metrics, logging",
+    "reference/counts": "hc.monitor.stats, hc.monitor.feeds, hc.monitor.tap_queue",
+    "releasing": "wheels, macos, publish",
+    "speed": "performance, slow, fast, overhead, latency, dispatch, cost",
+    "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
+    "taps": "log, logging, print, every, when_full",
+    "tracing": "profile, profiler, perfetto, flight recorder, timeline",
+    "waiting": "async, await, asyncio, timeout, http, server, requests",
+    "watches": "debug, debugger, breakpoint, pdb, nan, inf, jax_debug_nans",
+}
+
+
+def words(page: str) -> list[str]:
+    about = ABOUT[page].split(", ") if page in ABOUT else []
+    folder, _, name = page.partition("/")
+    if folder == "errors" and name:
+        about.append(name)
+    if folder == "reference" and name not in ("", "index"):
+        name = name.removeprefix("hostcall.")
+        about += [f"hc.{name}", f"hostcall.{name}", name.rpartition(".")[2]]
+    return about
+
+
+def add_keywords(app: Any, doctree: nodes.document) -> None:
+    content = ", ".join(re.findall(r"\w+", " ".join(words(app.env.docname))))
+    doctree.insert(0, nodes.meta(name="keywords", content=content))
+
+
+def write_scorer(app: Any, env: Any) -> None:
+    """The scorer of the site: the table, and the file in _static."""
+    table = {page: words(page) for page in sorted(env.found_docs)}
+    code = Path(app.srcdir, app.config.html_search_scorer).read_text()
+    made = Path(app.doctreedir, "scorer.js")
+    made.write_text(f"const ABOUT = {json.dumps(table)};\n{code}")
+    app.config.html_search_scorer = str(made)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.add_config_value(
+        "words", ABOUT, "env"
+    )  # all pages are read again after a change
+    app.connect("doctree-read", add_keywords)
+    app.connect("env-updated", write_scorer)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
