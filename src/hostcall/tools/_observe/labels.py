@@ -1,0 +1,61 @@
+"""Says where equations and values come from, in words."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hostcall._jax import rewriting
+from hostcall.tools._debugger import users_lines
+
+
+def place_of(eqn: Any) -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost line of the user's."""
+    lines = rewriting.lines_of(eqn)
+    return (lines[0].file, lines[0].line, lines[0].function) if lines else None
+
+
+def line_of(eqn: Any) -> str:
+    """Such as `train.py:12`."""
+    place = place_of(eqn)
+    return f"{os.path.basename(place[0])}:{place[1]}" if place else "an unknown line"
+
+
+def text_of(eqn: Any) -> str:
+    """The source text of its line; "" if there is no source."""
+    place = place_of(eqn)
+    return linecache.getline(*place[:2]).strip() if place else ""
+
+
+def shown(eqn: Any) -> list[str]:
+    """Lines that show where an equation is."""
+    place = place_of(eqn)
+    if place is None:  # an operation outside of compiled functions
+        lines = users_lines()  # the callback may run on the thread that dispatched it
+        if not lines:
+            return ["  in an operation that was run alone, outside of jax.jit"]
+        place = lines[0].file, lines[0].line, lines[0].function
+    file, line, function = place
+    text = linecache.getline(file, line).strip()
+    return [f"  {file}:{line} in {function}", f"    {text}"]
+
+
+def is_backward(around: Sequence[Any], eqn: Any) -> bool:
+    """Whether an equation, inside of these, belongs to a backward pass."""
+    stacks = (str(each.source_info.name_stack) for each in (*around, eqn))
+    return any("transpose(" in stack for stack in stacks)
+
+
+def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:
+    """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
+    loops = [eqn for eqn in around if eqn.primitive.name in rewriting.LOOPS]
+    told = []
+    for eqn, step in zip(loops, steps, strict=True):
+        array = np.asarray(step)
+        number = str(array) if array.shape else f"{int(array)}"
+        told.append(f"step {number} of the {eqn.primitive.name} at {line_of(eqn)}")
+    return ", ".join(reversed(told))
