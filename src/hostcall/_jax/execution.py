@@ -8,6 +8,7 @@ JAX has no hook that runs before a program does. It does read the truth of
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -16,6 +17,7 @@ from typing import NamedTuple, NoReturn
 import jax
 from jax._src import compiler as _compiler
 from jax._src import config as _config
+from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
@@ -208,6 +210,21 @@ def rewriting_here() -> Rewriting | None:
     """The innermost block of the calling thread."""
     value = _config.no_execution.get_local()
     return value if isinstance(value, Rewriting) else None
+
+
+def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
+    """What is put into a program may need its devices, which JAX finds out before."""
+
+    @functools.wraps(plain)
+    def needs(jaxpr: Jaxpr) -> bool:
+        return rewriting_here() is not None or plain(jaxpr)
+
+    return needs
+
+
+_dispatch.jaxpr_has_prim_requiring_devices = _needs_devices(
+    _dispatch.jaxpr_has_prim_requiring_devices
+)
 
 
 def rewritten_here(jaxpr: Jaxpr) -> Jaxpr:

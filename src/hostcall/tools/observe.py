@@ -8,31 +8,100 @@ What is put in are calls and taps as a user would write them. Each use is a clas
 method `look`, which says what goes into a level of a program:
 
     _observe/nans.py    finds the equation that made a bad value
+    _observe/values.py  hands on the values of variables
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import TracebackType
+from typing import Any
 
 import hostcall as hc
 from hostcall._jax import execution, rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.nans import Nans
+from hostcall.tools._observe.values import Record as Record
+from hostcall.tools._observe.values import To, Values
+from hostcall.tools._values import need
 
 
 class observe:
     """A context manager in which compiled programs are observed, as they are.
 
+        with hc.tools.observe(nans=True):
+            train(state)
+
+        with hc.tools.observe("loss", "grads", to=print):
+            train(state)
+
+    It sees each equation of each program that this thread compiles in the block, in
+    loops, in branches, under vmap, in the backward pass, in remat and in shard_map.
+    The page "Observing" says what it does not see.
+
+    Args:
+        *names: variables of the user's whose values are handed on, as they stand in the
+            source: "loss", "self.scale", or a pattern such as "grad_*". All functions
+            that assign to such a variable count.
+        nans: a program that makes a value which is NaN or infinite ends with a
+            FloatingPointError, if this value reaches a result of the program or of a
+            step of a loop.
+        select: a function of a `Record` that chooses values in place of names.
+        to: where the values go: a function (record, value) with a `Record` and a NumPy
+            array, which runs later, as that of a tap; a `hc.Recorder`; or a sink of
+            `hc.tools.sinks`. Default: they are printed.
+
+    Blocks inside a block add to it. A block holds for its thread alone. The same object
+    can be entered again, and its programs are compiled once for all of its blocks;
+    blocks with `nans` alone share theirs.
+
     Raises:
         FloatingPointError: with `nans`, a program has made a bad value.
+        SpecError: an option is invalid, or a block begins while a program is traced.
+
+    Cost: none outside of the block. Inside, each program is compiled once more. The
+    page "Observing" has measured costs.
     """
 
-    def __init__(self, *, nans: bool = False) -> None:
-        self._uses: dict[Hashable, rewriting.Use] = {}
-        if nans:
-            self._uses["nans"] = Nans()
+    def __init__(
+        self,
+        *names: str,
+        nans: bool = False,
+        select: Callable[[Record], Any] | None = None,
+        to: To = None,
+    ) -> None:
+        for name in names:
+            need(isinstance(name, str), "a name in hc.observe should be a str", name)
+        need(
+            select is None or callable(select),
+            "select= of hc.observe should be a function of a record",
+            select,
+        )
+        need(
+            to is None or callable(to),
+            "to= of hc.observe should be a function of a record and a value, a"
+            " hc.Recorder, or a sink",
+            to,
+        )
+        wants_values = bool(names) or select is not None
+        if to is not None and not wants_values:
+            raise SpecError(
+                "hostcall: hc.observe(to=...) has no values to hand on. Name variables,"
+                ' as in hc.observe("loss", to=...), or choose values with select=',
+                code="hc-option",
+            )
+        self._values = Values(names, select, to) if wants_values else None
+        uses = {"nans": Nans() if nans else None, self: self._values}
+        self._uses: dict[Hashable, rewriting.Use] = {
+            key: use for key, use in uses.items() if use is not None
+        }
+        if not self._uses:
+            raise SpecError(
+                "hostcall: hc.observe() observes nothing. Say what: names of variables,"
+                " or nans=True",
+                code="hc-option",
+            )
         self._block: contextlib.ExitStack | None = None
 
     def __enter__(self) -> observe:
@@ -49,7 +118,7 @@ class observe:
                 code="hc-traced",
             )
         outer = execution.rewriting_here()
-        uses = {**(outer.uses if outer else {}), **self._uses}
+        uses = {**(outer.uses if outer is not None else {}), **self._uses}
         with contextlib.ExitStack() as stack:
             stack.enter_context(hc.reraise())
             stack.enter_context(execution.Rewriting(uses))
@@ -64,4 +133,21 @@ class observe:
     ) -> None:
         block, self._block = self._block, None
         assert block is not None
-        block.__exit__(kind, error, trace)
+        try:
+            block.__exit__(kind, error, trace)  # which may raise a program's error
+        except BaseException:
+            self._wait(is_failed=True)
+            raise
+        self._wait(is_failed=error is not None)
+
+    def _wait(self, is_failed: bool) -> None:
+        """Waits until all that the programs have tapped is delivered."""
+        if self._values is None:
+            return
+        try:
+            hc.barrier()
+        except Exception:
+            if not is_failed:
+                raise
+        if not is_failed:
+            self._values.warn()

@@ -25,6 +25,14 @@ def line_of(eqn: Any) -> str:
     return f"{os.path.basename(place[0])}:{place[1]}" if place else "an unknown line"
 
 
+def short(file: str) -> str:
+    return os.path.basename(file)
+
+
+def text_at(line: rewriting.Line) -> str:
+    return linecache.getline(line.file, line.line).strip()
+
+
 def text_of(eqn: Any) -> str:
     """The source text of its line; "" if there is no source."""
     place = place_of(eqn)
