@@ -63,9 +63,14 @@ def test_a_statement():
     got.check(y=[X + 1], z=[np.sin(X + 1) * 2])
     y, z = got.records
     assert isinstance(y, Record)
-    assert y.text == "y = x + 1" and y.primitive == "add" and y.function == "parts"
-    assert z.line == y.line + 1 and z.file == __file__
-    assert not y.backward and y.steps == () and y.loops == ()
+    assert y.text == "y = x + 1"
+    assert y.primitive == "add"
+    assert y.function == "parts"
+    assert z.line == y.line + 1
+    assert z.file == __file__
+    assert not y.backward
+    assert y.steps == ()
+    assert y.loops == ()
 
 
 def test_patterns_and_attributes():
@@ -157,7 +162,8 @@ def test_pytrees():
 
     got = observed(jax.jit(f), {"a": X, "b": X}, names=["grads"])
     leaves = [v for values in got.values.values() for v in values]
-    assert len(leaves) == 2 and {r.parts for r in got.records} == {2}
+    assert len(leaves) == 2
+    assert {r.parts for r in got.records} == {2}
     for leaf in leaves:
         assert any(np.allclose(leaf, g, rtol=1e-5) for g in (2 * X, 3 * X**2))
 
@@ -275,7 +281,10 @@ def test_shard_map():
     f = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     x = np.arange(4, dtype=np.float32)
     got = observed(jax.jit(f), x, names=["mine"])
-    found = sorted((r.device.id, v.item()) for r, v in zip(got.records, got.values["mine"], strict=True))
+    found = sorted(
+        (r.device.id, v.item())
+        for r, v in zip(got.records, got.values["mine"], strict=True)
+    )
     assert found == [(i, i + 6.0) for i in range(4)]
 
 
@@ -300,7 +309,9 @@ def test_custom_rules():
         return (rule,)
 
     g.defvjp(lambda x: (g(x), x), backward)
-    got = observed(jax.jit(jax.value_and_grad(lambda x: g(x) * 2)), 1.0, names=["inside"])
+    got = observed(
+        jax.jit(jax.value_and_grad(lambda x: g(x) * 2)), 1.0, names=["inside"]
+    )
     got.check(inside=[3.0])
 
 
@@ -379,7 +390,7 @@ def test_a_name_that_is_not_found():
 
 
 @pytest.mark.parametrize(
-    "make, text",
+    ("make", "text"),
     [
         (lambda: observe(), "observes nothing"),
         (lambda: observe(3), "should be a str"),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -87,7 +87,9 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[Line, ...]:
                 break
             if code.co_name in _DIFFERENTIATE:
                 differentiates = code.co_name
-        elif not code.co_filename.startswith((_HERE, _NUMPY)) and is_users(code.co_filename):
+        elif not code.co_filename.startswith((_HERE, _NUMPY)) and is_users(
+            code.co_filename
+        ):
             f = raw_frame(code, at)
             span = f.start_line, f.start_column, f.end_line, f.end_column
             own = differentiates, tuple(inside)
@@ -441,7 +443,11 @@ def _aval(shape: tuple[int, ...]) -> _t.Aval:
 def _scan(
     rewriter: _Rewriter, eqn: _t.JaxprEquation, level: Level
 ) -> _t.JaxprEquation | None:
-    jaxpr, params, inner = eqn.params["jaxpr"], eqn.params, open_jaxpr(eqn.params["jaxpr"])
+    jaxpr, params, inner = (
+        eqn.params["jaxpr"],
+        eqn.params,
+        open_jaxpr(eqn.params["jaxpr"]),
+    )
     step = _core.Var(_aval(()))
     entered = rewriter.enter(jaxpr, eqn, level, step=step)
     if entered is None:

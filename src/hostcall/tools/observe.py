@@ -9,6 +9,8 @@ method `look`, which says what goes into a level of a program:
 
     _observe/nans.py    finds the equation that made a bad value
     _observe/values.py  hands on the values of variables
+    _observe/loops.py   shows bars of loops
+    _observe/stats.py   adds up statistics of the values of each line
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from typing import Any
 import hostcall as hc
 from hostcall._jax import execution, rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
+from hostcall.tools._observe.loops import Loops
 from hostcall.tools._observe.nans import Nans
+from hostcall.tools._observe.stats import Statistics, Stats, table
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
 from hostcall.tools._values import need
@@ -33,8 +37,15 @@ class observe:
         with hc.tools.observe(nans=True):
             train(state)
 
+        with hc.tools.observe(progress=True):
+            train(state)
+
         with hc.tools.observe("loss", "grads", to=print):
             train(state)
+
+        with hc.tools.observe(stats=True) as seen:
+            train(state)
+        print(seen.table())
 
     It sees each equation of each program that this thread compiles in the block, in
     loops, in branches, under vmap, in the backward pass, in remat and in shard_map.
@@ -47,6 +58,9 @@ class observe:
         nans: a program that makes a value which is NaN or infinite ends with a
             FloatingPointError, if this value reaches a result of the program or of a
             step of a loop.
+        progress: shows a bar for each loop that lasts longer than 0.3 s, those of inner
+            loops below those of outer ones.
+        stats: collects statistics of the values of each line: see `table` and `rows`.
         select: a function of a `Record` that chooses values in place of names.
         to: where the values go: a function (record, value) with a `Record` and a NumPy
             array, which runs later, as that of a tap; a `hc.Recorder`; or a sink of
@@ -68,6 +82,8 @@ class observe:
         self,
         *names: str,
         nans: bool = False,
+        progress: bool = False,
+        stats: bool = False,
         select: Callable[[Record], Any] | None = None,
         to: To = None,
     ) -> None:
@@ -92,14 +108,23 @@ class observe:
                 code="hc-option",
             )
         self._values = Values(names, select, to) if wants_values else None
-        uses = {"nans": Nans() if nans else None, self: self._values}
+        self._stats = Statistics() if stats else None
+        # Uses with equal keys put the same into a program, and share it.
+        uses = {
+            "nans": Nans() if nans else None,
+            "progress": Loops() if progress else None,
+            ("stats", self): self._stats,
+            ("values", self): self._values,
+        }
+        self._shows_bars = progress
+        self._taps = progress or stats or wants_values
         self._uses: dict[Hashable, rewriting.Use] = {
             key: use for key, use in uses.items() if use is not None
         }
         if not self._uses:
             raise SpecError(
                 "hostcall: hc.observe() observes nothing. Say what: names of variables,"
-                " or nans=True",
+                " nans=True, progress=True, or stats=True",
                 code="hc-option",
             )
         self._block: contextlib.ExitStack | None = None
@@ -140,14 +165,39 @@ class observe:
             raise
         self._wait(is_failed=error is not None)
 
+    def rows(self) -> list[Stats]:
+        """The statistics of all lines so far, in the order of files and lines.
+
+        Inside the block, of what has been delivered; `hc.barrier()` waits for the rest.
+        """
+        if self._stats is None:
+            raise SpecError(
+                "hostcall: this hc.observe block collects no statistics. Make it with"
+                " stats=True",
+                code="hc-option",
+            )
+        return self._stats.rows()
+
+    def table(self) -> str:
+        """The statistics as a text: a row for each line and pass.
+
+        `<-` marks a backward pass. calls: how many arrays the line has computed; then
+        min, max, mean and rms of their finite numbers; the share of numbers that are 0,
+        that are NaN or infinite, and that would be infinite in bfloat16, or infinite or
+        0 in float16. Under vmap, rows of a while loop that have ended count too.
+        """
+        return table(self.rows())
+
     def _wait(self, is_failed: bool) -> None:
         """Waits until all that the programs have tapped is delivered."""
-        if self._values is None:
+        if not self._taps:
             return
         try:
             hc.barrier()
         except Exception:
             if not is_failed:
                 raise
-        if not is_failed:
+        if self._shows_bars:
+            hc.progress.close()
+        if not is_failed and self._values is not None:
             self._values.warn()

@@ -29,14 +29,14 @@ def short(file: str) -> str:
     return os.path.basename(file)
 
 
-def text_at(line: rewriting.Line) -> str:
-    return linecache.getline(line.file, line.line).strip()
+def text_in(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()
 
 
 def text_of(eqn: Any) -> str:
     """The source text of its line; "" if there is no source."""
     place = place_of(eqn)
-    return linecache.getline(*place[:2]).strip() if place else ""
+    return text_in(*place[:2]) if place else ""
 
 
 def shown(eqn: Any) -> list[str]:
@@ -48,7 +48,7 @@ def shown(eqn: Any) -> list[str]:
             return ["  in an operation that was run alone, outside of jax.jit"]
         place = lines[0].file, lines[0].line, lines[0].function
     file, line, function = place
-    text = linecache.getline(file, line).strip()
+    text = text_in(file, line)
     return [f"  {file}:{line} in {function}", f"    {text}"]
 
 

@@ -93,9 +93,7 @@ def _check(
     eqns = jaxpr.eqns if upto is None else jaxpr.eqns[:upto]
     buffers, updates, read = _buffers(level) if upto is None else (set(), [], [])
     own = {*jaxpr.invars, *jaxpr.constvars}
-    looked_at = [
-        x for x in results if _can_be_bad(x) and x not in {*own, *buffers}
-    ]
+    looked_at = [x for x in results if _can_be_bad(x) and x not in {*own, *buffers}]
     looked_at = list(dict.fromkeys([*looked_at, *updates]))
     if not looked_at:
         return
@@ -139,6 +137,9 @@ def _check(
 
 
 def _bad_in(x: jax.Array, goes_on: jax.Array | None) -> jax.Array:
+    if goes_on is None and x.size and not jnp.iscomplexobj(x):
+        # A third of the time of isfinite(x).all() on CPUs. NaN is not below infinity.
+        return ~(jnp.abs(x).max() < jnp.inf)
     bad = ~jnp.isfinite(x)
     if goes_on is not None:  # rows that have stopped are not kept
         bad &= goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim))

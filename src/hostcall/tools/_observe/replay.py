@@ -263,7 +263,7 @@ def _of_while(
 
 
 def select_rows(goes_on: Any, new: Any, old: Any) -> Any:
-    """What a step of a batched loop leaves: rows that have stopped keep their values."""
+    """What a step of a batched loop leaves: rows that have stopped stay as they are."""
     rows = np.asarray(goes_on)
     if not rows.shape:
         return new

@@ -57,7 +57,10 @@ class Record:
         name = self.name or self.text
         if self.parts > 1:
             name += f".{self.part}"
-        at = [f"step {step} of {loop}" for loop, step in zip(self.loops, self.steps)]
+        at = [
+            f"step {step} of {loop}"
+            for loop, step in zip(self.loops, self.steps, strict=False)
+        ]
         where = ", ".join([f"{labels.short(self.file)}:{self.line}", *reversed(at)])
         return f"{name} ({where}{', backward' * self.backward})"
 
@@ -92,10 +95,12 @@ class Values:
         for v in names.variables(level, self._wants, self._untold):
             self._found.add(v.name)
             record = record_of(level, eqns[v.index], v.name, v.part, v.parts)
-            line = v.line.file, v.line.line, v.line.function, labels.text_at(v.line)
-            file, number, function, text = line
             record = replace(
-                record, file=file, line=number, function=function, text=text
+                record,
+                file=v.line.file,
+                line=v.line.line,
+                function=v.line.function,
+                text=labels.text_in(v.line.file, v.line.line),
             )
             yield self._insertion(level, record, v.var, v.index)
         if self._select is None:

@@ -1,0 +1,256 @@
+"""`hc.observe(stats=True)`: statistics of the values that each line computes.
+
+A line's values are the floating results of its equations that other lines use, or that
+the level returns. Each is reduced on the device to eight numbers. A level taps those of
+all its values as one small array in each of its executions.
+
+Six reductions serve an array whose values are all within float16's range. Only if some
+are not, the others are computed too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+import hostcall as hc
+from hostcall._core.host_code import HostCode
+from hostcall._jax import rewriting
+from hostcall._jax.rewriting import Insertion, Level
+from hostcall.tools._observe import labels
+
+# Beyond these, a rounded number is infinite, or zero.
+_F16_MOST, _F16_LEAST = 65520.0, 2.0**-25
+_BF16_MOST = 3.3961775e38
+_COUNTS_AS_FLOAT = 1 << 24  # so many ones can be added up in float32
+
+
+class Key(NamedTuple):
+    """A row of the table."""
+
+    file: str
+    line: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The values of a line, in one pass.
+
+    Attributes:
+        file, line, text: the line, and its source text.
+        backward: whether these are values of a backward pass.
+        calls: how many arrays it has computed.
+        size: how many numbers these had.
+        min, max, mean, rms: of the finite numbers.
+        zeros, nonfinite: the share of numbers that are 0; NaN or infinite.
+        beyond_bf16, beyond_f16: the share of finite numbers that would be infinite in
+            this type; for float16 also of those that would be 0, and are not.
+    """
+
+    file: str
+    line: int
+    text: str
+    backward: bool
+    calls: int
+    size: int
+    min: float
+    max: float
+    mean: float
+    rms: float
+    zeros: float
+    nonfinite: float
+    beyond_bf16: float
+    beyond_f16: float
+
+
+class Statistics:
+    """Puts the reductions into programs, and adds up what they deliver."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # between the tap worker and readers
+        # Row -> calls, size; and min, max, sum, sum of squares, and four counts.
+        self._rows: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
+
+    def look(self, level: Level) -> Iterator[Insertion]:
+        found = list(_values_of_lines(level))
+        if not found:
+            return
+        keys, variables = zip(*found, strict=True)
+        sizes = [int(np.prod(v.aval.shape)) for v in variables]
+        add = _Add(self, keys, np.array(sizes, np.int64))
+
+        def tap(*values: jax.Array) -> None:
+            rows = list(map(_reduced, values))
+            dtype = jnp.result_type(*rows)
+            hc.tap(add, jnp.stack([row.astype(dtype) for row in rows]), batch=64)
+
+        yield Insertion(tap, variables)
+
+    def add(self, keys: tuple[Key, ...], sizes: np.ndarray, found: np.ndarray) -> None:
+        """`found`: (executions, values, 8)."""
+        numbers = found.astype(np.float64)
+        with self._lock:
+            for i, key in enumerate(keys):
+                n, size = len(numbers), len(numbers) * int(sizes[i])
+                one = _merged(numbers[:, i])
+                before = self._rows.get(key)
+                counts = np.array([n, size])
+                if before is not None:
+                    counts = counts + before[0]
+                    one = _merged(np.stack([before[1], one]))
+                self._rows[key] = counts, one
+
+    def rows(self) -> list[Stats]:
+        with self._lock:
+            rows = sorted(self._rows.items())
+        return [_stats(key, *counts_and_sums) for key, counts_and_sums in rows]
+
+
+def _merged(rows: np.ndarray) -> np.ndarray:
+    sums = rows[:, 2:].sum(0)
+    return np.concatenate([[rows[:, 0].min(), rows[:, 1].max()], sums])
+
+
+def _stats(key: Key, counts: np.ndarray, one: np.ndarray) -> Stats:
+    calls, size = map(int, counts)
+    low, high, total, squares, zeros, bad, bf16, f16 = map(float, one)
+    finite = max(size - bad, 1)
+    return Stats(
+        file=key.file,
+        line=key.line,
+        text=labels.text_in(key.file, key.line),
+        backward=key.backward,
+        calls=calls,
+        size=size,
+        min=low,
+        max=high,
+        mean=total / finite,
+        rms=(squares / finite) ** 0.5,
+        zeros=zeros / size,
+        nonfinite=bad / size,
+        beyond_bf16=bf16 / finite,
+        beyond_f16=f16 / finite,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Add(HostCode):
+    """The function of a level's tap."""
+
+    to: Statistics
+    keys: tuple[Key, ...]
+    sizes: np.ndarray
+    stays = "hc.observe looks at programs of this process only"
+    __name__ = "hc.observe(stats=True)"
+
+    def __call__(self, found: np.ndarray) -> None:
+        self.to.add(self.keys, self.sizes, found)
+
+
+def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
+    lines = [rewriting.lines_of(eqn)[:1] for eqn in level.jaxpr.eqns]
+    places = [(line[0].file, line[0].line) if line else None for line in lines]
+    users: dict[Any, set[Any]] = {}
+    for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
+        for x in eqn.invars:
+            if isinstance(x, jex.Var):
+                users.setdefault(x, set()).add(place)
+    results = {x for x in level.jaxpr.outvars if isinstance(x, jex.Var)}
+    for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
+        for var in eqn.outvars if place is not None else ():
+            leaves = var in results or users.get(var, set()) - {place}
+            dtype = getattr(var.aval, "dtype", np.dtype(bool))
+            if leaves and jnp.issubdtype(dtype, jnp.inexact) and var.aval.size:
+                yield Key(*place, level.is_backward(eqn)), var
+
+
+# --- On the device --------------------------------------------------------------------
+
+
+def _reduced(x: jax.Array) -> jax.Array:
+    """min, max, sum, sum of squares, zeros, non-finite, beyond bfloat16, float16."""
+    if jnp.iscomplexobj(x):
+        x = jnp.abs(x)
+    if x.dtype.itemsize < 4:
+        x = x.astype(jnp.float32)
+    least, most = x.min(), x.max()
+    size = jnp.abs(x)
+
+    def plain() -> list[jax.Array]:
+        zeros = _count(x == 0)
+        none = jnp.zeros((), x.dtype)
+        small = _count(size <= _F16_LEAST) - zeros
+        return [least, most, x.sum(), (x * x).sum(), zeros, none, none, small]
+
+    def careful() -> list[jax.Array]:
+        finite = jnp.isfinite(x)
+        kept = jnp.where(finite, x, 0)
+        beyond = finite & (size >= _BF16_MOST)
+        f16 = finite & ((size >= _F16_MOST) | ((size <= _F16_LEAST) & (x != 0)))
+        return [
+            jnp.where(finite, x, jnp.inf).min(),
+            jnp.where(finite, x, -jnp.inf).max(),
+            kept.sum(),
+            (kept * kept).sum(),
+            *map(_count, (x == 0, ~finite, beyond, f16)),
+        ]
+
+    # A comparison with NaN is False.
+    within = (least > -_F16_MOST) & (most < _F16_MOST)
+    numbers = jax.lax.cond(within, plain, careful)
+    return jnp.stack(numbers)
+
+
+def _count(flags: jax.Array) -> jax.Array:
+    """How many are True. Floats are added up faster than integers on CPUs."""
+    if flags.size < _COUNTS_AS_FLOAT:
+        return flags.astype(jnp.float32).sum()
+    return flags.sum().astype(jnp.float32)
+
+
+# --- The table ------------------------------------------------------------------------
+
+_HEADS = ("", "line", "calls", "min", "max", "mean", "rms")
+_SHARES = ("zeros", "non-finite", ">bf16", ">f16")
+
+
+def table(rows: list[Stats]) -> str:
+    """The rows as text, with a heading for each file."""
+    heads = [*_HEADS, *_SHARES, "text"]
+    cells: list[list[str]] = [heads]
+    for row in rows:
+        numbers = [f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)]
+        shares = row.zeros, row.nonfinite, row.beyond_bf16, row.beyond_f16
+        cells.append(
+            [
+                "<-" if row.backward else "",
+                f"{labels.short(row.file)}:{row.line}",
+                str(row.calls),
+                *numbers,
+                *(_percent(share) for share in shares),
+                row.text[:40],
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row_cells in cells:
+        padded = [
+            cell.ljust(width) if head in ("", "line", "text") else cell.rjust(width)
+            for cell, width, head in zip(row_cells, widths, heads, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    if share == 0:
+        return "-"
+    return "<0.01%" if share < 1e-4 else f"{share:.2%}"
