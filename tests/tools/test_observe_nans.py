@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
-from hostcall.tools.observe import observe
+from hostcall.tools.observing import observe
 
 P = PartitionSpec
 f32 = jnp.float32

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
 from hostcall.tools._observe import stats
-from hostcall.tools.observe import observe
+from hostcall.tools.observing import observe
 
 P = PartitionSpec
 

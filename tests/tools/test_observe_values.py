@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
 from hostcall.tools import sinks
-from hostcall.tools.observe import Record, observe
+from hostcall.tools.observing import Record, observe
 
 P = PartitionSpec
 

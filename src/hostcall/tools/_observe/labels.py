@@ -22,11 +22,11 @@ def place_of(eqn: Any) -> tuple[str, int, str] | None:
 def line_of(eqn: Any) -> str:
     """Such as `train.py:12`."""
     place = place_of(eqn)
-    return f"{os.path.basename(place[0])}:{place[1]}" if place else "an unknown line"
+    return f"{short(place[0])}:{place[1]}" if place else "an unknown line"
 
 
 def short(file: str) -> str:
-    return os.path.basename(file)
+    return file if file.startswith("<") else os.path.basename(file)
 
 
 def text_in(file: str, line: int) -> str:

@@ -1,15 +1,17 @@
 """`hc.observe(progress=True)`: a bar for each loop that lasts.
 
-Each loop gets an `hc.progress` at the beginning of its body. Its bar is not drawn
-before the loop has lasted for some tenths of a second. Then the bars of the loops
-around it, which have begun before, are drawn first.
+Each loop gets the tap of `hc.progress` at the beginning of its body; that of an inner
+loop does not let its first and last step pass. A bar is not drawn before its loop has
+lasted for some tenths of a second. Then those of the loops around it are drawn first.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ import hostcall as hc
 from hostcall._jax import rewriting
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
-from hostcall.tools._progress import drawing
+from hostcall.tools._progress import bars, checks, drawing
 
 LASTS = 0.3  # seconds
 EVERY = 0.1  # seconds between two steps that are shown
@@ -38,12 +40,13 @@ class Loops:
             return
         is_scan = level.kind == "scan"
         total = level.eqn.params["length"] if is_scan else None
-        if total == 1:
+        if total == 1 or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
         reverse = is_scan and level.eqn.params["reverse"]
         desc = f"{level.kind} {labels.line_of(level.eqn)}"
         if labels.is_backward(level.around[:-1], level.eqn):
             desc += " backward"
+        is_inner = len(level.loops) > 1  # these may start a million times a second
         bar = functools.partial(_Late, self._bars, len(level.loops))
 
         def show(step: jax.Array) -> None:
@@ -51,7 +54,18 @@ class Loops:
                 step = step.max()
             if reverse:
                 step = jnp.int32(total) - 1 - step
-            hc.progress(step, total, desc=desc, every=EVERY, bar=bar)
+            loop = bars.Loop(total, desc, "it", 0, bar, "batched")
+            checks.check(replace(loop, bar="auto"), step, total, {})
+            edge = (step == 0) | (step == (total or 0) - 1)
+            hc.tap(
+                loop,
+                step,
+                None,
+                {},
+                every=EVERY,
+                always=None if is_inner else edge,
+                when_full="drop_oldest",
+            )
 
         yield Insertion(show, level.steps[-1:], -1)
 
@@ -63,13 +77,13 @@ class _Late:
     """
 
     def __init__(
-        self, bars: list[_Late], depth: int, initial: int, **options: Any
+        self, open_: list[_Late], depth: int, initial: int, **options: Any
     ) -> None:
         self.depth, self.leave = depth, depth == 1
         self._make = functools.partial(drawing.factory("auto"), **options)
-        self._bars, self._n, self._start = bars, initial, clock()
+        self._bars, self._n, self._start = open_, initial, clock()
         self._drawn: Any = None
-        bars.append(self)
+        open_.append(self)
 
     def update(self, n: int) -> None:
         self._n += n

@@ -194,4 +194,5 @@ class _Columns(HostCode):
 
 
 def _printed(record: Record, value: np.ndarray) -> None:
-    print(record, "=", np.array2string(np.asarray(value), threshold=8, precision=6))
+    text = np.array2string(np.asarray(value), threshold=8, precision=6)
+    print(f"{record} = {text}\n", end="")  # at once, beside what the program prints
