@@ -25,7 +25,8 @@ from hostcall._jax import execution, rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.loops import Loops
 from hostcall.tools._observe.nans import Nans
-from hostcall.tools._observe.stats import Statistics, Stats, table
+from hostcall.tools._observe.stats import Statistics, table
+from hostcall.tools._observe.stats import Stats as Stats
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
 from hostcall.tools._values import need
