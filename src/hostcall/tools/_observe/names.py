@@ -43,13 +43,13 @@ class Variable(NamedTuple):
     """A value of a variable in a level.
 
     Attributes:
-        index: that of the equation which computes it.
+        at: the index of the equation which computes it.
         part, parts: which leaf of the value it is, and how many there are.
     """
 
     name: str
     var: Any
-    index: int
+    at: int
     line: Line
     is_backward: bool
     part: int
@@ -126,10 +126,10 @@ def _named(
 # --- In a level -----------------------------------------------------------------------
 
 
-class _At(NamedTuple):
+class _Part(NamedTuple):
     """An equation of a statement, with the frame of the statement."""
 
-    index: int
+    at: int
     eqn: Any
     line: Line
     is_backward: bool
@@ -141,7 +141,7 @@ def variables(
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    groups: dict[Any, list[_At]] = {}
+    groups: dict[Any, list[_Part]] = {}
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines, backward = rewriting.lines_of(eqn), level.is_backward(eqn)
         for depth, line in enumerate(lines):
@@ -150,32 +150,32 @@ def variables(
                     continue
                 outer = tuple((x.file, x.line, x.column) for x in lines[depth + 1 :])
                 key = line.file, target, outer
-                groups.setdefault(key, []).append(_At(index, eqn, line, backward))
+                groups.setdefault(key, []).append(_Part(index, eqn, line, backward))
     uses = _uses(level)
     for (_, target, _), found in groups.items():
         side = _side(target, found[0].line.differentiates)
         if side is None:
             untold.add(target.name)
             continue
-        own = {at.index for at in found}
+        own = {each.at for each in found}
         runs = [found]
         if not found[0].line.differentiates:
-            found = [at for at in found if not at.is_backward]
+            found = [each for each in found if not each.is_backward]
             runs = _runs(found)
         for run in runs:
-            inside = {at.index for at in run}
-            within = own - {at.index for at in found} | inside
+            inside = {each.at for each in run}
+            within = own - {each.at for each in found} | inside
             leaves = [
-                (at, v)
-                for at in run
-                if side == "both" or at.is_backward == (side == "backward")
-                for v in at.eqn.outvars
+                (each, v)
+                for each in run
+                if side == "both" or each.is_backward == (side == "backward")
+                for v in each.eqn.outvars
                 if any(use not in within for use in uses.get(v, ()))
             ]
             leaves = _without_residuals(level, leaves, uses)
-            for part, (at, v) in enumerate(leaves):
-                told = at.line, at.is_backward, part, len(leaves)
-                yield Variable(target.name, v, at.index, *told)
+            for part, (each, v) in enumerate(leaves):
+                told = each.line, each.is_backward, part, len(leaves)
+                yield Variable(target.name, v, each.at, *told)
 
 
 _RESULT = -1  # the use as a result of the level
@@ -212,11 +212,11 @@ def _side(target: Target, differentiates: str) -> str | None:
     return sides[target.part] if 0 <= target.part < len(sides) else None
 
 
-def _runs(found: list[_At]) -> list[list[_At]]:
+def _runs(found: list[_Part]) -> list[list[_Part]]:
     """The runs of a statement, if they all have the same equations."""
     if not found:
         return []
-    marks = [(at.line.inside, at.eqn.primitive) for at in found]
+    marks = [(each.line.inside, each.eqn.primitive) for each in found]
     starts = [i for i, mark in enumerate(marks) if mark == marks[0]]
     size, rest = divmod(len(found), len(starts))
     same = not rest and marks == marks[:size] * len(starts)
@@ -226,8 +226,8 @@ def _runs(found: list[_At]) -> list[list[_At]]:
 
 
 def _without_residuals(
-    level: Level, leaves: list[tuple[_At, Any]], uses: dict[Any, list[int]]
-) -> list[tuple[_At, Any]]:
+    level: Level, leaves: list[tuple[_Part, Any]], uses: dict[Any, list[int]]
+) -> list[tuple[_Part, Any]]:
     """Without what a level hands to its backward pass, behind its other results."""
     stacks = [str(eqn.source_info.name_stack) for eqn in level.around]
     if len(leaves) < 2 or not any("jvp(" in stack for stack in stacks):

@@ -137,6 +137,8 @@ def _check(
 
 
 def _bad_in(x: jax.Array, goes_on: jax.Array | None) -> jax.Array:
+    if x.dtype.itemsize == 1:  # some have no infinity to compare with
+        x = x.astype(jnp.float32)
     if goes_on is None and x.size and not jnp.iscomplexobj(x):
         # A third of the time of isfinite(x).all() on CPUs. NaN is not below infinity.
         return ~(jnp.abs(x).max() < jnp.inf)
@@ -229,7 +231,7 @@ class _Tell(HostCode):
         found = [frame.origins[v] for v in bad if v in frame.origins]
         if found:
             raise FloatingPointError(_text(found[0]))
-        if not any(is_bad(frame.values[v]) for v in bad if v in frame.values):
+        if bad and not any(is_bad(frame.values[v]) for v in bad if v in frame.values):
             raise FloatingPointError(_not_again(self, bad, steps))
 
 
@@ -255,7 +257,7 @@ def _text(origin: Origin) -> str:
     around, steps = made.spot
     is_backward = labels.is_backward(around, made.eqn)
     told = labels.steps_of(around, steps)
-    at = f"[{', '.join(map(str, made.index))}]" if made.index else ""
+    at = f"[{', '.join(map(str, made.element))}]" if made.element else ""
     here = hc.current()
     shard = ""
     if here is not None and here.mesh_shape:

@@ -30,14 +30,14 @@ class Origin(NamedTuple):
         eqn: the equation that made it, or handed it on.
         spot: where that is.
         before: the origin of the operand that it was handed; None: it was made here.
-        index: the first bad element of the result; its value is `value`.
+        element: the index of the result's first bad element, whose value is `value`.
         operands: what the equation got; at this element if it has one there.
     """
 
     eqn: Any
     spot: Spot
     before: Origin | None
-    index: tuple[int, ...]
+    element: tuple[int, ...]
     value: Any
     operands: list[str]
 
@@ -111,14 +111,12 @@ class Frame:
         self, eqn: Any, operands: list[Any], origins: list[Any], results: list[Any]
     ) -> Iterator[Origin | None]:
         """For each result its origin, if it is bad and has one."""
-        inside = None
+        inside, own = None, list[Origin | None]()
         if all(x is not None for x in operands) and not eqn.effects:
             inside = _INSIDE.get(eqn.primitive.name)
         if inside is not None:
             own = inside(eqn, self.spot, operands, origins)
-            known = [o for o in own if o is not None]
-        else:
-            own = known = []
+        known = [origin for origin in own if origin is not None]
         for position, result in enumerate(results):
             if not is_bad(result):
                 yield None

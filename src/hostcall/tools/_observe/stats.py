@@ -10,6 +10,7 @@ are not, the others are computed too.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -165,11 +166,14 @@ def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
                 users.setdefault(x, set()).add(place)
     results = {x for x in level.jaxpr.outvars if isinstance(x, jex.Var)}
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
-        for var in eqn.outvars if place is not None else ():
+        if place is None:
+            continue
+        for var in eqn.outvars:
             leaves = var in results or users.get(var, set()) - {place}
             dtype = getattr(var.aval, "dtype", np.dtype(bool))
             if leaves and jnp.issubdtype(dtype, jnp.inexact) and var.aval.size:
-                yield Key(*place, level.is_backward(eqn)), var
+                file, line = place
+                yield Key(file, line, level.is_backward(eqn)), var
 
 
 # --- On the device --------------------------------------------------------------------
@@ -186,7 +190,7 @@ def _reduced(x: jax.Array) -> jax.Array:
 
     def plain() -> list[jax.Array]:
         zeros = _count(x == 0)
-        none = jnp.zeros((), x.dtype)
+        none = jnp.float32(0)
         small = _count(size <= _F16_LEAST) - zeros
         return [least, most, x.sum(), (x * x).sum(), zeros, none, none, small]
 
@@ -205,8 +209,13 @@ def _reduced(x: jax.Array) -> jax.Array:
 
     # A comparison with NaN is False.
     within = (least > -_F16_MOST) & (most < _F16_MOST)
-    numbers = jax.lax.cond(within, plain, careful)
+    counts = functools.partial(_same_type, x.dtype)
+    numbers = jax.lax.cond(within, lambda: counts(plain()), lambda: counts(careful()))
     return jnp.stack(numbers)
+
+
+def _same_type(dtype: Any, numbers: list[jax.Array]) -> list[jax.Array]:
+    return [number.astype(dtype) for number in numbers]
 
 
 def _count(flags: jax.Array) -> jax.Array:

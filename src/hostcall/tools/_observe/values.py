@@ -19,7 +19,7 @@ from hostcall._jax import rewriting
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
-from hostcall.tools.recorder import Recorder
+from hostcall.tools.recorder import Recorder, Sink
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def record_of(
     return Record(name, part, parts, *at, backward, loops)
 
 
-To: TypeAlias = "Callable[[Record, Any], object] | Recorder | sinks.Sink | None"
+To: TypeAlias = "Callable[[Record, Any], object] | Recorder | Sink | None"
 _SINKS = sinks.csv, sinks.jsonl, sinks.sqlite, sinks.tensorboard, sinks.live
 
 
@@ -94,7 +94,7 @@ class Values:
         eqns = level.jaxpr.eqns
         for v in names.variables(level, self._wants, self._untold):
             self._found.add(v.name)
-            record = record_of(level, eqns[v.index], v.name, v.part, v.parts)
+            record = record_of(level, eqns[v.at], v.name, v.part, v.parts)
             record = replace(
                 record,
                 file=v.line.file,
@@ -102,7 +102,7 @@ class Values:
                 function=v.line.function,
                 text=labels.text_in(v.line.file, v.line.line),
             )
-            yield self._insertion(level, record, v.var, v.index)
+            yield self._insertion(level, record, v.var, v.at)
         if self._select is None:
             return
         for index, eqn in enumerate(eqns):
