@@ -18,6 +18,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     fast_dispatch programs with host calls on JAX's fast dispatch
     execution     settings that JAX reads before it runs a program
     rewriting     puts equations into programs where they are lowered
+    user_lines    where the user wrote an equation
     settings      a thread's settings, as they are where a call is traced
     devices       devices, clients, and arrays on them
     exporting     what leaves the process with an exported program

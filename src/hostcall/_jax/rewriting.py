@@ -1,4 +1,4 @@
-"""Puts equations into programs where they are lowered, and says what equations are.
+"""Puts equations into programs where they are lowered.
 
 There a program is as it will run: after derivatives, vmap and dead code. Its equations
 stay as they are, and those of a function of the caller's are put between them:
@@ -7,7 +7,8 @@ stay as they are, and those of a function of the caller's are put between them:
             program, the body of a loop, a branch, a function that it calls.
     insert  A use answers with insertions: functions, and the variables that they get.
             Where one of these is the number of a loop's step, the loop gets a counter.
-    label   `label_of` says of an equation where the user wrote it.
+
+`user_lines.py` says where the user wrote an equation.
 
 Not entered are conditions of while loops, loops over Refs, kernels, custom calls, and
 the small functions inside reductions, sorts and scatters.
@@ -17,8 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -33,71 +33,10 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib.mlir.dialects import sdy as _sdy
-from jax._src.source_info_util import is_user_filename as is_users
-from jax._src.source_info_util import raw_frame_to_frame as raw_frame
 
 from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.versions import changed, open_jaxpr
-
-# --- Label ----------------------------------------------------------------------------
-
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
-_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-
-
-class Line(NamedTuple):
-    """A frame of the user's: where it was while the equation was traced.
-
-    Attributes:
-        line, column, end_line, end_column: the expression that was evaluated.
-        differentiates: the function of JAX that it called, if that makes the backward
-            pass of what the frames inside have traced: "grad_f", "value_and_grad_f".
-        inside: the frames inside it, JAX's too.
-    """
-
-    file: str
-    function: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    differentiates: str
-    inside: tuple[Hashable, ...]
-
-
-_DIFFERENTIATE = {"grad_f", "grad_f_aux", "value_and_grad_f"}
-_TRACES = {"trace_to_jaxpr", "trace_to_jaxpr_dynamic"}
-
-
-def lines_of(eqn: _t.JaxprEquation) -> tuple[Line, ...]:
-    """The user's frames in which an equation was traced, the innermost first.
-
-    Those around the jaxpr that it is in are left out.
-    """
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return ()
-    found, differentiates = [], ""
-    inside: list[Hashable] = []
-    for code, at in zip(*traceback.raw_frames(), strict=True):
-        if code.co_filename.startswith(_JAX):
-            if code.co_name in _TRACES:
-                break
-            if code.co_name in _DIFFERENTIATE:
-                differentiates = code.co_name
-        elif not code.co_filename.startswith((_HERE, _NUMPY)) and is_users(
-            code.co_filename
-        ):
-            f = raw_frame(code, at)
-            span = f.start_line, f.start_column, f.end_line, f.end_column
-            own = differentiates, tuple(inside)
-            found.append(Line(f.file_name, f.function_name, *span, *own))
-            differentiates = ""
-        inside.append((code, at))
-    return tuple(found)
-
 
 # --- Levels and insertions ------------------------------------------------------------
 
@@ -192,6 +131,20 @@ def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def opened(jaxpr: _t.Jaxpr) -> tuple[_t.Jaxpr, Sequence[Any]]:
+    """An inner jaxpr, and its constants; remat's and shard_map's have none."""
+    inner = open_jaxpr(jaxpr)
+    return inner, jaxpr.consts if inner.constvars else ()
+
+
+def is_array(atom: _t.Atom) -> bool:
+    """Whether a variable is an array of numbers, and no key, Ref, token or float0."""
+    aval = atom.aval
+    if not isinstance(aval, _core.ShapedArray) or aval.dtype == jax.dtypes.float0:
+        return False
+    return isinstance(aval.dtype, np.dtype)
 
 
 def is_host_call(eqn: _t.JaxprEquation) -> bool:
@@ -431,13 +384,22 @@ def _branches(
     return _rebuilt(eqn, new, params, [*eqn.invars, *given])
 
 
-def _number(value: int, shape: tuple[int, ...] = ()) -> _t.Atom:
-    array = np.full(shape, value, np.int32)
-    return _core.Literal(array if shape else np.int32(value), _aval(shape))
-
-
 def _aval(shape: tuple[int, ...]) -> _t.Aval:
     return _core.ShapedArray(shape, np.dtype(np.int32))
+
+
+def _counted(
+    entered: _Entered, step: _t.Var, start: int, by: int
+) -> tuple[list[_t.Var], list[_t.Atom], list[_t.Atom], list[_t.JaxprEquation]]:
+    """A loop's counter, if it needs one: the variable, its first and next value; and
+    the equations of the body.
+    """
+    if not entered.counts:
+        return [], [], [], entered.eqns
+    shape = step.aval.shape
+    first = np.full(shape, start, np.int32) if shape else np.int32(start)
+    count, nexts = _traced(lambda i: [i + by], [step])
+    return [step], [_core.Literal(first, step.aval)], nexts, [*entered.eqns, *count]
 
 
 def _scan(
@@ -453,14 +415,8 @@ def _scan(
     if entered is None:
         return None
     reverse, at = params["reverse"], split_of(eqn)[0]
-    eqns = entered.eqns
-    counters: list[_t.Var] = []
-    starts: list[_t.Atom] = []
-    nexts: list[_t.Atom] = []
-    if entered.counts:
-        counters, starts = [step], [_number(params["length"] - 1 if reverse else 0)]
-        count, nexts = _traced(lambda i: [i - 1 if reverse else i + 1], counters)
-        eqns = [*eqns, *count]
+    start = params["length"] - 1 if reverse else 0
+    counters, starts, nexts, eqns = _counted(entered, step, start, -1 if reverse else 1)
     front = [*entered.extra, *counters]
     invars = [*inner.invars[:at], *front, *inner.invars[at:]]
     new = _with(jaxpr, eqns, invars=invars, outvars=[*nexts, *inner.outvars])
@@ -500,23 +456,11 @@ def _while(
     entered = rewriter.enter(body, eqn, level, step=step, running=running)
     if entered is None:
         return None
-    eqns = entered.eqns
-    counters: list[_t.Var] = []
-    starts: list[_t.Atom] = []
-    nexts: list[_t.Atom] = []
-    if entered.counts:
-        counters, starts = [step], [_number(0, rows)]
-        count, nexts = _traced(lambda i: [i + 1], counters)
-        eqns = [*eqns, *count]
-        cond = _with(
-            cond,
-            tests.eqns,
-            invars=[
-                *tests.invars[:of_cond],
-                *(_core.Var(v.aval) for v in counters),
-                *tests.invars[of_cond:],
-            ],
-        )
+    counters, starts, nexts, eqns = _counted(entered, step, 0, 1)
+    if counters:
+        unused = [_core.Var(v.aval) for v in counters]
+        taken = [*tests.invars[:of_cond], *unused, *tests.invars[of_cond:]]
+        cond = _with(cond, tests.eqns, invars=taken)
     front = [*entered.extra, *counters]
     invars = [*inner.invars[:of_body], *front, *inner.invars[of_body:]]
     new = _with(body, eqns, invars=invars, outvars=[*nexts, *inner.outvars])

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hostcall._jax import rewriting
+from hostcall._jax import rewriting, user_lines
 from hostcall.tools._debugger import users_lines
 
 
 def place_of(eqn: Any) -> tuple[str, int, str] | None:
     """(file, line, function) of the innermost line of the user's."""
-    lines = rewriting.lines_of(eqn)
+    lines = user_lines.lines_of(eqn)
     return (lines[0].file, lines[0].line, lines[0].function) if lines else None
 
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-from hostcall._jax import rewriting
-from hostcall._jax.rewriting import Level, Line
+from hostcall._jax import user_lines
+from hostcall._jax.rewriting import Level
+from hostcall._jax.user_lines import Line
 
 
 class Target(NamedTuple):
@@ -79,11 +80,8 @@ def _statements(source: str) -> list[ast.stmt]:
         tree = ast.parse(source)
     except SyntaxError:  # a notebook's magics
         return []
-    return [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _is_simple(n)]
-
-
-def _is_simple(statement: ast.stmt) -> bool:
-    return not hasattr(statement, "body")
+    statements = (n for n in ast.walk(tree) if isinstance(n, ast.stmt))
+    return [n for n in statements if "body" not in n._fields]
 
 
 def _targets(statement: ast.stmt) -> list[Target]:
@@ -143,7 +141,7 @@ def variables(
     """
     groups: dict[Any, list[_Part]] = {}
     for index, eqn in enumerate(level.jaxpr.eqns):
-        lines, backward = rewriting.lines_of(eqn), level.is_backward(eqn)
+        lines, backward = user_lines.lines_of(eqn), level.is_backward(eqn)
         for depth, line in enumerate(lines):
             for target in targets(line):
                 if not wanted(target.name) or not _within(line, target.span):

@@ -63,9 +63,8 @@ def _has_loop(eqn: Any) -> bool:
 
 
 def _can_be_bad(atom: Any) -> bool:
-    return isinstance(atom, jex.Var) and jnp.issubdtype(
-        getattr(atom.aval, "dtype", bool), jnp.inexact
-    )
+    is_number = isinstance(atom, jex.Var) and rewriting.is_array(atom)
+    return is_number and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 class Nans:
@@ -97,13 +96,7 @@ def _check(
     looked_at = list(dict.fromkeys([*looked_at, *updates]))
     if not looked_at:
         return
-    once = [v for eqn in eqns if not _runs_again(eqn) for v in eqn.outvars]
-    given = [
-        v
-        for v in dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *once, *read])
-        if v not in buffers and isinstance(v.aval, jax.core.ShapedArray)
-        if v.aval.dtype != jax.dtypes.float0 and not rewriting.is_dropped(v)
-    ]
+    given = [v for v in _given(jaxpr, eqns, read) if v not in buffers]
     before = dict(_carried(level)) if upto is None else {}
     condition = level.running[1] if level.running else []
     names = [*looked_at, *given, *level.steps, *condition]
@@ -134,6 +127,19 @@ def _check(
             jax.lax.cond(functools.reduce(jnp.logical_or, bad), there, lambda: None)
 
     yield Insertion(check, operands, None if upto is None else upto - 1)
+
+
+def _given(jaxpr: Any, eqns: Sequence[Any], read: Sequence[Any]) -> Iterator[Any]:
+    """What the host needs to run these equations again."""
+    once = [v for eqn in eqns if not _runs_again(eqn) for v in eqn.outvars]
+    for v in dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *once, *read]):
+        is_array = isinstance(v.aval, jax.core.ShapedArray)  # or a key
+        if (
+            is_array
+            and v.aval.dtype != jax.dtypes.float0
+            and not rewriting.is_dropped(v)
+        ):
+            yield v
 
 
 def _bad_in(x: jax.Array, goes_on: jax.Array | None) -> jax.Array:

@@ -74,8 +74,7 @@ class Frame:
         cls, jaxpr: Any, spot: Spot, values: Iterable[Any], origins: Iterable[Any]
     ) -> Frame:
         """Those of an inner jaxpr that gets these values, which have these origins."""
-        consts = getattr(jaxpr, "consts", ())
-        inner = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+        inner, consts = rewriting.opened(jaxpr)
         frame = cls(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
         frame.values |= zip(inner.invars, values, strict=True)
         known = zip(inner.invars, origins, strict=True)

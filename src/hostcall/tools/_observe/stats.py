@@ -23,7 +23,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import rewriting
+from hostcall._jax import rewriting, user_lines
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 
@@ -157,7 +157,7 @@ class _Add(HostCode):
 
 
 def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
-    lines = [rewriting.lines_of(eqn)[:1] for eqn in level.jaxpr.eqns]
+    lines = [user_lines.lines_of(eqn)[:1] for eqn in level.jaxpr.eqns]
     places = [(line[0].file, line[0].line) if line else None for line in lines]
     users: dict[Any, set[Any]] = {}
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
@@ -170,8 +170,10 @@ def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
             continue
         for var in eqn.outvars:
             leaves = var in results or users.get(var, set()) - {place}
-            dtype = getattr(var.aval, "dtype", np.dtype(bool))
-            if leaves and jnp.issubdtype(dtype, jnp.inexact) and var.aval.size:
+            is_float = rewriting.is_array(var) and jnp.issubdtype(
+                var.aval.dtype, jnp.inexact
+            )
+            if leaves and is_float and var.aval.size:
                 file, line = place
                 yield Key(file, line, level.is_backward(eqn)), var
 

@@ -109,7 +109,7 @@ class Values:
             outs = [v for v in eqn.outvars if not rewriting.is_dropped(v)]
             for part, var in enumerate(outs):
                 record = record_of(level, eqn, "", part, len(outs))
-                if hasattr(var.aval, "dtype") and self._select(record):
+                if rewriting.is_array(var) and self._select(record):
                     yield self._insertion(level, record, var, index)
 
     def _wants(self, name: str) -> bool:
