@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
+from hostcall._jax import rewriting
 from hostcall.tools.observing import observe
 
 P = PartitionSpec
@@ -447,6 +448,29 @@ def test_nan_of_an_infinity_that_was_given():
 def test_nan_that_a_host_call_returned():
     program = jax.jit(lambda x: hc.call(lambda x: x * np.nan, x, x) + 1)
     assert "call made the first bad value" in raised(program, f32(1))
+
+
+def test_what_the_host_can_not_make_again(monkeypatch):
+    """Where rounding differs, or an equation is for another platform."""
+    plain = rewriting.evaluate
+
+    def finite(eqn, operands):
+        is_log = eqn.primitive.name == "log"
+        return [np.float32(1)] if is_log else plain(eqn, operands)
+
+    monkeypatch.setattr(rewriting, "evaluate", finite)
+    text = raised(jax.jit(logs), f32(1))
+    assert "the result of mul at test_observe_nans.py:" in text
+    assert "It was finite when the host ran" in text
+
+    def refused(eqn, operands):
+        if eqn.primitive.name == "log":
+            raise NotImplementedError("not here")
+        return plain(eqn, operands)
+
+    monkeypatch.setattr(rewriting, "evaluate", refused)
+    text = raised(jax.jit(logs), f32(1))
+    assert "the host can't run log (not here)" in text
 
 
 # --- The block ------------------------------------------------------------------------

@@ -140,10 +140,14 @@ def variables(
     others of a tuple are put into `untold`.
     """
     groups: dict[Any, list[_Part]] = {}
+    known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines, backward = user_lines.lines_of(eqn), level.is_backward(eqn)
         for depth, line in enumerate(lines):
-            for target in targets(line):
+            place = line.file, line.line, line.function
+            if place not in known:
+                known[place] = targets(line)
+            for target in known[place]:
                 if not wanted(target.name) or not _within(line, target.span):
                     continue
                 outer = tuple((x.file, x.line, x.column) for x in lines[depth + 1 :])

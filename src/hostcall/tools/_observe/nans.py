@@ -224,33 +224,35 @@ class _Tell(HostCode):
         known = dict(zip(self.operands, values, strict=True))
         steps = tuple(known[v] for v in self.level.steps)
         around = tuple(self.level.around)
-        made = {v for eqn in self.jaxpr.eqns for v in eqn.outvars}
         seen = {v: known[v] for v in self.looked_at}
-        once = {v for e in self.jaxpr.eqns if not _runs_again(e) for v in e.outvars}
-        read = set(self.operands) - set(self.looked_at)
-        values_ = {
-            v: x for v, x in known.items() if v not in made or v in once or v in read
-        }
-        frame = Frame(self.jaxpr, Spot(around, steps), values_)
+        again = {v for e in self.jaxpr.eqns if _runs_again(e) for v in e.outvars}
+        given = {v: x for v, x in known.items() if v not in again or v not in seen}
+        frame = Frame(self.jaxpr, Spot(around, steps), given)
         frame.run()
         bad = [v for v, x in seen.items() if is_bad(x)]
         found = [frame.origins[v] for v in bad if v in frame.origins]
         if found:
             raise FloatingPointError(_text(found[0]))
         if bad and not any(is_bad(frame.values[v]) for v in bad if v in frame.values):
-            raise FloatingPointError(_not_again(self, bad, steps))
+            raise FloatingPointError(_not_again(self, bad[0], steps, frame.skipped))
 
 
-def _not_again(tell: _Tell, bad: list[Any], steps: tuple[Any, ...]) -> str:
+def _not_again(
+    tell: _Tell, bad: Any, steps: tuple[Any, ...], skipped: Sequence[str]
+) -> str:
     makers = {v: eqn for eqn in tell.jaxpr.eqns for v in eqn.outvars}
-    eqn = makers[bad[0]]
+    eqn = makers[bad]
     told = labels.steps_of(tell.level.around, steps)
+    why = (
+        "It was finite when the host ran the equations again, since XLA rounds"
+        " otherwise where it fuses them: the cause is near, such as a number close to 0"
+        " in a division or a logarithm"
+    )
+    if skipped:
+        why = f"What made it is not known: the host can't run {', '.join(skipped)}"
     return (
         f"hostcall: the result of {eqn.primitive.name} at {labels.line_of(eqn)} is not"
-        f" finite{', in ' * bool(told)}{told}. It was finite when the host ran the"
-        " equations again, since XLA rounds otherwise where it fuses them: the cause"
-        " is near, such as a number close to 0 in a division or a logarithm.\n"
-        f"    {labels.text_of(eqn)}"
+        f" finite{', in ' * bool(told)}{told}. {why}.\n    {labels.text_of(eqn)}"
     )
 
 

@@ -62,12 +62,18 @@ def _is_float(value: Any) -> bool:
 
 @dataclass
 class Frame:
-    """Equations that are run again, and what is known of their variables."""
+    """Equations that are run again, and what is known of their variables.
+
+    Attributes:
+        skipped: equations that the host can't run, with their errors; what follows from
+            their results is not known.
+    """
 
     jaxpr: Any
     spot: Spot
     values: dict[Any, Any]
     origins: dict[Any, Origin] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -90,7 +96,11 @@ class Frame:
                     continue  # of a buffer that was left out
                 if eqn.effects:
                     continue
-                results = rewriting.evaluate(eqn, operands)
+                try:
+                    results = rewriting.evaluate(eqn, operands)
+                except Exception as error:  # made for another platform, for example
+                    self.skipped.append(f"{eqn.primitive.name} ({error})")
+                    continue
                 self.values |= zip(eqn.outvars, results, strict=True)
             if any(map(is_bad, results)):
                 origins = [self.origins.get(x) for x in _keys(eqn.invars)]
