@@ -88,19 +88,7 @@ class observe:
         select: Callable[[Record], Any] | None = None,
         to: To = None,
     ) -> None:
-        for name in names:
-            need(isinstance(name, str), "a name in hc.observe should be a str", name)
-        need(
-            select is None or callable(select),
-            "select= of hc.observe should be a function of a record",
-            select,
-        )
-        need(
-            to is None or callable(to),
-            "to= of hc.observe should be a function of a record and a value, a"
-            " hc.Recorder, or a sink",
-            to,
-        )
+        _check(names, select, to)
         wants_values = bool(names) or select is not None
         if to is not None and not wants_values:
             raise SpecError(
@@ -202,3 +190,19 @@ class observe:
             hc.progress.close()
         if not is_failed and self._values is not None:
             self._values.warn()
+
+
+def _check(names: tuple[object, ...], select: object, to: object) -> None:
+    for name in names:
+        need(isinstance(name, str), "a name in hc.observe should be a str", name)
+    need(
+        select is None or callable(select),
+        "select= of hc.observe should be a function of a record",
+        select,
+    )
+    need(
+        to is None or callable(to),
+        "to= of hc.observe should be a function of a record and a value, a"
+        " hc.Recorder, or a sink",
+        to,
+    )

@@ -139,22 +139,8 @@ def variables(
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    groups: dict[Any, list[_Part]] = {}
-    known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
-    for index, eqn in enumerate(level.jaxpr.eqns):
-        lines, backward = user_lines.lines_of(eqn), level.is_backward(eqn)
-        for depth, line in enumerate(lines):
-            place = line.file, line.line, line.function
-            if place not in known:
-                known[place] = targets(line)
-            for target in known[place]:
-                if not wanted(target.name) or not _within(line, target.span):
-                    continue
-                outer = tuple((x.file, x.line, x.column) for x in lines[depth + 1 :])
-                key = line.file, target, outer
-                groups.setdefault(key, []).append(_Part(index, eqn, line, backward))
     uses = _uses(level)
-    for (_, target, _), found in groups.items():
+    for target, found in _statements_in(level, wanted):
         side = _side(target, found[0].line.differentiates)
         if side is None:
             untold.add(target.name)
@@ -178,6 +164,28 @@ def variables(
             for part, (each, v) in enumerate(leaves):
                 told = each.line, each.is_backward, part, len(leaves)
                 yield Variable(target.name, v, each.at, *told)
+
+
+def _statements_in(
+    level: Level, wanted: Callable[[str], bool]
+) -> Iterator[tuple[Target, list[_Part]]]:
+    """The wanted targets of a level's statements, with these statements' equations."""
+    groups: dict[Any, list[_Part]] = {}
+    known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
+    for index, eqn in enumerate(level.jaxpr.eqns):
+        lines, backward = user_lines.lines_of(eqn), level.is_backward(eqn)
+        for depth, line in enumerate(lines):
+            place = line.file, line.line, line.function
+            if place not in known:
+                known[place] = targets(line)
+            for target in known[place]:
+                if not wanted(target.name) or not _within(line, target.span):
+                    continue
+                outer = tuple((x.file, x.line, x.column) for x in lines[depth + 1 :])
+                key = line.file, target, outer
+                groups.setdefault(key, []).append(_Part(index, eqn, line, backward))
+    for (_, target, _), found in groups.items():
+        yield target, found
 
 
 _RESULT = -1  # the use as a result of the level
