@@ -1,4 +1,4 @@
-"""Rows: what `hc.tools.observe` costs, beside JAX's own ways to look into programs.
+"""Rows: what `hc.observe` costs, beside JAX's own ways to look into programs.
 
 The program is the forward and backward pass of a small transformer, and a loop with
 steps of some 100 us.

@@ -142,10 +142,10 @@ def test_tools_use_public_names_only(name):
     # By it hostcall knows its own callables, and asks them why they can't be exported.
     # `call_kept` is a call with an option that only hc.watch has. `Owned` is what a
     # forked child starts anew: one hook does that for all. Threads and waits of all
-    # wings have one form. `hc.tools.observe` has the door rewrite programs.
+    # wings have one form. `hc.observe` has the door rewrite programs.
     allowed = {"_core.host_code", "_core.process", "_core.daemon", "_core.wait"}
     allowed |= {"_api.call", "_jax"}
-    doors = ("execution", "rewriting", "tracing", "user_lines")
+    doors = ("execution", "jaxprs", "rewriting", "tracing", "user_lines")
     allowed |= {f"_jax.{door}" for door in doors}
     assert private - TOOLS <= allowed
 

@@ -1,4 +1,4 @@
-"""`hc.tools.observe(nans=True)`: programs x places, and what their errors say.
+"""`hc.observe(nans=True)`: programs x places, and what their errors say.
 
 The line that makes the first bad value is marked in the source. Where a program can be
 run op by op, JAX's own `debug_nans` does that as an oracle: it has to raise too.
@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
-from hostcall._jax import rewriting
+from hostcall._jax import jaxprs
 from hostcall.tools.observing import observe
 
 P = PartitionSpec
@@ -452,13 +452,13 @@ def test_nan_that_a_host_call_returned():
 
 def test_what_the_host_can_not_make_again(monkeypatch):
     """Where rounding differs, or an equation is for another platform."""
-    plain = rewriting.evaluate
+    plain = jaxprs.evaluate
 
     def finite(eqn, operands):
         is_log = eqn.primitive.name == "log"
         return [np.float32(1)] if is_log else plain(eqn, operands)
 
-    monkeypatch.setattr(rewriting, "evaluate", finite)
+    monkeypatch.setattr(jaxprs, "evaluate", finite)
     text = raised(jax.jit(logs), f32(1))
     assert "the result of mul at test_observe_nans.py:" in text
     assert "It was finite when the host ran" in text
@@ -468,7 +468,7 @@ def test_what_the_host_can_not_make_again(monkeypatch):
             raise NotImplementedError("not here")
         return plain(eqn, operands)
 
-    monkeypatch.setattr(rewriting, "evaluate", refused)
+    monkeypatch.setattr(jaxprs, "evaluate", refused)
     text = raised(jax.jit(logs), f32(1))
     assert "the host can't run log (not here)" in text
 

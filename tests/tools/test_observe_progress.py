@@ -1,4 +1,4 @@
-"""`hc.tools.observe(progress=True)`: bars of loops; and the command line."""
+"""`hc.observe(progress=True)`: bars of loops; and the command line."""
 
 from __future__ import annotations
 
@@ -161,4 +161,4 @@ def test_command_line_with_a_bad_value(tmp_path):
     assert "FloatingPointError: hostcall: log made the first bad value" in done.stderr
     assert "program.py:7 in f" in done.stderr
     assert "Traceback" in done.stderr
-    assert hc.tools.observe is observe
+    assert hc.observe is observe

@@ -1,4 +1,4 @@
-"""`hc.tools.observe(stats=True)`: statistics of lines, beside NumPy."""
+"""`hc.observe(stats=True)`: statistics of lines, beside NumPy."""
 
 from __future__ import annotations
 

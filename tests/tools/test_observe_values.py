@@ -1,4 +1,4 @@
-"""`hc.tools.observe("name", to=...)`: the values of variables, beside a run without jit."""
+"""`hc.observe("name", to=...)`: the values of variables, beside a run without jit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All uses of `hc.tools.observe` at once, in programs of many kinds: they compute the
+"""All uses of `hc.observe` at once, in programs of many kinds: they compute the
 same as without.
 """
 

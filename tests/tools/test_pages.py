@@ -96,7 +96,7 @@ def test_the_programs_of_a_page(page, to_wandb, to_mlflow, capsys):
     names: dict[str, object] = {}
     place = f"<docs/{page}.md>"
     for source, wanted in cells:
-        # As notebooks do: hc.tools.observe reads the source of a variable's line.
+        # As notebooks do: hc.observe reads the source of a variable's line.
         linecache.cache[place] = len(source), None, source.splitlines(True), place
         exec(compile(source, place, "exec"), names)
         hc.barrier()

@@ -36,14 +36,14 @@ _OBSERVED = {
 
 
 def observe(run: Callable[[], None], observed: str) -> None:
-    """Runs a program in an `hc.tools.observe` block.
+    """Runs a program in an `hc.observe` block.
 
     `observed` has its names and options, as JSON.
     """
     import hostcall as hc
 
     names, options = json.loads(observed)
-    seen = hc.tools.observe(*names, **options)
+    seen = hc.observe(*names, **options)
     try:
         with seen:
             run()

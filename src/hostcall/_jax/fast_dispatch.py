@@ -129,7 +129,7 @@ def dispatch_fast(
     """From now on, JAX's fast dispatch serves the programs that it can.
 
     `is_ours` says whether an effect can have been made by nothing but an engine's call.
-    `rewritten` gives what to lower in a program's place (`hc.tools.observe`).
+    `rewritten` gives what to lower in a program's place (`hc.observe`).
     """
     if not hasattr(_pxla, "_cached_lowering_to_hlo"):
         return  # a later JAX: programs go through Python

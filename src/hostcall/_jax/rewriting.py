@@ -7,17 +7,15 @@ stay as they are, and those of a function of the caller's are put between them:
             program, the body of a loop, a branch, a function that it calls.
     insert  A use answers with insertions: functions, and the variables that they get.
             Where one of these is the number of a loop's step, the loop gets a counter.
+    label   `user_lines.py` says where the user wrote an equation.
 
-`user_lines.py` says where the user wrote an equation.
-
-Not entered are conditions of while loops, loops over Refs, kernels, custom calls, and
-the small functions inside reductions, sorts and scatters.
+Not entered are loops over Refs, conditions of while loops whose rows differ, kernels,
+custom calls, and the small functions inside reductions, sorts and scatters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -35,10 +33,8 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
 from hostcall._jax import types as _t
-from hostcall._jax.fast_dispatch import ENGINE_CALLS
+from hostcall._jax.jaxprs import CALLS, LOOPS, called, split_of
 from hostcall._jax.versions import changed, open_jaxpr
-
-# --- Levels and insertions ------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +43,9 @@ class Level:
 
     Attributes:
         jaxpr: as it is in the program that nobody changed.
-        eqn: the equation around it; None: it is the whole program.
-        parent: the level of that equation.
+        kind: the primitive of the equation around it; "condition" of a while loop's; ""
+            of the whole program.
+        around: the equations around it, the outermost first.
         steps: for each loop around, the outermost first, the number of its step. In a
             backward pass it is that of the step which is differentiated. Under vmap the
             rows of a while loop have one each.
@@ -57,41 +54,20 @@ class Level:
     """
 
     jaxpr: _t.Jaxpr
-    eqn: _t.JaxprEquation | None = None
-    parent: Level | None = None
+    kind: str = ""
+    around: tuple[_t.JaxprEquation, ...] = ()
     steps: tuple[_t.Var, ...] = ()
     running: tuple[_t.Jaxpr, list[_t.Atom]] | None = None
-    _within: tuple[Any, ...] = ()
-    _outer: dict[_t.Var, _t.Atom] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        """The primitive of the equation around it; "" of a program."""
-        return "" if self.eqn is None else self.eqn.primitive.name
-
-    @property
-    def around(self) -> list[_t.JaxprEquation]:
-        """The equations around it, the outermost first."""
-        if self.parent is None or self.eqn is None:
-            return []
-        return [*self.parent.around, self.eqn]
 
     @property
     def loops(self) -> list[_t.JaxprEquation]:
         return [eqn for eqn in self.around if eqn.primitive.name in LOOPS]
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether it is inside a shard_map."""
-        return bool(self._within)
-
-    def is_backward(self, eqn: _t.JaxprEquation) -> bool:
-        """Whether an equation here belongs to a backward pass."""
-        stacks = (str(e.source_info.name_stack) for e in (*self.around, eqn))
-        return any("transpose(" in stack for stack in stacks)
-
-
-LOOPS = ("scan", "while")
+    def meshes(self) -> list[tuple[_t.Mesh, Any]]:
+        """The mesh of each shard_map around it, and over which axes it is manual."""
+        maps = (e.params for e in self.around if e.primitive.name == "shard_map")
+        return [(each["mesh"], each["newly_manual_axes"]) for each in maps]
 
 
 class Insertion(NamedTuple):
@@ -115,86 +91,12 @@ class Use(Protocol):
 
 def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
     """The program with what these uses put into it; itself if that is nothing."""
-    level = Level(open_jaxpr(jaxpr))
-    eqns = _Rewriter(uses).eqns_of(level)
-    return jaxpr if eqns is None else _with(jaxpr, eqns)
-
-
-def contained(eqn: _t.JaxprEquation) -> list[_t.Jaxpr]:
-    """The jaxprs in an equation, opened."""
-    return [open_jaxpr(each) for each in _core.jaxprs_in_params(eqn.params)]
-
-
-def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation alone, outside of programs."""
-    found = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)
-    results = eqn.primitive.bind(*functions, *operands, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
-def opened(jaxpr: _t.Jaxpr) -> tuple[_t.Jaxpr, Sequence[Any]]:
-    """An inner jaxpr, and its constants; remat's and shard_map's have none."""
-    inner = open_jaxpr(jaxpr)
-    return inner, jaxpr.consts if inner.constvars else ()
-
-
-def is_array(atom: _t.Atom) -> bool:
-    """Whether a variable is an array of numbers, and no key, Ref, token or float0."""
-    aval = atom.aval
-    if not isinstance(aval, _core.ShapedArray) or aval.dtype == jax.dtypes.float0:
-        return False
-    return isinstance(aval.dtype, np.dtype)
-
-
-def is_host_call(eqn: _t.JaxprEquation) -> bool:
-    return eqn.primitive in ENGINE_CALLS
-
-
-def is_dropped(var: _t.Var) -> bool:
-    return isinstance(var, _core.DropVar)
-
-
-def inlined(jaxpr: _t.Jaxpr, operands: Iterable[jax.Array]) -> list[jax.Array]:
-    """The results of a jaxpr, in a program that is being traced."""
-    return _core.jaxpr_as_fun(jaxpr)(*operands)  # type: ignore[no-any-return]
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(jaxpr: _t.Jaxpr) -> Callable[..., list[Any]]:
-    return jax.jit(_core.jaxpr_as_fun(jaxpr))  # type: ignore[no-any-return]
-
-
-def run_jaxpr(jaxpr: _t.Jaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr with its constants, compiled."""
-    return _compiled(jaxpr)(*operands)
-
-
-def split_of(eqn: _t.JaxprEquation) -> tuple[int, int]:
-    """How many constants and carried values a scan has, or a while loop's body."""
-    params = eqn.params
-    if eqn.primitive.name == "while":
-        consts = params["body_nconsts"]
-        return consts, len(eqn.invars) - consts - params["cond_nconsts"]
-    if "ft_in" in params:  # since 0.12
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
+    program = open_jaxpr(jaxpr)
+    eqns = _eqns_of(Level(program), uses)
+    return jaxpr if eqns is program.eqns else _with(jaxpr, eqns)
 
 
 # --- Insert ---------------------------------------------------------------------------
-
-
-def _with(jaxpr: _t.Jaxpr, eqns: list[_t.JaxprEquation], **parts: Any) -> _t.Jaxpr:
-    """The same with these equations and parts, and the effects that follow."""
-    inner = open_jaxpr(jaxpr)
-    invars, outvars = parts.get("invars", inner.invars), parts.get("outvars")
-    ends = inner.constvars, invars, inner.outvars if outvars is None else outvars
-    if parts:
-        parts["debug_info"] = inner.debug_info.with_unknown_names()
-    effects = _pe.make_jaxpr_effects(*ends, eqns)
-    return changed(jaxpr, eqns=eqns, effects=effects, **parts)
-
 
 # Stands between a program and what is put into it: calls gather what they get, and the
 # compiler would let a sharding that they ask for spread back into the program.
@@ -223,11 +125,11 @@ def _traced(
         return list(fn(*map(_looked_at_p.bind, arrays)) or ())
 
     avals = [_core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
-    names = _core.DebugInfo("observe", "hostcall.tools.observe", None, None)
+    names = _core.DebugInfo("observe", "hostcall.observe", None, None)
     wrapped = _lu.wrap_init(flat, debug_info=names)
     jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
     made = open_jaxpr(jaxpr)
-    new = dict(zip(made.invars, operands, strict=True))
+    new: dict[Any, _t.Atom] = dict(zip(made.invars, operands, strict=True))
     for var, const in zip(made.constvars, consts, strict=True):
         new[var] = _core.Literal(np.asarray(const), var.aval)
 
@@ -238,251 +140,191 @@ def _traced(
     return eqns, list(map(renamed, made.outvars))
 
 
-class _Rewriter:
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self._uses = uses
-
-    def eqns_of(self, level: Level) -> list[_t.JaxprEquation] | None:
-        """The new equations of a level; None if they are the old ones."""
-        after: dict[int, list[Insertion]] = {}
-        last = len(level.jaxpr.eqns) - 1
-        for insertion in (i for use in self._uses for i in use.look(level)):
-            at = last if insertion.after is None else insertion.after
-            after.setdefault(at, []).append(insertion)
-        new: list[_t.JaxprEquation] = []
-        for insertion in after.get(-1, ()):
-            new += self._eqns(level, insertion.fn, insertion.operands)
-        for index, eqn in enumerate(level.jaxpr.eqns):
-            new.append(self._inside(eqn, level))
-            for insertion in after.get(index, ()):
-                new += self._eqns(level, insertion.fn, insertion.operands)
-        return None if new == level.jaxpr.eqns else new
-
-    def _eqns(
-        self, level: Level, fn: Callable[..., Any], operands: Sequence[_t.Atom]
-    ) -> list[_t.JaxprEquation]:
-        with contextlib.ExitStack() as stack:
-            for mesh, axes in level._within:
-                stack.enter_context(_shard_map._extend_axis_env(mesh, axes))
-                manual = _shard_map._as_manual_mesh(mesh, axes)
-                stack.enter_context(_mesh.use_abstract_mesh(manual))
-            return _traced(fn, operands)[0]
-
-    def _inside(self, eqn: _t.JaxprEquation, level: Level) -> _t.JaxprEquation:
-        """The equation, with its inner levels rewritten."""
-        rule = _RULES.get(eqn.primitive.name)
-        effects = (isinstance(e, _effects.JaxprInputEffect) for e in eqn.effects)
-        if rule is None or (any(effects) and eqn.primitive.name in LOOPS):
-            return eqn
-        return rule(self, eqn, level) or eqn
-
-    def enter(
-        self, jaxpr: _t.Jaxpr, eqn: _t.JaxprEquation, level: Level, **own: Any
-    ) -> _Entered | None:
-        """Rewrites an inner level. Of the steps around, it takes those that it uses as
-        further inputs.
-
-        `own`: of a loop, its counter `step`, and what Level.running needs.
-        """
-        outer = {_core.Var(v.aval): v for v in level.steps}
-        steps = (*outer, *([own["step"]] if "step" in own else []))
-        running = own.get("running")
-        if running is not None:
-            outer |= running[2]
-            running = running[:2]
-        within = own.get("within", level._within)
-        inner = Level(open_jaxpr(jaxpr), eqn, level, steps, running, within, outer)
-        eqns = self.eqns_of(inner)
-        if eqns is None:
-            return None
-        taken: set[_t.Atom | None] = {
-            x for e in eqns for x in e.invars if isinstance(x, _core.Var)
-        }
-        used = {v: x for v, x in outer.items() if v in taken}
-        return _Entered(eqns, list(used), list(used.values()), own.get("step") in taken)
+def _eqns_of(level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
+    """What the equations of a level become; the same list if nothing is put in."""
+    old = level.jaxpr.eqns
+    after: dict[int, list[_t.JaxprEquation]] = {}
+    with contextlib.ExitStack() as stack:
+        for mesh, axes in level.meshes:
+            stack.enter_context(_shard_map._extend_axis_env(mesh, axes))
+            manual = _shard_map._as_manual_mesh(mesh, axes)
+            stack.enter_context(_mesh.use_abstract_mesh(manual))
+        for fn, operands, at in (i for use in uses for i in use.look(level)):
+            at = len(old) - 1 if at is None else at
+            after.setdefault(at, []).extend(_traced(fn, operands)[0])
+    new = list(after.get(-1, ()))
+    for index, eqn in enumerate(old):
+        new += [_inside(eqn, level, uses), *after.get(index, ())]
+    return old if new == old else new
 
 
-class _Entered(NamedTuple):
-    """An inner level as it becomes.
+def _with(jaxpr: _t.Jaxpr, eqns: list[_t.JaxprEquation], **parts: Any) -> _t.Jaxpr:
+    """The same with these equations and parts, and the effects that follow."""
+    inner = open_jaxpr(jaxpr)
+    ends = parts.get("invars", inner.invars), parts.get("outvars", inner.outvars)
+    if parts:
+        parts["debug_info"] = inner.debug_info.with_unknown_names()
+    effects = _pe.make_jaxpr_effects(inner.constvars, *ends, eqns)
+    return changed(jaxpr, eqns=eqns, effects=effects, **parts)
+
+
+# --- Walk -----------------------------------------------------------------------------
+
+
+@dataclass
+class _Inner:
+    """A jaxpr in an equation.
 
     Attributes:
-        extra: its further inputs.
-        given: what it gets there, in the level around.
-        counts: whether it needs its loop's counter.
+        key: the parameter of the equation that has it.
+        begin, at: of the equation's operands, the first that it gets, and the one
+            before which further ones are put.
+        eqns: what its equations become.
+        extra: the further inputs that these use, with the variables around.
     """
 
-    eqns: list[_t.JaxprEquation]
-    extra: list[_t.Var]
-    given: list[_t.Atom]
-    counts: bool
+    key: str
+    jaxpr: _t.Jaxpr
+    begin: int
+    at: int
+    eqns: list[_t.JaxprEquation] = field(default_factory=list)
+    extra: dict[_t.Var, _t.Atom] = field(default_factory=dict)
+
+    @property
+    def old(self) -> _t.Jaxpr:
+        return open_jaxpr(self.jaxpr)
+
+
+def _inners(eqn: _t.JaxprEquation) -> list[_Inner]:
+    """The jaxprs of an equation that are entered; a loop's body is the last."""
+    params, n, name = eqn.params, len(eqn.invars), eqn.primitive.name
+    if name in (*CALLS, "shard_map"):
+        return [_Inner(called(eqn), params[called(eqn)], 0, n)]
+    if name == "cond":
+        return [_Inner("branches", branch, 1, n) for branch in params["branches"]]
+    if any(isinstance(e, _effects.JaxprInputEffect) for e in eqn.effects):
+        return []
+    if name == "scan":
+        return [_Inner("jaxpr", params["jaxpr"], 0, split_of(eqn)[0])]
+    if name == "while":
+        begin = params["cond_nconsts"]
+        body = params["body_jaxpr"], begin, begin + params["body_nconsts"]
+        condition = _Inner("cond_jaxpr", params["cond_jaxpr"], 0, begin)
+        return [condition, _Inner("body_jaxpr", *body)]
+    return []
+
+
+def _inside(
+    eqn: _t.JaxprEquation, level: Level, uses: Sequence[Use]
+) -> _t.JaxprEquation:
+    """The equation, with its inner levels rewritten."""
+    inners, name = _inners(eqn), eqn.primitive.name
+    rows = inners[0].old.outvars[0].aval.shape if name == "while" and inners else ()
+    step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
+    for inner in inners:
+        kind, running = name, None
+        outer: dict[_t.Var, _t.Atom] = {_core.Var(v.aval): v for v in level.steps}
+        steps = (*outer, step) if name in LOOPS else tuple(outer)
+        inner.eqns = inner.old.eqns
+        if inner.key == "cond_jaxpr":
+            kind = "condition"
+            if rows:  # JAX would compute it twice a step
+                continue
+        elif rows:  # under vmap, they stop one by one
+            consts, carry = [], inner.old.invars[inner.at - inner.begin :]
+            for x in eqn.invars[: inner.begin]:
+                consts.append(x if isinstance(x, _core.Literal) else _core.Var(x.aval))
+                outer |= {consts[-1]: x} if consts[-1] is not x else {}
+            running = inners[0].jaxpr, [*consts, *carry]
+        around = (*level.around, eqn)
+        inner.eqns = _eqns_of(Level(inner.old, kind, around, steps, running), uses)
+        used = {x for e in inner.eqns for x in e.invars if isinstance(x, _core.Var)}
+        inner.extra = {v: x for v, x in outer.items() if v in used}
+    if all(inner.eqns is inner.old.eqns for inner in inners):
+        return eqn
+    return _rebuilt(eqn, inners, step)
 
 
 def _rebuilt(
-    eqn: _t.JaxprEquation,
-    inner: Sequence[_t.Jaxpr],
-    params: _t.Params,
-    invars: Sequence[_t.Atom],
-    **changes: Any,
+    eqn: _t.JaxprEquation, inners: list[_Inner], step: _t.Var
 ) -> _t.JaxprEquation:
-    """An equation with other parameters and operands, and its new levels' effects."""
-    new = {e for jaxpr in inner for e in jaxpr.effects}
-    own = {e for e in new if not isinstance(e, _effects.JaxprInputEffect)}
-    effects = {*eqn.effects, *own}
-    return eqn.replace(
-        invars=list(invars), params={**params}, effects=effects, **changes
-    )
-
-
-def _call(
-    rewriter: _Rewriter, eqn: _t.JaxprEquation, level: Level, **own: Any
-) -> _t.JaxprEquation | None:
-    """Calls of a function, with and without rules for derivatives; remat."""
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    jaxpr, params = eqn.params[key], eqn.params
-    entered = rewriter.enter(jaxpr, eqn, level, **own)
-    if entered is None:
-        return None
-    invars = [*open_jaxpr(jaxpr).invars, *entered.extra]
-    new = _with(jaxpr, entered.eqns, invars=invars)
-    n, primitive = len(entered.extra), eqn.primitive
-    params = {**params, key: new}
-    if "in_shardings" in params:
-        params["in_shardings"] += (_sharding_impls.UNSPECIFIED,) * n
-        params["in_layouts"] += (None,) * n
-        params["donated_invars"] += (False,) * n
-    elif "in_specs" in params:
-        params["in_specs"] += (jax.sharding.PartitionSpec(),) * n
-    elif primitive.name.startswith("custom_"):  # the rules have done their work
-        primitive, params = _core.closed_call_p, {"call_jaxpr": new}
-    operands = [*eqn.invars, *entered.given]
-    return _rebuilt(eqn, [new], params, operands, primitive=primitive)
-
-
-def _in_shards(
-    rewriter: _Rewriter, eqn: _t.JaxprEquation, level: Level
-) -> _t.JaxprEquation | None:
-    here = eqn.params["mesh"], eqn.params["newly_manual_axes"]
-    return _call(rewriter, eqn, level, within=(*level._within, here))
-
-
-def _branches(
-    rewriter: _Rewriter, eqn: _t.JaxprEquation, level: Level
-) -> _t.JaxprEquation | None:
-    branches = eqn.params["branches"]
-    entered = [rewriter.enter(branch, eqn, level) for branch in branches]
-    if not any(entered):
-        return None
-    given = list({x: None for e in entered if e for x in e.given})
-    new = []
-    for branch, e in zip(branches, entered, strict=True):
-        names = {x: _core.Var(x.aval) for x in given}
-        names |= zip(e.given, e.extra, strict=True) if e else ()
-        invars = [*open_jaxpr(branch).invars, *names.values()]
-        eqns = e.eqns if e else open_jaxpr(branch).eqns
-        new.append(_with(branch, eqns, invars=invars))
-    params = {**eqn.params, "branches": tuple(new)}
-    return _rebuilt(eqn, new, params, [*eqn.invars, *given])
-
-
-def _aval(shape: tuple[int, ...]) -> _t.Aval:
-    return _core.ShapedArray(shape, np.dtype(np.int32))
-
-
-def _counted(
-    entered: _Entered, step: _t.Var, start: int, by: int
-) -> tuple[list[_t.Var], list[_t.Atom], list[_t.Atom], list[_t.JaxprEquation]]:
-    """A loop's counter, if it needs one: the variable, its first and next value; and
-    the equations of the body.
+    """The equation with new levels, and what these need: further operands, and if one
+    uses the number of the step, a counter in front of what the loop carries.
     """
-    if not entered.counts:
-        return [], [], [], entered.eqns
-    shape = step.aval.shape
-    first = np.full(shape, start, np.int32) if shape else np.int32(start)
-    count, nexts = _traced(lambda i: [i + by], [step])
-    return [step], [_core.Literal(first, step.aval)], nexts, [*entered.eqns, *count]
-
-
-def _scan(
-    rewriter: _Rewriter, eqn: _t.JaxprEquation, level: Level
-) -> _t.JaxprEquation | None:
-    jaxpr, params, inner = (
-        eqn.params["jaxpr"],
-        eqn.params,
-        open_jaxpr(eqn.params["jaxpr"]),
+    is_counted = any(step in e.invars for inner in inners for e in inner.eqns)
+    starts, count, nexts = _counter(eqn, step) if is_counted else ([], [], [])
+    counter = [step] * is_counted
+    operands: list[_t.Atom] = []
+    jaxprs, more, done = dict[str, list[_t.Jaxpr]](), dict[str, int](), 0
+    for inner in inners:
+        key, old, at = inner.key, inner.old, inner.at - inner.begin
+        if key not in jaxprs:
+            same = [
+                x for other in inners if other.key == key for x in other.extra.values()
+            ]
+            given = list(dict.fromkeys(same))
+            operands += [*eqn.invars[done : inner.at], *given]
+            jaxprs[key], more[key], done = [], len(given), inner.at
+        names = {x: _core.Var(x.aval) for x in given}
+        names |= {x: v for v, x in inner.extra.items()}
+        invars = [*old.invars[:at], *names.values(), *counter, *old.invars[at:]]
+        last = inner is inners[-1]
+        eqns, outs = [*inner.eqns, *count * last], [*nexts * last, *old.outvars]
+        new = _with(inner.jaxpr, eqns, invars=invars, outvars=outs)
+        jaxprs[key].append(new)
+    own = {e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects}
+    effects = {e for e in own if not isinstance(e, _effects.JaxprInputEffect)}
+    primitive, params = _params(eqn, jaxprs, more, len(counter))
+    return eqn.replace(
+        primitive=primitive,
+        invars=[*operands, *starts, *eqn.invars[done:]],
+        outvars=[*(_core.DropVar(v.aval) for v in counter), *eqn.outvars],
+        params=params,
+        effects={*eqn.effects, *effects},
     )
-    step = _core.Var(_aval(()))
-    entered = rewriter.enter(jaxpr, eqn, level, step=step)
-    if entered is None:
-        return None
-    reverse, at = params["reverse"], split_of(eqn)[0]
-    start = params["length"] - 1 if reverse else 0
-    counters, starts, nexts, eqns = _counted(entered, step, start, -1 if reverse else 1)
-    front = [*entered.extra, *counters]
-    invars = [*inner.invars[:at], *front, *inner.invars[at:]]
-    new = _with(jaxpr, eqns, invars=invars, outvars=[*nexts, *inner.outvars])
-    operands = [*eqn.invars[:at], *entered.given, *starts, *eqn.invars[at:]]
-    results = [*(_core.DropVar(v.aval) for v in counters), *eqn.outvars]
-    params = {**params, "jaxpr": new}
-    _lengthen(params, len(entered.extra), len(counters))
-    return _rebuilt(eqn, [new], params, operands, outvars=results)
 
 
-def _lengthen(params: _t.Params, consts: int, counters: int) -> None:
-    """Tells a scan that it has more constants and, in front, more carried values."""
-    if "ft_in" not in params:
-        params["num_consts"] += consts
-        params["num_carry"] += counters
-        return
-    from jax._src import flattree as _ft  # since 0.12
-
-    own, carry, xs = params["ft_in"].unpack()
-    results, ys = params["ft_out"].unpack()
-    more = _ft.nones(counters)
-    params["ft_in"] = _ft.pack(((own, _ft.nones(consts)), (more, carry), xs))
-    params["ft_out"] = _ft.pack(((more, results), ys))
+def _counter(
+    eqn: _t.JaxprEquation, step: _t.Var
+) -> tuple[list[_t.Atom], list[_t.JaxprEquation], list[_t.Atom]]:
+    """The first number of a loop's steps, and how to compute the next."""
+    is_reverse = eqn.params.get("reverse", False)
+    start = np.full(step.aval.shape, eqn.params["length"] - 1 if is_reverse else 0)
+    first = _core.Literal(start.astype(np.int32)[()], step.aval)
+    return [first], *_traced(lambda i: [i - 1 if is_reverse else i + 1], [step])
 
 
-def _while(
-    rewriter: _Rewriter, eqn: _t.JaxprEquation, level: Level
-) -> _t.JaxprEquation | None:
-    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    tests, inner = open_jaxpr(cond), open_jaxpr(body)
-    of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    rows = tests.outvars[0].aval.shape  # under vmap, rows stop one by one
-    step, running = _core.Var(_aval(rows)), None
-    if rows:
-        consts = {_core.Var(x.aval): x for x in eqn.invars[:of_cond]}
-        running = cond, [*consts, *inner.invars[of_body:]], consts
-    entered = rewriter.enter(body, eqn, level, step=step, running=running)
-    if entered is None:
-        return None
-    counters, starts, nexts, eqns = _counted(entered, step, 0, 1)
-    if counters:
-        unused = [_core.Var(v.aval) for v in counters]
-        taken = [*tests.invars[:of_cond], *unused, *tests.invars[of_cond:]]
-        cond = _with(cond, tests.eqns, invars=taken)
-    front = [*entered.extra, *counters]
-    invars = [*inner.invars[:of_body], *front, *inner.invars[of_body:]]
-    new = _with(body, eqns, invars=invars, outvars=[*nexts, *inner.outvars])
-    at = of_cond + of_body
-    operands = [*eqn.invars[:at], *entered.given, *starts, *eqn.invars[at:]]
-    results = [*(_core.DropVar(v.aval) for v in counters), *eqn.outvars]
-    params = {**eqn.params, "cond_jaxpr": cond, "body_jaxpr": new}
-    params["body_nconsts"] += len(entered.extra)
-    return _rebuilt(eqn, [new], params, operands, outvars=results)
+def _params(
+    eqn: _t.JaxprEquation,
+    jaxprs: dict[str, list[_t.Jaxpr]],
+    more: dict[str, int],
+    counters: int,
+) -> tuple[_t.Primitive, _t.Params]:
+    """What an equation is with these jaxprs, which have so many more inputs."""
+    new = {
+        key: tuple(some) if key == "branches" else some[0]
+        for key, some in jaxprs.items()
+    }
+    if eqn.primitive.name.startswith("custom_"):  # the rules have done their work
+        return _core.closed_call_p, {"call_jaxpr": next(iter(new.values()))}
+    params, n = {**eqn.params, **new}, next(iter(more.values()))
+    longer: dict[str, Any] = {
+        "in_shardings": (_sharding_impls.UNSPECIFIED,) * n,
+        "in_layouts": (None,) * n,
+        "donated_invars": (False,) * n,
+        "in_specs": (jax.sharding.PartitionSpec(),) * n,
+        "num_consts": n,
+        "num_carry": counters,
+        "cond_nconsts": n,
+        "body_nconsts": more.get("body_jaxpr"),
+    }
+    params |= {key: params[key] + x for key, x in longer.items() if key in params}
+    if "ft_in" in params:  # a scan's since 0.12
+        from jax._src import flattree as _ft
 
-
-_Rule = Callable[[_Rewriter, Any, Level], "Any | None"]
-_RULES: dict[str, _Rule] = {
-    "cond": _branches,
-    "scan": _scan,
-    "shard_map": _in_shards,
-    "while": _while,
-    **dict.fromkeys(
-        (
-            *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"),
-            *("custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"),
-        ),
-        _call,
-    ),
-}
+        consts, carry, xs = params["ft_in"].unpack()
+        results, ys = params["ft_out"].unpack()
+        front = _ft.nones(counters)
+        params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
+        params["ft_out"] = _ft.pack(((front, results), ys))
+    return eqn.primitive, params

@@ -8,7 +8,7 @@
     trace       writes what happened, for a viewer (`hc.trace`); `read_trace` reads it
     watch       ends a program at its first bad value (`hc.watch`, `load_failure`)
     breakpoint  opens a debugger in a compiled program (`hc.breakpoint`)
-    observing   looks into programs that nobody changed (`observe`)
+    observing   looks into programs that nobody changed (`hc.observe`)
 
 The tools use public names of hostcall only, so a tool of yours can do what they do.
 Each module can be imported alone. Optional packages are imported when a tool first
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
         trace,
         watch,
     )
-    from hostcall.tools.observing import observe
     from hostcall.tools.reading import read
     from hostcall.tools.trace import read_trace
     from hostcall.tools.watch import load_failure
 
 _LATER = {
     "load_failure": "watch",
-    "observe": "observing",
     "read": "reading",
     "read_trace": "trace",
 }
@@ -56,7 +54,6 @@ __all__ = [
     "breakpoint",
     "jax_tqdm",
     "load_failure",
-    "observe",
     "observing",
     "progress",
     "read",

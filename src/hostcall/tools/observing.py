@@ -1,4 +1,4 @@
-"""`hc.tools.observe`: looks into programs that nobody changed.
+"""`hc.observe`: looks into programs that nobody changed.
 
 A program that is lowered inside the block gets further equations there, after
 derivatives, vmap and dead code (`_jax/rewriting.py`). It is compiled once more for the
@@ -35,16 +35,16 @@ from hostcall.tools._values import need
 class observe:
     """A context manager in which compiled programs are observed, as they are.
 
-        with hc.tools.observe(nans=True):
+        with hc.observe(nans=True):
             train(state)
 
-        with hc.tools.observe(progress=True):
+        with hc.observe(progress=True):
             train(state)
 
-        with hc.tools.observe("loss", "grads", to=print):
+        with hc.observe("loss", "grads", to=print):
             train(state)
 
-        with hc.tools.observe(stats=True) as seen:
+        with hc.observe(stats=True) as seen:
             train(state)
         print(seen.table())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall._jax import rewriting, user_lines
+from hostcall._jax import jaxprs, user_lines
 from hostcall.tools._debugger import users_lines
 
 
@@ -60,7 +60,7 @@ def is_backward(around: Sequence[Any], eqn: Any) -> bool:
 
 def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:
     """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
-    loops = [eqn for eqn in around if eqn.primitive.name in rewriting.LOOPS]
+    loops = [eqn for eqn in around if eqn.primitive.name in jaxprs.LOOPS]
     told = []
     for eqn, step in zip(loops, steps, strict=True):
         array = np.asarray(step)

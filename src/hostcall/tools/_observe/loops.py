@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import hostcall as hc
-from hostcall._jax import rewriting
+from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 from hostcall.tools._progress import bars, checks, drawing
@@ -36,15 +36,16 @@ class Loops:
         self._bars: list[_Late] = []  # those that are open
 
     def look(self, level: Level) -> Iterator[Insertion]:
-        if level.eqn is None or level.kind not in rewriting.LOOPS:
+        if level.kind not in jaxprs.LOOPS:
             return
+        loop_eqn = level.around[-1]
         is_scan = level.kind == "scan"
-        total = level.eqn.params["length"] if is_scan else None
+        total = loop_eqn.params["length"] if is_scan else None
         if total == 1 or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
-        reverse = is_scan and level.eqn.params["reverse"]
-        desc = f"{level.kind} {labels.line_of(level.eqn)}"
-        if labels.is_backward(level.around[:-1], level.eqn):
+        reverse = is_scan and loop_eqn.params["reverse"]
+        desc = f"{level.kind} {labels.line_of(loop_eqn)}"
+        if labels.is_backward(level.around[:-1], loop_eqn):
             desc += " backward"
         is_inner = len(level.loops) > 1  # these may start a million times a second
         bar = functools.partial(_Late, self._bars, len(level.loops))

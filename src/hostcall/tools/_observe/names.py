@@ -22,6 +22,7 @@ import jax.extend.core as jex
 from hostcall._jax import user_lines
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import Line
+from hostcall.tools._observe import labels
 
 
 class Target(NamedTuple):
@@ -173,7 +174,8 @@ def _statements_in(
     groups: dict[Any, list[_Part]] = {}
     known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
-        lines, backward = user_lines.lines_of(eqn), level.is_backward(eqn)
+        lines = user_lines.lines_of(eqn)
+        backward = labels.is_backward(level.around, eqn)
         for depth, line in enumerate(lines):
             place = line.file, line.line, line.function
             if place not in known:

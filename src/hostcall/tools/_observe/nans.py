@@ -27,7 +27,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import execution, rewriting
+from hostcall._jax import execution, jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 from hostcall.tools._observe.replay import Frame, Origin, Spot, is_bad, newly_bad
@@ -51,19 +51,19 @@ _READS = {"dynamic_slice", "gather"}
 
 
 def _runs_again(eqn: Any) -> bool:
-    if eqn.effects or eqn.primitive.name in _ONCE or rewriting.is_host_call(eqn):
+    if eqn.effects or eqn.primitive.name in _ONCE or jaxprs.is_host_call(eqn):
         return False
-    return all(_runs_again(e) for j in rewriting.contained(eqn) for e in j.eqns)
+    return all(_runs_again(e) for j in jaxprs.contained(eqn) for e in j.eqns)
 
 
 def _has_loop(eqn: Any) -> bool:
-    return eqn.primitive.name in rewriting.LOOPS or any(
-        _has_loop(e) for j in rewriting.contained(eqn) for e in j.eqns
+    return eqn.primitive.name in jaxprs.LOOPS or any(
+        _has_loop(e) for j in jaxprs.contained(eqn) for e in j.eqns
     )
 
 
 def _can_be_bad(atom: Any) -> bool:
-    is_number = isinstance(atom, jex.Var) and rewriting.is_array(atom)
+    is_number = isinstance(atom, jex.Var) and jaxprs.is_array(atom)
     return is_number and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
@@ -78,9 +78,8 @@ class Nans:
                 if start and _has_loop(eqn):
                     yield from _check(level, start, upto=index)
                 made |= {v for v in eqn.outvars if _can_be_bad(v)}
-        is_outermost = level.kind in rewriting.LOOPS and len(level.loops) == 1
-        alone = level.eqn is not None and not _runs_again(level.eqn)
-        if level.eqn is None or is_outermost or alone:
+        is_outermost = level.kind in jaxprs.LOOPS and len(level.loops) == 1
+        if not level.kind or is_outermost or not _runs_again(level.around[-1]):
             yield from _check(level, level.jaxpr.outvars)
 
 
@@ -110,7 +109,7 @@ def _check(
 
         goes_on = None
         if level.running is not None:
-            (goes_on,) = rewriting.inlined(level.running[0], map(value, condition))
+            (goes_on,) = jaxprs.inlined(level.running[0], map(value, condition))
         bad = [_bad_in(value(x), goes_on) for x in looked_at]
 
         def there() -> None:
@@ -121,7 +120,7 @@ def _check(
             where = functools.reduce(jnp.logical_or, new)
             hc.call(tell, None, *values, where=where, order="unordered")
 
-        if level.is_sharded:  # all devices make the call, so that they fail together
+        if level.meshes:  # all devices make the call, so that they fail together
             there()
         else:
             jax.lax.cond(functools.reduce(jnp.logical_or, bad), there, lambda: None)
@@ -134,11 +133,7 @@ def _given(jaxpr: Any, eqns: Sequence[Any], read: Sequence[Any]) -> Iterator[Any
     once = [v for eqn in eqns if not _runs_again(eqn) for v in eqn.outvars]
     for v in dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *once, *read]):
         is_array = isinstance(v.aval, jax.core.ShapedArray)  # or a key
-        if (
-            is_array
-            and v.aval.dtype != jax.dtypes.float0
-            and not rewriting.is_dropped(v)
-        ):
+        if is_array and v.aval.dtype != jax.dtypes.float0 and not jaxprs.is_dropped(v):
             yield v
 
 
@@ -156,9 +151,9 @@ def _bad_in(x: jax.Array, goes_on: jax.Array | None) -> jax.Array:
 
 def _carried(level: Level) -> Iterator[tuple[Any, Any]]:
     """(result, input) of each value that a loop carries."""
-    if level.eqn is None or level.kind not in rewriting.LOOPS:
+    if level.kind not in jaxprs.LOOPS:
         return
-    consts, carry = rewriting.split_of(level.eqn)
+    consts, carry = jaxprs.split_of(level.around[-1])
     inputs = level.jaxpr.invars[consts : consts + carry]
     for result, before in zip(level.jaxpr.outvars, inputs, strict=False):
         if isinstance(result, jex.Var):
@@ -223,11 +218,10 @@ class _Tell(HostCode):
     def _find(self, values: tuple[np.ndarray, ...]) -> None:
         known = dict(zip(self.operands, values, strict=True))
         steps = tuple(known[v] for v in self.level.steps)
-        around = tuple(self.level.around)
         seen = {v: known[v] for v in self.looked_at}
         again = {v for e in self.jaxpr.eqns if _runs_again(e) for v in e.outvars}
         given = {v: x for v, x in known.items() if v not in again or v not in seen}
-        frame = Frame(self.jaxpr, Spot(around, steps), given)
+        frame = Frame(self.jaxpr, Spot(self.level.around, steps), given)
         frame.run()
         bad = [v for v, x in seen.items() if is_bad(x)]
         found = [frame.origins[v] for v in bad if v in frame.origins]

@@ -20,7 +20,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._jax import rewriting
+from hostcall._jax import jaxprs
 
 
 class Origin(NamedTuple):
@@ -80,7 +80,7 @@ class Frame:
         cls, jaxpr: Any, spot: Spot, values: Iterable[Any], origins: Iterable[Any]
     ) -> Frame:
         """Those of an inner jaxpr that gets these values, which have these origins."""
-        inner, consts = rewriting.opened(jaxpr)
+        inner, consts = jaxprs.opened(jaxpr)
         frame = cls(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
         frame.values |= zip(inner.invars, values, strict=True)
         known = zip(inner.invars, origins, strict=True)
@@ -97,7 +97,7 @@ class Frame:
                 if eqn.effects:
                     continue
                 try:
-                    results = rewriting.evaluate(eqn, operands)
+                    results = jaxprs.evaluate(eqn, operands)
                 except Exception as error:  # made for another platform, for example
                     self.skipped.append(f"{eqn.primitive.name} ({error})")
                     continue
@@ -206,8 +206,9 @@ def _shown(x: Any, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
 def _of_call(
     eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
 ) -> list[Origin | None]:
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    frame = Frame.of(eqn.params[key], spot.inside(eqn), operands, origins)
+    frame = Frame.of(
+        eqn.params[jaxprs.called(eqn)], spot.inside(eqn), operands, origins
+    )
     frame.run()
     return frame.results()[1]
 
@@ -225,14 +226,14 @@ def _of_branch(
 def _of_scan(
     eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
 ) -> list[Origin | None]:
-    body, (n_consts, n_carry) = eqn.params["jaxpr"], rewriting.split_of(eqn)
+    body, (n_consts, n_carry) = eqn.params["jaxpr"], jaxprs.split_of(eqn)
     at = n_consts + n_carry
     consts, carry, xs = operands[:n_consts], operands[n_consts:at], operands[at:]
     order = range(eqn.params["length"])
     for i in reversed(order) if eqn.params["reverse"] else order:
         rows = [x[i] for x in xs]
         values = [*consts, *carry, *rows]
-        new = rewriting.run_jaxpr(body, values)
+        new = jaxprs.run_jaxpr(body, values)
         if _turns_bad(new[:n_carry], carry) or any(map(is_bad, new[n_carry:])):
             # Where a step begins with bad values, those came in with the operands.
             frame = Frame.of(body, spot.inside(eqn, i), values, origins)
@@ -252,13 +253,13 @@ def _of_while(
     tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
     carry, step = operands[n_cond + n_body :], 0
     while True:
-        (goes_on,) = rewriting.run_jaxpr(cond, [*tests, *carry])
+        (goes_on,) = jaxprs.run_jaxpr(cond, [*tests, *carry])
         if not np.any(goes_on):
             return [None] * len(eqn.outvars)
         values = [*consts, *carry]
         new = [
             select_rows(goes_on, a, b)
-            for a, b in zip(rewriting.run_jaxpr(body, values), carry, strict=True)
+            for a, b in zip(jaxprs.run_jaxpr(body, values), carry, strict=True)
         ]
         if _turns_bad(new, carry):
             frame = Frame.of(body, spot.inside(eqn, step), values, origins[n_cond:])
@@ -291,11 +292,5 @@ _INSIDE = {
     "cond": _of_branch,
     "scan": _of_scan,
     "while": _of_while,
-    **dict.fromkeys(
-        (
-            *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"),
-            *("custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"),
-        ),
-        _of_call,
-    ),
+    **dict.fromkeys(jaxprs.CALLS, _of_call),
 }

@@ -23,7 +23,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import rewriting, user_lines
+from hostcall._jax import jaxprs, user_lines
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 
@@ -170,12 +170,12 @@ def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
             continue
         for var in eqn.outvars:
             leaves = var in results or users.get(var, set()) - {place}
-            is_float = rewriting.is_array(var) and jnp.issubdtype(
+            is_float = jaxprs.is_array(var) and jnp.issubdtype(
                 var.aval.dtype, jnp.inexact
             )
             if leaves and is_float and var.aval.size:
                 file, line = place
-                yield Key(file, line, level.is_backward(eqn)), var
+                yield Key(file, line, labels.is_backward(level.around, eqn)), var
 
 
 # --- On the device --------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import rewriting
+from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
@@ -70,7 +70,7 @@ def record_of(
 ) -> Record:
     file, line, function = labels.place_of(eqn) or ("", 0, "")
     loops = tuple(map(labels.line_of, level.loops))
-    text, backward = labels.text_of(eqn), level.is_backward(eqn)
+    text, backward = labels.text_of(eqn), labels.is_backward(level.around, eqn)
     at = file, line, function, text, eqn.primitive.name
     return Record(name, part, parts, *at, backward, loops)
 
@@ -106,10 +106,10 @@ class Values:
         if self._select is None:
             return
         for index, eqn in enumerate(eqns):
-            outs = [v for v in eqn.outvars if not rewriting.is_dropped(v)]
+            outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
             for part, var in enumerate(outs):
                 record = record_of(level, eqn, "", part, len(outs))
-                if rewriting.is_array(var) and self._select(record):
+                if jaxprs.is_array(var) and self._select(record):
                     yield self._insertion(level, record, var, index)
 
     def _wants(self, name: str) -> bool:
