@@ -57,6 +57,12 @@ def is_array(atom: _t.Atom) -> bool:
     return isinstance(aval.dtype, np.dtype)
 
 
+def is_float(atom: _t.Atom) -> bool:
+    """Whether it is a variable that is an array of real or complex numbers."""
+    is_variable = isinstance(atom, _core.Var) and is_array(atom)
+    return is_variable and jax.numpy.issubdtype(atom.aval.dtype, np.inexact)
+
+
 def is_host_call(eqn: _t.JaxprEquation) -> bool:
     return eqn.primitive in ENGINE_CALLS
 

@@ -13,16 +13,16 @@ from hostcall._jax import jaxprs, user_lines
 from hostcall.tools._debugger import users_lines
 
 
-def place_of(eqn: Any) -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost line of the user's."""
+def place_of(eqn: Any) -> tuple[str, str, int] | None:
+    """(file, function, line) of the innermost line of the user's."""
     lines = user_lines.lines_of(eqn)
-    return (lines[0].file, lines[0].line, lines[0].function) if lines else None
+    return lines[0][:3] if lines else None
 
 
 def line_of(eqn: Any) -> str:
     """Such as `train.py:12`."""
     place = place_of(eqn)
-    return f"{short(place[0])}:{place[1]}" if place else "an unknown line"
+    return f"{short(place[0])}:{place[2]}" if place else "an unknown line"
 
 
 def short(file: str) -> str:
@@ -36,7 +36,7 @@ def text_in(file: str, line: int) -> str:
 def text_of(eqn: Any) -> str:
     """The source text of its line; "" if there is no source."""
     place = place_of(eqn)
-    return text_in(*place[:2]) if place else ""
+    return text_in(place[0], place[2]) if place else ""
 
 
 def shown(eqn: Any) -> list[str]:
@@ -46,16 +46,19 @@ def shown(eqn: Any) -> list[str]:
         lines = users_lines()  # the callback may run on the thread that dispatched it
         if not lines:
             return ["  in an operation that was run alone, outside of jax.jit"]
-        place = lines[0].file, lines[0].line, lines[0].function
-    file, line, function = place
-    text = text_in(file, line)
-    return [f"  {file}:{line} in {function}", f"    {text}"]
+        place = lines[0].file, lines[0].function, lines[0].line
+    file, function, line = place
+    return [f"  {file}:{line} in {function}", f"    {text_in(file, line)}"]
+
+
+def transforms(around: Sequence[Any], eqn: Any) -> str:
+    """Under which transformations JAX has made an equation that is inside of these."""
+    return " ".join(str(each.source_info.name_stack) for each in (*around, eqn))
 
 
 def is_backward(around: Sequence[Any], eqn: Any) -> bool:
     """Whether an equation, inside of these, belongs to a backward pass."""
-    stacks = (str(each.source_info.name_stack) for each in (*around, eqn))
-    return any("transpose(" in stack for stack in stacks)
+    return "transpose(" in transforms(around, eqn)
 
 
 def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:

@@ -53,7 +53,6 @@ class Variable(NamedTuple):
     var: Any
     at: int
     line: Line
-    is_backward: bool
     part: int
     parts: int
 
@@ -163,8 +162,7 @@ def variables(
             ]
             leaves = _without_residuals(level, leaves, uses)
             for part, (each, v) in enumerate(leaves):
-                told = each.line, each.is_backward, part, len(leaves)
-                yield Variable(target.name, v, each.at, *told)
+                yield Variable(target.name, v, each.at, each.line, part, len(leaves))
 
 
 def _statements_in(
@@ -241,8 +239,12 @@ def _without_residuals(
     level: Level, leaves: list[tuple[_Part, Any]], uses: dict[Any, list[int]]
 ) -> list[tuple[_Part, Any]]:
     """Without what a level hands to its backward pass, behind its other results."""
-    stacks = [str(eqn.source_info.name_stack) for eqn in level.around]
-    if len(leaves) < 2 or not any("jvp(" in stack for stack in stacks):
+    around = level.around
+    if (
+        len(leaves) < 2
+        or not around
+        or "jvp(" not in labels.transforms(around[:-1], around[-1])
+    ):
         return leaves
     used = [leaf for leaf in leaves if any(u != _RESULT for u in uses[leaf[1]])]
     if used:

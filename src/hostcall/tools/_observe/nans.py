@@ -62,11 +62,6 @@ def _has_loop(eqn: Any) -> bool:
     )
 
 
-def _can_be_bad(atom: Any) -> bool:
-    is_number = isinstance(atom, jex.Var) and jaxprs.is_array(atom)
-    return is_number and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-
-
 class Nans:
     """Puts the checks into programs."""
 
@@ -74,10 +69,10 @@ class Nans:
         if not level.loops:
             made: set[Any] = set()
             for index, eqn in enumerate(level.jaxpr.eqns):
-                start = [x for x in eqn.invars if _can_be_bad(x) and x in made]
+                start = [x for x in eqn.invars if jaxprs.is_float(x) and x in made]
                 if start and _has_loop(eqn):
                     yield from _check(level, start, upto=index)
-                made |= {v for v in eqn.outvars if _can_be_bad(v)}
+                made |= {v for v in eqn.outvars if jaxprs.is_float(v)}
         is_outermost = level.kind in jaxprs.LOOPS and len(level.loops) == 1
         if not level.kind or is_outermost or not _runs_again(level.around[-1]):
             yield from _check(level, level.jaxpr.outvars)
@@ -91,7 +86,7 @@ def _check(
     eqns = jaxpr.eqns if upto is None else jaxpr.eqns[:upto]
     buffers, updates, read = _buffers(level) if upto is None else (set(), [], [])
     own = {*jaxpr.invars, *jaxpr.constvars}
-    looked_at = [x for x in results if _can_be_bad(x) and x not in {*own, *buffers}]
+    looked_at = [x for x in results if jaxprs.is_float(x) and x not in {*own, *buffers}]
     looked_at = list(dict.fromkeys([*looked_at, *updates]))
     if not looked_at:
         return
@@ -187,7 +182,7 @@ def _buffers(level: Level) -> tuple[set[Any], list[Any], list[Any]]:
                 break
         if len(chain) > 1 and result in chain:
             buffers |= set(chain)
-            updates += [x for x in new if _can_be_bad(x)]
+            updates += [x for x in new if jaxprs.is_float(x)]
             read += old
     return buffers, updates, read
 
@@ -209,7 +204,8 @@ class _Tell(HostCode):
     def place(self) -> tuple[str, int, str]:
         eqns = [*self.level.around[-1:], *self.jaxpr.eqns]
         places = map(labels.place_of, eqns)
-        return next((place for place in places if place), ("a program", 0, ""))
+        place = next((place for place in places if place), ("a program", "", 0))
+        return place[0], place[2], place[1]
 
     def __call__(self, *values: np.ndarray) -> None:
         with execution.not_rewritten():
@@ -257,7 +253,7 @@ def _text(origin: Origin) -> str:
         chain.append(chain[-1].before)
     made = chain[-1]
     around, steps = made.spot
-    is_backward = labels.is_backward(around, made.eqn)
+    stack = labels.transforms(around, made.eqn)
     told = labels.steps_of(around, steps)
     at = f"[{', '.join(map(str, made.element))}]" if made.element else ""
     here = hc.current()
@@ -267,7 +263,8 @@ def _text(origin: Origin) -> str:
     lines = [
         f"hostcall: {made.eqn.primitive.name} made the first bad value,"
         f" {made.value:.6g}{' at ' * bool(at)}{at}, from {', '.join(made.operands)}"
-        f" ({'backward' if is_backward else 'forward'} pass"
+        f" ({'backward' if 'transpose(' in stack else 'forward'} pass"
+        f"{', under vmap' * ('vmap(' in stack)}"
         f"{', in ' * bool(told)}{told}{shard})",
         *labels.shown(made.eqn),
     ]

@@ -12,6 +12,7 @@ one, and only this step equation by equation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,18 +76,6 @@ class Frame:
     origins: dict[Any, Origin] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, jaxpr: Any, spot: Spot, values: Iterable[Any], origins: Iterable[Any]
-    ) -> Frame:
-        """Those of an inner jaxpr that gets these values, which have these origins."""
-        inner, consts = jaxprs.opened(jaxpr)
-        frame = cls(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
-        frame.values |= zip(inner.invars, values, strict=True)
-        known = zip(inner.invars, origins, strict=True)
-        frame.origins |= {var: origin for var, origin in known if origin is not None}
-        return frame
-
     def run(self) -> None:
         for eqn in self.jaxpr.eqns:
             operands = [self.value(atom) for atom in eqn.invars]
@@ -110,11 +99,6 @@ class Frame:
 
     def value(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else self.values.get(atom)
-
-    def results(self) -> tuple[list[Any], list[Origin | None]]:
-        outvars = self.jaxpr.outvars
-        origins = [self.origins.get(x) for x in _keys(outvars)]
-        return list(map(self.value, outvars)), origins
 
     def _origins(
         self, eqn: Any, operands: list[Any], origins: list[Any], results: list[Any]
@@ -203,14 +187,23 @@ def _shown(x: Any, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
 # --- Calls and loops ------------------------------------------------------------------
 
 
+def _within(
+    jaxpr: Any, spot: Spot, operands: Iterable[Any], origins: Iterable[Any]
+) -> list[Origin | None]:
+    """The origins of an inner jaxpr's results."""
+    inner, consts = jaxprs.opened(jaxpr)
+    frame = Frame(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
+    frame.values |= zip(inner.invars, operands, strict=True)
+    known = zip(inner.invars, origins, strict=True)
+    frame.origins |= {var: origin for var, origin in known if origin is not None}
+    frame.run()
+    return [frame.origins.get(x) for x in _keys(inner.outvars)]
+
+
 def _of_call(
     eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
 ) -> list[Origin | None]:
-    frame = Frame.of(
-        eqn.params[jaxprs.called(eqn)], spot.inside(eqn), operands, origins
-    )
-    frame.run()
-    return frame.results()[1]
+    return _within(eqn.params[jaxprs.called(eqn)], spot.inside(eqn), operands, origins)
 
 
 def _of_branch(
@@ -218,56 +211,55 @@ def _of_branch(
 ) -> list[Origin | None]:
     branches = eqn.params["branches"]
     chosen = branches[min(max(int(operands[0]), 0), len(branches) - 1)]
-    frame = Frame.of(chosen, spot.inside(eqn), operands[1:], origins[1:])
-    frame.run()
-    return frame.results()[1]
+    return _within(chosen, spot.inside(eqn), operands[1:], origins[1:])
 
 
-def _of_scan(
+def _of_loop(
     eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
 ) -> list[Origin | None]:
-    body, (n_consts, n_carry) = eqn.params["jaxpr"], jaxprs.split_of(eqn)
-    at = n_consts + n_carry
-    consts, carry, xs = operands[:n_consts], operands[n_consts:at], operands[at:]
-    order = range(eqn.params["length"])
-    for i in reversed(order) if eqn.params["reverse"] else order:
-        rows = [x[i] for x in xs]
-        values = [*consts, *carry, *rows]
-        new = jaxprs.run_jaxpr(body, values)
-        if _turns_bad(new[:n_carry], carry) or any(map(is_bad, new[n_carry:])):
+    """Those of the first step that makes a bad value."""
+    steps, skipped, body = _scan_steps, 0, eqn.params.get("jaxpr")
+    if eqn.primitive.name == "while":
+        steps, skipped = _while_steps, eqn.params["cond_nconsts"]
+        body = eqn.params["body_jaxpr"]
+    for step, is_new, values in steps(eqn, operands):
+        if is_new:
             # Where a step begins with bad values, those came in with the operands.
-            frame = Frame.of(body, spot.inside(eqn, i), values, origins)
-            frame.run()
-            found = frame.results()[1]
+            found = _within(body, spot.inside(eqn, step), values, origins[skipped:])
             if any(found):
                 return found
-        carry = new[:n_carry]
     return [None] * len(eqn.outvars)
 
 
-def _of_while(
-    eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
-) -> list[Origin | None]:
-    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+def _scan_steps(eqn: Any, operands: list[Any]) -> Iterator[tuple[int, bool, list[Any]]]:
+    """For each step its number, whether it makes a bad value, and what it gets."""
+    n_consts, n_carry = jaxprs.split_of(eqn)
+    at, order = n_consts + n_carry, range(eqn.params["length"])
+    consts, carry, xs = operands[:n_consts], operands[n_consts:at], operands[at:]
+    for i in reversed(order) if eqn.params["reverse"] else order:
+        values = [*consts, *carry, *(x[i] for x in xs)]
+        new = jaxprs.run_jaxpr(eqn.params["jaxpr"], values)
+        is_new = _turns_bad(new[:n_carry], carry) or any(map(is_bad, new[n_carry:]))
+        yield i, is_new, values
+        carry = new[:n_carry]
+
+
+def _while_steps(
+    eqn: Any, operands: list[Any]
+) -> Iterator[tuple[int, bool, list[Any]]]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    carry, step = operands[n_cond + n_body :], 0
-    while True:
-        (goes_on,) = jaxprs.run_jaxpr(cond, [*tests, *carry])
+    carry = operands[n_cond + n_body :]
+    for step in itertools.count():
+        (goes_on,) = jaxprs.run_jaxpr(eqn.params["cond_jaxpr"], [*tests, *carry])
         if not np.any(goes_on):
-            return [None] * len(eqn.outvars)
+            return
         values = [*consts, *carry]
-        new = [
-            select_rows(goes_on, a, b)
-            for a, b in zip(jaxprs.run_jaxpr(body, values), carry, strict=True)
-        ]
-        if _turns_bad(new, carry):
-            frame = Frame.of(body, spot.inside(eqn, step), values, origins[n_cond:])
-            frame.run()
-            found = frame.results()[1]
-            if any(found):
-                return found
-        carry, step = new, step + 1
+        made = jaxprs.run_jaxpr(eqn.params["body_jaxpr"], values)
+        pairs = zip(made, carry, strict=True)
+        new = [select_rows(goes_on, a, b) for a, b in pairs]
+        yield step, _turns_bad(new, carry), values
+        carry = new
 
 
 def select_rows(goes_on: Any, new: Any, old: Any) -> Any:
@@ -290,7 +282,7 @@ def newly_bad(new: Any, old: Any) -> Any:
 
 _INSIDE = {
     "cond": _of_branch,
-    "scan": _of_scan,
-    "while": _of_while,
+    "scan": _of_loop,
+    "while": _of_loop,
     **dict.fromkeys(jaxprs.CALLS, _of_call),
 }

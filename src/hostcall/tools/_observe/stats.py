@@ -10,9 +10,8 @@ are not, the others are computed too.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from hostcall._core.host_code import HostCode
-from hostcall._jax import jaxprs, user_lines
+from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 
@@ -86,7 +84,9 @@ class Statistics:
             return
         keys, variables = zip(*found, strict=True)
         sizes = [int(np.prod(v.aval.shape)) for v in variables]
-        add = _Add(self, keys, np.array(sizes, np.int64))
+
+        def add(found: np.ndarray) -> None:
+            self._add(keys, sizes, found)
 
         def tap(*values: jax.Array) -> None:
             rows = list(map(_reduced, values))
@@ -95,18 +95,20 @@ class Statistics:
 
         yield Insertion(tap, variables)
 
-    def add(self, keys: tuple[Key, ...], sizes: np.ndarray, found: np.ndarray) -> None:
+    def _add(
+        self, keys: Sequence[Key], sizes: Sequence[int], found: np.ndarray
+    ) -> None:
         """`found`: (executions, values, 8)."""
         numbers = found.astype(np.float64)
         with self._lock:
-            for i, key in enumerate(keys):
-                n, size = len(numbers), len(numbers) * int(sizes[i])
-                one = _merged(numbers[:, i])
-                before = self._rows.get(key)
-                counts = np.array([n, size])
-                if before is not None:
-                    counts = counts + before[0]
-                    one = _merged(np.stack([before[1], one]))
+            for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+                one, counts = _merged(numbers[:, i]), len(found) * np.array([1, size])
+                if key in self._rows:
+                    before = self._rows[key]
+                    counts, one = (
+                        counts + before[0],
+                        _merged(np.stack([before[1], one])),
+                    )
                 self._rows[key] = counts, one
 
     def rows(self) -> list[Stats]:
@@ -122,43 +124,17 @@ def _merged(rows: np.ndarray) -> np.ndarray:
 
 def _stats(key: Key, counts: np.ndarray, one: np.ndarray) -> Stats:
     calls, size = map(int, counts)
-    low, high, total, squares, zeros, bad, bf16, f16 = map(float, one)
+    low, high, total, squares, zeros, bad, *beyond = map(float, one)
     finite = max(size - bad, 1)
-    return Stats(
-        file=key.file,
-        line=key.line,
-        text=labels.text_in(key.file, key.line),
-        backward=key.backward,
-        calls=calls,
-        size=size,
-        min=low,
-        max=high,
-        mean=total / finite,
-        rms=(squares / finite) ** 0.5,
-        zeros=zeros / size,
-        nonfinite=bad / size,
-        beyond_bf16=bf16 / finite,
-        beyond_f16=f16 / finite,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Add(HostCode):
-    """The function of a level's tap."""
-
-    to: Statistics
-    keys: tuple[Key, ...]
-    sizes: np.ndarray
-    stays = "hc.observe looks at programs of this process only"
-    __name__ = "hc.observe(stats=True)"
-
-    def __call__(self, found: np.ndarray) -> None:
-        self.to.add(self.keys, self.sizes, found)
+    text = labels.text_in(key.file, key.line)
+    rms = (squares / finite) ** 0.5
+    shares = zeros / size, bad / size, *(n / finite for n in beyond)
+    head = key.file, key.line, text, key.backward, calls, size
+    return Stats(*head, low, high, total / finite, rms, *shares)
 
 
 def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
-    lines = [user_lines.lines_of(eqn)[:1] for eqn in level.jaxpr.eqns]
-    places = [(line[0].file, line[0].line) if line else None for line in lines]
+    places = [(labels.place_of(eqn) or ())[::2] for eqn in level.jaxpr.eqns]
     users: dict[Any, set[Any]] = {}
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
         for x in eqn.invars:
@@ -166,16 +142,10 @@ def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
                 users.setdefault(x, set()).add(place)
     results = {x for x in level.jaxpr.outvars if isinstance(x, jex.Var)}
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
-        if place is None:
-            continue
-        for var in eqn.outvars:
+        for var in eqn.outvars if place else ():
             leaves = var in results or users.get(var, set()) - {place}
-            is_float = jaxprs.is_array(var) and jnp.issubdtype(
-                var.aval.dtype, jnp.inexact
-            )
-            if leaves and is_float and var.aval.size:
-                file, line = place
-                yield Key(file, line, labels.is_backward(level.around, eqn)), var
+            if leaves and jaxprs.is_float(var) and var.aval.size:
+                yield Key(*place, labels.is_backward(level.around, eqn)), var
 
 
 # --- On the device --------------------------------------------------------------------
@@ -211,13 +181,11 @@ def _reduced(x: jax.Array) -> jax.Array:
 
     # A comparison with NaN is False.
     within = (least > -_F16_MOST) & (most < _F16_MOST)
-    counts = functools.partial(_same_type, x.dtype)
-    numbers = jax.lax.cond(within, lambda: counts(plain()), lambda: counts(careful()))
-    return jnp.stack(numbers)
 
+    def stacked(numbers: Callable[[], list[jax.Array]]) -> jax.Array:
+        return jnp.stack([number.astype(x.dtype) for number in numbers()])
 
-def _same_type(dtype: Any, numbers: list[jax.Array]) -> list[jax.Array]:
-    return [number.astype(dtype) for number in numbers]
+    return jax.lax.cond(within, lambda: stacked(plain), lambda: stacked(careful))
 
 
 def _count(flags: jax.Array) -> jax.Array:
@@ -231,34 +199,30 @@ def _count(flags: jax.Array) -> jax.Array:
 
 _HEADS = ("", "line", "calls", "min", "max", "mean", "rms")
 _SHARES = ("zeros", "non-finite", ">bf16", ">f16")
+_TO_THE_LEFT = ("", "line", "text")
 
 
 def table(rows: list[Stats]) -> str:
-    """The rows as text, with a heading for each file."""
-    heads = [*_HEADS, *_SHARES, "text"]
-    cells: list[list[str]] = [heads]
+    """The rows as text."""
+    columns: list[list[str]] = [[head] for head in (*_HEADS, *_SHARES, "text")]
     for row in rows:
-        numbers = [f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)]
         shares = row.zeros, row.nonfinite, row.beyond_bf16, row.beyond_f16
-        cells.append(
-            [
-                "<-" if row.backward else "",
-                f"{labels.short(row.file)}:{row.line}",
-                str(row.calls),
-                *numbers,
-                *(_percent(share) for share in shares),
-                row.text[:40],
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row_cells in cells:
-        padded = [
-            cell.ljust(width) if head in ("", "line", "text") else cell.rjust(width)
-            for cell, width, head in zip(row_cells, widths, heads, strict=True)
+        cells = [
+            "<-" * row.backward,
+            f"{labels.short(row.file)}:{row.line}",
+            str(row.calls),
+            *(f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)),
+            *map(_percent, shares),
+            row.text[:40],
         ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+        for column, cell in zip(columns, cells, strict=True):
+            column.append(cell)
+    for column in columns:
+        width = max(map(len, column))
+        side = str.ljust if column[0] in _TO_THE_LEFT else str.rjust
+        column[:] = [side(cell, width) for cell in column]
+    lines = zip(*columns, strict=True)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def _percent(share: float) -> str:

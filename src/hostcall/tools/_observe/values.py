@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 import hostcall as hc
-from hostcall._core.host_code import HostCode
 from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
@@ -33,6 +32,8 @@ class Record:
         file, line, function, text: the user's line, and its source text.
         primitive: the name of JAX's operation that computes it.
         backward: whether a backward pass computes it.
+        vmaps: how many vmaps are around it. JAX keeps neither which axes of a value
+            have their rows, nor whether the value depends on the row.
         loops: the line of each loop around it, such as `train.py:20`, outermost first.
         steps: for each of these, the number of its step. In a backward pass that of the
             step which is differentiated. Under vmap, an array with an element for each
@@ -49,6 +50,7 @@ class Record:
     text: str
     primitive: str
     backward: bool
+    vmaps: int
     loops: tuple[str, ...]
     steps: tuple[Any, ...] = ()
     device: jax.Device | None = None
@@ -66,13 +68,25 @@ class Record:
 
 
 def record_of(
-    level: Level, eqn: Any, name: str = "", part: int = 0, parts: int = 1
+    level: Level, eqn: Any, part: int, parts: int, of: names.Variable | None = None
 ) -> Record:
-    file, line, function = labels.place_of(eqn) or ("", 0, "")
-    loops = tuple(map(labels.line_of, level.loops))
-    text, backward = labels.text_of(eqn), labels.is_backward(level.around, eqn)
-    at = file, line, function, text, eqn.primitive.name
-    return Record(name, part, parts, *at, backward, loops)
+    """What is known of a result of an equation, and of the variable that it is."""
+    at = of.line[:3] if of else labels.place_of(eqn) or ("", "", 0)
+    file, function, line = at
+    stack = labels.transforms(level.around, eqn)
+    return Record(
+        of.name if of else "",
+        part,
+        parts,
+        file,
+        line,
+        function,
+        labels.text_in(file, line),
+        eqn.primitive.name,
+        labels.is_backward(level.around, eqn),
+        stack.count("vmap("),
+        tuple(map(labels.line_of, level.loops)),
+    )
 
 
 To: TypeAlias = "Callable[[Record, Any], object] | Recorder | Sink | None"
@@ -94,41 +108,49 @@ class Values:
         eqns = level.jaxpr.eqns
         for v in names.variables(level, self._wants, self._untold):
             self._found.add(v.name)
-            record = record_of(level, eqns[v.at], v.name, v.part, v.parts)
-            record = replace(
-                record,
-                file=v.line.file,
-                line=v.line.line,
-                function=v.line.function,
-                text=labels.text_in(v.line.file, v.line.line),
-            )
+            record = record_of(level, eqns[v.at], v.part, v.parts, v)
             yield self._insertion(level, record, v.var, v.at)
-        if self._select is None:
-            return
-        for index, eqn in enumerate(eqns):
+        for index, eqn in enumerate(eqns if self._select is not None else ()):
             outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
             for part, var in enumerate(outs):
-                record = record_of(level, eqn, "", part, len(outs))
+                record = record_of(level, eqn, part, len(outs))
                 if jaxprs.is_array(var) and self._select(record):
                     yield self._insertion(level, record, var, index)
 
     def _wants(self, name: str) -> bool:
-        wanted = any(fnmatchcase(name, pattern) for pattern in self._names)
         self._others.add(name)
-        return wanted
+        return any(fnmatchcase(name, pattern) for pattern in self._names)
 
     def _insertion(self, level: Level, record: Record, var: Any, at: int) -> Insertion:
+        name = record.name or f"{record.function}:{record.line}"
+        if record.parts > 1:
+            name += f".{record.part}"
+        to: Any = self._to or _printed
+
+        def hand(value: np.ndarray, steps: tuple[np.ndarray, ...]) -> None:
+            here = hc.current()
+            numbers = tuple(int(x) if not x.shape else x for x in steps)
+            device = here.device if here is not None and here.mesh_shape else None
+            to(replace(record, steps=numbers, device=device), value)
+
+        def hand_column(values: np.ndarray, steps: np.ndarray | None) -> None:
+            if steps is None:
+                here = hc.current()
+                assert here is not None
+                steps = np.asarray(here.steps)
+            when = np.full(len(values), time.time())
+            to({"step": steps, "time": when, name: values})
+
+        hand.__name__ = hand_column.__name__ = f"hc.observe({name})"
+
         def fn(value: jax.Array, *steps: jax.Array) -> None:
-            name = record.name or f"{record.function}:{record.line}"
-            if record.parts > 1:
-                name += f".{record.part}"
             step = steps[-1] if steps and steps[-1].ndim == 0 else None
-            if isinstance(self._to, Recorder):
-                self._to(step=step, **{name: value})
-            elif isinstance(self._to, _SINKS):
-                hc.tap(_Columns(name, self._to), value, step, batch=256)
+            if isinstance(to, Recorder):
+                to(step=step, **{name: value})
+            elif isinstance(to, _SINKS):
+                hc.tap(hand_column, value, step, batch=256)
             else:
-                hc.tap(_Hand(record, self._to or _printed), value, steps)
+                hc.tap(hand, value, steps)
 
         return Insertion(fn, [var, *level.steps], at)
 
@@ -150,47 +172,6 @@ class Values:
                     text += f"Did you mean {' or '.join(map(repr, near))}? "
                 text += "A compiled function has to assign to it, and to use its value"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-@dataclass(frozen=True, eq=False)
-class _Hand(HostCode):
-    """The function of a tap that hands a value to a function of the user's."""
-
-    record: Record
-    to: Callable[[Record, Any], object]
-    stays = "hc.observe looks at programs of this process only"
-
-    @property
-    def __name__(self) -> str:
-        return f"hc.observe({self.record.name})"
-
-    def __call__(self, value: np.ndarray, steps: tuple[np.ndarray, ...]) -> None:
-        here = hc.current()
-        numbers = tuple(int(x) if not x.shape else x for x in steps)
-        device = here.device if here is not None and here.mesh_shape else None
-        self.to(replace(self.record, steps=numbers, device=device), value)
-
-
-@dataclass(frozen=True, eq=False)
-class _Columns(HostCode):
-    """The function of a tap that hands a batch of values to a sink."""
-
-    name: str
-    sink: Callable[[dict[str, np.ndarray]], object]
-    stays = "hc.observe looks at programs of this process only"
-
-    @property
-    def __name__(self) -> str:
-        return f"hc.observe({self.name})"
-
-    def __call__(self, values: np.ndarray, steps: np.ndarray | None) -> None:
-        n = len(values)
-        if steps is None:
-            here = hc.current()
-            assert here is not None
-            steps = np.asarray(here.steps)
-        when = np.full(n, time.time())
-        self.sink({"step": steps, "time": when, self.name: values})
 
 
 def _printed(record: Record, value: np.ndarray) -> None:
