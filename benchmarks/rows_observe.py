@@ -7,6 +7,7 @@ steps of some 100 us.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 
 from benchmarks.harness import Case, Row, at_most, run_time
-from hostcall.tools import observe
+from hostcall import observe
 
+HAS_JAX_TAP = importlib.util.find_spec("jaxtap") is not None
 WIDTH, LAYERS, LENGTH, BATCH, HEADS = 128, 4, 64, 8, 4
 
 
@@ -106,8 +108,11 @@ def of_a_loop(quick: bool) -> dict[str, Case]:
             x = jnp.tanh(x @ weights)
         return x, loss
 
+    def loop(x: Any) -> Any:
+        return jax.lax.scan(body, x, None, length=n)[1]
+
     weights = jnp.ones((128, 128)) / 128
-    f = jax.jit(lambda x: jax.lax.scan(body, x, None, length=n)[1])
+    f = jax.jit(loop)
 
     def ignored(record: Any, value: Any) -> None:
         del record, value
@@ -117,7 +122,15 @@ def of_a_loop(quick: bool) -> dict[str, Case]:
         "progress": observe(progress=True),
         "a value": observe("loss", to=ignored),
     }
-    return {name: within(again(block), f, weights) for name, block in blocks.items()}
+    cases = {name: within(again(block), f, weights) for name, block in blocks.items()}
+    if HAS_JAX_TAP:
+        import jaxtap
+
+        seen = jaxtap.verbose(
+            loop, on_step=lambda event: None, select=lambda leaves: leaves[0][0, 0]
+        )
+        cases["jax-tap"] = run_time(jax.jit(seen), weights)
+    return cases
 
 
 ROWS = (

@@ -330,9 +330,11 @@ def test_overflow():
     assert "1e+30" in text
 
 
-def test_operands_at_the_bad_element_and_its_index():
-    text = raised(jax.jit(lambda x: 1 / x), jnp.array([2.0, 4.0, 0.0]))
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap])
+def test_operands_at_the_bad_element_and_its_index(wrap):
+    text = raised(jax.jit(wrap(lambda x: 1 / x)), jnp.array([2.0, 4.0, 0.0]))
     assert "inf at [2], from 1, 0 (" in text
+    assert ("under vmap" in text) == (wrap is jax.vmap)
 
 
 def test_backward_pass_of_a_scan():

@@ -255,6 +255,40 @@ def test_vmap():
     got.check(y=[X[:, None] + 1])
 
 
+def test_conditions():
+    def f(x):
+        def goes_on(x):
+            left = x - 1
+            return left > 0
+
+        return jax.lax.while_loop(goes_on, lambda x: x / 2, x)
+
+    got = observed(
+        jax.jit(lambda x: jax.lax.map(f, x)), np.float32([5, 1]), names=["left"]
+    )
+    got.check(left=[4, 1.5, 0.25, -0.375, 0])
+    steps = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    assert [r.steps for r in got.records] == steps
+    with pytest.warns(RuntimeWarning, match="no variable 'left'"):  # JAX runs it twice
+        observed(jax.jit(jax.vmap(f)), np.float32([5, 1]), names=["left"])
+
+
+def test_the_axis_of_the_rows_is_not_known():
+    """Programs with rows on the first and on the last axis are the same."""
+    x = np.arange(9, dtype=np.float32).reshape(3, 3)
+    found = []
+    for axis in (0, 1):
+        f = jax.jit(jax.vmap(lambda x: jnp.sin(x), axis, axis))
+        got = Got()
+        with observe(select=lambda r: r.primitive == "sin", to=got):
+            f(x)
+        (record,) = got.records
+        assert record.vmaps == 1
+        found.append((str(jax.make_jaxpr(f)(x)), got.values[""][0]))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
 def test_vmap_of_while():
     def f(n):
         def step(s):
