@@ -51,14 +51,14 @@ def shown(eqn: Any) -> list[str]:
     return [f"  {file}:{line} in {function}", f"    {text_in(file, line)}"]
 
 
-def transforms(around: Sequence[Any], eqn: Any) -> str:
-    """Under which transformations JAX has made an equation that is inside of these."""
-    return " ".join(str(each.source_info.name_stack) for each in (*around, eqn))
+def transforms(*eqns: Any) -> str:
+    """Under which transformations JAX has made the last of these, inside the others."""
+    return " ".join(str(eqn.source_info.name_stack) for eqn in eqns)
 
 
-def is_backward(around: Sequence[Any], eqn: Any) -> bool:
-    """Whether an equation, inside of these, belongs to a backward pass."""
-    return "transpose(" in transforms(around, eqn)
+def is_backward(*eqns: Any) -> bool:
+    """Whether the last of these, inside the others, belongs to a backward pass."""
+    return "transpose(" in transforms(*eqns)
 
 
 def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:

@@ -45,7 +45,7 @@ class Loops:
             return
         reverse = is_scan and loop_eqn.params["reverse"]
         desc = f"{level.kind} {labels.line_of(loop_eqn)}"
-        if labels.is_backward(level.around[:-1], loop_eqn):
+        if labels.is_backward(*level.around):
             desc += " backward"
         is_inner = len(level.loops) > 1  # these may start a million times a second
         bar = functools.partial(_Late, self._bars, len(level.loops))

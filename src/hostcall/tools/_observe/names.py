@@ -173,7 +173,7 @@ def _statements_in(
     known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines = user_lines.lines_of(eqn)
-        backward = labels.is_backward(level.around, eqn)
+        backward = labels.is_backward(*level.around, eqn)
         for depth, line in enumerate(lines):
             place = line.file, line.line, line.function
             if place not in known:
@@ -194,13 +194,10 @@ _RESULT = -1  # the use as a result of the level
 def _uses(level: Level) -> dict[Any, list[int]]:
     """For each variable the indices of the equations that use it."""
     uses: dict[Any, list[int]] = {}
-    for index, eqn in enumerate(level.jaxpr.eqns):
-        for x in eqn.invars:
-            if isinstance(x, jex.Var):
-                uses.setdefault(x, []).append(index)
-    for x in level.jaxpr.outvars:
+    used = [(i, x) for i, eqn in enumerate(level.jaxpr.eqns) for x in eqn.invars]
+    for index, x in (*used, *((_RESULT, x) for x in level.jaxpr.outvars)):
         if isinstance(x, jex.Var):
-            uses.setdefault(x, []).append(_RESULT)
+            uses.setdefault(x, []).append(index)
     return uses
 
 
@@ -239,12 +236,7 @@ def _without_residuals(
     level: Level, leaves: list[tuple[_Part, Any]], uses: dict[Any, list[int]]
 ) -> list[tuple[_Part, Any]]:
     """Without what a level hands to its backward pass, behind its other results."""
-    around = level.around
-    if (
-        len(leaves) < 2
-        or not around
-        or "jvp(" not in labels.transforms(around[:-1], around[-1])
-    ):
+    if len(leaves) < 2 or "jvp(" not in labels.transforms(*level.around):
         return leaves
     used = [leaf for leaf in leaves if any(u != _RESULT for u in uses[leaf[1]])]
     if used:

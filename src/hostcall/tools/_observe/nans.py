@@ -253,7 +253,7 @@ def _text(origin: Origin) -> str:
         chain.append(chain[-1].before)
     made = chain[-1]
     around, steps = made.spot
-    stack = labels.transforms(around, made.eqn)
+    stack = labels.transforms(*around, made.eqn)
     told = labels.steps_of(around, steps)
     at = f"[{', '.join(map(str, made.element))}]" if made.element else ""
     here = hc.current()
@@ -284,6 +284,6 @@ _LINES_AT_MOST = 12
 
 
 def _told(link: Origin) -> str:
-    backward = labels.is_backward(link.spot.around, link.eqn)
+    backward = labels.is_backward(*link.spot.around, link.eqn)
     text = labels.text_of(link.eqn)
     return f"{labels.line_of(link.eqn)} {'(backward) ' * backward} {text}"

@@ -134,7 +134,8 @@ def _stats(key: Key, counts: np.ndarray, one: np.ndarray) -> Stats:
 
 
 def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
-    places = [(labels.place_of(eqn) or ())[::2] for eqn in level.jaxpr.eqns]
+    found = map(labels.place_of, level.jaxpr.eqns)
+    places = [(at[0], at[2]) if at else None for at in found]
     users: dict[Any, set[Any]] = {}
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
         for x in eqn.invars:
@@ -142,10 +143,13 @@ def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
                 users.setdefault(x, set()).add(place)
     results = {x for x in level.jaxpr.outvars if isinstance(x, jex.Var)}
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
-        for var in eqn.outvars if place else ():
+        if place is None:
+            continue
+        backward = labels.is_backward(*level.around, eqn)
+        for var in eqn.outvars:
             leaves = var in results or users.get(var, set()) - {place}
             if leaves and jaxprs.is_float(var) and var.aval.size:
-                yield Key(*place, labels.is_backward(level.around, eqn)), var
+                yield Key(*place, backward), var
 
 
 # --- On the device --------------------------------------------------------------------

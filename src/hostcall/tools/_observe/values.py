@@ -73,7 +73,7 @@ def record_of(
     """What is known of a result of an equation, and of the variable that it is."""
     at = of.line[:3] if of else labels.place_of(eqn) or ("", "", 0)
     file, function, line = at
-    stack = labels.transforms(level.around, eqn)
+    stack = labels.transforms(*level.around, eqn)
     return Record(
         of.name if of else "",
         part,
@@ -83,7 +83,7 @@ def record_of(
         function,
         labels.text_in(file, line),
         eqn.primitive.name,
-        labels.is_backward(level.around, eqn),
+        "transpose(" in stack,
         stack.count("vmap("),
         tuple(map(labels.line_of, level.loops)),
     )
@@ -110,7 +110,9 @@ class Values:
             self._found.add(v.name)
             record = record_of(level, eqns[v.at], v.part, v.parts, v)
             yield self._insertion(level, record, v.var, v.at)
-        for index, eqn in enumerate(eqns if self._select is not None else ()):
+        if self._select is None:
+            return
+        for index, eqn in enumerate(eqns):
             outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
             for part, var in enumerate(outs):
                 record = record_of(level, eqn, part, len(outs))
