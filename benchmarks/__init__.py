@@ -18,6 +18,7 @@ rows_tools.py    progress bars
 rows_recorder.py recorders
 rows_trace.py    what a trace adds to a call and a tap
 rows_watch.py    watches
+rows_observe.py  programs that are observed
 rows_gpu.py      calls and taps on a GPU
 
 And the pictures of docs/speed.md, `python -m benchmarks --pictures docs/pictures`:

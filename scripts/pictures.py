@@ -2,6 +2,8 @@
 
 bar.svg, loss.svg   the programs of docs/watching.md run on a terminal of 80 columns
 trace.svg           a trace, as a viewer shows it
+observe_*.svg       what examples/gallery/plot_observe.py prints in a terminal: the
+                    error, the table, and the bars
 
 `pictures.py TRACE PICTURE` draws a trace of yours. It needs matplotlib, pyte and rich.
 """
@@ -23,6 +25,7 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 STYLE = {"svg.hashsalt": "hostcall", "svg.fonttype": "none"}  # equal for equal runs
 COLUMNS = 80
+WIDE = 150
 COLOURS = {
     "call": "#4c72b0",
     "tap": "#dd8452",
@@ -147,14 +150,24 @@ def run_page(folder: Path) -> bytes:
     page = (DOCS / "watching.md").read_text()
     cells = re.findall(r"^```py\n(.*?)^```", page, re.M | re.S)[:3]
     program = "\n".join([*cells, "table.to_json('table.json')"])
+    return on_terminal(["-c", program], folder, COLUMNS)
+
+
+def on_terminal(arguments: list[str], folder: Path, columns: int) -> bytes:
+    """What a terminal gets from Python with these arguments, in a folder."""
     outer, inner = pty.openpty()
-    termios.tcsetwinsize(inner, (24, COLUMNS))
+    termios.tcsetwinsize(inner, (24, columns))
     running = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, *arguments],
         cwd=folder,
         stdout=inner,
         stderr=inner,
-        env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
+        env={
+            **os.environ,
+            "TERM": "xterm",
+            "PYTHONIOENCODING": "utf-8",
+            "MPLBACKEND": "Agg",
+        },
     )
     os.close(inner)
     said = b""
@@ -170,7 +183,6 @@ def run_page(folder: Path) -> bytes:
 def draw_bar(said: bytes, picture: Path) -> None:
     """The bar when it was nearest to the middle of the run, and at the end."""
     import pyte
-    from rich.console import Console
 
     screen = pyte.Screen(COLUMNS, 24)
     stream = pyte.ByteStream(screen)
@@ -180,11 +192,46 @@ def draw_bar(said: bytes, picture: Path) -> None:
         lines += [line.rstrip() for line in screen.display if line.startswith("fit")]
     share = [int(line[4:].split("%")[0]) for line in lines]
     middle = min(range(len(lines)), key=lambda i: abs(share[i] - 50))
+    draw_text([lines[middle], lines[-1]], picture, "hc.progress", COLUMNS)
+
+
+def draw_text(lines: list[str], picture: Path, title: str, columns: int) -> None:
+    """Lines as a terminal of so many columns shows them."""
+    from rich.console import Console
+
     with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=COLUMNS, file=nowhere)
-        for line in (lines[middle], lines[-1]):
+        console = Console(record=True, width=columns, file=nowhere)
+        for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.save_svg(str(picture), title="hc.progress", unique_id="bar")
+        console.save_svg(str(picture), title=title, unique_id=picture.stem)
+
+
+def draw_observed(folder: Path, pictures: Path) -> None:
+    """The error, the table and the bars of the program in the gallery."""
+    import pyte
+
+    name = "plot_observe.py"
+    program = DOCS.parent / "examples" / "gallery" / name
+    (folder / name).write_text(program.read_text())
+    said = on_terminal([name], folder, WIDE)
+    text = said.decode().replace("\r\n", "\n").replace(f"{folder.resolve()}/", "")
+    error = re.search(r"^hostcall: .*\n.*\n.*$", text, re.M)
+    table = re.search(r"^ +line +calls.*\n(?:.*plot_observe.py:.*\n)+", text, re.M)
+    if error is None or table is None:
+        raise RuntimeError(text)
+    for part, found in (("nan", error), ("table", table)):
+        picture = pictures / f"observe_{part}.svg"
+        draw_text(found[0].splitlines(), picture, "hc.observe", WIDE)
+    screen = pyte.Screen(WIDE, 24)
+    stream = pyte.ByteStream(screen)
+    shown: list[list[str]] = []
+    for piece in re.split(rb"(?=\r)", said):
+        stream.feed(piece)
+        bars = [x.rstrip() for x in screen.display if x.startswith("scan ")]
+        if len(bars) == 2 and "2/4" in bars[0]:
+            shown.append(bars)
+    middle = shown[len(shown) // 2]
+    draw_text(middle, pictures / "observe_bars.svg", "hc.observe", WIDE)
 
 
 def draw_loss(table: Path, picture: Path) -> None:
@@ -215,6 +262,7 @@ def main() -> None:
         folder = Path(name)
         record(folder / "run.json")
         draw(read_trace(folder / "run.json"), pictures / "trace.svg")
+        draw_observed(folder, pictures)
         draw_bar(run_page(folder), pictures / "bar.svg")
         draw_loss(folder / "table.json", pictures / "loss.svg")
 

@@ -19,6 +19,7 @@ Watching a program:
     Recorder         writes what a program computes to a folder while it runs
     trace            writes what a program did to a file for a viewer
     watch            ends a program at its first bad value, and keeps the values
+    observe          looks into programs that nobody changed: NaNs, values, statistics
     breakpoint       opens a debugger in a compiled program (not in a star import)
 
 Programs that leave the process:
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
     from hostcall._runtime.context import current
     from hostcall._runtime.reraise import reraise
     from hostcall.tools.breakpoint import breakpoint as breakpoint
+    from hostcall.tools.observing import observe
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
     from hostcall.tools.trace import trace
@@ -131,6 +133,7 @@ _HOMES = {
     "host": "_host_function.host",
     "io_callback": "_compat.callbacks",
     "load": "_api.export.export",
+    "observe": "tools.observing",
     "patch_jax": "_compat.patch",
     "print": "_api.print",
     "pure_callback": "_compat.callbacks",
@@ -224,6 +227,7 @@ __all__ = [
     "io_callback",
     "load",
     "monitor",
+    "observe",
     "patch_jax",
     "progress",
     "pure_callback",

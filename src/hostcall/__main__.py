@@ -21,7 +21,8 @@ def main() -> int:
     argparse.ArgumentParser(
         prog="python -m hostcall",
         usage="python -m hostcall [-h]\n"
-        "       python -m hostcall run [-h] [--arrays {jax,numpy}] [-m] program ...\n"
+        "       python -m hostcall run [-h] [--arrays {jax,numpy}] [--nans]\n"
+        "               [--progress] [--stats] [--values NAME] [-m] program ...\n"
         "       python -m hostcall explain [-h] [code]\n"
         "       python -m hostcall costs [-h] [--quick]",
         description="Reports what works on this machine. `run` runs a program with its"

@@ -29,7 +29,11 @@ RUN = """
 """
 
 # What they use of hostcall and its own needs, which an import in them does not show.
-USED = {"hc.progress": {"tqdm"}, "hc.Recorder": {"pandas", "pyarrow"}}
+USED = {
+    "hc.progress": {"tqdm"},
+    "progress=True": {"tqdm"},
+    "hc.Recorder": {"pandas", "pyarrow"},
+}
 
 each = pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 
@@ -53,6 +57,7 @@ def test_there_are_programs():
         "plot_first_nan",
         "plot_hudson_bay",
         "plot_live_mcmc",
+        "plot_observe",
         "plot_orbit",
         "plot_pde_adjoint",
         "plot_policy",

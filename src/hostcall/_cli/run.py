@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # Runs in a new interpreter, since this one has imported JAX already: what the program
 # sets before it imports JAX (JAX_PLATFORMS, XLA_FLAGS) must count.
 _START = """
 import _hostcall_autopatch, runpy, sys
-module, home, program = sys.argv[1:4]
-sys.argv = sys.argv[3:]
+module, home, observed, program = sys.argv[1:5]
+sys.argv = sys.argv[4:]
 sys.path[0] = home
-if module:
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+def run():
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+if observed:
+    from hostcall._cli.run import observe
+    observe(run, observed)
 else:
-    runpy.run_path(program, run_name="__main__")
+    run()
 """
 
 
+_OBSERVED = {
+    "nans": "end a program with an error at its first NaN or infinity",
+    "progress": "show a bar for each loop that lasts",
+    "stats": "print statistics of the values of each line at the end",
+}
+
+
+def observe(run: Callable[[], None], observed: str) -> None:
+    """Runs a program in an `hc.observe` block.
+
+    `observed` has its names and options, as JSON.
+    """
+    import hostcall as hc
+
+    names, options = json.loads(observed)
+    seen = hc.observe(*names, **options)
+    try:
+        with seen:
+            run()
+    finally:
+        if "stats" in options:
+            print(seen.table())
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Runs a script or a module as Python itself would, with JAX patched."""
+    """Runs a script or a module as Python itself would, with JAX patched, and observed
+    if that is asked for.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m hostcall run",
         description="Runs a program with every JAX callback on hostcall's engine"
@@ -33,6 +66,15 @@ def main(arguments: Sequence[str]) -> None:
         choices=["jax", "numpy"],
         default="jax",
         help="the arrays that callbacks get (default: jax)",
+    )
+    for option, text in _OBSERVED.items():
+        parser.add_argument(f"--{option}", action="store_true", help=text)
+    parser.add_argument(
+        "--values",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="print the values of a variable, such as loss or 'grad_*'",
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", help="program is a module's name"
@@ -48,6 +90,9 @@ def main(arguments: Sequence[str]) -> None:
             parser.error(f"there is no file {options.program}")
         home = os.path.dirname(os.path.abspath(options.program))
     sys.stdout.flush()
+    chosen = {option: True for option in _OBSERVED if vars(options)[option]}
+    observed = json.dumps([options.values, chosen])
     start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
+    start.append(observed if chosen or options.values else "")
     environment = {**os.environ, "HOSTCALL_PATCH": options.arrays}
     os.execve(sys.executable, [*start, options.program, *options.rest], environment)

@@ -89,7 +89,7 @@ def _heal(effect: Effect) -> None:
 
 
 _jax.lower_effectful_conditions(_is_lowered_here)
-_jax.dispatch_fast(lambda e: isinstance(e, CallEffect))
+_jax.dispatch_fast(lambda e: isinstance(e, CallEffect), _jax.rewritten_here)
 _jax.wrap_dispatches(failures.looking)
 _jax.before_tokens(_heal)
 

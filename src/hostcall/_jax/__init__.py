@@ -17,6 +17,9 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     dispatch      tells of the programs that a thread dispatches, and of those that fail
     fast_dispatch programs with host calls on JAX's fast dispatch
     execution     settings that JAX reads before it runs a program
+    jaxprs        questions to jaxprs and equations, and ways to run them
+    rewriting     puts equations into programs where they are lowered
+    user_lines    where the user wrote an equation
     settings      a thread's settings, as they are where a call is traced
     devices       devices, clients, and arrays on them
     exporting     what leaves the process with an exported program

@@ -7,21 +7,25 @@ JAX has no hook that runs before a program does. It does read the truth of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
 import jax
 from jax._src import compiler as _compiler
 from jax._src import config as _config
+from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.devices import default_device
 from hostcall._jax.fast_dispatch import forget_fast_dispatches
-from hostcall._jax.types import Device, Executable
+from hostcall._jax.rewriting import Use, rewritten
+from hostcall._jax.types import Device, Executable, Jaxpr
 from hostcall._jax.versions import MESH_SETTINGS
 from hostcall._native import Ambient
 
@@ -153,6 +157,80 @@ def _refuse_across(frame: FrameType) -> None:
         parts = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
     if not all(part.is_fully_addressable for part in parts):
         raise _refusal_across()
+
+
+# --- Programs that are rewritten where they are lowered -------------------------------
+
+
+class Rewriting:
+    """A block in which the programs that the calling thread lowers are rewritten.
+
+    It is the thread's value of `jax_no_execution`, which is part of the keys of JAX's
+    caches. So programs that were compiled before are kept and found again after, and
+    blocks with equal keys share programs.
+    """
+
+    def __init__(self, uses: Mapping[Hashable, Use]) -> None:
+        """`uses` have keys; uses with equal keys put the same into a program."""
+        self.uses = uses
+        self._key = tuple(uses)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rewriting) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __bool__(self) -> bool:
+        """Whether programs may not run, which JAX asks before each."""
+        frame = sys._getframe(1)
+        _refuse_across(frame)  # this value hides that of the process
+        asks_for_fast_path = frame.f_code.co_name == "_get_fastpath_data"
+        return _refusal_across is not None and asks_for_fast_path
+
+    def __enter__(self) -> Rewriting:
+        self._before = _config.no_execution.swap_local(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _config.no_execution.set_local(self._before)
+
+
+@contextlib.contextmanager
+def not_rewritten() -> Iterator[None]:
+    """Programs of the calling thread are left alone."""
+    before = _config.no_execution.swap_local(UNSET)
+    try:
+        yield
+    finally:
+        _config.no_execution.set_local(before)
+
+
+def rewriting_here() -> Rewriting | None:
+    """The innermost block of the calling thread."""
+    value = _config.no_execution.get_local()
+    return value if isinstance(value, Rewriting) else None
+
+
+def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
+    """What is put into a program may need its devices, which JAX finds out before."""
+
+    @functools.wraps(plain)
+    def needs(jaxpr: Jaxpr) -> bool:
+        return rewriting_here() is not None or plain(jaxpr)
+
+    return needs
+
+
+_dispatch.jaxpr_has_prim_requiring_devices = _needs_devices(
+    _dispatch.jaxpr_has_prim_requiring_devices
+)
+
+
+def rewritten_here(jaxpr: Jaxpr) -> Jaxpr:
+    """A program that the calling thread lowers, as the block around it wants it."""
+    here = rewriting_here()
+    return jaxpr if here is None else rewritten(jaxpr, list(here.uses.values()))
 
 
 # --- A forked child ------------------------------------------------------------------

@@ -112,17 +112,24 @@ def _is_for_one_cpu(args: Sequence[object], options: Mapping[str, object]) -> bo
     `args` and `options` are those of `_cached_lowering_to_hlo`, which has no signature
     to ask: of the two integers among them, the second is the number of devices.
     """
-    parameters = options.get("lowering_parameters")
-    if not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export:
+    if _is_for_export(options):
         return False
     numbers = [arg for arg in args if type(arg) is int]
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
-def dispatch_fast(is_ours: Callable[[_t.Effect], bool]) -> None:
+def _is_for_export(options: Mapping[str, object]) -> bool:
+    parameters = options.get("lowering_parameters")
+    return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
+
+
+def dispatch_fast(
+    is_ours: Callable[[_t.Effect], bool], rewritten: Callable[[_t.Jaxpr], _t.Jaxpr]
+) -> None:
     """From now on, JAX's fast dispatch serves the programs that it can.
 
     `is_ours` says whether an effect can have been made by nothing but an engine's call.
+    `rewritten` gives what to lower in a program's place (`hc.observe`).
     """
     if not hasattr(_pxla, "_cached_lowering_to_hlo"):
         return  # a later JAX: programs go through Python
@@ -130,6 +137,8 @@ def dispatch_fast(is_ours: Callable[[_t.Effect], bool]) -> None:
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
+        if not _is_for_export(options):
+            jaxpr = rewritten(jaxpr)
         if (
             jaxpr.effects
             and _is_for_one_cpu(args, options)

@@ -8,6 +8,7 @@
     trace       writes what happened, for a viewer (`hc.trace`); `read_trace` reads it
     watch       ends a program at its first bad value (`hc.watch`, `load_failure`)
     breakpoint  opens a debugger in a compiled program (`hc.breakpoint`)
+    observing   looks into programs that nobody changed (`hc.observe`)
 
 The tools use public names of hostcall only, so a tool of yours can do what they do.
 Each module can be imported alone. Optional packages are imported when a tool first
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hostcall.tools import (
         breakpoint,
         jax_tqdm,
+        observing,
         progress,
         reading,
         recorder,
@@ -32,7 +34,11 @@ if TYPE_CHECKING:
     from hostcall.tools.trace import read_trace
     from hostcall.tools.watch import load_failure
 
-_LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
+_LATER = {
+    "load_failure": "watch",
+    "read": "reading",
+    "read_trace": "trace",
+}
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
@@ -48,6 +54,7 @@ __all__ = [
     "breakpoint",
     "jax_tqdm",
     "load_failure",
+    "observing",
     "progress",
     "read",
     "read_trace",

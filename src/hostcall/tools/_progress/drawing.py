@@ -53,7 +53,7 @@ class Drawn:
         self, loop: BarSpec, desc: str | None, total: int | None, n: int, began: float
     ) -> None:
         """Makes the bar of a loop whose device had done `n` steps at `began`."""
-        make = _factory(loop.bar)
+        make = factory(loop.bar)
         self._make = functools.partial(make, desc=desc, total=total, unit=loop.unit)
         self._n = self._first = n if loop.bar == "auto" else loop.initial
         self.bar = self._make(initial=self._n)
@@ -104,7 +104,7 @@ def _draws_here() -> bool:
     return is_first and (0 not in owners or not here.mesh_shape)
 
 
-def _factory(bar: Literal["auto"] | Factory) -> Factory:
+def factory(bar: Literal["auto"] | Factory) -> Factory:
     if bar != "auto":
         return bar
     from tqdm.auto import tqdm

@@ -1,0 +1,70 @@
+"""Where the user wrote the equations of a program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax._src.source_info_util import is_user_filename as is_users
+from jax._src.source_info_util import raw_frame_to_frame as raw_frame
+
+from hostcall._jax import types as _t
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+class Line(NamedTuple):
+    """A frame of the user's: where it was while the equation was traced.
+
+    Attributes:
+        line, column, end_line, end_column: the expression that was evaluated.
+        differentiates: the function of JAX that it called, if that makes the backward
+            pass of what the frames inside have traced: "grad_f", "value_and_grad_f".
+        inside: the frames inside it, JAX's too.
+    """
+
+    file: str
+    function: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    differentiates: str
+    inside: tuple[Hashable, ...]
+
+
+_DIFFERENTIATE = {"grad_f", "grad_f_aux", "value_and_grad_f"}
+_TRACES = {"trace_to_jaxpr", "trace_to_jaxpr_dynamic"}
+
+
+def lines_of(eqn: _t.JaxprEquation) -> tuple[Line, ...]:
+    """The user's frames in which an equation was traced, the innermost first.
+
+    Those around the jaxpr that it is in are left out.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ()
+    found, differentiates = [], ""
+    inside: list[Hashable] = []
+    for code, at in zip(*traceback.raw_frames(), strict=True):
+        if code.co_filename.startswith(_JAX):
+            if code.co_name in _TRACES:
+                break
+            if code.co_name in _DIFFERENTIATE:
+                differentiates = code.co_name
+        elif not code.co_filename.startswith((_HERE, _NUMPY)) and is_users(
+            code.co_filename
+        ):
+            f = raw_frame(code, at)
+            span = f.start_line, f.start_column, f.end_line, f.end_column
+            own = differentiates, tuple(inside)
+            found.append(Line(f.file_name, f.function_name, *span, *own))
+            differentiates = ""
+        inside.append((code, at))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""The parts of `hc.observe`: bad values, their origin, names, statistics, bars."""

@@ -1,0 +1,72 @@
+"""Says where equations and values come from, in words."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hostcall._jax import jaxprs, user_lines
+from hostcall.tools._debugger import users_lines
+
+
+def place_of(eqn: Any) -> tuple[str, str, int] | None:
+    """(file, function, line) of the innermost line of the user's."""
+    lines = user_lines.lines_of(eqn)
+    return lines[0][:3] if lines else None
+
+
+def line_of(eqn: Any) -> str:
+    """Such as `train.py:12`."""
+    place = place_of(eqn)
+    return f"{short(place[0])}:{place[2]}" if place else "an unknown line"
+
+
+def short(file: str) -> str:
+    return file if file.startswith("<") else os.path.basename(file)
+
+
+def text_in(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()
+
+
+def text_of(eqn: Any) -> str:
+    """The source text of its line; "" if there is no source."""
+    place = place_of(eqn)
+    return text_in(place[0], place[2]) if place else ""
+
+
+def shown(eqn: Any) -> list[str]:
+    """Lines that show where an equation is."""
+    place = place_of(eqn)
+    if place is None:  # an operation outside of compiled functions
+        lines = users_lines()  # the callback may run on the thread that dispatched it
+        if not lines:
+            return ["  in an operation that was run alone, outside of jax.jit"]
+        place = lines[0].file, lines[0].function, lines[0].line
+    file, function, line = place
+    return [f"  {file}:{line} in {function}", f"    {text_in(file, line)}"]
+
+
+def transforms(*eqns: Any) -> str:
+    """Under which transformations JAX has made the last of these, inside the others."""
+    return " ".join(str(eqn.source_info.name_stack) for eqn in eqns)
+
+
+def is_backward(*eqns: Any) -> bool:
+    """Whether the last of these, inside the others, belongs to a backward pass."""
+    return "transpose(" in transforms(*eqns)
+
+
+def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:
+    """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
+    loops = [eqn for eqn in around if eqn.primitive.name in jaxprs.LOOPS]
+    told = []
+    for eqn, step in zip(loops, steps, strict=True):
+        array = np.asarray(step)
+        number = str(array) if array.shape else f"{int(array)}"
+        told.append(f"step {number} of the {eqn.primitive.name} at {line_of(eqn)}")
+    return ", ".join(reversed(told))

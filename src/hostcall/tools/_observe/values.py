@@ -1,0 +1,181 @@
+"""`hc.observe("loss", to=...)`: hands on the values of the user's variables."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+import hostcall as hc
+from hostcall._jax import jaxprs
+from hostcall._jax.rewriting import Insertion, Level
+from hostcall.tools import sinks
+from hostcall.tools._observe import labels, names
+from hostcall.tools.recorder import Recorder, Sink
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a value.
+
+    Attributes:
+        name: the variable, such as `loss`; "" of a value that `select` chose.
+        part, parts: which leaf of the variable's pytree it is, in the order in which
+            they are computed, and how many there are.
+        file, line, function, text: the user's line, and its source text.
+        primitive: the name of JAX's operation that computes it.
+        backward: whether a backward pass computes it.
+        vmaps: how many vmaps are around it. JAX keeps neither which axes of a value
+            have their rows, nor whether the value depends on the row.
+        loops: the line of each loop around it, such as `train.py:20`, outermost first.
+        steps: for each of these, the number of its step. In a backward pass that of the
+            step which is differentiated. Under vmap, an array with an element for each
+            row of a while loop.
+        device: the device whose shard it is, inside shard_map.
+    """
+
+    name: str
+    part: int
+    parts: int
+    file: str
+    line: int
+    function: str
+    text: str
+    primitive: str
+    backward: bool
+    vmaps: int
+    loops: tuple[str, ...]
+    steps: tuple[Any, ...] = ()
+    device: jax.Device | None = None
+
+    def __str__(self) -> str:
+        name = self.name or self.text
+        if self.parts > 1:
+            name += f".{self.part}"
+        at = [
+            f"step {step} of {loop}"
+            for loop, step in zip(self.loops, self.steps, strict=False)
+        ]
+        where = ", ".join([f"{labels.short(self.file)}:{self.line}", *reversed(at)])
+        return f"{name} ({where}{', backward' * self.backward})"
+
+
+def record_of(
+    level: Level, eqn: Any, part: int, parts: int, of: names.Variable | None = None
+) -> Record:
+    """What is known of a result of an equation, and of the variable that it is."""
+    at = of.line[:3] if of else labels.place_of(eqn) or ("", "", 0)
+    file, function, line = at
+    stack = labels.transforms(*level.around, eqn)
+    return Record(
+        of.name if of else "",
+        part,
+        parts,
+        file,
+        line,
+        function,
+        labels.text_in(file, line),
+        eqn.primitive.name,
+        "transpose(" in stack,
+        stack.count("vmap("),
+        tuple(map(labels.line_of, level.loops)),
+    )
+
+
+To: TypeAlias = "Callable[[Record, Any], object] | Recorder | Sink | None"
+_SINKS = sinks.csv, sinks.jsonl, sinks.sqlite, sinks.tensorboard, sinks.live
+
+
+class Values:
+    """Puts taps behind the equations that compute the chosen values."""
+
+    def __init__(
+        self, names: Sequence[str], select: Callable[[Record], Any] | None, to: Any
+    ) -> None:
+        self._names, self._select, self._to = names, select, to
+        self._found: set[str] = set()
+        self._others: set[str] = set()
+        self._untold: set[str] = set()
+
+    def look(self, level: Level) -> Iterator[Insertion]:
+        eqns = level.jaxpr.eqns
+        for v in names.variables(level, self._wants, self._untold):
+            self._found.add(v.name)
+            record = record_of(level, eqns[v.at], v.part, v.parts, v)
+            yield self._insertion(level, record, v.var, v.at)
+        if self._select is None:
+            return
+        for index, eqn in enumerate(eqns):
+            outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
+            for part, var in enumerate(outs):
+                record = record_of(level, eqn, part, len(outs))
+                if jaxprs.is_array(var) and self._select(record):
+                    yield self._insertion(level, record, var, index)
+
+    def _wants(self, name: str) -> bool:
+        self._others.add(name)
+        return any(fnmatchcase(name, pattern) for pattern in self._names)
+
+    def _insertion(self, level: Level, record: Record, var: Any, at: int) -> Insertion:
+        name = record.name or f"{record.function}:{record.line}"
+        if record.parts > 1:
+            name += f".{record.part}"
+        to: Any = self._to or _printed
+
+        def hand(value: np.ndarray, steps: tuple[np.ndarray, ...]) -> None:
+            here = hc.current()
+            numbers = tuple(int(x) if not x.shape else x for x in steps)
+            device = here.device if here is not None and here.mesh_shape else None
+            to(replace(record, steps=numbers, device=device), value)
+
+        def hand_column(values: np.ndarray, steps: np.ndarray | None) -> None:
+            if steps is None:
+                here = hc.current()
+                assert here is not None
+                steps = np.asarray(here.steps)
+            when = np.full(len(values), time.time())
+            to({"step": steps, "time": when, name: values})
+
+        hand.__name__ = hand_column.__name__ = f"hc.observe({name})"
+
+        def fn(value: jax.Array, *steps: jax.Array) -> None:
+            step = steps[-1] if steps and steps[-1].ndim == 0 else None
+            if isinstance(to, Recorder):
+                to(step=step, **{name: value})
+            elif isinstance(to, _SINKS):
+                hc.tap(hand_column, value, step, batch=256)
+            else:
+                hc.tap(hand, value, steps)
+
+        return Insertion(fn, [var, *level.steps], at)
+
+    def warn(self) -> None:
+        """Warns of names that were not found, at the end of the block."""
+        for name in self._names:
+            if any(fnmatchcase(found, name) for found in self._found):
+                continue
+            text = f"hostcall: hc.observe found no variable {name!r} in the programs"
+            if any(fnmatchcase(part, name) for part in self._untold):
+                text += (
+                    " that it can tell from others: the statement assigns to a tuple."
+                    " Give it a statement of its own"
+                )
+            else:
+                near = get_close_matches(name, sorted(self._others), 3, 0.5)
+                text += " that were compiled in the block. "
+                if near:
+                    text += f"Did you mean {' or '.join(map(repr, near))}? "
+                text += "A compiled function has to assign to it, and to use its value"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _printed(record: Record, value: np.ndarray) -> None:
+    text = np.array2string(np.asarray(value), threshold=8, precision=6)
+    print(f"{record} = {text}\n", end="")  # at once, beside what the program prints

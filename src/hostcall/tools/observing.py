@@ -1,0 +1,208 @@
+"""`hc.observe`: looks into programs that nobody changed.
+
+A program that is lowered inside the block gets further equations there, after
+derivatives, vmap and dead code (`_jax/rewriting.py`). It is compiled once more for the
+block, and programs that were compiled before are found again after it.
+
+What is put in are calls and taps as a user would write them. Each use is a class with a
+method `look`, which says what goes into a level of a program:
+
+    _observe/nans.py    finds the equation that made a bad value
+    _observe/values.py  hands on the values of variables
+    _observe/loops.py   shows bars of loops
+    _observe/stats.py   adds up statistics of the values of each line
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import Any
+
+import hostcall as hc
+from hostcall._jax import execution, rewriting, tracing
+from hostcall.errors import HostcallError, SpecError
+from hostcall.tools._observe.loops import Loops
+from hostcall.tools._observe.nans import Nans
+from hostcall.tools._observe.stats import Statistics, table
+from hostcall.tools._observe.stats import Stats as Stats
+from hostcall.tools._observe.values import Record as Record
+from hostcall.tools._observe.values import To, Values
+from hostcall.tools._values import need
+
+
+class observe:
+    """A context manager in which compiled programs are observed, as they are.
+
+        with hc.observe(nans=True):
+            train(state)
+
+        with hc.observe(progress=True):
+            train(state)
+
+        with hc.observe("loss", "grads", to=print):
+            train(state)
+
+        with hc.observe(stats=True) as seen:
+            train(state)
+        print(seen.table())
+
+    It sees each equation of each program that this thread compiles in the block, in
+    loops, in branches, under vmap, in the backward pass, in remat and in shard_map.
+    The page "Observing" says what it does not see.
+
+    Args:
+        *names: variables of the user's whose values are handed on, as they stand in the
+            source: "loss", "self.scale", or a pattern such as "grad_*". All functions
+            that assign to such a variable count.
+        nans: a program that makes a value which is NaN or infinite ends with a
+            FloatingPointError, if this value reaches a result of the program or of a
+            step of a loop.
+        progress: shows a bar for each loop that lasts longer than 0.3 s, those of inner
+            loops below those of outer ones.
+        stats: collects statistics of the values of each line: see `table` and `rows`.
+        select: a function of a `Record` that chooses values in place of names.
+        to: where the values go: a function (record, value) with a `Record` and a NumPy
+            array, which runs later, as that of a tap; a `hc.Recorder`; or a sink of
+            `hc.tools.sinks`. Default: they are printed.
+
+    Blocks inside a block add to it. A block holds for its thread alone. The same object
+    can be entered again, and its programs are compiled once for all of its blocks;
+    blocks with `nans` alone share theirs.
+
+    Raises:
+        FloatingPointError: with `nans`, a program has made a bad value.
+        SpecError: an option is invalid, or a block begins while a program is traced.
+
+    Cost: none outside of the block. Inside, each program is compiled once more. The
+    page "Observing" has measured costs.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        nans: bool = False,
+        progress: bool = False,
+        stats: bool = False,
+        select: Callable[[Record], Any] | None = None,
+        to: To = None,
+    ) -> None:
+        _check(names, select, to)
+        wants_values = bool(names) or select is not None
+        if to is not None and not wants_values:
+            raise SpecError(
+                "hostcall: hc.observe(to=...) has no values to hand on. Name variables,"
+                ' as in hc.observe("loss", to=...), or choose values with select=',
+                code="hc-option",
+            )
+        self._values = Values(names, select, to) if wants_values else None
+        self._stats = Statistics() if stats else None
+        # Uses with equal keys put the same into a program, and share it.
+        uses = {
+            "nans": Nans() if nans else None,
+            "progress": Loops() if progress else None,
+            ("stats", self): self._stats,
+            ("values", self): self._values,
+        }
+        self._shows_bars = progress
+        self._taps = progress or stats or wants_values
+        self._uses: dict[Hashable, rewriting.Use] = {
+            key: use for key, use in uses.items() if use is not None
+        }
+        if not self._uses:
+            raise SpecError(
+                "hostcall: hc.observe() observes nothing. Say what: names of variables,"
+                " nans=True, progress=True, or stats=True",
+                code="hc-option",
+            )
+        self._block: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> observe:
+        if self._block is not None:
+            raise HostcallError(
+                "hostcall: this hc.observe block is open already. Make another one"
+                " inside it: their options add up",
+                code="hc-closed",
+            )
+        if tracing.is_staged():
+            raise SpecError(
+                "hostcall: a block of hc.observe begins while a program is traced, and"
+                " not when it runs. Put it around the call of the program",
+                code="hc-traced",
+            )
+        outer = execution.rewriting_here()
+        uses = {**(outer.uses if outer is not None else {}), **self._uses}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hc.reraise())
+            stack.enter_context(execution.Rewriting(uses))
+            self._block = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        try:
+            block.__exit__(kind, error, trace)  # which may raise a program's error
+        except BaseException:
+            self._wait(is_failed=True)
+            raise
+        self._wait(is_failed=error is not None)
+
+    def rows(self) -> list[Stats]:
+        """The statistics of all lines so far, in the order of files and lines.
+
+        Inside the block, of what has been delivered; `hc.barrier()` waits for the rest.
+        """
+        if self._stats is None:
+            raise SpecError(
+                "hostcall: this hc.observe block collects no statistics. Make it with"
+                " stats=True",
+                code="hc-option",
+            )
+        return self._stats.rows()
+
+    def table(self) -> str:
+        """The statistics as a text: a row for each line and pass.
+
+        `<-` marks a backward pass. calls: how many arrays the line has computed; then
+        min, max, mean and rms of their finite numbers; the share of numbers that are 0,
+        that are NaN or infinite, and that would be infinite in bfloat16, or infinite or
+        0 in float16. Under vmap, rows of a while loop that have ended count too.
+        """
+        return table(self.rows())
+
+    def _wait(self, is_failed: bool) -> None:
+        """Waits until all that the programs have tapped is delivered."""
+        if not self._taps:
+            return
+        try:
+            hc.barrier()
+        except Exception:
+            if not is_failed:
+                raise
+        if self._shows_bars:
+            hc.progress.close()
+        if not is_failed and self._values is not None:
+            self._values.warn()
+
+
+def _check(names: tuple[object, ...], select: object, to: object) -> None:
+    for name in names:
+        need(isinstance(name, str), "a name in hc.observe should be a str", name)
+    need(
+        select is None or callable(select),
+        "select= of hc.observe should be a function of a record",
+        select,
+    )
+    need(
+        to is None or callable(to),
+        "to= of hc.observe should be a function of a record and a value, a"
+        " hc.Recorder, or a sink",
+        to,
+    )

@@ -1,0 +1,578 @@
+"""`hc.observe(nans=True)`: programs x places, and what their errors say.
+
+The line that makes the first bad value is marked in the source. Where a program can be
+run op by op, JAX's own `debug_nans` does that as an oracle: it has to raise too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import hostcall as hc
+from hostcall._jax import jaxprs
+from hostcall.tools.observing import observe
+
+P = PartitionSpec
+f32 = jnp.float32
+
+
+def marked(fn):
+    """`file:line` of the line with the mark in a function's source."""
+    lines, first = inspect.getsourcelines(fn)
+    (at,) = (i for i, line in enumerate(lines) if "# BAD" in line)
+    return f"{inspect.getsourcefile(fn)}:{first + at} "
+
+
+def raised(f, *args):
+    with pytest.raises(FloatingPointError) as caught, observe(nans=True):
+        jax.block_until_ready(f(*args))
+    return str(caught.value)
+
+
+# --- The functions --------------------------------------------------------------------
+
+
+def logs(x):
+    """Bad at 0 and below."""
+    y = x - 1
+    z = jnp.log(y)  # BAD
+    return 2 * z
+
+
+def divides(x):
+    one = x * 0 + 1
+    return one / (x - 1)  # BAD
+
+
+def root(x):
+    """Its derivative at 1 is infinite, and that times zero is NaN."""
+    y = x - 1
+    z = jnp.sqrt(y)  # BAD
+    return z * 0
+
+
+def overflows(x):
+    y = x * 1e30
+    return y * 1e30  # BAD
+
+
+FORWARD = [logs, divides, overflows]
+START = 1.0  # the argument that is bad for all of them; 3 is not, but for `overflows`
+
+
+# --- Places: each makes a program of a function of a scalar ---------------------------
+
+
+def in_jit(f):
+    return jax.jit(f), jnp.float32(START)
+
+
+def in_inner_jit(f):
+    return jax.jit(lambda x: jax.jit(f)(x) + 1), jnp.float32(START)
+
+
+def in_vmap(f):
+    return jax.jit(jax.vmap(f)), jnp.array([7.0, START, 9.0], f32)
+
+
+def in_scan(f):
+    xs = jnp.array([4.0, 5.0, START, 6.0], f32)
+    return jax.jit(lambda xs: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, xs)[1]), xs
+
+
+def in_carry(f):
+    def body(c, x):
+        return c + f(x), None
+
+    xs = jnp.array([4.0, 5.0, START, 6.0], f32)
+    return jax.jit(lambda xs: jax.lax.scan(body, f32(0), xs)[0]), xs
+
+
+def in_reversed_scan(f):
+    def run(xs):
+        return jax.lax.scan(lambda c, x: (c, f(x)), 0.0, xs, reverse=True)[1]
+
+    return jax.jit(run), jnp.array([4.0, 5.0, START, 6.0], f32)
+
+
+def in_nested_scans(f):
+    def inner(c, x):
+        return c + f(x), None
+
+    def outer(c, xs):
+        return jax.lax.scan(inner, c, xs)[0], None
+
+    xs = jnp.array([[4.0, 5.0], [6.0, START], [4.0, 4.0]], f32)
+    return jax.jit(lambda xs: jax.lax.scan(outer, f32(0), xs)[0]), xs
+
+
+def in_while(f):
+    def run(x):
+        body = lambda s: (s[0] + 1, s[1] + f(x + 3 - s[0]))
+        return jax.lax.while_loop(lambda s: s[0] < 5, body, (0, f32(0)))[1]
+
+    return jax.jit(run), jnp.float32(START - 1)
+
+
+def in_batched_while(f):
+    def run(n, x):
+        body = lambda s: (s[0] + 1, s[1] + f(x + 3 - s[0]))
+        return jax.lax.while_loop(lambda s: s[0] < n, body, (0, f32(0)))[1]
+
+    run = jax.jit(jax.vmap(run))
+    return lambda x: run(jnp.array([1, 5]), x), jnp.full(2, START - 1, f32)
+
+
+def in_cond(f):
+    run = lambda x: jax.lax.cond(x < 2, f, lambda x: x, x)
+    return jax.jit(run), jnp.float32(START)
+
+
+def in_remat(f):
+    return jax.jit(jax.checkpoint(f)), jnp.float32(START)
+
+
+def in_custom_jvp(f):
+    g = jax.custom_jvp(f)
+    g.defjvps(lambda t, ans, x: t)
+    return jax.jit(lambda x: g(x) * 2), jnp.float32(START)
+
+
+def in_custom_vjp(f):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x: (f(x), None), lambda _, ct: (ct,))
+    return jax.jit(jax.value_and_grad(lambda x: g(x) * 2)), jnp.float32(START)
+
+
+def in_backward_rule(f):
+    g = jax.custom_vjp(lambda x: x)
+    g.defvjp(lambda x: (x, x), lambda x, ct: (f(x) * ct,))
+
+    def loss(x):
+        return g(x) * 2  # BAD
+
+    return jax.jit(jax.grad(loss)), jnp.float32(START)
+
+
+def in_grad(f):
+    return jax.jit(jax.value_and_grad(f)), jnp.float32(START)
+
+
+def in_hessian(f):
+    return jax.jit(jax.hessian(f)), jnp.float32(START)
+
+
+def in_jvp(f):
+    return jax.jit(lambda x: jax.jvp(f, (x,), (x,))), jnp.float32(START)
+
+
+def _mesh():
+    return jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def in_shard_map(f):
+    def run(x):
+        return f(x) + jax.lax.psum(x, "i")
+
+    run = jax.shard_map(run, mesh=_mesh(), in_specs=P("i"), out_specs=P("i"))
+    return jax.jit(run), jnp.array([4.0, 5.0, START, 6.0], f32)
+
+
+def in_scan_in_shard_map(f):
+    def body(c, x):
+        return c + f(x) + jax.lax.psum(x, "i") * 0, None
+
+    def run(xs):
+        return jax.lax.scan(body, xs[0] * 0, xs)[0]
+
+    run = jax.shard_map(run, mesh=_mesh(), in_specs=P(None, "i"), out_specs=P("i"))
+    xs = jnp.full((3, 4), 4.0, f32).at[1, 2].set(START)
+    return jax.jit(run), xs
+
+
+def in_sharded_jit(f):
+    x = jnp.array([4.0, 5.0, START, 6.0], f32)
+    x = jax.device_put(x, NamedSharding(_mesh(), P("i")))
+    return jax.jit(f), x
+
+
+def in_scan_over_shards(f):
+    def body(c, x):
+        return c + f(x), None
+
+    xs = jnp.full((3, 4), 4.0, f32).at[1, 2].set(START)
+    xs = jax.device_put(xs, NamedSharding(_mesh(), P(None, "i")))
+    return jax.jit(lambda xs: jax.lax.scan(body, xs[0] * 0, xs)[0]), xs
+
+
+def beside_calls(f):
+    def run(x):
+        hc.call(lambda x: None, None, x, order="ordered")
+        y = hc.call(lambda x: x, x, x)
+        hc.tap(lambda x: None, y, order="ordered")
+        return f(y)
+
+    return jax.jit(run), jnp.float32(START)
+
+
+def in_scan_beside_calls(f):
+    def body(c, x):
+        hc.call(lambda x: None, None, x, order="ordered")
+        return c + f(x), None
+
+    xs = jnp.array([4.0, 5.0, START, 6.0], f32)
+    return jax.jit(lambda xs: jax.lax.scan(body, f32(0), xs)[0]), xs
+
+
+def in_inner_scan_beside_calls(f):
+    def inner(c, x):
+        hc.tap(lambda x: None, x)
+        return c + f(x), None
+
+    def outer(c, xs):
+        return jax.lax.scan(inner, c, xs)[0], None
+
+    xs = jnp.array([[4.0, 5.0], [6.0, START], [4.0, 4.0]], f32)
+    return jax.jit(lambda xs: jax.lax.scan(outer, f32(0), xs)[0]), xs
+
+
+def from_a_call(f):
+    run = lambda x: f(hc.call(lambda x: x, x, x))
+    return jax.jit(run), jnp.float32(START)
+
+
+def into_a_buffer(f):
+    def body(i, buffer):
+        return buffer.at[i].set(f(5.0 - i))
+
+    return jax.jit(lambda b: jax.lax.fori_loop(0, 8, body, b)), jnp.zeros(8, f32)
+
+
+def before_a_loop(f):
+    def run(x):
+        y = f(x)
+        return jax.lax.scan(lambda c, _: (c + y, None), x, None, length=3)[0]
+
+    return jax.jit(run), jnp.float32(START)
+
+
+def alone(f):
+    return f, jnp.float32(START)
+
+
+# JAX attributes the equations of a rule of custom_vjp to the line that calls the function.
+RULES = {in_backward_rule: in_backward_rule}
+STEP = {  # where the error has to name a step
+    in_scan: "step 2 of the scan",
+    in_carry: "step 2 of the scan",
+    in_reversed_scan: "step 2 of the scan",
+    in_nested_scans: "step 1 of the scan",
+    in_while: "step 2 of the while",
+    in_batched_while: "of the while",
+    in_scan_in_shard_map: "step 1 of the scan",
+    in_scan_over_shards: "step 1 of the scan",
+    in_scan_beside_calls: "step 2 of the scan",
+    in_inner_scan_beside_calls: "step 1 of the scan",
+}
+PLACES = [
+    *(in_jit, in_inner_jit, in_vmap, in_scan, in_carry, in_reversed_scan),
+    *(in_nested_scans, in_while, in_batched_while, in_cond, in_remat, in_custom_jvp),
+    *(in_custom_vjp, in_backward_rule, in_grad, in_hessian, in_jvp, in_shard_map),
+    *(in_scan_in_shard_map, in_sharded_jit, in_scan_over_shards, beside_calls),
+    *(in_scan_beside_calls, in_inner_scan_beside_calls, from_a_call, into_a_buffer),
+    *(before_a_loop, alone),
+]
+MESHES = (in_shard_map, in_scan_in_shard_map, in_sharded_jit, in_scan_over_shards)
+
+
+@pytest.mark.parametrize("f", [logs, divides], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__)
+def test_names_the_line(place, f):
+    if place in MESHES and jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    program, x = place(f)
+    text = raised(program, x)
+    assert marked(RULES.get(place, f)) in text
+    assert STEP.get(place, "") in text
+    if place is in_nested_scans:
+        assert "step 1 of the scan" in text.split("step", 1)[1]
+    if place is not in_hessian:
+        assert ("backward pass" in text) == (place is in_backward_rule)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__)
+def test_good_values_raise_nothing_and_stay(place):
+    if place in MESHES and jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    program, x = place(lambda x: jnp.sin(x) * 2)
+    expected = program(x)
+    with observe(nans=True):
+        found = program(x)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert a.sharding == b.sharding
+
+
+def test_overflow():
+    text = raised(jax.jit(overflows), jnp.float32(1))
+    assert marked(overflows) in text
+    assert "inf" in text
+    assert "1e+30" in text
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap])
+def test_operands_at_the_bad_element_and_its_index(wrap):
+    text = raised(jax.jit(wrap(lambda x: 1 / x)), jnp.array([2.0, 4.0, 0.0]))
+    assert "inf at [2], from 1, 0 (" in text
+    assert ("under vmap" in text) == (wrap is jax.vmap)
+
+
+def test_backward_pass_of_a_scan():
+    """A derivative that is infinite, times a cotangent that is 0, is NaN."""
+
+    def body(c, x):
+        y = jnp.where(c > 0, c, 0) ** 0.5  # BAD
+        return c - 1, y * (x != 2)
+
+    def loss(c):
+        return jax.lax.scan(body, c, jnp.arange(4.0))[1].sum()
+
+    text = raised(jax.jit(jax.grad(loss)), 2.0)
+    assert marked(body) in text
+    assert "step 2 of the scan" in text
+
+
+def test_chain_of_lines():
+    def chain(x):
+        a = jnp.log(x)
+        b = a * 2
+        c = b + 1
+        return c
+
+    text = raised(jax.jit(chain), 0.0)
+    after = text.split("It went on through")[1]
+    assert after.index("b = a * 2") < after.index("c = b + 1")
+
+
+def test_later_calls_of_a_compiled_program():
+    program = jax.jit(logs)
+    with pytest.raises(FloatingPointError, match="log"), observe(nans=True):
+        assert program(3.0) < 2
+        assert program(4.0) > 2
+        program(1.0)
+
+
+def test_donated_arguments():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(x, y):
+        return x - 1 + jnp.log(y)  # BAD
+
+    with observe(nans=True):
+        x = program(jnp.ones(3), jnp.ones(3))
+        x = program(x, jnp.ones(3))
+    np.testing.assert_array_equal(x, [-1, -1, -1])
+    assert "log made" in raised(program, x, jnp.zeros(3))
+
+
+# --- What is no error -----------------------------------------------------------------
+
+
+def not_taken(x):
+    return jnp.where(x > 0, jnp.log(x), 0)
+
+
+def unused(x):
+    return x + 0 * (jnp.log(x) > 0)
+
+
+def given_infinity(x):
+    return jnp.minimum(jnp.inf, x) + jnp.array([jnp.inf, 1.0]).min()
+
+
+def running_minimum(x):
+    """The carried value is infinite until the third step."""
+
+    def body(low, i):
+        low = jnp.where(i < 2, low, jnp.minimum(low, x.sum()))
+        return low, low
+
+    return jax.lax.scan(body, jnp.inf, jnp.arange(4))
+
+
+def masked(x):
+    """Rows of -inf, as in attention."""
+    scores = jnp.where(x[:, None] > x[None, :], -jnp.inf, x[:, None])
+    return jax.nn.softmax(scores), jnp.max(jnp.where(x > 9, x, -jnp.inf))
+
+
+def stopped_rows(x):
+    """A row that has stopped is computed on, and would be bad."""
+
+    def run(n):
+        body = lambda s: (s[0] - 1, jnp.log(s[0].astype(f32)))
+        return jax.lax.while_loop(lambda s: s[0] > 0, body, (n, f32(0)))[1]
+
+    return jax.vmap(run)(jnp.array([1, 5])) + x.sum()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [not_taken, unused, given_infinity, running_minimum, masked, stopped_rows],
+    ids=lambda f: f.__name__,
+)
+def test_is_no_error(f):
+    x = jnp.array([-1.0, 2.0, 0.0])
+    with observe(nans=True):
+        found = jax.jit(f)(x)
+    np.testing.assert_array_equal(found[0], jax.jit(f)(x)[0])
+
+
+def test_nan_that_was_given():
+    with observe(nans=True):
+        assert jnp.isnan(jax.jit(lambda x: x * 2)(jnp.nan))
+
+
+def test_nan_of_an_infinity_that_was_given():
+    text = raised(jax.jit(lambda x: x - x), jnp.inf)
+    assert "sub made the first bad value, nan, from inf, inf" in text
+
+
+def test_nan_that_a_host_call_returned():
+    program = jax.jit(lambda x: hc.call(lambda x: x * np.nan, x, x) + 1)
+    assert "call made the first bad value" in raised(program, f32(1))
+
+
+def test_what_the_host_can_not_make_again(monkeypatch):
+    """Where rounding differs, or an equation is for another platform."""
+    plain = jaxprs.evaluate
+
+    def finite(eqn, operands):
+        is_log = eqn.primitive.name == "log"
+        return [np.float32(1)] if is_log else plain(eqn, operands)
+
+    monkeypatch.setattr(jaxprs, "evaluate", finite)
+    text = raised(jax.jit(logs), f32(1))
+    assert "the result of mul at test_observe_nans.py:" in text
+    assert "It was finite when the host ran" in text
+
+    def refused(eqn, operands):
+        if eqn.primitive.name == "log":
+            raise NotImplementedError("not here")
+        return plain(eqn, operands)
+
+    monkeypatch.setattr(jaxprs, "evaluate", refused)
+    text = raised(jax.jit(logs), f32(1))
+    assert "the host can't run log (not here)" in text
+
+
+# --- The block ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Counts what JAX traces and compiles."""
+    from jax._src import monitoring
+
+    counts = [0]
+
+    def listen(event, *args, **kwargs):
+        counts[0] += "jaxpr_trace" in event or "backend_compile" in event
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    monitoring.clear_event_listeners()
+
+
+def test_nothing_is_compiled_again_after_the_block(compiled):
+    program, x = jax.jit(lambda x: jnp.sin(x) + 1), jnp.ones(3)
+    program(x)
+    before = compiled[0]
+    program(x)
+    assert compiled[0] == before
+    with observe(nans=True):
+        program(x)
+        inside = compiled[0]
+        assert inside > before
+        program(x)
+        assert compiled[0] == inside
+    program(x)
+    assert compiled[0] == inside
+    with observe(nans=True):  # an equal block shares its programs
+        program(x)
+    assert compiled[0] == inside
+
+
+def test_two_threads():
+    program = jax.jit(logs)
+    found = {}
+    both = threading.Barrier(2, timeout=60)
+
+    def plain():
+        both.wait()
+        found["plain"] = float(program(1.0))
+        both.wait()
+
+    def observed():
+        try:
+            with observe(nans=True):
+                both.wait()
+                try:
+                    jax.block_until_ready(program(1.0))
+                finally:
+                    both.wait()
+        except FloatingPointError as error:
+            found["observed"] = str(error)
+
+    threads = [threading.Thread(target=f) for f in (plain, observed)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found["plain"] == -np.inf
+    assert "log made" in found["observed"]
+
+
+def test_nested_blocks():
+    with observe(nans=True):
+        with observe(nans=True):
+            assert jax.jit(logs)(3.0) > 0
+        with pytest.raises(FloatingPointError), hc.reraise():
+            jax.jit(logs)(1.0)
+
+
+def test_one_block_is_entered_once():
+    block = observe(nans=True)
+    with block, pytest.raises(hc.errors.HostcallError, match="open already"):
+        block.__enter__()
+    with block:
+        pass
+
+
+def test_in_a_traced_function():
+    def f(x):
+        with observe(nans=True):
+            return x
+
+    with pytest.raises(hc.errors.SpecError, match="while a program is traced"):
+        jax.jit(f)(1.0)
+
+
+def test_off_it_is_not_imported():
+    source = """
+import sys
+import hostcall as hc, jax
+jax.jit(lambda x: hc.call(abs, x, x))(1.0)
+print([m for m in sys.modules if "observe" in m])
+"""
+    found = subprocess.run([sys.executable, "-c", source], capture_output=True)
+    assert found.stdout.strip() == b"[]"
