@@ -33,7 +33,7 @@ from hostcall._host_function.host import host
 from hostcall._host_function.trees import pick
 from hostcall.bridge._library import Arrays, along, is_operand, needed, split
 
-__all__ = ["Record", "least_squares", "minimize", "root"]
+__all__ = ["Ending", "least_squares", "minimize", "root"]
 
 tree = jax.tree_util
 
@@ -44,7 +44,7 @@ Runs: TypeAlias = Sequence[Callable[[np.ndarray], Any]]
 Limits: TypeAlias = tuple[np.ndarray, np.ndarray] | None
 
 
-class Record(NamedTuple):
+class Ending(NamedTuple):
     """How a solve ended (`full_output=True`), as arrays of the program.
 
     Attributes:
@@ -87,8 +87,8 @@ def root(
             All but "lm", which may end where `fun` is not zero.
         tol: as in `scipy.optimize.root`.
         options: as in `scipy.optimize.root`: of the method.
-        full_output: whether the result is `(x, record)`, with a `Record`. A solve that
-            fails then returns its last x and `record.success == False`.
+        full_output: whether the result is `(x, ending)`, with an `Ending`. A solve that
+            fails then returns its last x and `ending.success == False`.
         vmap_method: "sequential" (default) or "parallel": one solve for each row.
         timeout: as in `hc.host`: seconds for one solve, compilation included.
         name: as in `hc.host`.
@@ -352,7 +352,7 @@ class _Problem(HostCode):
             self._limits(x)
         flag = jax.ShapeDtypeStruct((), np.bool_)
         count = jax.ShapeDtypeStruct((), np.int32)
-        return (x, Record(flag, count, count)) if self.full else x
+        return (x, Ending(flag, count, count)) if self.full else x
 
     def _traced(self, *args: Any) -> Any:
         """The avals of what `fun` returns, traced with the program's dtypes."""
@@ -385,7 +385,7 @@ class _Problem(HostCode):
     def push(self, made: Callable[..., Any], primals: Arrays, tangents: Arrays) -> Any:
         """(result, its tangent), by the implicit function theorem."""
         out = made(*primals)
-        x, record = out if self.full else (out, None)
+        x, ending = out if self.full else (out, None)
         flat, unravel = ravel_pytree(x)
         leaves = filter(is_operand, tree.tree_leaves(primals[1:]))
         moves = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
@@ -410,7 +410,7 @@ class _Problem(HostCode):
         wide = jnp.promote_types(flat.dtype, np.float32)  # LAPACK's
         found = -jnp.linalg.solve(slope.astype(wide), moved.astype(wide))
         dx = unravel(found.astype(flat.dtype))
-        still = tree.tree_map(lambda r: np.zeros(r.shape, jax.dtypes.float0), record)
+        still = tree.tree_map(lambda r: np.zeros(r.shape, jax.dtypes.float0), ending)
         return out, ((dx, still) if self.full else dx)
 
     def _of(self, template: Template, *arrays: jax.Array) -> Any:
@@ -474,8 +474,8 @@ class _Problem(HostCode):
         parts = np.split(found.x, np.cumsum([leaf.size for leaf in leaves])[:-1])
         each = zip(parts, leaves, strict=True)
         x = treedef.unflatten([part.reshape(leaf.shape) for part, leaf in each])
-        record = Record(*(found.get(key, 0) for key in Record._fields))
-        return (x, record) if self.full else x
+        ending = Ending(*(found.get(key, 0) for key in Ending._fields))
+        return (x, ending) if self.full else x
 
 
 class _Root(_Problem):
