@@ -1,11 +1,11 @@
-"""`python -m hostcall run`: runs a program with its callbacks on hostcall's engine."""
+"""Runs a program with every JAX callback on hostcall's engine (hc.patch_jax)."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from typing import NoReturn
 
 # Runs in a new interpreter, since this one has imported JAX already: what the program
 # sets before it imports JAX (JAX_PLATFORMS, XLA_FLAGS) must count.
@@ -21,13 +21,10 @@ else:
 """
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs a script or a module as Python itself would, with JAX patched."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hostcall run",
-        description="Runs a program with every JAX callback on hostcall's engine"
-        " (hostcall.patch_jax).",
-    )
+SHORT = "run a program with its callbacks on the engine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arrays",
         choices=["jax", "numpy"],
@@ -41,11 +38,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, help="the program's own arguments"
     )
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> NoReturn:
+    """Runs a script or a module as Python itself would, with JAX patched."""
     home = os.getcwd()
     if not options.module:
         if not os.path.exists(options.program):
-            parser.error(f"there is no file {options.program}")
+            options.refuse(f"there is no file {options.program}")
         home = os.path.dirname(os.path.abspath(options.program))
     sys.stdout.flush()
     start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
