@@ -1,36 +1,51 @@
-"""python -m hostcall: reports what works here; runs programs, times calls."""
+"""`hostcall`, also `python -m hostcall`: reports what works here, and has commands."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import hostcall as hc
 from hostcall._cli import costs, explain, report, run
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
-    "run": run.main,
-    "explain": explain.main,
-    "costs": costs.main,
-}
+_COMMANDS = {"run": run, "explain": explain, "costs": costs}
 
 
-def main() -> int:
-    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
-        return _COMMANDS[sys.argv[1]](sys.argv[2:]) or 0
-    argparse.ArgumentParser(
-        prog="python -m hostcall",
-        usage="python -m hostcall [-h]\n"
-        "       python -m hostcall run [-h] [--arrays {jax,numpy}] [--nans]\n"
-        "               [--progress] [--stats] [--values NAME] [-m] program ...\n"
-        "       python -m hostcall explain [-h] [code]\n"
-        "       python -m hostcall costs [-h] [--quick]",
-        description="Reports what works on this machine. `run` runs a program with its"
-        " callbacks on the engine; `explain` prints the page of an error's code, or all"
-        " codes; `costs` times calls beside JAX's own. `python -m hostcall run -h`"
-        " and so on tell more.",
-    ).parse_args()
-    return int("BROKEN" in "".join(report.report()))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; without one, prints the report. Returns the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    is_script = os.path.basename(sys.argv[0]) == "hostcall"
+    parser = argparse.ArgumentParser(
+        prog="hostcall" if is_script else "python -m hostcall",
+        description="Without a command: reports what works on this machine, and what a"
+        " call costs.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"hostcall {hc.__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=module.SHORT, description=module.__doc__.splitlines()[0]
+        )
+        command.set_defaults(main=module.main, refuse=command.error)
+        module.add_arguments(command)
+    if given and given[0][0] != "-" and given[0] not in _COMMANDS:
+        near = difflib.get_close_matches(given[0], _COMMANDS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        parser.error(
+            f"there is no command {given[0]!r}.{hint} The commands are"
+            f" {', '.join(_COMMANDS)}"
+        )
+    options = parser.parse_args(given)
+    if "main" in options:
+        return int(options.main(options))
+    found = report.report()
+    costs.one()
+    return int("BROKEN" in "".join(found))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_calls_keep_no_executions():
 
 @pytest.mark.parametrize("fn", [lambda x: x, lambda x, **more: x])
 def test_the_error_names_what_keeps(fn):
-    with pytest.raises(SpecError, match=r"no keep= any more: hc.watch\(x, keep="):
+    with pytest.raises(SpecError, match=r"has no keep=: hc.watch\(x, keep="):
         hc.call(fn, 1.0, 1.0, keep=2)
 
 

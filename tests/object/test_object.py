@@ -379,6 +379,39 @@ def test_parallel_rows_are_in_their_objects_at_once():
         np.testing.assert_array_equal(jax.jit(jax.vmap(host.meet))(xs), xs)
 
 
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (lambda seed=0: Counting(seed), "its first parameter, seed, has a default"),
+        (lambda: Counting(0), ""),
+        (lambda *, seed=0: Counting(seed), ""),
+        (lambda index: Counting(sum(index)), ""),
+    ],
+)
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_factory_with_a_default_for_its_index_is_told_so(factory, said, rows, caplog):
+    counter = hc.Object(factory, methods={"get": jnp.int32(0)}, name="counter")
+
+    def program(x):
+        return counter.get(where=x >= 0)
+
+    for _ in range(2):  # once for all objects
+        jax.jit(jax.vmap(program) if rows else program)(
+            jnp.arange(3) if rows else jnp.int32(0)
+        ).block_until_ready()
+    told = [r.getMessage() for r in caplog.records if r.name == "hostcall"]
+    assert len(told) == bool(said and rows)
+    assert all(said in text and "hc.Object(lambda index: ...)" in text for text in told)
+
+
+class Counting:
+    def __init__(self, start):
+        self.start = start
+
+    def get(self):
+        return np.int32(self.start)
+
+
 def test_a_factory_with_a_needed_argument_gets_the_index():
     given = []
 

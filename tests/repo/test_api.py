@@ -40,6 +40,59 @@ def test_a_change_has_to_stand_in_the_changelog(before, after, names):
     assert public.untold([before], [after], changelog) == names
 
 
+def public_things():
+    """Each public name, method and submodule of `hc`, with what it is."""
+    queue, seen = [("hostcall", hc), ("host_callback", hostcall.host_callback)], set()
+    while queue:
+        full, thing = queue.pop()
+        is_module = inspect.ismodule(thing)
+        owned = is_module or getattr(thing, "__module__", "").startswith("hostcall")
+        if id(thing) in seen or not owned:
+            continue
+        seen.add(id(thing))
+        yield full, thing
+        if is_module:
+            names = public._names(thing)
+        elif inspect.isclass(thing) or full == "hostcall.progress":
+            names = [n for n in dir(thing) if n[0] != "_"]
+        else:
+            names = []
+        queue += [
+            (f"{full}.{name}", value)
+            for name in names
+            if not inspect.ismodule(value := getattr(thing, name))
+            or value.__name__.startswith("hostcall")
+        ]
+
+
+def test_signatures_show_no_private_values():
+    """As `help` shows them: no `<object object at ...>`, no class of a private module."""
+    seen, private = 0, re.compile(r"<[^>]*>|\b0x|\b_\w|hostcall\._")
+    for full, thing in public_things():
+        if not callable(thing):
+            continue
+        try:
+            shown = str(inspect.signature(thing))
+        except ValueError:  # of the engine
+            continue
+        seen += 1
+        assert not private.search(shown), f"{full}{shown}"
+    assert seen > 100
+
+
+@pytest.mark.parametrize("module", ["", "tools", "bridge", "results", "typing"])
+def test_completion_offers_the_public_names(module):
+    thing = operator.attrgetter(module)(hc) if module else hc
+    offered = {name for name in dir(thing) if name[0] != "_"}
+    own = {"breakpoint", "print"} if thing is hc else set()
+    assert offered == {*thing.__all__, *own}
+    assert not offered & {"Any", "TYPE_CHECKING", "importlib"}
+
+
+def test_help_of_the_bar_is_that_of_its_call():
+    assert inspect.getdoc(hc.progress) == inspect.getdoc(hc.progress.__call__)
+
+
 # What a program calls, but for functions that make or configure something.
 FACES = (
     *(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall.__main__ import main
 from hostcall._cli import explain
 from hostcall._core import codes, failures
 
@@ -209,12 +210,29 @@ def test_jax_reports_a_failed_program_with_the_code():
 
 def test_the_command_prints_a_page(capsys):
     for given in ("hc-escape", "escape", "[hc-escape]", "HC-ESCAPE"):
-        assert explain.main([given]) == 0
+        assert main(["explain", given]) == 0
         assert capsys.readouterr().out == PAGES["hc-escape"]
 
 
+def test_a_terminal_gets_the_page_rendered(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["explain", "hc-escape"]) == 0
+    out = capsys.readouterr().out
+    assert "hc-escape: " in out
+    assert "What happened." in out
+    assert not any(mark in out for mark in ("**", "```", "# hc-escape"))
+
+
+def test_a_terminal_without_rich_gets_the_page_as_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["explain", "hc-escape"]) == 0
+    assert capsys.readouterr().out == PAGES["hc-escape"]
+
+
 def test_the_command_lists_the_codes(capsys):
-    assert explain.main([]) == 0
+    assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(PAGES)
     meaning = explain.meaning(PAGES["hc-escape"])
@@ -222,11 +240,13 @@ def test_the_command_lists_the_codes(capsys):
 
 
 def test_the_command_names_the_nearest_codes(capsys):
-    assert explain.main(["hc-escpe"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "hc-escpe"])
     out, err = capsys.readouterr()
     assert out == ""
     assert "there is no code 'hc-escpe'. The nearest are hc-escape" in err
-    assert explain.main(["xyz"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "xyz"])
     assert "The nearest" not in capsys.readouterr().err
 
 

@@ -174,18 +174,18 @@ def test_a_plot_that_cannot_be_written_is_refused_first(
 
 def test_the_report_on_gpus(monkeypatch):
     cpu = jax.devices("cpu")[0]
-    assert report.engine_on_gpu([cpu]) == "not tried: JAX sees no GPU here"
+    assert report.engine_on("gpu", [cpu]) == "not tried: JAX sees no GPU here"
     gpu = types.SimpleNamespace(platform="gpu")
     tried = []
     monkeypatch.setattr(report, "engine_answers", lambda d: tried.append(d) or "works")
-    assert report.engine_on_gpu([cpu, gpu]) == "works"
+    assert report.engine_on("gpu", [cpu, gpu]) == "works"
     assert tried == [gpu]
 
     def fails(device):
         raise hc.errors.HostcallError("hostcall: no driver\nand more")
 
     monkeypatch.setattr(report, "engine_answers", fails)
-    said = report.engine_on_gpu([gpu])
+    said = report.engine_on("gpu", [gpu])
     assert said == "BROKEN: HostcallError: hostcall: no driver"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from hostcall._cli import costs, explain, run
+import hostcall as hc
+from hostcall.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples" / "demo")
@@ -79,18 +81,35 @@ def test_the_demo(run_python, tmp_path):
 
 
 def test_the_help_has_all_commands(run_python, capsys):
-    usage = " ".join(run_python(MAIN, "--help").stdout.split("\n\n")[0].split())
-    for command in (run, explain, costs):
+    usage = run_python(MAIN, "--help").stdout
+    for command in ("run", "explain", "costs"):
+        assert re.search(rf"^ +{command} +\w", usage, re.M)
         with pytest.raises(SystemExit):
-            command.main(["--help"])
-        its_own = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
-        assert its_own.removeprefix("usage: ") in usage
+            main([command, "--help"])
+        assert f"hostcall {command} [-h]" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    for given, hint in (("explian", " Did you mean explain?"), ("xyz", "")):
+        with pytest.raises(SystemExit, match="2"):
+            main([given])
+        said = capsys.readouterr().err
+        assert f"there is no command {given!r}.{hint} The commands are run," in said
+
+
+def test_the_command_is_installed_and_tells_its_version(capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"hostcall": "hostcall.__main__:main"}
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hostcall {hc.__version__}\n"
 
 
 def test_the_report(run_python):
     out = run_python(MAIN).stdout
     assert "engine on gpu" in out
     assert "works (tried: ordered calls in a compiled loop)" in out
+    assert re.search(r"  scalar, in a loop +[\d.]+ +[\d.]+ +[\d.]+x\n", out)
 
 
 def test_the_costs(run_python):

@@ -5,11 +5,12 @@ An ignored line is a mistake that both have to find: an ignore without one is an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, assert_type
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 import hostcall as hc
 
@@ -30,6 +31,30 @@ async def remote(x: jax.Array) -> jax.Array:
 
 def length(x: jax.Array) -> jax.Array:
     return x
+
+
+Floats = npt.NDArray[np.float32]
+
+
+@hc.host(result=hc.results.like(0), vmap_method="expand_dims")
+def cube(x: Floats) -> Floats:
+    return x**3
+
+
+def split(x: Floats, by: float) -> tuple[Floats, float]:
+    return x / by, by
+
+
+async def fetched(x: Floats) -> Floats:
+    return x
+
+
+def norm(x: Floats) -> float:
+    return float(np.linalg.norm(x))
+
+
+def tree(x: Floats) -> Any:
+    return {"x": x}
 
 
 def calls(x: jax.Array) -> None:
@@ -59,6 +84,20 @@ def host_functions(x: jax.Array) -> None:
     hc.host(np.multiply, result=hc.results.elementwise)(x, np.ones(3))
     assert_type(hc.call(hc.host(length, timeout=1.0), x, x), jax.Array)
     hc.host(length, result=hc.results.like(0), lend="in")  # type: ignore
+
+
+def functions_of_numpy(x: jax.Array) -> None:
+    """In a program they take and return jax.Arrays, whatever they say."""
+    assert_type(cube(x), jax.Array)
+    assert_type(cube.where(x.any())(x), jax.Array)
+    assert_type(hc.host(norm, result=x)(x), jax.Array)
+    assert_type(hc.host(fetched, result=x)(x), jax.Array)
+    assert_type(hc.host(split, result=(x, 0.0))(x, 2.0), tuple[jax.Array, ...])
+    assert_type(hc.host(tree, result={"x": x})(cube.fn(np.ones(3, np.float32))), Any)
+    assert_type(hc.host(lambda v: v, result=x)(x), Any)
+    assert_type(hc.derivatives.finite_difference(cube)(x), jax.Array)
+    of_arrays: Callable[[jax.Array], jax.Array] = cube
+    of_arrays(x)
 
 
 def rules(x: jax.Array) -> None:
@@ -104,6 +143,56 @@ def buffers(out: hc.buffers.Buffer) -> None:
     assert_type(
         hc.buffers.buffer_callback(hc.buffers.native(7), spec), Callable[..., Any]
     )
+
+
+@hc.register("typed.program")
+def named(x: Floats) -> Floats:
+    return x
+
+
+def rows() -> Iterator[Floats]:
+    yield np.ones(3, np.float32)
+
+
+def a_program(x: jax.Array) -> jax.Array:
+    """Every face in one program, as a user would write it."""
+    feed = hc.feed(rows, jax.ShapeDtypeStruct((3,), x.dtype), on_end="repeat")
+    assert_type(feed, hc.typing.Feed)
+    batch = feed()
+    value = hc.call(named, x, x, tag="named")
+    hc.tap(print, value, every=1.0, where=value.any())
+    hc.print("mean {:.3f}", value.mean(), on="once")
+    value = hc.tap_through(print, hc.watch(cube(value), keep=3, also={"x": x}))
+    hc.progress(0, 10, desc="fit", loss=value.mean())
+    hc.breakpoint(where=value.any(), value=value)
+    root: Any = hc.pure_callback(np.sqrt, x, x, vmap_method="expand_dims")
+    logged: Any = hc.io_callback(named, x, x, ordered=True)
+    hc.debug.print("x is {}", x, ordered=True)
+    hc.debug.callback(print, x)
+    here = hc.current()
+    assert_type(here, hc.typing.Current | None)
+    total: jax.Array = value + root + logged + batch.sum()
+    return total
+
+
+def around_a_program(x: jax.Array) -> None:
+    with hc.Recorder("runs/1") as recorder, hc.trace("trace.json"):
+        with hc.reraise(), hc.Object(dict, methods={"get": x}) as table:
+            jax.jit(a_program)(x)
+            recorder(step=0, loss=x.mean())
+            table.get(x)
+        assert_type(hc.barrier(), bool)
+        assert_type(recorder.flush(), None)
+    exported = hc.export(a_program)(x)
+    assert_type(exported, hc.typing.Exported)
+    again = hc.load(bytes(exported))
+    again.call(x)
+    hc.configure(tap_queue_bytes=1 << 20, fail="together")
+    hc.configure(tap_queue_byte=1)  # type: ignore
+    hc.tools.read("runs/1")
+    hc.trace()  # type: ignore
+    hc.watch(x, keep="3")  # type: ignore
+    hc.progress("0")  # type: ignore
 
 
 def names() -> None:

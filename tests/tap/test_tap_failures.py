@@ -61,7 +61,10 @@ def test_50_000_failures(clock, lines):
     steps(fail, n)()
     group = barrier_group()
     # The group has the first failures and their total number.
-    assert f"{n} taps failed; 16 of the errors are here" in group.message
+    assert group.message == (
+        f"{n} taps failed; the errors here are different ones (16), and the log counts"
+        " the rest"
+    )
     assert [str(e) for e in group.exceptions] == [f"step {i}" for i in range(16)]
 
     got = lines()
@@ -86,7 +89,7 @@ def test_50_000_failures(clock, lines):
 
 def test_after_a_barrier_that_raised_all_begins_again(clock, lines):
     def fail(i):
-        raise ValueError
+        raise ValueError(i)
 
     f = steps(fail, 5)
     for _ in range(2):
@@ -124,7 +127,7 @@ def test_places_are_counted_apart(clock, lines):
 
     f()
     group = barrier_group()
-    assert "101 taps failed; 17 of the errors are here" in group.message
+    assert "101 taps failed; the errors here are different ones (17)," in group.message
     assert [e.args[0] for e in group.exceptions] == [*range(16), 99]
     texts = [text.split("`")[1].rsplit(".")[-1] for text, _ in lines()]
     assert sorted(texts) == ["often"] * 4 + ["once"]
@@ -147,13 +150,53 @@ def test_eager_taps_and_rows_of_one_place_count_together(clock, lines):
 
     for x in range(4):
         hc.tap(fail, x)
-    assert len(barrier_group().exceptions) == 4
+    assert barrier_group().message.startswith("4 taps failed; ")
     assert [full for _, full in lines()] == [True] * 3 + [False]
 
     jax.jit(jax.vmap(lambda x: hc.tap(fail, x, rows="each")))(np.arange(4))
     barrier_group()
     texts = [text for text, _ in lines()]
     assert [", row 2, written" in text for text in texts] == [False, False, True, False]
+
+
+def test_equal_failures_are_one_with_their_count(clock):
+    """Of each place and text one; those of another place are told by themselves."""
+
+    def fail(i):
+        raise ValueError("no space left")
+
+    def other(i):
+        raise ValueError("no space left" if i % 2 else "no such folder")
+
+    jax.block_until_ready((steps(fail, 10_000)(), steps(other, 10)()))
+    group = barrier_group()
+    assert group.message == (
+        "10010 taps failed; the errors here are different ones (3), and the log counts"
+        " the rest"
+    )
+    assert sorted(map(str, group.exceptions)) == [
+        "no space left",
+        "no space left",
+        "no such folder",
+    ]
+
+
+def wants_a_number(x):
+    return float(x)
+
+
+@pytest.mark.parametrize("rows", ["batched", "each"])
+def test_a_tap_that_gets_the_whole_batch_is_told_of_rows(rows):
+    def fails(x):
+        wants_a_number(np.zeros(2) if rows == "each" else x)
+
+    for _ in range(2):
+        jax.jit(jax.vmap(lambda x: hc.tap(fails, x, rows=rows)))(np.arange(2.0))
+    error = barrier_group().exceptions[0]
+    assert isinstance(error, TypeError)
+    notes = vars(error).get("__notes__", [])
+    assert len(notes) == (rows == "batched")
+    assert all('hc.tap(..., rows="each")' in note for note in notes)
 
 
 def test_at_exit_the_rest_is_counted(run_python):

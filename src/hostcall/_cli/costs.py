@@ -1,11 +1,11 @@
-"""Measures what a call costs on this machine, beside JAX's own callbacks."""
+"""Times calls and taps on this machine's CPU, beside JAX's own callbacks."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,18 +20,29 @@ Program = Any  # what jax.jit makes
 Rows = dict[str, tuple[Callable[[Call], Program], Any, int]]
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m hostcall costs",
-        description="Times calls and taps on this machine's CPU, beside JAX's own.",
-    )
+SHORT = "time calls beside JAX's own"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and coarser times")
-    n, rounds = (100, 3) if parser.parse_args(arguments).quick else (1000, 7)
+
+
+def main(options: argparse.Namespace) -> int:
+    n, rounds = (100, 3) if options.quick else (1000, 7)
     jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
     heading("Microseconds per call, in compiled programs")
     compare(hc.call, jax.pure_callback, programs(n), rounds)
     heading("Microseconds per step, in compiled programs that log each step")
     compare(hc.tap, jax.debug.callback, logs(n), rounds)
+    return 0
+
+
+def one() -> None:
+    """Prints what a call in a loop costs on the CPU."""
+    heading("Microseconds per call, in a compiled program on the CPU")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        name, row = next(iter(programs(1000).items()))
+        compare(hc.call, jax.pure_callback, {name: row}, 3)
 
 
 def compare(ours: Call, theirs: Call, rows: Rows, rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m hostcall explain`: prints the page of an error's code.
+"""Prints an error's page: what happened, why, and what to do, with a program.
 
 The pages are hostcall/explain/CODE.md. The first line of each is "# CODE: its meaning".
 """
@@ -8,20 +8,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.resources
+import importlib.util
 import sys
-from collections.abc import Sequence
+
+SHORT = "print the page of an error's code, or list all codes"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints a page, or the codes with their meanings; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hostcall explain",
-        description="Prints the page of an error's code: what happened, why, and what"
-        " to do, with a program. Without a code it lists all of them.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "code", nargs="?", help="a code, such as hc-escape (default: list all codes)"
     )
-    parser.add_argument("code", nargs="?", help="a code, such as hc-escape")
-    code = parser.parse_args(arguments).code
-    found = pages()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints a page, or the codes with their meanings; returns the exit status."""
+    code, found = options.code, pages()
     if code is None:
         width = max(map(len, found))
         for name, page in found.items():
@@ -32,14 +33,20 @@ def main(arguments: Sequence[str]) -> int:
     if name not in found:
         near = difflib.get_close_matches(name, found, n=3)
         hint = f"The nearest are {', '.join(near)}. " if near else ""
-        print(
-            f"hostcall: there is no code {code!r}. {hint}`python -m hostcall explain`"
-            " lists all codes",
-            file=sys.stderr,
+        options.refuse(
+            f"there is no code {code!r}. {hint}Without a code, all are listed"
         )
-        return 2
-    print(found[name], end="")
+    _show(found[name])
     return 0
+
+
+def _show(page: str) -> None:
+    """Prints a page: rendered on a terminal where rich is installed, else as it is."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        markdown = importlib.import_module("rich.markdown").Markdown(page)
+        importlib.import_module("rich.console").Console().print(markdown)
+    else:
+        print(page, end="")
 
 
 def pages() -> dict[str, str]:

@@ -44,19 +44,19 @@ def engine_answers(device: jax.Device) -> str:
     return "works (tried: ordered calls in a compiled loop)"
 
 
-def engine_on_gpu(devices: Sequence[jax.Device]) -> str:
-    """Tries the engine on the first GPU of these devices, if there is one."""
-    gpus = [device for device in devices if device.platform == "gpu"]
-    if not gpus:
-        return "not tried: JAX sees no GPU here"
+def engine_on(platform: str, devices: Sequence[jax.Device]) -> str:
+    """Tries the engine on the first device of a platform, if there is one."""
+    found = [device for device in devices if device.platform == platform]
+    if not found:
+        return f"not tried: JAX sees no {platform.upper()} here"
     try:
-        return engine_answers(gpus[0])
+        return engine_answers(found[0])
     except Exception as error:  # a driver may raise anything; the jobs run on the CPU
         return f"BROKEN: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def report() -> tuple[str, str]:
-    """Prints versions and devices; returns the engine's state on CPUs and on GPUs."""
+def report() -> list[str]:
+    """Prints versions and devices; returns the engine's state on each platform."""
     heading("hostcall")
     for name, value in {
         "hostcall": hc.__version__,
@@ -67,9 +67,12 @@ def report() -> tuple[str, str]:
         "devices": ", ".join(map(str, jax.devices())),
     }.items():
         line(name, value)
-    cpu = engine_answers(jax.local_devices(backend="cpu")[0])
-    line("engine on cpu", cpu)
-    gpu = engine_on_gpu(jax.devices())
-    line("engine on gpu", gpu)
+    devices = [*jax.local_devices(backend="cpu"), *jax.local_devices()]
+    states = {
+        kind: engine_on(kind, devices)
+        for kind in dict.fromkeys(["cpu", "gpu", *(d.platform for d in devices)])
+    }
+    for kind, state in states.items():
+        line(f"engine on {kind}", state)
     line("running calls", len(hc.monitor.status()))
-    return cpu, gpu
+    return [*states.values()]

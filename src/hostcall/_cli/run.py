@@ -1,4 +1,4 @@
-"""`python -m hostcall run`: runs a program with its callbacks on hostcall's engine."""
+"""Runs a program with every JAX callback on hostcall's engine (hc.patch_jax)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NoReturn
 
 # Runs in a new interpreter, since this one has imported JAX already: what the program
 # sets before it imports JAX (JAX_PLATFORMS, XLA_FLAGS) must count.
@@ -52,15 +53,10 @@ def observe(run: Callable[[], None], observed: str) -> None:
             print(seen.table())
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs a script or a module as Python itself would, with JAX patched, and observed
-    if that is asked for.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m hostcall run",
-        description="Runs a program with every JAX callback on hostcall's engine"
-        " (hostcall.patch_jax).",
-    )
+SHORT = "run a program with its callbacks on the engine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arrays",
         choices=["jax", "numpy"],
@@ -83,11 +79,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, help="the program's own arguments"
     )
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> NoReturn:
+    """Runs a script or a module as Python itself would, with JAX patched, and observed
+    if that is asked for.
+    """
     home = os.getcwd()
     if not options.module:
         if not os.path.exists(options.program):
-            parser.error(f"there is no file {options.program}")
+            options.refuse(f"there is no file {options.program}")
         home = os.path.dirname(os.path.abspath(options.program))
     sys.stdout.flush()
     chosen = {option: True for option in _OBSERVED if vars(options)[option]}

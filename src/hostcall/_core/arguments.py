@@ -99,6 +99,15 @@ def of_a_number(
     )
 
 
+def first_default(function: Callable[..., Any]) -> str:
+    """The first parameter of a function that requires none; "" if it has none."""
+    signature = signature_of(function)
+    if signature is None or not accepts(function, 0, ()):
+        return ""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return next((p.name for p in signature.parameters.values() if p.kind in kinds), "")
+
+
 def parse_mask(
     where: object,
     name: str,

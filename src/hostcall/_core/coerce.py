@@ -157,7 +157,7 @@ def _as_numpy(value: Any, where: Words) -> np.ndarray:
     try:
         raise ResultError(
             f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
-            f" {fault}"
+            f" {fault}. {_CHANGE}"
         ) from fault
     finally:  # its traceback refers to this frame, which would keep the value alive
         del fault

@@ -188,6 +188,13 @@ def summary(exception: BaseException) -> str:
     return type(exception).__name__ + (f": {message}" if message else "")
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note, once: the same object may be raised again, and may be kept."""
+    if note not in vars(error).get("__notes__", ()):
+        with contextlib.suppress(TypeError):  # its class answers for __notes__
+            error.add_note(note)
+
+
 def text_for_xla(
     exception: BaseException,
     name: str,

@@ -56,7 +56,7 @@ class Face(NamedTuple):
             return f"In {self.name}, JAX's {keyword}= is {self.jaxs[keyword]}"
         near = get_close_matches(keyword, [*self.options, *self.gone, *others], n=1)
         if near and near[0] in self.gone:
-            return f"{self.name} has no {near[0]}= any more: {self.gone[near[0]]}."
+            return f"{self.name} has no {near[0]}=: {self.gone[near[0]]}."
         return f"Did you mean {near[0]}=?" if near else ""
 
 

@@ -190,10 +190,7 @@ class CallInfo:
             " arguments are views of memory that the program still reads. Write to a"
             " copy (x = x.copy()), or leave out lend="
         )
-        note = f"hostcall: {text}"
-        if note not in vars(error).get("__notes__", ()):  # raised before, and kept
-            with contextlib.suppress(TypeError):  # its class answers for __notes__
-                error.add_note(note)
+        failures.add_note(error, f"hostcall: {text}")
         return text
 
     def eager_error(self, error: Exception) -> Exception:

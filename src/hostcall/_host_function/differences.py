@@ -63,7 +63,8 @@ def finite_difference(
     if not isinstance(f, HostFunction):
         raise SpecError(
             f"hostcall: hc.derivatives.finite_difference wants what hc.host"
-            f" returns, got {f!r}"
+            f" returns, got {f!r}. Write"
+            " hc.derivatives.finite_difference(hc.host(f, result=...))"
         )
     shown = f"`{f.__name__}`"
     check(shown, {"step": step}, {"step": replace(SECONDS, wanted="a number above 0")})

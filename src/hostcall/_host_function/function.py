@@ -7,9 +7,10 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, Generic, overload
+from typing import Any, Generic, TypeAlias, overload
 
 import jax
+import numpy as np
 
 from hostcall import _jax
 from hostcall._core import mistakes
@@ -18,6 +19,7 @@ from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Callee, Handle, TakesMask, dress
 from hostcall._core.options import WHOLE, Option, check, refuse_pairs
+from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept
@@ -45,8 +47,13 @@ _WHERE = Option(
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
-class Undeclared:
-    """Stands for the `result=` of a function that was made without one."""
+# What a function on the host may say that it takes and returns: its program has
+# jax.Arrays in their place.
+OnHost: TypeAlias = np.ndarray[Any, Any] | np.generic | complex
+
+
+class NoResult:
+    """For type checkers: of all results, Any alone is this one too."""
 
 
 class HostFunction(Ruled, TakesMask, Generic[P, R]):
@@ -74,7 +81,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         given = {**options, "awaits": is_coroutine_function(fn), "result": self.result}
-        if self.result is Undeclared:  # hc.call may say how batches are called
+        if self.result is ...:  # hc.call may say how batches are called
             del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
         cache, version = options.get("cache"), options.pop("version", None)
@@ -106,11 +113,35 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     # --- Calling -------------------------------------------------------------------
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    @overload
+    def __call__(
+        self: HostFunction[P, NoResult], *args: P.args, **kwargs: P.kwargs
+    ) -> Any: ...
+    @overload
+    def __call__(
+        self: HostFunction[..., OnHost], *args: Any, **kwargs: Any
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self: HostFunction[..., tuple[OnHost, ...]], *args: Any, **kwargs: Any
+    ) -> tuple[jax.Array, ...]: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result. See `hc.host`."""
-        return self._call(args, kwargs, None, None)  # type: ignore[no-any-return]
+        return self._call(args, kwargs, None, None)
 
-    def where(self, mask: Any, fill: Any = None) -> Callable[P, R]:
+    @overload
+    def where(
+        self: HostFunction[P, NoResult], mask: Any, fill: Any = None
+    ) -> Callable[P, Any]: ...
+    @overload
+    def where(
+        self: HostFunction[..., OnHost], mask: Any, fill: Any = None
+    ) -> Callable[..., jax.Array]: ...
+    @overload
+    def where(self, mask: Any, fill: Any = None) -> Callable[P, R]: ...
+    def where(self, mask: Any, fill: Any = None) -> Callable[..., Any]:
         """The function, called only if a condition holds: `f.where(x > 0)(x)`.
 
         Under `vmap` each row has its own condition. JAX runs both branches of a batched
@@ -182,7 +213,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return Callee(self, Sendable(self) if options["executor"] else self.fn, options)
 
     def _why_not(self) -> str:
-        if self.result is not Undeclared:
+        if self.result is not ...:
             return ""
         return (
             f"hostcall: `{self.__name__}` has no result=, so it can only be given to"
@@ -286,6 +317,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 give it for small arrays, and if `fwd` must not run twice.
         """
         where = self._where("defvjp(fwd, bwd)", where, fwd, bwd)
+        self._takes_two(bwd, "bwd(residuals, cotangent)")
         if residuals is not None and where == "jax":
             raise SpecError(
                 f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
@@ -370,6 +402,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         """Sets a rule that may be given by a decorator."""
         if rule is None:
             return functools.partial(self._give, kind, where)
+        if kind == "jvp":
+            self._takes_two(rule, "rule(primals, tangents)")
         self._add(kind, Rule(rule, self._where(f"def{kind}(rule)", where, rule)))
         return rule
 
@@ -401,6 +435,14 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             for rule in rules:
                 mistakes.refuse_traced(rule, face.instead_of_traced)
         return where
+
+    def _takes_two(self, rule: Function, form: str) -> None:
+        if callable(rule) and not accepts(rule, 2, ()):
+            raise SpecError(
+                f"hostcall: a rule of `{self.__name__}` is called as {form}, but"
+                f" `{name_of(rule)}` takes {signature_of(rule)}",
+                code="hc-rule",
+            )
 
     def _add(self, kind: str, rule: Rule) -> None:
         self.rules.add(self.__name__, kind, rule, self.options["order"])

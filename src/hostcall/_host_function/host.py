@@ -14,7 +14,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import refuse_unneeded
 from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
-from hostcall._host_function.function import HostFunction, Undeclared
+from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
 
 
@@ -71,7 +71,7 @@ def host(**options: Unpack[Options]) -> Decorator: ...
 def host(
     fn: Callable[..., Any] | None = None,
     *,
-    result: Any = Undeclared,
+    result: Any = ...,
     vmap_method: Any = None,
     order: Order = "pure",
     arrays: Arrays = "numpy",

@@ -20,7 +20,7 @@ Tree: TypeAlias = Any
 Options: TypeAlias = dict[str, Any]
 # The parameters and the result of the function that a HostFunction is made of.
 P = ParamSpec("P")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 
 

@@ -456,6 +456,13 @@ class Opened:
     def __init__(self, made: Any, epoch: int, again: bool) -> None:
         if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
             made = made.as_numpy_iterator()
+        if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
+            raise FeedError(
+                f"hostcall: the function of a feed returned {made!r:.60}, which can't"
+                " be iterated. It should return the items of an epoch: a generator"
+                " function (yield item)",
+                code="hc-feed-source",
+            )
         self.epoch, self.item, self.again = epoch, 0, again
         self.iterator: Iterator[Any] = iter(made)
         self._stateful: tuple[Any, str, str] | None = next(

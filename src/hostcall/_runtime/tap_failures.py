@@ -3,7 +3,8 @@
 A tap that fails does not stop its program, and so may fail a million times. The first
 three failures of each tap are logged in full. After that, one line a second says how
 many more there were, with the newest one; the end of each wait for taps logs such a
-line too. The next barrier raises a few of the exceptions and says how many there were.
+line too. The next barrier raises a few of the exceptions, one of those that are equal,
+and says how many there were.
 
 The worker adds failures while other threads log counts or take the exceptions. Logging
 is done outside the lock.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostcall._core import codes, config, failures
@@ -39,12 +40,14 @@ class _Count:
         logged: how many of them the log mentions.
         until: the earliest time of the next line in the log.
         newest: the newest failure, as a text.
+        kept: the texts of those that are kept for the barrier.
     """
 
     count: int = 0
     logged: int = 0
     until: float = 0.0
     newest: str = ""
+    kept: set[str] = field(default_factory=set)
 
 
 class _TapFailures(Owned):
@@ -70,6 +73,7 @@ _state = _TapFailures()
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
     """Logs the exception of a tap, and keeps it for the next barrier."""
     failures.keep(error)
+    said = codes.without(failures.summary(error))[:500]
     if len(_state.tallies) >= _TALLIES_AT_MOST:
         tell_counts()
     with _state.lock:
@@ -77,8 +81,9 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
             _state.tallies.clear()
         tally = _state.tallies.setdefault((name, place), _Count())
         tally.count += 1
-        if _is_kept(tally, error):
+        if _is_kept(tally, error, said):
             _state.failures.append(error)
+            tally.kept.add(said)
         else:
             _state.forgotten += 1
         count = tally.count
@@ -87,12 +92,14 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
     if count <= IN_FULL:
         _tell_in_full(name, place, error, row, count)
     else:
-        tally.newest = codes.without(failures.summary(error))[:500]
+        tally.newest = said
         if clock() >= tally.until:
             _tell_count(name, place, tally)
 
 
-def _is_kept(tally: _Count, error: BaseException) -> bool:
+def _is_kept(tally: _Count, error: BaseException, said: str) -> bool:
+    if said in tally.kept:
+        return False
     if len(_state.failures) < config.KEPT_TAP_ERRORS:
         return True
     # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
@@ -152,9 +159,10 @@ def take() -> tuple[list[BaseException], int]:
 def take_as_one() -> BaseException | None:
     """As `take`, but as one exception: the object itself, or a group."""
     errors, more = take()
-    if len(errors) < 2:
+    if len(errors) + more < 2:
         return errors[0] if errors else None
     text = f"{counted(len(errors) + more, 'tap')} failed"
     if more:
-        text += f"; {len(errors)} of the errors are here, and the log counts the rest"
+        here = f"the errors here are different ones ({len(errors)})"
+        text += f"; {here}, and the log counts the rest"
     return BaseExceptionGroup(text, errors)

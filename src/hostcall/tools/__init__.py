@@ -50,6 +50,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
         return getattr(module, name) if name in _LATER else module
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(n for n in globals() if n.startswith("__"))])
+
+
 __all__ = [
     "breakpoint",
     "jax_tqdm",

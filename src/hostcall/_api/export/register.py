@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hostcall._core import registry
+from hostcall._core.arguments import wrong
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -46,6 +47,15 @@ def register(name: str, *, version: int = 1) -> Callable[[T], T]:
 
     Cost: none when a program runs.
     """
+
+    if not isinstance(name, str):
+        raise wrong(
+            "name",
+            "hc.register",
+            "a text, such as 'my_package.simulate'",
+            name,
+            '. Write hc.register("my_package.simulate")(f), or it as a decorator',
+        )
 
     def decorate(thing: T) -> T:
         registry.add(thing, name, version)

@@ -32,6 +32,7 @@ from hostcall._core import failures, mistakes
 from hostcall._core.arguments import (
     check_function,
     conflict,
+    first_default,
     of_a_number,
     of_all_processes,
     parse_mask,
@@ -497,6 +498,7 @@ class Group(Owned):
         self.name, self.options = name, options
         what = f"the factory of `{name}`"
         self._make = of_a_number(factory, what, "the object's index", "index")
+        self._untold = first_default(factory)
         self._close = _hook(options["close"], lambda value: None, lambda: None)
         self._save: Callable[..., Any] = _hook(options["save"], lambda value: value)
         self._put = _hook(options["restore"], None)  # None: the object is its state
@@ -559,6 +561,15 @@ class Group(Owned):
     def _made(self, place: Place, state: bytes | None) -> Any:
         before, put = None if state is None else pickle.loads(state), self._put
         is_whole = state is not None and put is None
+        if place[1] and self._untold:
+            logger.warning(
+                "the factory of `%s` is not given the object's index, since its first"
+                " parameter, %s, has a default. Write hc.Object(lambda index: ...) for"
+                " objects that differ, or hc.Object(lambda: ...) if they are alike",
+                self.name,
+                self._untold,
+            )
+            self._untold = ""
         value = before if is_whole else settled(self._make(place[1]))
         for method in self.methods:
             if not callable(getattr(value, method, None)):

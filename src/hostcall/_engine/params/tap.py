@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 
 from hostcall import _native
-from hostcall._core import portable
+from hostcall._core import failures, portable
 from hostcall._core.arguments import conflict
 from hostcall._core.options import TapOptions
 from hostcall._core.portable import Malformed, Told
@@ -19,12 +19,19 @@ from hostcall._engine.params.equation import Equation, T
 from hostcall._jax.types import Aval, Device, Mesh
 from hostcall._runtime import delivery, tap_failures
 
+_BATCHED = (
+    "hostcall: under vmap this tap gets the values of all rows at once, with the batch"
+    ' in front. For one call per row write hc.tap(..., rows="each")'
+)
+
 
 class TapInfo(CallInfo):
     """The description of one tap, with the hooks that native code calls."""
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
+        if self.params.transforms and isinstance(error, (TypeError, ValueError)):
+            failures.add_note(error, _BATCHED)
         tap_failures.failed(self.name, self.place, error, row)
         return ""
 
