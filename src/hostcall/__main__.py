@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module in _COMMANDS.items():
         command = commands.add_parser(
-            name, help=module.SHORT, description=module.__doc__.splitlines()[0]
+            name,
+            help=module.SHORT,
+            description=(module.__doc__ or "").partition("\n")[0],
         )
         command.set_defaults(main=module.main, refuse=command.error)
         module.add_arguments(command)

@@ -18,7 +18,7 @@ _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A frame of the user's: where it was while the equation was traced.
 
     Attributes:
@@ -42,7 +42,7 @@ _DIFFERENTIATE = {"grad_f", "grad_f_aux", "value_and_grad_f"}
 _TRACES = {"trace_to_jaxpr", "trace_to_jaxpr_dynamic"}
 
 
-def lines_of(eqn: _t.JaxprEquation) -> tuple[Line, ...]:
+def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
     """The user's frames in which an equation was traced, the innermost first.
 
     Those around the jaxpr that it is in are left out.
@@ -64,7 +64,7 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[Line, ...]:
             f = raw_frame(code, at)
             span = f.start_line, f.start_column, f.end_line, f.end_column
             own = differentiates, tuple(inside)
-            found.append(Line(f.file_name, f.function_name, *span, *own))
+            found.append(SourceLine(f.file_name, f.function_name, *span, *own))
             differentiates = ""
         inside.append((code, at))
     return tuple(found)

@@ -33,7 +33,7 @@ from hostcall._host_function.host import host
 from hostcall._host_function.trees import pick
 from hostcall.bridge._library import Arrays, along, is_operand, needed, split
 
-__all__ = ["Ending", "least_squares", "minimize", "root"]
+__all__ = ["Outcome", "least_squares", "minimize", "root"]
 
 tree = jax.tree_util
 
@@ -44,7 +44,7 @@ Runs: TypeAlias = Sequence[Callable[[np.ndarray], Any]]
 Limits: TypeAlias = tuple[np.ndarray, np.ndarray] | None
 
 
-class Ending(NamedTuple):
+class Outcome(NamedTuple):
     """How a solve ended (`full_output=True`), as arrays of the program.
 
     Attributes:
@@ -87,8 +87,8 @@ def root(
             All but "lm", which may end where `fun` is not zero.
         tol: as in `scipy.optimize.root`.
         options: as in `scipy.optimize.root`: of the method.
-        full_output: whether the result is `(x, ending)`, with an `Ending`. A solve that
-            fails then returns its last x and `ending.success == False`.
+        full_output: whether the result is `(x, ending)`, with an `Outcome`. A solve
+            that fails then returns its last x and `ending.success == False`.
         vmap_method: "sequential" (default) or "parallel": one solve for each row.
         timeout: as in `hc.host`: seconds for one solve, compilation included.
         name: as in `hc.host`.
@@ -243,11 +243,11 @@ def _made(kind: type[_Problem], given: dict[str, Any]) -> Any:
     of_host = {key: given.pop(key) for key in ("vmap_method", "timeout")}
     problem = kind(fun, {**given, "name": shown})
     made = host(problem, result=problem.spec, float64=True, name=shown, **of_host)
-    made.defjvp(_Rule(problem, made), where="jax")
+    made.defjvp(_Implicit(problem, made), where="jax")
     return made
 
 
-class _Rule(TakesMask):
+class _Implicit(TakesMask):
     """The rule of a solver, which solves only where the mask of `where` is True."""
 
     def __init__(self, problem: _Problem, solve: Any) -> None:
@@ -256,8 +256,8 @@ class _Rule(TakesMask):
     def __call__(self, primals: Arrays, tangents: Arrays) -> Any:
         return self._problem.push(self._solve, primals, tangents)
 
-    def where(self, mask: Any) -> _Rule:
-        return _Rule(self._problem, self._solve.where(mask))
+    def where(self, mask: Any) -> _Implicit:
+        return _Implicit(self._problem, self._solve.where(mask))
 
 
 def _value(flat: Code, *given: Any) -> jax.Array:
@@ -352,7 +352,7 @@ class _Problem(HostCode):
             self._limits(x)
         flag = jax.ShapeDtypeStruct((), np.bool_)
         count = jax.ShapeDtypeStruct((), np.int32)
-        return (x, Ending(flag, count, count)) if self.full else x
+        return (x, Outcome(flag, count, count)) if self.full else x
 
     def _traced(self, *args: Any) -> Any:
         """The avals of what `fun` returns, traced with the program's dtypes."""
@@ -474,7 +474,7 @@ class _Problem(HostCode):
         parts = np.split(found.x, np.cumsum([leaf.size for leaf in leaves])[:-1])
         each = zip(parts, leaves, strict=True)
         x = treedef.unflatten([part.reshape(leaf.shape) for part, leaf in each])
-        ending = Ending(*(found.get(key, 0) for key in Ending._fields))
+        ending = Outcome(*(found.get(key, 0) for key in Outcome._fields))
         return (x, ending) if self.full else x
 
 

@@ -21,7 +21,7 @@ import jax.extend.core as jex
 
 from hostcall._jax import user_lines
 from hostcall._jax.rewriting import Level
-from hostcall._jax.user_lines import Line
+from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._observe import labels
 
 
@@ -52,12 +52,12 @@ class Variable(NamedTuple):
     name: str
     var: Any
     at: int
-    line: Line
+    line: SourceLine
     part: int
     parts: int
 
 
-def targets(line: Line) -> list[Target]:
+def targets(line: SourceLine) -> list[Target]:
     """What the statement of this frame assigns to."""
     if line.function.endswith(("<lambda>", "<genexpr>")):
         return []
@@ -124,12 +124,12 @@ def _named(
 # --- In a level -----------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _Piece(NamedTuple):
     """An equation of a statement, with the frame of the statement."""
 
     at: int
     eqn: Any
-    line: Line
+    line: SourceLine
     is_backward: bool
 
 
@@ -167,9 +167,9 @@ def variables(
 
 def _statements_in(
     level: Level, wanted: Callable[[str], bool]
-) -> Iterator[tuple[Target, list[_Part]]]:
+) -> Iterator[tuple[Target, list[_Piece]]]:
     """The wanted targets of a level's statements, with these statements' equations."""
-    groups: dict[Any, list[_Part]] = {}
+    groups: dict[Any, list[_Piece]] = {}
     known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines = user_lines.lines_of(eqn)
@@ -183,7 +183,7 @@ def _statements_in(
                     continue
                 outer = tuple((x.file, x.line, x.column) for x in lines[depth + 1 :])
                 key = line.file, target, outer
-                groups.setdefault(key, []).append(_Part(index, eqn, line, backward))
+                groups.setdefault(key, []).append(_Piece(index, eqn, line, backward))
     for (_, target, _), found in groups.items():
         yield target, found
 
@@ -201,7 +201,7 @@ def _uses(level: Level) -> dict[Any, list[int]]:
     return uses
 
 
-def _within(line: Line, span: tuple[int, int, int, int]) -> bool:
+def _within(line: SourceLine, span: tuple[int, int, int, int]) -> bool:
     begin, end = (line.line, line.column), (line.end_line, line.end_column)
     return begin >= span[:2] and end <= span[2:]
 
@@ -219,7 +219,7 @@ def _side(target: Target, differentiates: str) -> str | None:
     return sides[target.part] if 0 <= target.part < len(sides) else None
 
 
-def _runs(found: list[_Part]) -> list[list[_Part]]:
+def _runs(found: list[_Piece]) -> list[list[_Piece]]:
     """The runs of a statement, if they all have the same equations."""
     if not found:
         return []
@@ -233,8 +233,8 @@ def _runs(found: list[_Part]) -> list[list[_Part]]:
 
 
 def _without_residuals(
-    level: Level, leaves: list[tuple[_Part, Any]], uses: dict[Any, list[int]]
-) -> list[tuple[_Part, Any]]:
+    level: Level, leaves: list[tuple[_Piece, Any]], uses: dict[Any, list[int]]
+) -> list[tuple[_Piece, Any]]:
     """Without what a level hands to its backward pass, behind its other results."""
     if len(leaves) < 2 or "jvp(" not in labels.transforms(*level.around):
         return leaves
