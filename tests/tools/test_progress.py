@@ -250,7 +250,7 @@ def deliver(monkeypatch, loops, steps):
     """Delivers (name of a loop, step), as a program would in one run."""
     with monkeypatch.context() as patch:
         for name, step in steps:
-            here = hc.typing.Current(name, name, "unordered", None, {}, (), run=7)
+            here = hc.typing.Current(name, name, "unordered", None, {}, {}, (), run=7)
             patch.setattr(hc, "current", lambda here=here: here)
             loops[name](np.int32(step), None, {})
 

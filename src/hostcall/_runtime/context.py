@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -81,6 +81,7 @@ class Current:
     order: Order
     device: Any
     mesh_coords: dict[Any, int]
+    mesh_shape: dict[Any, int]
     row: tuple[int, ...]
     transforms: tuple[tuple[str, dict[str, Any]], ...] = ()
     rows: tuple[np.ndarray, ...] | None = None
@@ -93,7 +94,6 @@ class Current:
     execution: int | None = None
     history: tuple[Earlier, ...] = ()
     grid: tuple[int, ...] = ()
-    mesh_shape: dict[Any, int] = field(default_factory=dict)
     devices: tuple[Any, ...] = ()
     process: int = 0
     processes: int = 1

@@ -174,3 +174,4 @@ class Progress:
 
 
 progress = Progress()
+progress.__doc__ = Progress.__call__.__doc__  # for help(hc.progress)
