@@ -92,6 +92,7 @@ OPTIONS = {
     "tag": {"tag": "doubles"},
     "cache": {"cache": "memory"},
     "version": {"cache": "memory", "version": 1},
+    "float64": {"float64": True},
 }
 ONLY_CALL = {"on", "fail"}
 
@@ -109,14 +110,14 @@ def test_every_option_and_value_of_the_table_is_here():
 PAIRS = {
     "async": {
         4: "unordered ordered parallel on jax dlpack timeout concurrency fail tag cache"
-        " version",
+        " version float64",
         3: "where",
         1: "whole legacy coalesce wait",
         0: "rule",
         CONFLICT: "cuda lend out executor",
     },
     "unordered": {
-        4: "parallel on jax dlpack lend out timeout executor concurrency fail tag",
+        4: "parallel on jax dlpack lend out timeout executor concurrency fail tag float64",
         3: "where",
         1: "whole legacy",
         0: "rule",
@@ -124,7 +125,7 @@ PAIRS = {
         "run hc-device": "cuda",  # there is no GPU here
     },
     "ordered": {
-        4: "parallel on jax dlpack lend out timeout executor concurrency fail tag",
+        4: "parallel on jax dlpack lend out timeout executor concurrency fail tag float64",
         3: "where",
         1: "whole legacy",
         0: "rule",
@@ -132,73 +133,76 @@ PAIRS = {
         "run hc-device": "cuda",
     },
     "parallel": {
-        4: "on jax dlpack timeout concurrency fail tag cache version",
+        4: "on jax dlpack timeout concurrency fail tag cache version float64",
         3: "where",
         1: "coalesce wait",
         CONFLICT: "cuda lend out",
     },
     "whole": {
-        1: "where on jax dlpack lend out timeout concurrency fail tag cache version",
+        1: "where on jax dlpack lend out timeout concurrency fail tag cache version float64",
         CONFLICT: "coalesce wait",
         "run hc-device": "cuda",
     },
     "legacy": {
-        1: "on jax dlpack lend out timeout concurrency fail tag cache version",
+        1: "on jax dlpack lend out timeout concurrency fail tag cache version float64",
         CONFLICT: "coalesce wait",
         "vmap hc-batching": "where",
         "run hc-device": "cuda",
     },
     "rule": {
-        0: "on jax dlpack lend out timeout concurrency fail tag cache version",
+        0: "on jax dlpack lend out timeout concurrency fail tag cache version float64",
         CONFLICT: "cuda coalesce wait",
         "vmap hc-batching": "where",
     },
     "where": {
-        3: "on jax dlpack lend out timeout executor concurrency fail tag cache version",
+        3: "on jax dlpack lend out timeout executor concurrency fail tag cache version float64",
         1: "coalesce wait",
         CONFLICT: "cuda",
     },
     "on": {
-        4: "jax dlpack lend out timeout executor concurrency fail tag cache version",
+        4: "jax dlpack lend out timeout executor concurrency fail tag cache version float64",
         1: "coalesce wait",
         CONFLICT: "cuda",
     },
     "jax": {
         4: "lend out timeout executor concurrency fail tag cache version",
         1: "coalesce wait",
+        CONFLICT: "float64",
     },
     "dlpack": {
-        4: "lend out timeout executor concurrency fail tag cache version",
+        4: "lend out timeout executor concurrency fail tag cache version float64",
         1: "coalesce wait",
     },
     "cuda": {
-        CONFLICT: "lend out timeout executor concurrency coalesce wait cache version",
+        CONFLICT: "lend out timeout executor concurrency coalesce wait cache version float64",
         "run hc-device": "fail tag",
     },
     "lend": {
-        4: "fail tag cache version",
+        4: "fail tag cache version float64",
         CONFLICT: "timeout executor concurrency coalesce wait",
     },
     "out": {
-        4: "fail tag",
+        4: "fail tag float64",
         CONFLICT: "timeout executor concurrency coalesce wait cache version",
     },
     "timeout": {
-        4: "executor concurrency fail tag cache version",
+        4: "executor concurrency fail tag cache version float64",
         1: "coalesce wait",
     },
     "executor": {
-        4: "fail tag cache version",
+        4: "fail tag cache version float64",
         CONFLICT: "concurrency coalesce wait",
     },
     "concurrency": {
-        4: "fail tag cache version",
+        4: "fail tag cache version float64",
         1: "coalesce wait",
     },
-    "coalesce": {1: "fail tag cache version"},
-    "wait": {1: "fail tag cache version"},
-    "fail": {4: "tag cache version"},
-    "tag": {4: "cache version"},
+    "coalesce": {1: "fail tag cache version float64"},
+    "wait": {1: "fail tag cache version float64"},
+    "fail": {4: "tag cache version float64"},
+    "tag": {4: "cache version float64"},
+    "cache": {4: "float64"},
+    "version": {4: "float64"},
 }
 # Where `hc.host` knows it later than `hc.call`: the function it makes calls both faces.
 LATER_OF_HOST = {

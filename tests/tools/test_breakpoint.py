@@ -295,7 +295,7 @@ def test_in_a_notebook(monkeypatch, tmp_path):
     assert "('here', array(4., dtype=float32), array(8., dtype=float32))" in text
     assert "hc.breakpoint(x=x, y=y)" in text
     assert "result 9.0" in text
-    assert text.rstrip().endswith("quit")
+    assert "quit" in text.splitlines()  # the log may come after it
     assert next(lines, None) is None
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from hostcall._core.daemon import DaemonPool
@@ -56,15 +57,17 @@ class OnThread:
             return bound.settings.run(context.run, run_each, bound.fn, each())  # type: ignore[no-any-return]
 
         waiting = threading.get_ident()
-        outcome = _threads.submit(job)
+        # Before the function begins: from then on hc.monitor.status() shows its stack.
         workers.delegates[waiting] = worker
+        outcome: Future[Any] | None = None
         try:
+            outcome = _threads.submit(job)
             if not wait(ended(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
             return outcome.result()  # type: ignore[no-any-return]
         finally:
             workers.delegates.pop(waiting, None)
-            del outcome  # breaks the cycle error -> this frame -> outcome -> error
+            outcome = None  # breaks the cycle error -> this frame -> outcome -> error
 
 
 # These may hang for ever, so nobody waits for them at the end of the process.
