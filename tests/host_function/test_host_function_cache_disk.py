@@ -103,6 +103,8 @@ def test_another_version_or_result_is_another_function(disk):
         assert len(ran) == runs
     host(sine, disk(), result=jax.ShapeDtypeStruct((4,), np.float16))(X)
     assert len(ran) == 4
+    host(sine, disk(), float64=True)(X)
+    assert len(ran) == 5
 
 
 def test_trees_statics_and_dtypes(disk):
