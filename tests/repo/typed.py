@@ -158,7 +158,7 @@ def a_program(x: jax.Array) -> jax.Array:
     """Every face in one program, as a user would write it."""
     feed = hc.feed(rows, jax.ShapeDtypeStruct((3,), x.dtype), on_end="repeat")
     assert_type(feed, hc.typing.Feed)
-    batch = feed()
+    batch, _ = feed()
     value = hc.call(named, x, x, tag="named")
     hc.tap(print, value, every=1.0, where=value.any())
     hc.print("mean {:.3f}", value.mean(), on="once")
