@@ -345,7 +345,7 @@ REFUSED = {
     ),
     "bounds of BFGS": (
         lambda: hc.bridge.scipy.minimize(energy, method="BFGS", bounds=(0, 1)),
-        "the others take no bounds",
+        "or take no bounds",
     ),
     "bounds as pairs": (
         lambda: hc.bridge.scipy.minimize(energy, bounds=[(0, 1)] * 3),

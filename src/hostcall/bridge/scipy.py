@@ -266,16 +266,16 @@ class _Problem(HostCode):
         returns: what `fun` should return, in words.
         methods: those that may be chosen; the first is the default.
         bounded: the same with bounds.
-        others: why there are no other methods.
+        others: what an error says of other methods.
     """
 
     word: str
     codes: tuple[Callable[[Code], Code], ...] = (lambda fun: fun, jax.jacfwd)
     shape: tuple[int, ...] = (-1,)
     returns = "real floating numbers"
-    methods: Sequence[str]
+    methods: Sequence[str] = ("hybr",)
     bounded: Sequence[str] = ()
-    others: str
+    others = ""
 
     def __init__(self, fun: Callable[..., Any], given: dict[str, Any]) -> None:
         self.fun = self.__wrapped__ = fun
@@ -295,9 +295,7 @@ class _Problem(HostCode):
             if not fits:
                 raise wrong(option, f"`{self.name}`", wanted, self._given[option], why)
 
-        why = ": the others take no bounds, or end near one but not at it"
-        why = why if self.method in self.methods else f": {self.others}"
-        check("method", self.method in may, choices(may), why)
+        check("method", self.method in may, choices(may), self.others)
         fits = self.tol is None or (
             isinstance(self.tol, (int, float)) and self.tol >= 0
         )
@@ -466,8 +464,6 @@ class _Problem(HostCode):
 
 class _Root(_Problem):
     word, returns = "root", "as many real floating numbers as the unknown has"
-    methods = ("hybr",)
-    others = ""
     zero = staticmethod(lambda fun: fun)
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
@@ -491,10 +487,7 @@ class _Minimize(_Problem):
     with_hessian = ("Newton-CG", "dogleg", "trust-ncg", "trust-krylov", "trust-exact")
     bounded = ("L-BFGS-B", "TNC", "SLSQP")
     methods = ("BFGS", "CG", *bounded, *with_hessian)
-    others = (
-        "others may end where the gradient is not zero, and then the implicit function"
-        " theorem says nothing"
-    )
+    others = ": others may end where the gradient is not zero, or take no bounds"
     zero = staticmethod(jax.grad)
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
@@ -511,7 +504,7 @@ class _LeastSquares(_Problem):
     word = "least_squares"
     bounded = ("trf", "dogbox")
     methods = (*bounded, "lm")
-    others = "these are SciPy's"
+    others = ": 'lm' takes no bounds"
     tolerances = ("ftol", "xtol", "gtol")
     keywords = (*tolerances, "max_nfev", "x_scale", "tr_solver", "tr_options")
 
