@@ -63,6 +63,25 @@ def test_a_static_function_defined_again_on_a_disk():
     assert len(disk) == 2
 
 
+def width(x):
+    return np.full_like(x, x.itemsize)
+
+
+def width_of_tangent(primals, tangents):
+    return width(tangents[0])
+
+
+def test_a_disk_tells_functions_and_rules_that_get_float64():
+    disk = Disk()
+    for wide in (False, True, False, True):
+        like = hc.results.like(0)
+        f = hc.host(width, result=like, cache=disk, version=1, float64=wide)
+        f.defjvp(width_of_tangent)
+        for got in jax.jit(lambda x, f=f: (f(x), *jax.jvp(f, (x,), (x,))))(X):
+            assert (got == (8 if wide else 4)).all()
+    assert len(disk) == 4
+
+
 def test_rules_and_differences_have_entries_of_their_own():
     disk = Disk()
 

@@ -148,7 +148,7 @@ def host(
             ones as complex128, whatever JAX's mode. So do the arguments, tangents,
             cotangents and residual arrays of rules in host code; rules in JAX code
             have the program's dtypes. Integers stay as they are, and results get the
-            dtypes that `result` declares. Such arguments are copies, with `lend` too.
+            dtypes that `result` declares. What is converted is a copy, with `lend` too.
 
     Returns:
         A `HostFunction`. It is called with arrays, pytrees of them and static objects,

@@ -129,8 +129,6 @@ class Steps(HostCode, Value):
                 options["vmap_method"] = "sequential"
         if (cache := options.get("cache")) is not None:
             label: tuple[object, ...] = self.kind, self.nz
-            if options.get("float64"):  # its results differ
-                label += ("float64",)
             if self.kind != "value":
                 # version= says which code computes the value; a rule can be set again.
                 label += (fingerprint(self.code),)

@@ -5,8 +5,8 @@ A row that is found makes no JAX arrays or typed keys, and goes to no executor.
 A row's key is a digest of
 
   * what is the same in all calls of a plan: which of the function's codes it is, the
-    shapes and dtypes of arguments and results, the fills of masked rows, and JAX's
-    settings of its trace, if those are not the process's own;
+    shapes and dtypes of arguments and results, `float64=`, the fills of masked rows,
+    and JAX's settings of its trace, if those are not the process's own;
   * the structure of the arguments with the static ones, pickled, and what functions and
     classes in them are (pickles have their names only);
   * the bytes of its arrays. So -0.0 differs from 0.0, and a NaN equals itself.
@@ -159,6 +159,7 @@ class _Keys:
         about: tuple[Any, ...] = (
             part.label,
             [(shape, str(dtype)) for shape, dtype in choices.shapes],
+            callback.policy.float64,
             [(x.shape, str(x.dtype)) for x in choices.avals],
             choices.compressed and callback.fills,
             [None if k is None else str(k) for k in callback.template.keys],

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from hostcall._core.arguments import check_function, wrong
+from hostcall._core.arguments import check_function, choices, wrong
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.host_code import HostCode, TakesMask
+from hostcall._core.options import ROWS
 from hostcall._core.spec import Template
 from hostcall._host_function.host import host
 from hostcall._host_function.trees import pick
@@ -37,8 +38,8 @@ __all__ = ["Outcome", "least_squares", "minimize", "root"]
 
 tree = jax.tree_util
 
-# Compiled code of a flat unknown.
-Code: TypeAlias = Callable[..., jax.Array]
+# JAX code of a flat unknown.
+Code: TypeAlias = Callable[..., Any]
 # The same on NumPy arrays, of the unknown alone.
 Runs: TypeAlias = Sequence[Callable[[np.ndarray], Any]]
 Limits: TypeAlias = tuple[np.ndarray, np.ndarray] | None
@@ -61,7 +62,6 @@ class Outcome(NamedTuple):
 def root(
     fun: Callable[..., Any] | None = None,
     *,
-    method: str = "hybr",
     tol: float | None = None,
     options: Mapping[str, Any] | None = None,
     full_output: bool = False,
@@ -83,10 +83,9 @@ def root(
             floating arrays, and the result has as many numbers. The args are any
             pytrees; what has derivatives or is traced must be among them, and not in a
             closure. Without `fun`, `root` returns a decorator.
-        method: as in `scipy.optimize.root`, which gets the exact Jacobian with "hybr".
-            All but "lm", which may end where `fun` is not zero.
         tol: as in `scipy.optimize.root`.
-        options: as in `scipy.optimize.root`: of the method.
+        options: as in `scipy.optimize.root`, whose method is "hybr": the others make no
+            use of the exact Jacobian, or may end where `fun` is not zero ("lm").
         full_output: whether the result is `(x, ending)`, with an `Outcome`. A solve
             that fails then returns its last x and `ending.success == False`.
         vmap_method: "sequential" (default) or "parallel": one solve for each row.
@@ -113,14 +112,14 @@ def root(
             program's precision. The first guess has no influence, so its derivative is
             zero. A singular Jacobian gives infinite or NaN derivatives.
 
-    Cost: a host call, SciPy's own time, and about 40 us for each evaluation. `fun` and
-    its derivatives are traced in float64, whatever JAX's mode, and compiled once for
-    each combination of shapes. Derivatives of x need a dense n x n matrix for n
-    numbers in x.
+    Cost: a host call, SciPy's own time, and 30 us for each value of `fun`, and for each
+    Jacobian; 60 us for a value with a gradient. `fun` and its derivatives are traced in
+    float64, whatever JAX's mode, and compiled once for each combination of shapes.
+    Derivatives of x need a dense n x n matrix for n numbers in x.
 
     Source: scipy.optimize; the rule is that of `jax.lax.custom_root`.
     """
-    return _made(_Root, dict(locals()))
+    return _made(root, _Root, dict(locals()))
 
 
 def minimize(
@@ -175,7 +174,7 @@ def minimize(
 
     Source: scipy.optimize.
     """
-    return _made(_Minimize, dict(locals()))
+    return _made(minimize, _Minimize, dict(locals()))
 
 
 def least_squares(
@@ -224,23 +223,20 @@ def least_squares(
 
     Source: scipy.optimize.
     """
-    return _made(_LeastSquares, dict(locals()))
+    return _made(least_squares, _LeastSquares, dict(locals()))
 
 
-def _made(kind: type[_Problem], given: dict[str, Any]) -> Any:
+def _made(public: Callable[..., Any], kind: type[_Problem], given: Any) -> Any:
     """The solver of a problem, or a decorator that makes it."""
     fun = given.pop("fun")
-    public = {_Root: root, _Minimize: minimize, _LeastSquares: least_squares}[kind]
     if fun is None:
         return functools.partial(public, **given)
-    usage = f"hc.bridge.scipy.{kind.word}(fun)"
-    shown = given["name"] or check_function(fun, usage)
-    rows = given["vmap_method"]
-    if rows not in (None, "sequential", "parallel"):
-        why = ": SciPy solves for one row at a time"
-        wanted = "'sequential' or 'parallel'"
-        raise wrong("vmap_method", f"`{shown}`", wanted, rows, why)
+    shown = given["name"] or check_function(fun, f"hc.bridge.scipy.{kind.word}(fun)")
     of_host = {key: given.pop(key) for key in ("vmap_method", "timeout")}
+    if of_host["vmap_method"] not in (None, *ROWS):
+        why = ": SciPy solves for one row at a time"
+        wanted, rows = choices(ROWS), of_host["vmap_method"]
+        raise wrong("vmap_method", f"`{shown}`", wanted, rows, why)
     problem = kind(fun, {**given, "name": shown})
     made = host(problem, result=problem.spec, float64=True, name=shown, **of_host)
     made.defjvp(_Implicit(problem, made), where="jax")
@@ -260,71 +256,82 @@ class _Implicit(TakesMask):
         return _Implicit(self._problem, self._solve.where(mask))
 
 
-def _value(flat: Code, *given: Any) -> jax.Array:
-    return flat(*given)
-
-
-def _slope(flat: Code, *given: Any) -> jax.Array:
-    return jax.jacfwd(flat, 1)(*given)
-
-
-def _value_and_slope(flat: Code, *given: Any) -> Any:
-    return jax.value_and_grad(lambda *given: flat(*given)[0], 1)(*given)
-
-
-def _bend(flat: Code, *given: Any) -> jax.Array:
-    return jax.hessian(lambda *given: flat(*given)[0], 1)(*given)
-
-
 class _Problem(HostCode):
     """What SciPy solves: the host code of a solver, and the JAX code of its rule.
 
     Attributes:
         word: its function in scipy.optimize.
-        codes: what SciPy gets, as functions of (`_flat`, template, z, *arrays).
-        methods: those that may be chosen.
-        bounded: those that take bounds.
-        others: why there are no other methods.
+        codes: what SciPy gets, made of `fun` on flat arrays.
+        shape: of what `fun` returns there.
+        returns: what `fun` should return, in words.
+        methods: those that may be chosen; the first is the default.
+        bounded: the same with bounds.
+        others: what an error says of other methods.
     """
 
     word: str
-    codes: Sequence[Code] = (_value, _slope)
-    methods: Sequence[str]
+    codes: tuple[Callable[[Code], Code], ...] = (lambda fun: fun, jax.jacfwd)
+    shape: tuple[int, ...] = (-1,)
+    returns = "real floating numbers"
+    methods: Sequence[str] = ("hybr",)
     bounded: Sequence[str] = ()
-    others: str
+    others = ""
 
     def __init__(self, fun: Callable[..., Any], given: dict[str, Any]) -> None:
         self.fun = self.__wrapped__ = fun
         self.scipy = needed("scipy.optimize", "scipy")
         self._given, self.name = given, given["name"]
         self.__name__ = self.__qualname__ = self.name
-        self.tol, self.options = given["tol"], dict(given["options"] or {})
-        self.full, self.bounds = given["full_output"], given.get("bounds")
-        self.method = given["method"] or ("BFGS" if self.bounds is None else "L-BFGS-B")
+        self.tol, self.full = given["tol"], given["full_output"]
+        self.options, self.bounds = given["options"] or {}, given.get("bounds")
         may = self.methods if self.bounds is None else self.bounded
-        if self.method not in may:
-            why = f": {self.others}"
-            if self.bounds is not None and self.method in self.methods:
-                why = ": the others take no bounds, or end near one but not at it"
-            raise wrong("method", f"`{self.name}`", str(may), self.method, why)
-        if self.bounds is not None and not (
-            isinstance(self.bounds, tuple) and len(self.bounds) == 2
-        ):
-            wanted = "a tuple (low, high), each a number or a pytree like x"
-            raise wrong("bounds", f"`{self.name}`", wanted, self.bounds)
-        self._codes = [
-            jax.jit(functools.partial(code, self._flat), static_argnums=0)
-            for code in self.codes
-        ]
+        self.method = given.get("method") or may[0]
+        self._check_options(may)
+        self._codes = [jax.jit(self._on_flat(c), static_argnums=0) for c in self.codes]
+        self._traced = jax.jit(self._numbers, static_argnums=0)
+
+    def _check_options(self, may: Sequence[str]) -> None:
+        def check(option: str, fits: bool, wanted: str, why: str = "") -> None:
+            if not fits:
+                raise wrong(option, f"`{self.name}`", wanted, self._given[option], why)
+
+        check("method", self.method in may, choices(may), self.others)
+        fits = self.tol is None or (
+            isinstance(self.tol, (int, float)) and self.tol >= 0
+        )
+        check("tol", fits, "a number of at least 0")
+        fits = isinstance(self.options, Mapping)
+        check("options", fits, f"a dict of options of scipy.optimize.{self.word}")
+        check("full_output", isinstance(self.full, bool), "True or False")
+        pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
+        wanted = "a tuple (low, high), each a number or a pytree like x"
+        check("bounds", self.bounds is None or pair, wanted)
 
     def __reduce__(self) -> Any:
         return type(self), (self.fun, self._given)
 
     # --- JAX code --------------------------------------------------------------------
 
-    def zero(self, x: Any, *args: Any) -> Any:
-        """What is zero at a solution."""
+    @staticmethod
+    def zero(fun: Code) -> Code:
+        """What is zero at a solution, made of `fun` on flat arrays."""
         raise NotImplementedError
+
+    def _flat(self, *args: Any) -> jax.Array:
+        """What `fun` returns, as one array."""
+        return ravel_pytree(self.fun(*args))[0].reshape(self.shape)
+
+    def _numbers(self, template: Template, *arrays: jax.Array) -> Any:
+        return self.fun(*template.fill(arrays)[0])
+
+    def _on_flat(self, code: Callable[[Code], Code]) -> Callable[..., Any]:
+        """(template, z, *arrays) -> the code at z, which is x as one array."""
+
+        def run(template: Template, z: jax.Array, *arrays: jax.Array) -> Any:
+            (x, *args), _ = template.fill(arrays)
+            return code(lambda z: self._flat(ravel_pytree(x)[1](z), *args))(z)
+
+        return run
 
     def spec(self, x: Any, *args: Any) -> Any:
         """The spec of the result; refuses a `fun` or first guess that does not fit."""
@@ -336,51 +343,43 @@ class _Problem(HostCode):
                     f" real floating arrays, got {leaf}. Write 1.0 for 1, and give the"
                     " real and imaginary parts of a complex unknown"
                 )
-        outs = self._traced(x, *args)
-        sizes = [sum(a.size for a in tree.tree_leaves(t)) for t in (x, outs)]
-        floats = all(
-            jnp.issubdtype(a.dtype, jnp.floating) for a in tree.tree_leaves(outs)
-        )
-        if not floats or (why := self.refused(*sizes)):
-            why = why if floats else "real floating numbers"
-            got = str(tree.tree_map(lambda a: f"{a.dtype}{list(a.shape)}", outs))
+        outs = self._results(x, *args)
+        leaves = tree.tree_leaves(outs)
+        size, results = (sum(a.size for a in tree.tree_leaves(t)) for t in (x, outs))
+        count = {"root": size, "minimize": 1}.get(self.word, results)
+        floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in leaves)
+        if not floats or results != count:
+            got = tree.tree_map(lambda a: f"{a.dtype}{list(a.shape)}", outs)
             raise SpecError(
-                f"hostcall: `{self.name}` should return {why} for hc.bridge.scipy."
-                f"{self.word}, got {got} for an unknown of {sizes[0]} numbers"
+                f"hostcall: `{self.name}` should return {self.returns} for"
+                f" hc.bridge.scipy.{self.word}, got {got} for an unknown of {size}"
+                " numbers"
             )
         if self.bounds is not None:
             self._limits(x)
         flag = jax.ShapeDtypeStruct((), np.bool_)
-        count = jax.ShapeDtypeStruct((), np.int32)
-        return (x, Outcome(flag, count, count)) if self.full else x
+        number = jax.ShapeDtypeStruct((), np.int32)
+        return (x, Outcome(flag, number, number)) if self.full else x
 
-    def _traced(self, *args: Any) -> Any:
+    def _results(self, *args: Any) -> Any:
         """The avals of what `fun` returns, traced with the program's dtypes."""
         template, arrays = split(args, {})
         try:
-            made = jax.make_jaxpr(
-                functools.partial(self._of, template), return_shape=True
-            )
-            jaxpr, outs = made(*arrays)
+            traced = self._traced.trace(template, *arrays)
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{self.name}` failed when it was traced with the first"
                 f" guess and the args: {type(error).__name__}: {error}"
             ) from error
-        for value in jaxpr.consts:
-            if isinstance(value, jax.core.Tracer):
-                raise SpecError(
-                    f"hostcall: `{self.name}` uses a traced value of the program"
-                    f" ({value.dtype}{list(value.shape)}) that is not among its"
-                    " arguments: it has no value on the host, and would get no"
-                    " derivative. Pass it after the first guess: solve(x0, *args)",
-                    code="hc-traced",
-                )
-        return outs
-
-    def refused(self, size: int, results: int) -> str:
-        """What `fun` should return, if that is not how many numbers it returns."""
-        raise NotImplementedError
+        # Values of the program that it closes over are arguments of what was traced.
+        if len(traced.jaxpr.in_avals) > len(arrays):
+            raise SpecError(
+                f"hostcall: `{self.name}` uses a traced value of the program that is"
+                " not among its arguments: it has no value on the host, and would get"
+                " no derivative. Pass it after the first guess: solve(x0, *args)",
+                code="hc-traced",
+            )
+        return traced.out_info
 
     def push(self, made: Callable[..., Any], primals: Arrays, tangents: Arrays) -> Any:
         """(result, its tangent), by the implicit function theorem."""
@@ -391,51 +390,36 @@ class _Problem(HostCode):
         moves = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
         args, filled, _ = along(primals[1:], moves, is_operand)
         dots = pick(tree.tree_leaves(tangents[1:]), moves)
-
-        def zero(z: jax.Array, *args: jax.Array) -> jax.Array:
-            return ravel_pytree(self.zero(unravel(z), *filled(args)))[0]
-
+        zero = self.zero(lambda z, *args: self._flat(unravel(z), *filled(args)))
         moved = jnp.zeros_like(flat)
         if args:
             still = functools.partial(zero, flat)
             _, moved = jax.jvp(still, tuple(args), tuple(dots))
         slope = jax.jacfwd(zero)(flat, *args)
         if self.bounds is not None:  # what is at a bound stays there
-            low, high = (b.astype(flat.dtype) for b in self._limits(x))
+            with np.errstate(over="ignore"):  # no number is beyond such a bound
+                low, high = (b.astype(flat.dtype) for b in self._limits(x))
             free = (flat > low) & (flat < high)
-            slope = jnp.where(
-                free[:, None], slope, jnp.eye(flat.size, dtype=slope.dtype)
-            )
+            fixed = jnp.eye(flat.size, dtype=slope.dtype)
+            slope = jnp.where(free[:, None], slope, fixed)
             moved = jnp.where(free, moved, 0)
         wide = jnp.promote_types(flat.dtype, np.float32)  # LAPACK's
         found = -jnp.linalg.solve(slope.astype(wide), moved.astype(wide))
         dx = unravel(found.astype(flat.dtype))
-        still = tree.tree_map(lambda r: np.zeros(r.shape, jax.dtypes.float0), ending)
-        return out, ((dx, still) if self.full else dx)
-
-    def _of(self, template: Template, *arrays: jax.Array) -> Any:
-        args, _ = template.fill(arrays)
-        return self.fun(*args)
-
-    def _flat(self, template: Template, z: jax.Array, *arrays: jax.Array) -> jax.Array:
-        """`fun` of a flat unknown, as one flat array."""
-        (x, *args), _ = template.fill(arrays)
-        return ravel_pytree(self.fun(ravel_pytree(x)[1](z), *args))[0]
+        none = tree.tree_map(lambda r: np.zeros(r.shape, jax.dtypes.float0), ending)
+        return out, ((dx, none) if self.full else dx)
 
     def _limits(self, x: Any) -> tuple[np.ndarray, np.ndarray]:
         """The bounds of each number of x."""
-        leaves, treedef = tree.tree_flatten(x)
+
+        def every(bound: Any) -> np.ndarray:
+            each = tree.tree_leaves(jax.tree.broadcast(bound, x))
+            both = zip(each, tree.tree_leaves(x), strict=True)
+            wide = [np.broadcast_to(np.float64(b), a.shape).ravel() for b, a in both]
+            return np.concatenate(wide)
+
         try:
-            found = []
-            for bound in self.bounds or ():
-                every = [bound] * len(leaves) if np.isscalar(bound) else None
-                each = treedef.flatten_up_to(bound) if every is None else every
-                both = zip(each, leaves, strict=True)
-                wide = [
-                    np.broadcast_to(np.float64(b), a.shape).ravel() for b, a in both
-                ]
-                found.append(np.concatenate(wide))
-            low, high = found
+            low, high = map(every, self.bounds or ())
             if (low < high).all():
                 return low, high
             why = "low is below high"
@@ -447,7 +431,7 @@ class _Problem(HostCode):
     # --- Host code -------------------------------------------------------------------
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
-        """SciPy's result. `run` are the compiled codes of NumPy arrays."""
+        """SciPy's result. `run` are the compiled codes, of NumPy arrays."""
         raise NotImplementedError
 
     def __call__(self, x0: Any, *args: Any) -> Any:
@@ -474,32 +458,18 @@ class _Problem(HostCode):
         parts = np.split(found.x, np.cumsum([leaf.size for leaf in leaves])[:-1])
         each = zip(parts, leaves, strict=True)
         x = treedef.unflatten([part.reshape(leaf.shape) for part, leaf in each])
-        ending = Outcome(*(found.get(key, 0) for key in Outcome._fields))
+        ending = Outcome(found.success, found.status, found.nfev)
         return (x, ending) if self.full else x
 
 
 class _Root(_Problem):
-    word = "root"
-    methods = (
-        *("hybr", "broyden1", "broyden2", "anderson", "linearmixing"),
-        *("diagbroyden", "excitingmixing", "krylov", "df-sane"),
-    )
-    others = (
-        "'lm' may end where fun is not zero, and then the implicit function theorem"
-        " says nothing. Use hc.bridge.scipy.least_squares"
-    )
-
-    def zero(self, x: Any, *args: Any) -> Any:
-        return self.fun(x, *args)
-
-    def refused(self, size: int, results: int) -> str:
-        return "" if size == results else "as many numbers as the unknown has"
+    word, returns = "root", "as many real floating numbers as the unknown has"
+    zero = staticmethod(lambda fun: fun)
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
         value, slope = run
-        how = {"jac": slope} if self.method == "hybr" else {}
-        given = {"method": self.method, "tol": self.tol, "options": self.options}
-        found = self.scipy.root(value, start, **given, **how)
+        how = {"jac": slope, "tol": self.tol, "options": dict(self.options)}
+        found = self.scipy.root(value, start, **how)
         if not found.success:
             # "hybr" makes "no good progress" at a root that is exact up to rounding, as
             # of a linear function. Its own criterion, of a Newton step from there.
@@ -511,76 +481,51 @@ class _Root(_Problem):
 
 
 class _Minimize(_Problem):
-    word = "minimize"
-    codes = (_value_and_slope, _bend)
+    word, returns = "minimize", "one real floating number"
+    codes = (jax.value_and_grad, jax.hessian)
+    shape = ()
     with_hessian = ("Newton-CG", "dogleg", "trust-ncg", "trust-krylov", "trust-exact")
     bounded = ("L-BFGS-B", "TNC", "SLSQP")
     methods = ("BFGS", "CG", *bounded, *with_hessian)
-    others = (
-        "others may end where the gradient is not zero, and then the implicit function"
-        " theorem says nothing"
-    )
-
-    def zero(self, x: Any, *args: Any) -> Any:
-        return jax.grad(lambda x: jnp.reshape(self.fun(x, *args), ()))(x)
-
-    def refused(self, size: int, results: int) -> str:
-        return "" if results == 1 else "one number"
+    others = ": others may end where the gradient is not zero, or take no bounds"
+    zero = staticmethod(jax.grad)
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
         both, bend = run
-        given = {"method": self.method, "tol": self.tol, "options": self.options}
+        how = {"method": self.method, "tol": self.tol, "options": dict(self.options)}
         if self.method in self.with_hessian:
-            given["hess"] = bend
+            how["hess"] = bend
         if limits is not None:
-            given["bounds"] = self.scipy.Bounds(*limits)
-        return self.scipy.minimize(both, start, jac=True, **given)
+            how["bounds"] = self.scipy.Bounds(*limits)
+        return self.scipy.minimize(both, start, jac=True, **how)
 
 
 class _LeastSquares(_Problem):
     word = "least_squares"
     bounded = ("trf", "dogbox")
-    methods = ("trf", "dogbox", "lm")
-    others = "these are SciPy's"
-    keywords = (
-        "ftol",
-        "xtol",
-        "gtol",
-        "max_nfev",
-        "x_scale",
-        "tr_solver",
-        "tr_options",
-    )
+    methods = (*bounded, "lm")
+    others = ": 'lm' takes no bounds"
+    tolerances = ("ftol", "xtol", "gtol")
+    keywords = (*tolerances, "max_nfev", "x_scale", "tr_solver", "tr_options")
 
-    def __init__(self, fun: Callable[..., Any], given: dict[str, Any]) -> None:
-        super().__init__(fun, given)
+    def _check_options(self, may: Sequence[str]) -> None:
+        super()._check_options(may)
         if more := sorted(self.options.keys() - set(self.keywords)):
             why = ". Another loss= is another problem: write it into fun"
             wanted = f"a dict with keys among {self.keywords}"
             raise wrong("options", f"`{self.name}`", wanted, more, why)
 
-    def zero(self, x: Any, *args: Any) -> Any:
-        def half(x: Any) -> jax.Array:
-            return (ravel_pytree(self.fun(x, *args))[0] ** 2).sum() / 2
-
-        return jax.grad(half)(x)
-
-    def refused(self, size: int, results: int) -> str:
-        few = self.method == "lm" and results < size
-        return (
-            "at least as many numbers as the unknown has (method='lm')" if few else ""
-        )
+    @staticmethod
+    def zero(fun: Code) -> Code:
+        slope: Code = jax.grad(lambda *args: (fun(*args) ** 2).sum() / 2)
+        return slope
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
-        value, slope = run
-        given = dict(self.options)
-        if self.tol is not None:
-            given = {**dict.fromkeys(("ftol", "xtol", "gtol"), self.tol), **given}
+        how = {} if self.tol is None else dict.fromkeys(self.tolerances, self.tol)
+        how = {"method": self.method, **how, **self.options}
         if limits is not None:
-            given["bounds"] = limits
-        found = self.scipy.least_squares(
-            value, start, slope, method=self.method, **given
-        )
+            how["bounds"] = limits
+        found = self.scipy.least_squares(run[0], start, run[1], **how)
         if limits is not None:  # "trf" stays inside, within a rounding of the bound
             at = found.active_mask
             found.x = np.select([at < 0, at > 0], limits, found.x)
