@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import jax
 from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
-from hostcall._jax.program import SERVED, is_served
+from hostcall._jax.program import SERVED, Program, is_served
 
 # Saved at import, before `patch_jax` can replace it, so that hostcall never calls its
 # own replacement.
@@ -30,6 +32,29 @@ def place_of_callback(ctx: _t.LoweringContext, sharding: _t.Sharding | None) -> 
     return _callback._callback_op_sharding(
         ctx.module_context.axis_context, sharding, ctx.avals_out
     )
+
+
+def caller(
+    program: Program,
+    sharding: _t.Sharding | None,
+    *,
+    partitioned: bool = False,
+    **_: object,
+) -> _t.Device | None:
+    """The device whose callback runs where one device calls; None if several do, or if
+    it is not known.
+    """
+    mesh, context = program.mesh, program.ctx.module_context.axis_context
+    devices: Iterable[_t.Device] = ()
+    if partitioned or isinstance(mesh, jax.sharding.AbstractMesh):
+        pass
+    elif mesh is not None:
+        devices = mesh.devices.flat
+    elif sharding is not None:
+        devices = sharding.device_set
+    elif isinstance(context, _sharding_impls.ShardingContext):
+        devices = context.device_assignment or ()
+    return next(iter(devices), None)
 
 
 # --- For the drop-ins: _primitives/drop_in, _compat/callbacks.py, _compat/debug.py ---

@@ -267,23 +267,27 @@ def lower_through_jax(
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
     targets.start()
-    info = params.info({}, program.mesh)
-    info.job = targets.failures_over(program.across)
-    info.device = host_device.above(None)
-    made: dict[tuple[tuple[int, ...], ...], Plan] = {}
+    job = targets.failures_over(program.across)
+    made: dict[object, tuple[CallInfo, Plan]] = {}
 
-    def plan_of(operands: Sequence[Aval | np.ndarray]) -> Plan:
+    def planned(
+        device: Device | None, operands: Sequence[Aval | np.ndarray]
+    ) -> tuple[CallInfo, Plan]:
         shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
-        if shapes not in made:
-            made[shapes] = plans.make_plan(info, operands)
-        return made[shapes]
+        if (device, shapes) not in made:
+            info = params.info({-1: device}, program.mesh)
+            info.job, info.device = job, host_device.above(None)
+            info.of_program = _jax.all_devices(program)
+            made[device, shapes] = info, plans.make_plan(info, operands)
+        return made[device, shapes]
 
-    plan_of(_jax.physical_avals(program.ctx.avals_in))
+    planned(None, _jax.physical_avals(program.ctx.avals_in))
 
-    def run(*arrays: jax.Array) -> list[np.ndarray]:
+    def run(device: Device | None, *arrays: jax.Array) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
+        info, plan = planned(device, hosts)
         try:
-            results: list[np.ndarray] = plan_of(hosts).invoke(hosts)
+            results: list[np.ndarray] = plan.invoke(hosts)
         except Exception as error:
             text = info.on_error(error, None, ())
             code = error.code if isinstance(error, HostcallError) else None
@@ -294,7 +298,7 @@ def lower_through_jax(
         program,
         run,
         operands,
-        effect=params.effect,
+        params=params,
         has_side_effect=params.effect is not None,
         sharding=params.options.sharding,
         partitioned=partitioned,

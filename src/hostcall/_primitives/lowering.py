@@ -32,6 +32,7 @@ from hostcall._engine.plans import plan_in_program
 from hostcall._engine.portable import may_travel, why_here
 from hostcall._jax.types import (
     Aval,
+    Device,
     Effect,
     Emitted,
     LoweringContext,
@@ -402,32 +403,61 @@ class EngineCall:
 # --- Platforms that the engine does not serve -----------------------------------------
 
 
+PARTITION = _jax.ShapedArray((), np.dtype(np.uint32))
+
+
+def _by_number(
+    run: Callable[..., list[np.ndarray]],
+    devices: Sequence[Device],
+    number: np.ndarray,
+    *arrays: np.ndarray,
+) -> list[np.ndarray]:
+    return run(devices[int(number)], *arrays)
+
+
 def emit_through_jax(
     program: _jax.Program,
     run: Callable[..., list[np.ndarray]],
     operands: Sequence[Value],
     *,
-    effect: Effect | None,
+    params: Equation,
     sharding: Sharding | None,
     **how: Any,
 ) -> list[Value]:
     """Emits JAX's own callback, for platforms that the engine does not serve.
 
-    `run` gets one array for each operand and returns one array for each result.
+    `run` gets the device that calls (None if that is not known) and one array for each
+    operand, and returns one array for each result. JAX does not tell which device
+    calls, so where each of several does, its number is one more operand.
 
     On a TPU an effect has a token, ordered or not: without one, a callback without
     results is a send that nothing answers, so the program may end, and a barrier
     return, before the host has the values. (Elsewhere JAX makes a token only of
     another.) `how` are the other parameters of JAX's function.
     """
-    ctx = program.ctx
-    how["sharding"] = _jax.place_of_callback(ctx, sharding)
+    if program.is_exported:
+        refuse_export(params.callback, _THROUGH_JAX.format(*program.platforms))
+    ctx, avals = program.ctx, program.ctx.avals_in
+    devices = program.devices if program.mesh is not None else None
+    place = _jax.place_of_callback(ctx, sharding)
+    called: Callable[..., list[np.ndarray]]
+    if devices is None:
+        called = partial(run, _jax.caller(program, sharding, **how))
+    else:
+        operands, avals = [_jax.partition_id(), *operands], [PARTITION, *avals]
+        called = partial(_by_number, run, devices)
 
     def one(token: Value | None) -> Emitted:
-        given = ctx, run, token, list(operands), ctx.avals_in, ctx.avals_out
+        given = ctx, called, token, list(operands), avals, ctx.avals_out
         results, token, _ = _jax.emit_python_callback(
-            *given, returns_token=effect is not None, **how
+            *given, returns_token=params.effect is not None, sharding=place, **how
         )
         return list(results), token
 
-    return _in_order(ctx, effect, one)
+    return _in_order(ctx, params.effect, one)
+
+
+_THROUGH_JAX = (
+    "on {} calls go through JAX's own callback, which holds on to this process. Export"
+    ' it for platforms=("cpu", "cuda"), or compile the function itself where it runs'
+)

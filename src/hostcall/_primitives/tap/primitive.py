@@ -415,17 +415,24 @@ def lower_through_jax(
     JAX's callback brings the values to the host, and there they are queued.
     """
     targets.start()
-    place = _place(program, params)
-    info = params.info({-1: None}, program.mesh)
-    info.tap = params.settings(in_program=False)
-    info.device = host_device.above(None)
-    plan = plans.make_plan(info, program.ctx.avals_in)
-
-    # JAX's callback knows neither device nor run, so all share one throttle.
-    own = _native.Throttle(info.tap)
+    place, settings = _place(program, params), params.settings(in_program=False)
     counters = costs.counters_of(params.callback)
+    made: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
 
-    def run(*arrays: jax.Array) -> list[np.ndarray]:
+    def planned(device: Device | None) -> tuple[_native.Plan, _native.Throttle]:
+        if device not in made:
+            info = params.info({-1: device}, program.mesh)
+            info.tap, info.device = settings, host_device.above(None)
+            info.of_program = _jax.all_devices(program)
+            plan = plans.make_plan(info, program.ctx.avals_in)
+            # If two threads come with one device, both count by the first's throttle.
+            made.setdefault(device, (plan, _native.Throttle(settings)))
+        return made[device]
+
+    planned(None)
+
+    def run(device: Device | None, *arrays: jax.Array) -> list[np.ndarray]:
+        plan, own = planned(device)
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
         if not masked and own.lets(counters, params.flag_of(hosts)):
@@ -433,7 +440,7 @@ def lower_through_jax(
         return list(params.arguments(hosts)) if params.through else []
 
     how = {"has_side_effect": True, "sharding": place}
-    return emit_through_jax(program, run, operands, effect=params.effect, **how)
+    return emit_through_jax(program, run, operands, params=params, **how)
 
 
 def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
