@@ -175,10 +175,16 @@ def test_a_number_is_given_again_once_its_program_is_gone(no_program, in_time):
 # --- Names --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["", "a b", ".a", "1a", "a..b", 3, None])
+@pytest.mark.parametrize("name", ["", "a b", ".a", "1a", "a..b"])
 def test_names(name):
     with pytest.raises(hc.errors.SpecError, match="hc.register got the name"):
         hc.register(name)(plain)
+
+
+@pytest.mark.parametrize("name", [3, None, plain])
+def test_a_name_that_is_no_text(name):
+    with pytest.raises(hc.errors.SpecError, match=r'Write hc.register\("'):
+        hc.register(name)
 
 
 @pytest.mark.parametrize("version", [-1, "1", 1.0, True])
