@@ -402,9 +402,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         """Sets a rule that may be given by a decorator."""
         if rule is None:
             return functools.partial(self._give, kind, where)
+        given = Rule(rule, self._where(f"def{kind}(rule)", where, rule))
         if kind == "jvp":
             self._takes_two(rule, "rule(primals, tangents)")
-        self._add(kind, Rule(rule, self._where(f"def{kind}(rule)", where, rule)))
+        self._add(kind, given)
         return rule
 
     def _where(self, usage: str, where: Where, *rules: Function) -> Where:
@@ -437,7 +438,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return where
 
     def _takes_two(self, rule: Function, form: str) -> None:
-        if callable(rule) and not accepts(rule, 2, ()):
+        if not accepts(rule, 2, ()):
             raise SpecError(
                 f"hostcall: a rule of `{self.__name__}` is called as {form}, but"
                 f" `{name_of(rule)}` takes {signature_of(rule)}",
