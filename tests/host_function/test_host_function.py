@@ -288,7 +288,7 @@ def test_errors_of_options():
     with pytest.raises(hc.errors.SpecError, match="drop one of the two"):
         module_sine.deftranspose(plain_transpose)
     with pytest.raises(hc.errors.SpecError, match="drop one of the two"):
-        aliased.defjvp(plain)
+        aliased.defjvp(module_cosine)
 
 
 # --- Batches -----------------------------------------------------------------------

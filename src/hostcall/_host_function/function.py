@@ -317,7 +317,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 give it for small arrays, and if `fwd` must not run twice.
         """
         where = self._where("defvjp(fwd, bwd)", where, fwd, bwd)
-        self._takes_two(bwd, "bwd(residuals, cotangent)")
         if residuals is not None and where == "jax":
             raise SpecError(
                 f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
@@ -327,6 +326,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         spec = None
         if residuals is not None:
             spec = parse_result(residuals, f"{self.__name__} (residuals=)")
+        self._takes_two(bwd, "bwd(residuals, cotangent)")
         self._add("vjp", Rule(fwd, where, bwd, residuals=spec))
 
     @overload
