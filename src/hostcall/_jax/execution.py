@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import jax
 from jax._src import compiler as _compiler
@@ -24,10 +24,12 @@ from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.devices import default_device
 from hostcall._jax.fast_dispatch import forget_fast_dispatches
-from hostcall._jax.rewriting import Use, rewritten
 from hostcall._jax.types import Device, Executable, Jaxpr
 from hostcall._jax.versions import MESH_SETTINGS
 from hostcall._native import Ambient
+
+if TYPE_CHECKING:
+    from hostcall._jax.rewriting import Use
 
 
 class AmbientSetting(NamedTuple):
@@ -162,8 +164,8 @@ def _refuse_across(frame: FrameType) -> None:
 # --- Programs that are rewritten where they are lowered -------------------------------
 
 
-class Rewriting:
-    """A block in which the programs that the calling thread lowers are rewritten.
+class _Rewriting:
+    """How the programs are rewritten that a thread lowers.
 
     It is the thread's value of `jax_no_execution`, which is part of the keys of JAX's
     caches. So programs that were compiled before are kept and found again after, and
@@ -171,12 +173,11 @@ class Rewriting:
     """
 
     def __init__(self, uses: Mapping[Hashable, Use]) -> None:
-        """`uses` have keys; uses with equal keys put the same into a program."""
         self.uses = uses
         self._key = tuple(uses)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rewriting) and self._key == other._key
+        return isinstance(other, _Rewriting) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -188,28 +189,23 @@ class Rewriting:
         asks_for_fast_path = frame.f_code.co_name == "_get_fastpath_data"
         return _refusal_across is not None and asks_for_fast_path
 
-    def __enter__(self) -> Rewriting:
-        self._before = _config.no_execution.swap_local(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _config.no_execution.set_local(self._before)
-
 
 @contextlib.contextmanager
-def not_rewritten() -> Iterator[None]:
-    """Programs of the calling thread are left alone."""
-    before = _config.no_execution.swap_local(UNSET)
+def rewritten_by(uses: Mapping[Hashable, Use]) -> Iterator[None]:
+    """A block in which the programs that the calling thread lowers are rewritten, or
+    with no uses, left alone. Uses with equal keys put the same into a program.
+    """
+    before = _config.no_execution.swap_local(_Rewriting(uses) if uses else UNSET)
     try:
         yield
     finally:
         _config.no_execution.set_local(before)
 
 
-def rewriting_here() -> Rewriting | None:
-    """The innermost block of the calling thread."""
+def uses_here() -> Mapping[Hashable, Use]:
+    """Those of the innermost block of the calling thread."""
     value = _config.no_execution.get_local()
-    return value if isinstance(value, Rewriting) else None
+    return value.uses if isinstance(value, _Rewriting) else {}
 
 
 def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
@@ -217,7 +213,7 @@ def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
 
     @functools.wraps(plain)
     def needs(jaxpr: Jaxpr) -> bool:
-        return rewriting_here() is not None or plain(jaxpr)
+        return bool(uses_here()) or plain(jaxpr)
 
     return needs
 
@@ -229,8 +225,12 @@ _dispatch.jaxpr_has_prim_requiring_devices = _needs_devices(
 
 def rewritten_here(jaxpr: Jaxpr) -> Jaxpr:
     """A program that the calling thread lowers, as the block around it wants it."""
-    here = rewriting_here()
-    return jaxpr if here is None else rewritten(jaxpr, list(here.uses.values()))
+    uses = uses_here()
+    if not uses:
+        return jaxpr
+    from hostcall._jax.rewriting import rewritten  # only where it is used
+
+    return rewritten(jaxpr, list(uses.values()))
 
 
 # --- A forked child ------------------------------------------------------------------

@@ -131,11 +131,10 @@ class observe:
                 " not when it runs. Put it around the call of the program",
                 code="hc-traced",
             )
-        outer = execution.rewriting_here()
-        uses = {**(outer.uses if outer is not None else {}), **self._uses}
+        uses = {**execution.uses_here(), **self._uses}
         with contextlib.ExitStack() as stack:
             stack.enter_context(hc.reraise())
-            stack.enter_context(execution.Rewriting(uses))
+            stack.enter_context(execution.rewritten_by(uses))
             self._block = stack.pop_all()
         return self
 
@@ -184,7 +183,7 @@ class observe:
         try:
             hc.barrier()
         except Exception:
-            if not is_failed:
+            if not is_failed:  # else the block raises its own; taps have been logged
                 raise
         if self._shows_bars:
             hc.progress.close()

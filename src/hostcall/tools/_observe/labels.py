@@ -61,6 +61,11 @@ def is_backward(*eqns: Any) -> bool:
     return "transpose(" in transforms(*eqns)
 
 
+def vmaps_of(*eqns: Any) -> int:
+    """How many vmaps the last of these, inside the others, is under."""
+    return transforms(*eqns).count("vmap(")
+
+
 def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:
     """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
     loops = [eqn for eqn in around if eqn.primitive.name in jaxprs.LOOPS]

@@ -30,7 +30,14 @@ from hostcall._core.host_code import HostCode
 from hostcall._jax import execution, jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
-from hostcall.tools._observe.replay import Frame, Origin, Spot, is_bad, newly_bad
+from hostcall.tools._observe.replay import (
+    Frame,
+    Origin,
+    Spot,
+    is_bad,
+    newly_bad,
+    of_rows,
+)
 
 # Equations that can't be run again alone, beside those with effects.
 _ONCE = {
@@ -140,7 +147,7 @@ def _bad_in(x: jax.Array, goes_on: jax.Array | None) -> jax.Array:
         return ~(jnp.abs(x).max() < jnp.inf)
     bad = ~jnp.isfinite(x)
     if goes_on is not None:  # rows that have stopped are not kept
-        bad &= goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim))
+        bad &= of_rows(goes_on, x)
     return bad.any()
 
 
@@ -208,7 +215,7 @@ class _Tell(HostCode):
         return place[0], place[2], place[1]
 
     def __call__(self, *values: np.ndarray) -> None:
-        with execution.not_rewritten():
+        with execution.rewritten_by({}):
             self._find(values)
 
     def _find(self, values: tuple[np.ndarray, ...]) -> None:
@@ -253,7 +260,7 @@ def _text(origin: Origin) -> str:
         chain.append(chain[-1].before)
     made = chain[-1]
     around, steps = made.spot
-    stack = labels.transforms(*around, made.eqn)
+    eqns = *around, made.eqn
     told = labels.steps_of(around, steps)
     at = f"[{', '.join(map(str, made.element))}]" if made.element else ""
     here = hc.current()
@@ -263,8 +270,8 @@ def _text(origin: Origin) -> str:
     lines = [
         f"hostcall: {made.eqn.primitive.name} made the first bad value,"
         f" {made.value:.6g}{' at ' * bool(at)}{at}, from {', '.join(made.operands)}"
-        f" ({'backward' if 'transpose(' in stack else 'forward'} pass"
-        f"{', under vmap' * ('vmap(' in stack)}"
+        f" ({'backward' if labels.is_backward(*eqns) else 'forward'} pass"
+        f"{', under vmap' * bool(labels.vmaps_of(*eqns))}"
         f"{', in ' * bool(told)}{told}{shard})",
         *labels.shown(made.eqn),
     ]

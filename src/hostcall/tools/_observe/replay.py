@@ -267,7 +267,12 @@ def select_rows(goes_on: Any, new: Any, old: Any) -> Any:
     rows = np.asarray(goes_on)
     if not rows.shape:
         return new
-    return jnp.where(rows.reshape(rows.shape + (1,) * (new.ndim - rows.ndim)), new, old)
+    return jnp.where(of_rows(rows, new), new, old)
+
+
+def of_rows(flags: Any, x: Any) -> Any:
+    """Flags of the rows of x, in a shape that broadcasts to its elements."""
+    return flags.reshape(flags.shape + (1,) * (x.ndim - flags.ndim))
 
 
 def _turns_bad(new: Sequence[Any], old: Sequence[Any]) -> bool:

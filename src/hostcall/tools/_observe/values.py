@@ -73,7 +73,7 @@ def record_of(
     """What is known of a result of an equation, and of the variable that it is."""
     at = of.line[:3] if of else labels.place_of(eqn) or ("", "", 0)
     file, function, line = at
-    stack = labels.transforms(*level.around, eqn)
+    eqns = *level.around, eqn
     return Record(
         of.name if of else "",
         part,
@@ -83,8 +83,8 @@ def record_of(
         function,
         labels.text_in(file, line),
         eqn.primitive.name,
-        "transpose(" in stack,
-        stack.count("vmap("),
+        labels.is_backward(*eqns),
+        labels.vmaps_of(*eqns),
         tuple(map(labels.line_of, level.loops)),
     )
 
