@@ -106,8 +106,9 @@ myst_fence_as_directive = ["mermaid"]  # as the repository's own pages show them
 
 # --- Reference -----------------------------------------------------------------------
 
+NAMES = (HERE / "reference" / "index.md").read_text()
 for page in (HERE / "reference").glob("hostcall.*.rst"):  # of names that have gone
-    if f"   {page.stem}\n" not in (HERE / "reference" / "index.md").read_text():
+    if f"   {page.stem}\n" not in NAMES:
         page.unlink()
 default_role = "code"
 autodoc_typehints = "signature"

@@ -81,9 +81,8 @@ def write_scorer(app: Any, env: Any) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    app.add_config_value(
-        "words", ABOUT, "env"
-    )  # all pages are read again after a change
+    # All pages are read again after a change.
+    app.add_config_value("words", ABOUT, "env")
     app.connect("doctree-read", add_keywords)
     app.connect("env-updated", write_scorer)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

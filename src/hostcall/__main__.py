@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.set_defaults(main=module.main, refuse=command.error)
         module.add_arguments(command)
-    if given and given[0][0] != "-" and given[0] not in _COMMANDS:
+    if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
         near = difflib.get_close_matches(given[0], _COMMANDS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         parser.error(

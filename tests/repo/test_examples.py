@@ -90,7 +90,7 @@ def test_the_help_has_all_commands(run_python, capsys):
 
 
 def test_an_unknown_command_names_the_nearest(capsys):
-    for given, hint in (("explian", " Did you mean explain?"), ("xyz", "")):
+    for given, hint in (("explian", " Did you mean explain?"), ("xyz", ""), ("", "")):
         with pytest.raises(SystemExit, match="2"):
             main([given])
         said = capsys.readouterr().err

@@ -180,15 +180,14 @@ class RuleTrees(Value):
         """
         if positions is None:
             positions = range(len(self.argument_trees))
-        values = tuple(value) if isinstance(value, tuple) else ()  # may have names
-        if len(values) != len(positions):
+        if not isinstance(value, tuple) or len(value) != len(positions):
             each = tree.tree_structure((0,) * len(positions))
             structure = (
                 f"a tuple of {len(positions)}, one value for each of the arguments"
                 f" {list(positions)} (None for zero)"
             )
             self.leaves_of(each, value, what, structure)
-        of = dict(zip(positions, values, strict=True))
+        of = dict(zip(positions, value, strict=True))
         leaves: Tangents = []
         for position, treedef in enumerate(self.argument_trees):
             if of.get(position) is None:

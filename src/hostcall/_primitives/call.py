@@ -24,9 +24,14 @@ from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
 from hostcall._native import Plan
 from hostcall._primitives.batching import batch
 from hostcall._primitives.eager import row_major, run_and_keep
-from hostcall._primitives.lowering import EngineCall, emit_through_jax, put, register
+from hostcall._primitives.lowering import (
+    EngineCall,
+    emit_through_jax,
+    info_through_jax,
+    put,
+    register,
+)
 from hostcall._primitives.outcome import Reach
-from hostcall._runtime import host_device
 
 P = TypeVar("P", bound=CallParams)
 
@@ -275,9 +280,8 @@ def lower_through_jax(
     ) -> tuple[CallInfo, Plan]:
         shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
         if (device, shapes) not in made:
-            info = params.info({-1: device}, program.mesh)
-            info.job, info.device = job, host_device.above(None)
-            info.of_program = _jax.all_devices(program)
+            info = info_through_jax(program, params, device)
+            info.job = job
             made[device, shapes] = info, plans.make_plan(info, operands)
         return made[device, shapes]
 

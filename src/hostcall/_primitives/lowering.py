@@ -42,6 +42,7 @@ from hostcall._jax.types import (
 )
 from hostcall._primitives import travel
 from hostcall._primitives.outcome import OUTCOME_AVAL, Reach, bits, from_bits
+from hostcall._runtime import host_device
 
 Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> results
 
@@ -413,6 +414,15 @@ def _by_number(
     *arrays: np.ndarray,
 ) -> list[np.ndarray]:
     return run(devices[int(number)], *arrays)
+
+
+def info_through_jax(
+    program: _jax.Program, params: Equation, device: Device | None
+) -> CallInfo:
+    """The description of a call that comes from this device, if that is known."""
+    info = params.info({-1: device}, program.mesh)
+    info.device, info.of_program = host_device.above(None), _jax.all_devices(program)
+    return info
 
 
 def emit_through_jax(

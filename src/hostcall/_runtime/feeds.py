@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -456,15 +456,18 @@ class Opened:
     def __init__(self, made: Any, epoch: int, again: bool) -> None:
         if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
             made = made.as_numpy_iterator()
-        if not hasattr(made, "__iter__") and not hasattr(made, "__getitem__"):
+        self.epoch, self.item, self.again = epoch, 0, again
+        try:
+            self.iterator: Iterator[Any] = iter(made)
+        except TypeError as error:
+            if isinstance(made, Iterable):  # an error of its own
+                raise
             raise FeedError(
                 f"hostcall: the function of a feed returned {made!r:.60}, which can't"
                 " be iterated. It should return the items of an epoch: a generator"
                 " function (yield item)",
                 code="hc-feed-source",
-            )
-        self.epoch, self.item, self.again = epoch, 0, again
-        self.iterator: Iterator[Any] = iter(made)
+            ) from error
         self._stateful: tuple[Any, str, str] | None = next(
             (
                 (holder, save, load)

@@ -34,11 +34,7 @@ if TYPE_CHECKING:
     from hostcall.tools.trace import read_trace
     from hostcall.tools.watch import load_failure
 
-_LATER = {
-    "load_failure": "watch",
-    "read": "reading",
-    "read_trace": "trace",
-}
+_LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any

@@ -29,6 +29,7 @@ from hostcall._primitives.eager import first_device, go_on_after_failures, row_m
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
+    info_through_jax,
     put,
     refuse_export,
     register,
@@ -421,9 +422,8 @@ def lower_through_jax(
 
     def planned(device: Device | None) -> tuple[_native.Plan, _native.Throttle]:
         if device not in made:
-            info = params.info({-1: device}, program.mesh)
-            info.tap, info.device = settings, host_device.above(None)
-            info.of_program = _jax.all_devices(program)
+            info = info_through_jax(program, params, device)
+            info.tap = settings
             plan = plans.make_plan(info, program.ctx.avals_in)
             # If two threads come with one device, both count by the first's throttle.
             made.setdefault(device, (plan, _native.Throttle(settings)))
