@@ -32,6 +32,9 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.stdout.reconfigure(line_buffering=True)
 """
+# Stands before programs that get SIGINT. While Python collects garbage it calls a function of
+# JAX, and drops what is raised there, also a KeyboardInterrupt that arrives just then.
+_NO_COLLECTIONS = "import gc\ngc.disable()\n"
 # `pytest --hypothesis-profile many` for a search; by default the same examples in every
 # run, and few, since most are compiled.
 for name, examples in (("few", 25), ("many", 300)):
@@ -202,8 +205,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def _command(source: str, args: tuple[str, ...]) -> list[str]:
-    return [sys.executable, "-c", _PRELUDE + textwrap.dedent(source), *args]
+def _command(source: str, args: tuple[str, ...], interrupted: bool) -> list[str]:
+    prelude = _PRELUDE + _NO_COLLECTIONS * interrupted
+    return [sys.executable, "-c", prelude + textwrap.dedent(source), *args]
 
 
 @pytest.fixture
@@ -217,7 +221,7 @@ def run_python() -> Run:
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **(env or {})}
-        done = nursery.run(_command(source, args), env, PROGRAM_SECONDS)
+        done = nursery.run(_command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS)
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
@@ -234,7 +238,7 @@ def start_python() -> Iterator[Start]:
         source: str, *args: str, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            _command(source, args),
+            _command(source, args, interrupted=True),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
