@@ -15,15 +15,14 @@ from jax import lax
 import hostcall as hc
 from fuzz.draw import Draw, change
 from fuzz.stablehlo import CONFIG, telling, text_of, told_in, with_text
-from hostcall._api.export import container, program
 from hostcall._core import options
-from hostcall._primitives import travel
+from hostcall._export import container, inspection, texts
 
 X = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
 MASK = jnp.array(True)
 MANY = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
-# XLA's types and shapes of the buffers of each call (travel.read_text).
+# XLA's types and shapes of the buffers of each call (texts.read_text).
 WHOLE, BOOL = [11, 3, 4], [1]
 sine = hc.register("fuzz.sine")(lambda x: np.sin(x))
 seen = hc.register("fuzz.seen")(lambda x: None)
@@ -102,8 +101,8 @@ def files() -> list[tuple[bytes, list[tuple[str, list]]]]:
     found = []
     for f, args, buffers in CALLS:
         made = hc.export(lambda *args, f=f: (f(*args), 2 * args[0]))(*args)
-        texts = program.texts_of(made.exported, 0)
-        found.append((made.serialize(), [(text, buffers) for text in texts]))
+        held = inspection.texts_of(made.exported, 0)
+        found.append((made.serialize(), [(text, buffers) for text in held]))
     return found
 
 
@@ -164,8 +163,8 @@ def edited_program(draw: Draw) -> None:
 def seeds() -> list[bytes]:
     edits = [bytes([2 + n % 3, n, n // 8, *range(n, n + 20)]) for n in range(96)]
     whole = [bytes([0]) + data for data, _ in files()]
-    texts = [b"\1\0" + text.encode() for _, texts in files() for text, _ in texts]
-    return edits + whole + texts
+    held = [b"\1\0" + text.encode() for _, held in files() for text, _ in held]
+    return edits + whole + held
 
 
 def one(data: bytes) -> None:
@@ -176,7 +175,7 @@ def one(data: bytes) -> None:
             loaded = hc.load(draw.rest())
             str(loaded.manifest)
         elif kind == 1:
-            travel.read_text(draw.text(), False, None)
+            texts.read_text(draw.text(), False, None)
         elif kind == 2:
             header, program = container.unpack(draw.choice(files())[0])
             loaded = hc.load(container.pack(change(draw, header), program))
@@ -186,6 +185,6 @@ def one(data: bytes) -> None:
         else:
             text, buffers = draw.choice(draw.choice(files())[1])
             told = json.dumps(change(draw, json.loads(text)))
-            travel.read_text(told, False, buffers if draw.bool() else None)
+            texts.read_text(told, False, buffers if draw.bool() else None)
     except hc.errors.HostcallError:
         pass

@@ -13,7 +13,7 @@ from jax._src.export import _export
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
-from hostcall._api.export import container
+from hostcall._export import container
 
 # What MLIR's printer adds behind operations; the parser does not need it.
 _PLACES = re.compile(r" loc\((?:#loc\d*|unknown|\"[^\"]*\")\)")

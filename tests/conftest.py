@@ -221,7 +221,9 @@ def run_python() -> Run:
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **(env or {})}
-        done = nursery.run(_command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS)
+        done = nursery.run(
+            _command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS
+        )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done

@@ -47,7 +47,7 @@ struct PlanMakers {
   /// text that says which block it is (_primitives/blocks.py).
   Counted<Plan> (*of_block)(const Plan& whole, std::string_view block);
   /// Reads the text that describes a call of registered host code
-  /// (_primitives/travel.py). Without `buffers`, when the program is loaded, it
+  /// (_export/texts.py). Without `buffers`, when the program is loaded, it
   /// only checks the text, and returns null. With them, the operands and results of
   /// a run, it makes the plan, if they are what the text says.
   Counted<Plan> (*of_text)(std::string_view text, bool on_cuda,

@@ -99,14 +99,14 @@ if TYPE_CHECKING:
     from hostcall._api.barrier import barrier
     from hostcall._api.call import call
     from hostcall._api.configure import configure
-    from hostcall._api.export.export import export, load
-    from hostcall._api.export.register import register
     from hostcall._api.feed.feed import feed
     from hostcall._api.object.objects import Object
     from hostcall._api.print import print as print
     from hostcall._api.tap import tap, tap_through
-    from hostcall._compat.callbacks import io_callback, pure_callback
     from hostcall._compat.patch import patch_jax
+    from hostcall._compat.pure_and_io import io_callback, pure_callback
+    from hostcall._export.export import export, load
+    from hostcall._export.register import register
     from hostcall._host_function.host import host
     from hostcall._runtime.context import current
     from hostcall._runtime.reraise import reraise
@@ -128,17 +128,17 @@ _HOMES = {
     "call": "_api.call",
     "configure": "_api.configure",
     "current": "_runtime.context",
-    "export": "_api.export.export",
+    "export": "_export.export",
     "feed": "_api.feed.feed",
     "host": "_host_function.host",
-    "io_callback": "_compat.callbacks",
-    "load": "_api.export.export",
+    "io_callback": "_compat.pure_and_io",
+    "load": "_export.export",
     "observe": "tools.observing",
     "patch_jax": "_compat.patch",
     "print": "_api.print",
-    "pure_callback": "_compat.callbacks",
+    "pure_callback": "_compat.pure_and_io",
     "progress": "tools.progress",
-    "register": "_api.export.register",
+    "register": "_export.register",
     "reraise": "_runtime.reraise",
     "tap": "_api.tap",
     "tap_through": "_api.tap",
@@ -177,9 +177,9 @@ def _version() -> str:
 
 def _read_text(*told: Any) -> Any:
     """Reads what an exported program says about one of its calls, for the engine."""
-    from hostcall._primitives import travel
+    from hostcall._export import texts
 
-    return travel.read_text(*told)
+    return texts.read_text(*told)
 
 
 _native.set_hook(_native.Hook.TEXT_READER, _read_text)

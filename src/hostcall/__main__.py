@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import hostcall as hc
-from hostcall._cli import costs, explain, report, run
+from hostcall._cli import costs, explain, machine, run
 
 _COMMANDS = {"run": run, "explain": explain, "costs": costs}
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if "main" in options:
         return int(options.main(options))
-    found = report.report()
+    found = machine.report()
     costs.one()
     return int("BROKEN" in "".join(found))
 

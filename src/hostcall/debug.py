@@ -4,6 +4,6 @@ Like JAX's, they run in program order, and the program waits for them. A callbac
 raises fails the program. `hostcall.tap` and `hostcall.print` do not make it wait.
 """
 
-from hostcall._compat.debug import callback, print
+from hostcall._compat.debugging import callback, print
 
 __all__ = ["callback", "print"]

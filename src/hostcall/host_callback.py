@@ -16,7 +16,7 @@ jax_host_callback_ad_transforms, jax_host_callback_outfeed.
 
 from typing import Any
 
-from hostcall._compat.host_callback import (
+from hostcall._compat.removed_module import (
     CallbackException,
     TapFunctionException,
     barrier_wait,

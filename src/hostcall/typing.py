@@ -6,8 +6,8 @@ Exported      what `export` and `load` return: the program, and what it needs
 Current       what `current` returns
 """
 
-from hostcall._api.export.export import Exported
 from hostcall._api.feed.feed import Feed
+from hostcall._export.export import Exported
 from hostcall._host_function.function import HostFunction
 from hostcall._runtime.context import Current
 

@@ -161,7 +161,7 @@ def test_feed_of_other_items():
     other = hc.feed(iter(np.zeros((3, 2), np.float32)), tag="other")
     hc.register("tests.other_feed")(other)
     data = bytes(hc.export(lambda x: other()[0] + x)(X[:2]))
-    from hostcall._core import registry
+    from hostcall._export import registry
 
     name = registry.Name("tests.other_feed", 1)
     given = registry._all.things[name]  # another process could have another feed

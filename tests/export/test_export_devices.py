@@ -12,8 +12,7 @@ import registered as r
 
 import hostcall as hc
 from hostcall import _jax
-from hostcall._api.export import program
-from hostcall._primitives import travel
+from hostcall._export import inspection, texts
 from hostcall._runtime import host_device
 
 pytest.importorskip("flatbuffers")
@@ -152,7 +151,7 @@ def test_a_default_device_of_another_platform(monkeypatch):
     for default, wanted in ((cpu, cpu), (host, cpu), (gpu, cpu), (None, cpu)):
         set_to = SimpleNamespace(value=default)
         monkeypatch.setattr(_jax, "default_device", set_to)
-        assert travel._client("cpu") is wanted.client
+        assert texts._client("cpu") is wanted.client
 
 
 def test_host_code_loads_a_program_for_its_own_device():
@@ -160,7 +159,7 @@ def test_host_code_loads_a_program_for_its_own_device():
     clients = []
 
     def host(x):
-        clients.append(travel._client("cpu"))
+        clients.append(texts._client("cpu"))
         return np.asarray(hc.load(data).call(x))
 
     got = jax.jit(lambda x: hc.call(host, x, x))(X)
@@ -184,5 +183,5 @@ def test_a_mesh_with_more_devices_than_there_are():
 
 
 def text_of(exported):
-    (text,) = program.texts_of(exported.exported, 0)
+    (text,) = inspection.texts_of(exported.exported, 0)
     return text

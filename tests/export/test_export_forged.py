@@ -19,7 +19,7 @@ sys.path.insert(0, {HERE!r})
 import jax, jax.numpy as jnp, numpy as np
 import registered as r
 import hostcall as hc
-from hostcall._api.export import program
+from hostcall._export import inspection
 X = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
 """
@@ -58,7 +58,7 @@ CALLS = {
 def text_of(name):
     f, args = CALLS[name]
     module = hc.export(lambda *args: (f(*args), 2 * args[0]))(*args)
-    (text,) = program.texts_of(module.exported, 0)
+    (text,) = inspection.texts_of(module.exported, 0)
     return text
 
 

@@ -13,8 +13,7 @@ import pytest
 import registered as r
 
 import hostcall as hc
-from hostcall._api.export import container
-from hostcall._api.object import portable
+from hostcall._export import container, methods
 
 pytest.importorskip("flatbuffers")
 X = jnp.linspace(0.1, 1.0, 4)
@@ -126,7 +125,7 @@ def test_two_threads_that_load_a_program_share_its_objects(monkeypatch):
             second.append(hc.load(data))
         return made
 
-    monkeypatch.setattr(portable, "Object", slow)
+    monkeypatch.setattr(methods, "Object", slow)
     first = hc.load(data)
     both = [first, *second]
     assert [float(each.call(ONE)) for each in both] == [1, 2]

@@ -9,7 +9,7 @@ import pytest
 import registered as r
 
 import hostcall as hc
-from hostcall._api.export import container
+from hostcall._export import container
 
 pytest.importorskip("flatbuffers")
 from fuzz.stablehlo import edited, telling, text_of, told_in

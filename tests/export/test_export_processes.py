@@ -144,7 +144,7 @@ def refused():
     except hc.errors.LoadError as error:
         print(str(error).splitlines()[0])
 refused()
-from hostcall._core import registry
+from hostcall._export import registry
 registry._all.things.clear(), registry._all.names.clear()
 hc.register("tests.cube")(hc.host(lambda x: x, result=hc.results.like(0)))
 refused()

@@ -20,8 +20,7 @@ from jax.experimental import serialize_executable
 
 import hostcall as hc
 from hostcall import _native
-from hostcall._api.export import program
-from hostcall._primitives import travel
+from hostcall._export import inspection, texts
 
 pytest.importorskip("flatbuffers")
 X = jnp.linspace(0.1, 1.0, 4)
@@ -250,7 +249,7 @@ def test_damaged_files(data, why):
 
 def test_another_type():
     with pytest.raises(hc.errors.SpecError, match=r"takes bytes, got str\. For a file"):
-        hc.load("program.bin")
+        hc.load("inspection.bin")
 
 
 def test_a_header_that_is_no_json():
@@ -262,7 +261,7 @@ def test_a_header_that_is_no_json():
 
 def rewritten(change):
     """DATA with another header or program, and a checksum that fits."""
-    from hostcall._api.export import container
+    from hostcall._export import container
 
     header, program = container.unpack(DATA)
     return container.pack(*change(header, program))
@@ -286,7 +285,7 @@ def test_foreign_files(change, why):
 
 
 def texts_of(f, *specs):
-    return program.texts_of(hc.export(f)(*specs).exported, 0)
+    return inspection.texts_of(hc.export(f)(*specs).exported, 0)
 
 
 def everything(x):
@@ -301,7 +300,7 @@ TEXTS = texts_of(everything, X)
 
 def test_texts_are_read_as_they_were_written():
     for text in TEXTS:
-        assert travel.read_text(text, False, None) is None
+        assert texts.read_text(text, False, None) is None
 
 
 def parts_of(told, path=()):
@@ -338,7 +337,7 @@ def test_a_changed_text_is_refused_or_read(data):
     else:
         inner[path[-1]] = data.draw(ANY)
     with contextlib.suppress(hc.errors.HostcallError):
-        travel.read_text(json.dumps(told), False, None)
+        texts.read_text(json.dumps(told), False, None)
 
 
 @pytest.mark.parametrize(
@@ -352,16 +351,16 @@ def test_a_changed_text_is_refused_or_read(data):
 )
 def test_texts_that_are_none(text, why):
     with pytest.raises(hc.errors.LoadError, match=why):
-        travel.read_text(text, False, None)
+        texts.read_text(text, False, None)
 
 
 def test_differences_of_a_function_that_has_none():
     (text,) = texts_of(jax.grad(lambda x: r.product(x, x).sum()), X)
     assert json.loads(text)["function"][1]["kind"] == "jacobian"
-    assert travel.read_text(text, False, None) is None
+    assert texts.read_text(text, False, None) is None
     changed = text.replace('"tests.product"', '"tests.cube"')
     with pytest.raises(hc.errors.LoadError, match="has no defjacobian"):
-        travel.read_text(changed, False, None)
+        texts.read_text(changed, False, None)
 
 
 def test_shapes_that_are_not_the_programs():
@@ -421,7 +420,7 @@ def test_sizes_that_no_array_has(f, change):
         out = f(x)
         return x if out is None else out
 
-    told = of_kind(program, X)
+    told = of_kind(inspection, X)
     change(told)
     with pytest.raises(hc.errors.LoadError):
-        travel.read_text(json.dumps(told), False, None)
+        texts.read_text(json.dumps(told), False, None)

@@ -19,7 +19,7 @@ import bessel
 import lynx as demo
 import text
 
-from hostcall._cli import report
+from hostcall._cli import machine
 
 DEMO = Path(demo.__file__).parent
 BEST = np.log([0.5401590, 0.0271654, 0.7963860, 0.0236946, 34.602437, 5.844507])
@@ -174,34 +174,34 @@ def test_a_plot_that_cannot_be_written_is_refused_first(
 
 def test_the_report_on_gpus(monkeypatch):
     cpu = jax.devices("cpu")[0]
-    assert report.engine_on("gpu", [cpu]) == "not tried: JAX sees no GPU here"
+    assert machine.engine_on("gpu", [cpu]) == "not tried: JAX sees no GPU here"
     gpu = types.SimpleNamespace(platform="gpu")
     tried = []
-    monkeypatch.setattr(report, "engine_answers", lambda d: tried.append(d) or "works")
-    assert report.engine_on("gpu", [cpu, gpu]) == "works"
+    monkeypatch.setattr(machine, "engine_answers", lambda d: tried.append(d) or "works")
+    assert machine.engine_on("gpu", [cpu, gpu]) == "works"
     assert tried == [gpu]
 
     def fails(device):
         raise hc.errors.HostcallError("hostcall: no driver\nand more")
 
-    monkeypatch.setattr(report, "engine_answers", fails)
-    said = report.engine_on("gpu", [gpu])
+    monkeypatch.setattr(machine, "engine_answers", fails)
+    said = machine.engine_on("gpu", [gpu])
     assert said == "BROKEN: HostcallError: hostcall: no driver"
 
 
 def test_the_report_tells_the_engine_from_jaxs_callback(monkeypatch):
     cpu = jax.devices("cpu")[0]
     tried = "works (tried: ordered calls in a compiled loop)"
-    assert report.engine_answers(cpu) == tried
+    assert machine.engine_answers(cpu) == tried
 
     def by_jax(fn, result, x, order):
         return jax.experimental.io_callback(fn, result, x, ordered=order == "ordered")
 
     monkeypatch.setattr(hc, "call", by_jax)
-    said = report.engine_answers(cpu)
+    said = machine.engine_answers(cpu)
     assert said == "not used: calls run through JAX's own callback"
     monkeypatch.setattr(hc, "call", lambda fn, result, x, order: x + 1)
     assert (
-        report.engine_answers(cpu)
+        machine.engine_answers(cpu)
         == "BROKEN: the program returned 3.0, and its calls got []"
     )

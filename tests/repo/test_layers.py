@@ -30,11 +30,19 @@ WINGS: list[tuple[str, ...]] = [
     ("_engine",),
     ("_primitives",),
     ("_host_function", "_api"),
-    ("_compat", "bridge"),
+    ("_compat", "bridge", "_export"),
     ("faces",),  # hostcall/*.py: names and a docstring
     ("tools",),
     ("_cli",),
 ]
+# Files that are about to go into `_export`, or to do without it.
+MOVING = {
+    "_api.object.everywhere",
+    "_api.print",
+    "_engine.params.equation",
+    "_engine.params.tap",
+    "_primitives.lowering",
+}
 LEVEL = {wing: level for level, wings in enumerate(WINGS) for wing in wings}
 
 
@@ -97,6 +105,8 @@ def test_a_wing_imports_only_wings_below_it():
             there = wing_of(other)
             if name == "" and there == "tools":
                 continue  # the front page names the tools, and imports them lazily
+            if name in MOVING and there == "_export":
+                continue
             if there != mine and LEVEL[there] >= LEVEL[mine]:
                 wrong.append(f"{name} ({mine}) imports {other} ({there})")
     assert not wrong

@@ -23,9 +23,9 @@ import hostcall as hc
 from hostcall._api import tap as tap_module
 from hostcall._core import options
 from hostcall._core.options import CallOptions, Option, Policy, TapOptions
-from hostcall._core.portable import Malformed
-from hostcall._engine import portable
 from hostcall._engine.params.tap import TapParams
+from hostcall._export import records
+from hostcall._export.codec import Malformed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
 FACES = {
@@ -192,14 +192,14 @@ def test_a_new_option_is_in_the_key():
 
 @pytest.mark.usefixtures("louder")
 def test_a_new_option_leaves_the_process_and_is_checked_where_it_comes_in():
-    told = portable.tell(made(volume="high"), [X.aval], exported=True)
+    told = records.tell(made(volume="high"), [X.aval], exported=True)
     assert told["options"]["volume"] == "high"
     told |= {"hostcall": 0, "team": None, "only": [], "linked": False, "mesh": None}
-    params, _ = portable.read(told)
+    params, _ = records.read(told)
     assert params.options.volume == "high"
     for volume, order in (("mid", "unordered"), (1, "unordered"), ("high", "ordered")):
         with pytest.raises(Malformed):
-            portable.read(told | {"options": {**told["options"], "volume": volume,
+            records.read(told | {"options": {**told["options"], "volume": volume,
                                               "order": order}})  # fmt: skip
 
 
@@ -243,11 +243,11 @@ def test_every_kind_has_primitives():
 def test_kinds_are_found_by_the_name_of_their_file():
     for kind in sorted(KINDS):
         try:
-            found = portable.kind_of({"equation": kind})
+            found = records.kind_of({"equation": kind})
         except Malformed:
             assert kind in ("buffer", "drop_in")  # they stay in the process
         else:
             assert found.__module__ == f"hostcall._engine.params.{kind}"
     for name in ("equation", "nothing", "../call", "", 3, None):
         with pytest.raises(Malformed):
-            portable.kind_of({"equation": name})
+            records.kind_of({"equation": name})

@@ -8,7 +8,7 @@ import jobs
 import pytest
 
 from hostcall import _jax
-from hostcall._job.failures import Failures
+from hostcall._job.after_failure import Failures
 from hostcall.errors import HostcallError
 
 HEAD = """

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
-from hostcall._primitives.tap import blocks
+from hostcall._primitives.tap import partitioned
 
 ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 MODES = pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -170,7 +170,7 @@ HULLS = {
 @pytest.mark.parametrize("name", HULLS)
 def test_blocks_that_make_one(name):
     given, whole = HULLS[name]
-    assert blocks.hull(set(given)) == whole
+    assert partitioned.hull(set(given)) == whole
 
 
 GRIDS = {
@@ -190,4 +190,4 @@ GRIDS = {
 @pytest.mark.parametrize("name", GRIDS)
 def test_parts_that_tile_a_value(name):
     owners, shape, tiles = GRIDS[name]
-    assert blocks.grid(owners, shape) == tiles
+    assert partitioned.grid(owners, shape) == tiles

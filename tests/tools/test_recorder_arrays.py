@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import grid, line
 
 import hostcall as hc
-from hostcall.tools._recorder import stream as streams
+from hostcall.tools._recorder import arrow
 
 pa = pytest.importorskip("pyarrow")
 
@@ -116,13 +116,13 @@ def test_what_a_killed_process_wrote_of_an_array(count, tmp_path):
 @pytest.fixture
 def held(monkeypatch):
     """The bytes that Arrow holds at each look at a column of a file."""
-    column, before, found = streams.column, pa.total_allocated_bytes(), []
+    column, before, found = arrow.column, pa.total_allocated_bytes(), []
 
     def noted(batch, name):
         found.append(pa.total_allocated_bytes() - before)
         return column(batch, name)
 
-    monkeypatch.setattr(streams, "column", noted)
+    monkeypatch.setattr(arrow, "column", noted)
     return found
 
 

@@ -9,16 +9,16 @@ from typing import Any, Literal, TextIO
 import jax
 import numpy as np
 
-from hostcall._api import plain_format
 from hostcall._api.print_format import check, formatted
 from hostcall._api.tap import FACE, tap
-from hostcall._core import portable, stream
+from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.options import On, Policy, Rows, WhenFull
 from hostcall._core.order import Order
-from hostcall._core.portable import Malformed, NotPortable, Told
 from hostcall._core.spec import Static
+from hostcall._export import codec, plain_format
+from hostcall._export.codec import Malformed, NotPortable, Told
 
 
 def print(
@@ -162,8 +162,8 @@ def tell(printer: Printer, _: bool) -> dict[str, Any]:
         )
     if fault := plain_format.fault(printer.fmt):
         raise NotPortable(f"its format {fault}")
-    told = portable.tell_record(printer, _TEXT)
-    return {**told, "options": portable.tell_value(dict(printer.options), "an option")}
+    told = codec.tell_record(printer, _TEXT)
+    return {**told, "options": codec.tell_value(dict(printer.options), "an option")}
 
 
 _TEXT = {"fmt": str, "flush": bool, "end": str, "numbers": tuple[int, ...]}
@@ -185,10 +185,10 @@ _OPTIONS = {
 
 
 def read(told: Told) -> tuple[Printer, Policy]:
-    found = portable.read_record(told, {**_TEXT, "options": Any})
+    found = codec.read_record(told, {**_TEXT, "options": Any})
     if fault := plain_format.fault(found["fmt"]):
         raise Malformed(f"the format {found['fmt']!r}, which {fault}")
-    options = portable.read_record(found["options"], _OPTIONS)
+    options = codec.read_record(found["options"], _OPTIONS)
     if not 0 <= (options["precision"] or 0) <= plain_format.WIDEST:
         raise Malformed(f"the option precision={options['precision']}")
     if min(found["numbers"], default=0) < 0:

@@ -9,7 +9,7 @@ from hostcall._api.tap import FACE, prepare, rebuilt, refuse_pure
 from hostcall._core import mistakes
 from hostcall._core.errors import SpecError
 from hostcall._jax.types import Primitive
-from hostcall._primitives.tap import derivatives
+from hostcall._primitives.tap import tangents
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
 
     Cost: that of `hc.tap` in the derivative; nothing without one.
     """
-    primitive = derivatives.tangent_tap_p
+    primitive = tangents.tangent_tap_p
     return _seen_in_derivatives("tap_tangent", primitive, fn, x, options)
 
 
@@ -55,7 +55,7 @@ def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
 
     Cost: that of `hc.tap` in the backward pass; nothing without one.
     """
-    primitive = derivatives.cotangent_tap_p
+    primitive = tangents.cotangent_tap_p
     return _seen_in_derivatives("tap_cotangent", primitive, fn, x, options)
 
 
@@ -69,10 +69,10 @@ def _seen_in_derivatives(
             f"hostcall: {name} has no option {unknown}=. {FACE.hint(unknown) or told}",
             code="hc-option",
         )
-    inexact = derivatives.split(x)
+    inexact = tangents.split(x)
     face = mistakes.Face(name, f"{name}({{fn}}, ({{args}}))")
     operands, params = prepare(fn, (inexact,), {}, options, face)
     refuse_pure(params, "no result depends on it")
     outs = primitive.bind(*operands, params=params)
-    out: T = derivatives.joined(rebuilt(params, outs), x)
+    out: T = tangents.joined(rebuilt(params, outs), x)
     return out

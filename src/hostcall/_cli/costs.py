@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import hostcall as hc
-from hostcall._cli.report import heading
+from hostcall._cli.machine import heading
 
 Call = Callable[..., Any]
 Program = Any  # what jax.jit makes

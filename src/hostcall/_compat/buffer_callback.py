@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._compat.callbacks import (
+from hostcall._compat.pure_and_io import (
     check_vmap_method,
     raw_keys,
     result_aval,

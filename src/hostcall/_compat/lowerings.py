@@ -17,7 +17,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
-from hostcall._compat.callbacks import OPTIONS, trees_of
+from hostcall._compat.pure_and_io import OPTIONS, trees_of
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template

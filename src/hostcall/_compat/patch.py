@@ -26,7 +26,7 @@ import jax
 import jax.experimental
 
 from hostcall import _jax
-from hostcall._compat import callbacks, debug, lowerings
+from hostcall._compat import debugging, lowerings, pure_and_io
 from hostcall._compat.buffer_callback import buffer_callback
 from hostcall._engine.params import buffer
 from hostcall._engine.params.drop_in import arrays_of
@@ -56,7 +56,7 @@ def _print(_: str, /, *args: Any, _use_logging: bool = False, **kwargs: Any) -> 
     """A format takes either kind of arrays."""
     if _use_logging:
         return _print_of_jax(*args, _use_logging=True, **kwargs)  # type: ignore[no-any-return]
-    return debug.print(*args, **kwargs)
+    return debugging.print(*args, **kwargs)
 
 
 def _effects_barrier(_: str, /) -> None:
@@ -75,9 +75,9 @@ def _get(name: str) -> Callable[..., object]:
 _print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
 _BUFFERS = "jax.experimental.buffer_callback"
 _DROP_INS: dict[str, Callable[..., object]] = {
-    "jax.pure_callback": functools.partial(callbacks.call_back, "pure"),
-    "jax.experimental.io_callback": functools.partial(callbacks.call_back, "io"),
-    "jax.debug.callback": debug.call_back,
+    "jax.pure_callback": functools.partial(pure_and_io.call_back, "pure"),
+    "jax.experimental.io_callback": functools.partial(pure_and_io.call_back, "io"),
+    "jax.debug.callback": debugging.call_back,
     "jax.debug.print": _print,
     "jax.effects_barrier": _effects_barrier,
 }

@@ -33,7 +33,7 @@ class HostCode:
 
     Attributes:
         travels_as: how it leaves the process with a program: a kind in
-            _engine/portable.py; "" if it doesn't, or only by a registered name.
+            _export/records.py; "" if it doesn't, or only by a registered name.
         stays: why it can't leave the process, and what to write; "" if a name helps.
     """
 

@@ -24,7 +24,7 @@ from hostcall._core.source import Place
 from hostcall._jax.types import Device, Mesh
 
 if TYPE_CHECKING:
-    from hostcall._job.failures import Failures
+    from hostcall._job.after_failure import Failures
 
 logger = logging.getLogger("hostcall")
 
@@ -60,7 +60,7 @@ class CallInfo:
         team: how the devices of a program make the call together; None if each device
             makes its own.
         elsewhere: whether another process makes the call; all take its results.
-        text: describes the call in other processes (_primitives/travel.py), or "".
+        text: describes the call in other processes (_export/texts.py), or "".
         job: where its failures are noted if several processes run its program.
         caller: the process whose results all processes take, or None.
         of_program: the devices of its program, those of other processes too; None if

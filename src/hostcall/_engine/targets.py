@@ -13,7 +13,7 @@ from hostcall._core.process import once
 from hostcall._runtime import lifecycle
 
 if TYPE_CHECKING:
-    from hostcall._job.failures import Failures
+    from hostcall._job.after_failure import Failures
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"

@@ -20,7 +20,7 @@ from hostcall._core.spec import is_array_like
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
-from hostcall._host_function.primitive import Arrays
+from hostcall._host_function.primitives import Arrays
 from hostcall._host_function.rules import Tree
 from hostcall._runtime.reraise import reraise
 

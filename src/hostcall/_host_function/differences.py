@@ -17,7 +17,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like
-from hostcall._host_function import results
+from hostcall._host_function import result_specs
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R, Rule, Tree
@@ -100,7 +100,7 @@ class Differences(HostCode):
     @property
     def elementwise(self) -> bool:
         """Whether all elements of a leaf move at once."""
-        return self.function.result is results.elementwise
+        return self.function.result is result_specs.elementwise
 
     def parts(self) -> float:
         return self.step

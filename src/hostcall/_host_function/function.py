@@ -22,9 +22,8 @@ from hostcall._core.options import WHOLE, Option, check, refuse_pairs
 from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._host_function import kept
-from hostcall._host_function import results as shorthands
-from hostcall._host_function.primitive import bind
+from hostcall._host_function import kept, result_specs
+from hostcall._host_function.primitives import bind
 from hostcall._host_function.rules import (
     F,
     Function,
@@ -207,7 +206,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.
         method = self.rules.batch or self.options["vmap_method"]
-        if self.result is shorthands.elementwise and method in WHOLE:
+        if self.result is result_specs.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = {**self.options, "vmap_method": method}
         return Callee(self, Sendable(self) if options["executor"] else self.fn, options)
@@ -228,9 +227,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if why := self._why_not():
             raise SpecError(why, code="hc-result-spec")
         if not isinstance(self.result, str):
-            return shorthands.spec_of(self.result, args, self.__name__)
+            return result_specs.spec_of(self.result, args, self.__name__)
         _, template = flatten_arguments(args, {})
-        avals = jax.tree.map(shorthands.aval_of, args)
+        avals = jax.tree.map(result_specs.aval_of, args)
         leaves = jax.tree.leaves(avals)
         arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
         shapes = tuple((x.shape, x.dtype) for x in arrays)
@@ -241,7 +240,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     def _infer(self, avals: tuple[Tree, ...]) -> Tree:
         float64 = self.options.get("float64", False)
-        return shorthands.inferred(self.fn, avals, self.__name__, float64)
+        return result_specs.inferred(self.fn, avals, self.__name__, float64)
 
     def _positional(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree]

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.spec import Template
-from hostcall._host_function.primitive import (
+from hostcall._host_function.primitives import (
     Arrays,
     Linear,
     Pair,

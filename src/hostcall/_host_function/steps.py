@@ -29,9 +29,9 @@ from hostcall._core.options import WHOLE
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template, flatten_arguments, wrap_keys
 from hostcall._host_function import sendable
-from hostcall._host_function.primitive import Arrays, Tangents, Value, bind
+from hostcall._host_function.primitives import Arrays, Tangents, Value, bind
 from hostcall._host_function.residuals import store
-from hostcall._host_function.results import aligned, elementwise
+from hostcall._host_function.result_specs import aligned, elementwise
 from hostcall._host_function.rules import (
     RULES,
     Function,

@@ -15,7 +15,7 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, wrap_keys
-from hostcall._host_function.primitive import Arrays, Tangents, Value
+from hostcall._host_function.primitives import Arrays, Tangents, Value
 from hostcall._host_function.rules import ADVICE, MISSING, Ruled, Tree
 from hostcall._jax.types import Aval, TreeDef
 

@@ -8,7 +8,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     versions      what the two versions of JAX keep in different places
     tracing       primitives, their rules, and values while a program is traced
     dtypes        typed keys, float0, the x64 setting; conversion of arrays to NumPy
-    lowering      how to add lowering rules, and what a rule asks of JAX
+    lowering_api  how to add lowering rules, and what a rule asks of JAX
     program       what JAX knows about the program of an equation that it lowers
     custom_call   the operations that hostcall emits into such a program
     effects       effects, and the tokens that stand for them
@@ -40,7 +40,7 @@ from hostcall._jax.execution import *  # noqa: F403
 from hostcall._jax.exporting import *  # noqa: F403
 from hostcall._jax.fast_dispatch import *  # noqa: F403
 from hostcall._jax.hoisting import *  # noqa: F403
-from hostcall._jax.lowering import *  # noqa: F403
+from hostcall._jax.lowering_api import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403

@@ -57,7 +57,7 @@ def caller(
     return next(iter(devices), None)
 
 
-# --- For the drop-ins: _primitives/drop_in, _compat/callbacks.py, _compat/debug.py ---
+# --- For the drop-ins: _primitives/drop_in.py, _compat/pure_and_io.py, debugging.py ---
 
 IO_EFFECT = _callback._IOEffect
 ORDERED_IO_EFFECT = _callback._OrderedIOEffect

@@ -239,7 +239,7 @@ def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
     return mapped(*values)  # type: ignore[no-any-return]
 
 
-# --- For host_callback: _compat/host_callback.py, _compat/outside_call.py ------------
+# --- For host_callback: _compat/removed_module.py, _compat/outside_call.py ------------
 
 partial_eval_by_trace = _pe.custom_partial_eval_rules  # under linearize
 pretty_printer = _pretty_printer

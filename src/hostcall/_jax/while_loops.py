@@ -31,7 +31,7 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax import types as _t
-from hostcall._jax.lowering import lower_by
+from hostcall._jax.lowering_api import lower_by
 from hostcall._jax.versions import JAXPRS, changed, open_jaxpr
 
 _while_p = _loops.while_p

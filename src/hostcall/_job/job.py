@@ -33,8 +33,8 @@ from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.process import Owned, once, refuse
 from hostcall._core.wait import seen, wait
-from hostcall._job import status
-from hostcall._job.failures import Failures
+from hostcall._job import answers
+from hostcall._job.after_failure import Failures
 from hostcall._job.mailbox import BOARD, Mailbox
 from hostcall._runtime import lifecycle
 from hostcall._runtime.running import ProcessStatus
@@ -62,7 +62,7 @@ class Job(lifecycle.JobEnd, Owned):
 
     def __init__(self) -> None:
         self.failures = Failures(self._tell)
-        self._mailbox = Mailbox(self.failures.failed_there, status.answer)
+        self._mailbox = Mailbox(self.failures.failed_there, answers.answer)
         self._ended_by: BaseException | None = None  # what ended the script
         self.watched = not _jax.job_outlives_processes()
         if self.watched:
@@ -153,4 +153,4 @@ def ask(seconds: float) -> list[ProcessStatus]:
     if _jax.job_size() > 1:
         refuse("hc.monitor.status(processes='all') is called")
         job()
-    return status.ask(seconds)
+    return answers.ask(seconds)

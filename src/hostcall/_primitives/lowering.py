@@ -24,12 +24,13 @@ from hostcall import _jax, _native
 from hostcall._core import codes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
-from hostcall._core.portable import NotPortable
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import plan_in_program
-from hostcall._engine.portable import may_travel, why_here
+from hostcall._export import texts
+from hostcall._export.codec import NotPortable
+from hostcall._export.records import may_travel, why_here
 from hostcall._jax.types import (
     Aval,
     Device,
@@ -40,7 +41,6 @@ from hostcall._jax.types import (
     Sharding,
     Value,
 )
-from hostcall._primitives import travel
 from hostcall._primitives.outcome import OUTCOME_AVAL, Reach, bits, from_bits
 from hostcall._runtime import host_device
 
@@ -183,7 +183,7 @@ def put(
         why = _BY_BLOCKS
     elif program.is_exported or may_travel(info.callback):
         try:
-            info.text = travel.tell(program, info, avals, only)
+            info.text = texts.tell(program, info, avals, only)
         except NotPortable as error:
             why = str(error)
     else:  # most calls: only who serializes the program asks
@@ -191,14 +191,14 @@ def put(
     if program.is_exported:
         if isinstance(why, str) and why:
             refuse_export(info.callback, why)
-        return {travel.ATTRIBUTE: info.text}
+        return {texts.ATTRIBUTE: info.text}
     key = info.params.key(avals, _jax.name_of(program))
     info.of_program = _jax.all_devices(program)
     plan = plan_in_program(info, avals, program.client, program.platforms)
     slot = _native.Slot(plan, key, program.across)
     _jax.keep_alive(program, KeptAlive(slot, info.name, why))
     attributes: Attributes = {"key": key, "count": slot.count}
-    return {**attributes, travel.ATTRIBUTE: info.text} if info.text else attributes
+    return {**attributes, texts.ATTRIBUTE: info.text} if info.text else attributes
 
 
 _BY_BLOCKS = (

@@ -20,7 +20,7 @@ Each device makes its own call, and all fail together
     plus one. So all learn whether a call failed, and on which device, before one of
     them waits for that device in a later collective. Several may fail at once, and the
     maximum of two texts is neither: the text of the error goes through the job's store
-    (_job/failures.py), where the failing process puts it before the reduction.
+    (_job/after_failure.py), where the failing process puts it before the reduction.
 
     All devices must reach the call equally often. Inside a `lax.cond` whose condition
     differs between devices, those that reach it wait for the others, as in a `psum`.

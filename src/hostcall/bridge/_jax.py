@@ -15,7 +15,7 @@ from hostcall._core.arguments import check_function, wrong
 from hostcall._core.failures import original
 from hostcall._core.host_code import Handle
 from hostcall._core.spec import Template
-from hostcall._host_function import results
+from hostcall._host_function import result_specs
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._library import (
@@ -134,7 +134,7 @@ class JaxFunction(TakesNoRules):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
         template, arrays = split(args, kwargs)
-        avals = tuple(map(results.aval_of, arrays))
+        avals = tuple(map(result_specs.aval_of, arrays))
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree.structure(traced.out_info)

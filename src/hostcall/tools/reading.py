@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hostcall.errors import HostcallError, PackageError
-from hostcall.tools._recorder import arrays, stream
+from hostcall.tools._recorder import arrays, arrow
 from hostcall.tools._recorder.files import only_files, reading
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Run:
         with reading(self.folder):
             only_files(self.folder / "columns")
             tables = []
-            for path in stream.paths(self.folder / "columns"):
-                schema, batches = stream.read(path)
+            for path in arrow.paths(self.folder / "columns"):
+                schema, batches = arrow.read(path)
                 if schema is not None:
                     tables.append(pa.Table.from_batches(batches, schema))
             if not tables:

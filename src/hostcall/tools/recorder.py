@@ -30,10 +30,10 @@ import hostcall as hc
 from hostcall._core.host_code import text_of
 from hostcall._core.process import living
 from hostcall.errors import HostcallError, PackageError, SpecError
-from hostcall.tools._recorder.delivery import Events, Tapped
+from hostcall.tools._recorder.arrow import ArrowFile
 from hostcall.tools._recorder.fields import Field, fields_of, wrong
 from hostcall.tools._recorder.store import RunFolder
-from hostcall.tools._recorder.stream import ArrowFile
+from hostcall.tools._recorder.tapped import Events, Tapped
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read

@@ -24,7 +24,7 @@ from typing import TextIO
 import numpy as np
 
 from hostcall.errors import PackageError
-from hostcall.tools._recorder.stream import Columns
+from hostcall.tools._recorder.arrow import Columns
 
 
 def flat(columns: Columns) -> Columns:

@@ -8,7 +8,7 @@ left belong to other processes' objects.
 
 JAX's coordination service asks nobody who he is: whoever reaches its port can write
 what a process then reads. So what goes through the job's store is never unpickled as it
-comes: it is a text (_core/portable.py) that `decode` checks. The states in it are
+comes: it is a text (_export/codec.py) that `decode` checks. The states in it are
 pickles, and are unpickled by `restore`. A process that was given the snapshot unpickles
 no other: it refuses one of the store that differs.
 """
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hostcall import _jax
-from hostcall._core import portable
 from hostcall._core.errors import HostcallError
+from hostcall._export import codec
 
 Snapshot = dict[str, Any]  # what hc.Object.save returns
 
@@ -117,7 +117,7 @@ def encode(snapshot: Snapshot) -> bytes:
         key: tuple(sorted(part.items())) if isinstance(part, dict) else part
         for key, part in snapshot.items()
     }
-    return portable.write(portable.tell_value(told, "a snapshot")).encode()
+    return codec.write(codec.tell_value(told, "a snapshot")).encode()
 
 
 def decode(data: bytes, who: str, process: int) -> Snapshot:
@@ -127,11 +127,11 @@ def decode(data: bytes, who: str, process: int) -> Snapshot:
         HostcallError: these are other bytes, or an error.
     """
     try:
-        told = portable.read(data)
+        told = codec.read(data)
         if told.keys() == {"error"}:
-            why = portable.read_value(told["error"], str, "error")
+            why = codec.read_value(told["error"], str, "error")
         else:
-            why, found = "", portable.read_record({"waiting": [], **told}, _TYPES)
+            why, found = "", codec.read_record({"waiting": [], **told}, _TYPES)
     except Exception as error:
         raise HostcallError(
             f"hostcall: what the job's store holds for {who}, process {process} was not"

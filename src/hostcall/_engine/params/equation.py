@@ -24,10 +24,10 @@ from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
 from hostcall._core.order import EFFECTS, effects_with
-from hostcall._core.portable import Malformed, Told
-from hostcall._core.registry import name_of_held
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
+from hostcall._export.codec import Malformed, Told
+from hostcall._export.registry import name_of_held
 from hostcall._jax.types import Aval, Device, Effect, Mesh
 from hostcall._native import Lend, ResultForm
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 
 from hostcall import _native
-from hostcall._core import failures, portable
+from hostcall._core import failures
 from hostcall._core.arguments import conflict
 from hostcall._core.options import TapOptions
-from hostcall._core.portable import Malformed, Told
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation, T
+from hostcall._export import codec
+from hostcall._export.codec import Malformed, Told
 from hostcall._jax.types import Aval, Device, Mesh
 from hostcall._runtime import delivery, tap_failures
 
@@ -191,11 +192,11 @@ class TapParams(Equation):
     def check_text(self, operands: Sequence[Aval]) -> None:
         if len(operands) < self.masked + self.always:
             raise Malformed(f"{len(operands)} operands, too few for where= and always=")
-        portable.read_aval(["bool", *self.sizes])
-        portable.check_flags("flags", self.flags, len(self.sizes), len(operands))
+        codec.read_aval(["bool", *self.sizes])
+        codec.check_flags("flags", self.flags, len(self.sizes), len(operands))
         # The newest axis is first.
         flags = [each[::-1] for each in zip(*self.flags, strict=True)]
-        portable.check_axes(self.sizes[::-1], flags or [()] * len(operands), operands)
+        codec.check_axes(self.sizes[::-1], flags or [()] * len(operands), operands)
         if self.always and (operands[-1].dtype != bool or operands[-1].shape):
             raise Malformed(f"always= of {operands[-1]}")
         if (self.options.every or 0) >= 2**31:

@@ -34,8 +34,8 @@ from hostcall._primitives.lowering import (
     refuse_export,
     register,
 )
-from hostcall._primitives.tap import blocks
-from hostcall._primitives.tap.blocks import Box
+from hostcall._primitives.tap import partitioned
+from hostcall._primitives.tap.partitioned import Box
 from hostcall._runtime import host_device
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
             continue
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
-        info.places = None if place is None else {-1: blocks.slices(place)}
+        info.places = None if place is None else {-1: partitioned.slices(place)}
         info.tap, info.device = tap, host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
@@ -90,11 +90,11 @@ def _blocks(operands: Operands, params: TapParams) -> list[Block]:
         return [(home, None, list(operands))]
     found, boxes = [], []
     for number, x in enumerate(operands):
-        box = blocks.whole(np.shape(x))
+        box = partitioned.whole(np.shape(x))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            part = blocks.assembled(x.addressable_shards, x.shape)
+            part = partitioned.assembled(x.addressable_shards, x.shape)
             if part is None:
-                raise blocks.apart(params, number, x.shape, _jax.process_of(home))
+                raise partitioned.apart(params, number, x.shape, _jax.process_of(home))
             x, box = part
         found.append(x)
         boxes.append(box)
@@ -116,7 +116,9 @@ def _of_each_device(
             values.append(here[0].data if here else x)
             shape = np.shape(x)
             boxes.append(
-                blocks.box(here[0].index, shape) if here else blocks.whole(shape)
+                partitioned.box(here[0].index, shape)
+                if here
+                else partitioned.whole(shape)
             )
         place = tuple(params.arguments(boxes))
         found.setdefault(place, (device, place, values))
@@ -309,8 +311,8 @@ def lower_here(
     copies, and a slot for its plan.
     """
     ctx = program.ctx
-    if blocks.serves(program, params):
-        return blocks.lower(program, operands, params)
+    if partitioned.serves(program, params):
+        return partitioned.lower(program, operands, params)
     targets.start_lowering(program)
     flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
     if flagged:
@@ -449,7 +451,7 @@ def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     """
     if not program.is_partitioned:
         return None
-    if blocks.serves(program, params):
+    if partitioned.serves(program, params):
         raise HostcallError(
             f"hostcall: {params.shown} has on={params.options.on!r}, and is"
             f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"

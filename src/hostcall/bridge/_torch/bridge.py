@@ -103,7 +103,7 @@ def torch(
     options["advice"] = check_derivatives("torch", shown, derivatives)
     if lend not in (False, True):
         raise wrong("lend", f"`{shown}`", "True or False", lend)
-    from hostcall.bridge._torch.function import make
+    from hostcall.bridge._torch.host_function import make
 
     # A function on another thread could outlive the memory that it was lent.
     options["lend"] = lend and timeout is None and vmap_method != "parallel"

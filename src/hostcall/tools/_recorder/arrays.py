@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hostcall.tools._recorder import stream as streams
+from hostcall.tools._recorder import arrow
 
 if TYPE_CHECKING:
     import pyarrow
@@ -30,7 +30,7 @@ MOST_BLOCKS = 1 << 16
 class _Blocks:
     """What is in a stream: what its schema says, and an element for each block."""
 
-    about: streams.About
+    about: arrow.About
     steps: np.ndarray
     times: np.ndarray
     corners: np.ndarray
@@ -48,7 +48,7 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     Raises:
         ValueError: no recorder wrote it.
     """
-    parts = [part for path in streams.paths(folder) if (part := _blocks(path))]
+    parts = [part for path in arrow.paths(folder) if (part := _blocks(path))]
     if not parts:
         return None
     if len(parts) == 1 and parts[0].shape == parts[0].about.whole:
@@ -58,11 +58,11 @@ def read(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 def _blocks(path: Path) -> _Blocks | None:
     """What is in a stream; None if no row of it was written."""
-    schema, batches = streams.read(path)
+    schema, batches = arrow.read(path)
     if schema is None:
         return None
     # Room for as many rows as the file can have. What is not filled takes no memory.
-    room = 8 * path.stat().st_size // max(streams.bits_of_row(schema), 1)
+    room = 8 * path.stat().st_size // max(arrow.bits_of_row(schema), 1)
     columns, count = _room_for(schema, room), 0
     for batch in batches:
         begin, count = count, count + len(batch)
@@ -70,10 +70,10 @@ def _blocks(path: Path) -> _Blocks | None:
             count = begin
             break
         for name in schema.names:
-            columns[name][begin:count] = streams.column(batch, name)
+            columns[name][begin:count] = arrow.column(batch, name)
     if not count:
         return None
-    about = streams.about(schema)
+    about = arrow.about(schema)
     steps, times, corners, values = (
         columns[name][:count] for name in ("step", "time", "at", "value")
     )
@@ -91,11 +91,11 @@ def _blocks(path: Path) -> _Blocks | None:
     return _Blocks(about, steps, times, corners, values)
 
 
-def _room_for(schema: pyarrow.Schema, rows: int) -> streams.Columns:
+def _room_for(schema: pyarrow.Schema, rows: int) -> arrow.Columns:
     """Arrays for the columns; those of complex numbers are parts of "value"."""
     out = {}
     for field in schema:
-        dtype, of_row = streams.type_of(field.type)
+        dtype, of_row = arrow.type_of(field.type)
         out[field.name] = np.empty((rows, *of_row), dtype)
     if "value.real" in out:
         kind = np.result_type(out["value.real"], 1j)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall.errors import SpecError
-from hostcall.tools._recorder.stream import Columns
+from hostcall.tools._recorder.arrow import Columns
 from hostcall.tools._values import need
 
 # Values with more elements become arrays.

@@ -23,14 +23,14 @@ import numpy as np
 
 from hostcall._core.process import Owned
 from hostcall.errors import HostcallError
-from hostcall.tools._recorder import stream as streams
-from hostcall.tools._recorder.delivery import Events, Tapped
+from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.fields import Field, text_of, wrong
 from hostcall.tools._recorder.files import foreign, only_files, reading
+from hostcall.tools._recorder.tapped import Events, Tapped
 from hostcall.tools._recorder.worker import Errors
 
 # The folder, and the columns with their types.
-_Key = tuple[Path, streams.About, tuple[tuple[str, str], ...]]
+_Key = tuple[Path, arrow.About, tuple[tuple[str, str], ...]]
 
 
 class RunFolder(Owned):
@@ -51,7 +51,7 @@ class RunFolder(Owned):
         # which needs no lock; the writer does not look at it.
         self._known: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._streams: dict[_Key, streams.ArrowFile] = {}
+        self._streams: dict[_Key, arrow.ArrowFile] = {}
         self._next_step: dict[tuple[Tapped, jax.Device | None], int] = {}
         self._first_step = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,22 +72,22 @@ class RunFolder(Owned):
         only_files(self.folder / "columns")
         only_files(self.folder / "arrays")
         folders = [self.folder / "columns", *self.folder.glob("arrays/*")]
-        for path in itertools.chain(*map(streams.paths, folders)):
+        for path in itertools.chain(*map(arrow.paths, folders)):
             # Of the values of arrays nothing is read. Batches are those of this process
             # alone, and nobody else writes to these.
-            schema, batches = streams.read(path, mapped=True)
+            schema, batches = arrow.read(path, mapped=True)
             if schema is None:
                 continue
-            about = streams.about(schema)
+            about = arrow.about(schema)
             if about.type:
                 self._known[path.parent.name] = about.type
                 self.shapes[path.parent.name] = about.whole
             else:
                 for column in schema:
-                    self._known[column.name] = text_of(*streams.type_of(column.type))
+                    self._known[column.name] = text_of(*arrow.type_of(column.type))
             # Others of a job may record already. Each goes on behind its own steps.
             for batch in batches if about.process == (self._process or 0) else ():
-                top = streams.column(batch, "step").max(initial=-1)
+                top = arrow.column(batch, "step").max(initial=-1)
                 self._first_step = max(self._first_step, int(top) + 1)
 
     def check(self, fields: Iterable[Field]) -> None:
@@ -103,11 +103,11 @@ class RunFolder(Owned):
                         " another name or folder"
                     )
 
-    def write(self, deliveries: list[Events]) -> list[tuple[streams.ArrowFile, int]]:
+    def write(self, deliveries: list[Events]) -> list[tuple[arrow.ArrowFile, int]]:
         """Writes what came. Returns each new batch of the table: its stream, and where
         it begins.
         """
-        parts: dict[_Key, list[streams.Columns]] = {}
+        parts: dict[_Key, list[arrow.Columns]] = {}
         for delivery in deliveries:
             steps = self._steps(delivery)
             for name, about, columns in delivery.tables(steps, self._process):
@@ -118,7 +118,7 @@ class RunFolder(Owned):
         for key, batches in parts.items():
             folder, about, _ = key
             if key not in self._streams:
-                self._streams[key] = streams.ArrowFile(folder, about)
+                self._streams[key] = arrow.ArrowFile(folder, about)
             columns = batches[0]
             if len(batches) > 1:
                 columns = {n: np.concatenate([b[n] for b in batches]) for n in columns}

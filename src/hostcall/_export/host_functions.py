@@ -1,4 +1,4 @@
-"""A HostFunction's code in programs that leave the process (_engine/portable.py).
+"""A HostFunction's code in programs that leave the process (_export/records.py).
 
 The HostFunction goes by its registered name, and brings its rules, its pool and its
 cache with it where the program is loaded. What the call site knows goes by value.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostcall._core import portable, registry
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
 from hostcall._core.options import Policy
-from hostcall._core.portable import AVALS
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Template
-from hostcall._engine.portable import name_of as name_of_registered
+from hostcall._export import codec, registry
+from hostcall._export.codec import AVALS
+from hostcall._export.records import name_of as name_of_registered
 from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import CallSite
 from hostcall._host_function.steps import Steps
@@ -33,8 +33,8 @@ def tell(steps: Steps, _: bool) -> dict[str, object]:
     )
     return {
         "registered": name,
-        **portable.tell_record(steps, _STEPS),
-        **portable.tell_record(steps.site, _SITE),
+        **codec.tell_record(steps, _STEPS),
+        **codec.tell_record(steps.site, _SITE),
     }
 
 
@@ -51,7 +51,7 @@ _TEXT = {"registered": tuple[str, int], **_STEPS, **_SITE}
 
 
 def read(told: object) -> tuple[Steps, Policy]:
-    found = portable.read_record(told, _TEXT)
+    found = codec.read_record(told, _TEXT)
     function = _function(found)
     place = Place("a loaded program", 0, function.__name__)
     site = CallSite(function, **{part: found[part] for part in _SITE}, place=place)

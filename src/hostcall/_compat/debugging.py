@@ -13,7 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.print_format import parsed
-from hostcall._compat.callbacks import OPTIONS
+from hostcall._compat.pure_and_io import OPTIONS
 from hostcall._core import stream
 from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode

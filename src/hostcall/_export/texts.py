@@ -2,7 +2,7 @@
 
 The text of a call of registered host code stands in the program, beside the name of its
 slot (lowering.py), or in an exported program in place of it. It says all that the
-engine must know to make the call's plan (`_engine/portable.py` has the equation). XLA
+engine must know to make the call's plan (`_export/records.py` has the equation). XLA
 hands it back when it loads the program, here or elsewhere:
 
     lowered here        the slot's plan is found, and its text is this one: no Python
@@ -32,13 +32,12 @@ import jax
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._core import portable
 from hostcall._core.errors import HostcallError, LoadError
-from hostcall._core.portable import Malformed, NotPortable, Told
-from hostcall._engine import portable as equations
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo, Team
 from hostcall._engine.plans import plan_in_program
+from hostcall._export import codec, records
+from hostcall._export.codec import Malformed, NotPortable, Told
 from hostcall._jax.types import Aval, Client, Mesh
 from hostcall._runtime import context, host_device
 
@@ -59,7 +58,7 @@ def tell(
     Raises NotPortable.
     """
     params, team = info.params, info.team
-    told = equations.tell(params, avals, exported=program.is_exported)
+    told = records.tell(params, avals, exported=program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
     if program.automatic:
@@ -70,13 +69,13 @@ def tell(
             " devices. Leave out on=: the first device that comes then calls"
         )
     told |= {
-        "hostcall": portable.FORMAT,
+        "hostcall": codec.FORMAT,
         "team": None if team is None else list(team),
         "only": list(only),
         "linked": params.effect is not None and _jax.has_symbolic(params.out_avals),
         "mesh": _tell_mesh(program.mesh),
     }
-    known = portable.sizes_in(list(buffers_of(told)))
+    known = codec.sizes_in(list(buffers_of(told)))
     # What can be computed does not depend on the values.
     _, unknown = _values(
         told, dict(zip(known, itertools.count(1009, 10), strict=False))
@@ -88,7 +87,7 @@ def tell(
             " the missing size as a dimension (to a rule for derivatives, among the"
             " residuals), or export with a constant size"
         )
-    return portable.write(told)
+    return codec.write(told)
 
 
 def _tell_mesh(mesh: Mesh | jax.sharding.AbstractMesh | None) -> Told:
@@ -110,10 +109,10 @@ def parse(text: str) -> Told:
     Raises LoadError.
     """
     try:
-        told = portable.read(text)
+        told = codec.read(text)
         if not isinstance(told, dict) or "hostcall" not in told:
             raise Malformed("it names no version")
-        for size in portable.sizes_in(told):
+        for size in codec.sizes_in(told):
             if not _SIZE.fullmatch(size):
                 raise Malformed(f"the size {size!r}")
     except Malformed as error:
@@ -122,10 +121,10 @@ def parse(text: str) -> Told:
             f" ({error}). It was damaged, or not made by hostcall"
         ) from error
     version = told["hostcall"]
-    if version != portable.FORMAT:
+    if version != codec.FORMAT:
         raise LoadError(
             f"hostcall: the program has a call in version {version} of hostcall's"
-            f" format, and this hostcall reads version {portable.FORMAT}. Export it"
+            f" format, and this hostcall reads version {codec.FORMAT}. Export it"
             " with this version, or load it with the one that exported it"
         )
     return told
@@ -141,11 +140,11 @@ def check(told: Told) -> None:
     Raises LoadError, or RegistryError if this process lacks its function.
     """
     with reading():
-        equations.read(_with_any_sizes(told))
+        records.read(_with_any_sizes(told))
 
 
 def _with_any_sizes(told: Told) -> Told:
-    return portable.with_sizes(told, dict.fromkeys(portable.sizes_in(told), 1))
+    return codec.with_sizes(told, dict.fromkeys(codec.sizes_in(told), 1))
 
 
 def read_text(
@@ -167,11 +166,11 @@ def read_text(
     targets.start_on(client)
     told = parse(text)
     with reading():
-        sizes = portable.sizes_in(told)
+        sizes = codec.sizes_in(told)
         if buffers is not None:
             told = _with_sizes(told, buffers) if sizes else told
             _check_buffers(told, buffers)
-        params, found = equations.read(_with_any_sizes(told))
+        params, found = records.read(_with_any_sizes(told))
         if buffers is None and sizes:
             return None
         mesh = _read_mesh(found["mesh"], client)
@@ -232,7 +231,7 @@ def _client(platform: str) -> Client:
 
 def buffers_of(told: Told) -> tuple[list[Told], list[Told]]:
     """[dtype, *shape] of the operands and of the results that the program passes."""
-    results = equations.kind_of(told).results_in(told)
+    results = records.kind_of(told).results_in(told)
     number = [["int32"]] if told["linked"] else []  # see lowering.py
     return [*number, *told["operands"]], [*number, *results]
 
@@ -243,7 +242,7 @@ def _with_sizes(told: Told, buffers: list[list[int]]) -> Told:
     wanted = itertools.chain(*buffers_of(told))
     for (_, *symbolic), (_, *actual) in zip(wanted, buffers, strict=True):
         for size, value in zip(symbolic, actual, strict=True):
-            known |= dict.fromkeys(portable.sizes_in(size), value)
+            known |= dict.fromkeys(codec.sizes_in(size), value)
     values, unknown = _values(told, known)
     if unknown:
         raise LoadError(
@@ -252,12 +251,12 @@ def _with_sizes(told: Told, buffers: list[list[int]]) -> Told:
             f" {', '.join(f'{name} = {value}' for name, value in known.items())}. Pass"
             " the call an array that has each size as a dimension, and export again"
         )
-    return portable.with_sizes(told, values)
+    return codec.with_sizes(told, values)
 
 
 def _values(told: Told, known: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """(the values of symbolic sizes, those that don't follow from the known ones)."""
-    every = {name: _jax.size_from(name, known) for name in portable.sizes_in(told)}
+    every = {name: _jax.size_from(name, known) for name in codec.sizes_in(told)}
     values = {name: value for name, value in every.items() if value is not None}
     return values, [name for name in every if name not in values]
 
@@ -265,7 +264,7 @@ def _values(told: Told, known: Mapping[str, int]) -> tuple[dict[str, int], list[
 def _check_buffers(told: Told, buffers: list[list[int]]) -> None:
     """Refuses a text that says more or less memory than XLA passes."""
     described = itertools.chain(*buffers_of(told))
-    wanted = [[portable.XLAS_DTYPES.get(t), *shape] for t, *shape in described]
+    wanted = [[codec.XLAS_DTYPES.get(t), *shape] for t, *shape in described]
     if wanted != buffers:
         raise LoadError(
             "hostcall: the program passes other arrays to a call than its description"

@@ -12,16 +12,13 @@ import jax
 
 import hostcall
 from hostcall import _jax
-from hostcall._api.export import container, program
-from hostcall._api.object.portable import objects_of
-from hostcall._core import registry
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import ExportError, LoadError, SpecError
-from hostcall._core.portable import Told
-from hostcall._engine import portable
-from hostcall._primitives import travel
+from hostcall._export import container, inspection, records, registry, texts
+from hostcall._export.codec import Told
+from hostcall._export.methods import objects_of
 
-_OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, program.TARGETS))
+_OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, inspection.TARGETS))
 
 _TAPS = ("tap", "print")
 _JITTED = type(jax.jit(lambda: None))
@@ -47,10 +44,10 @@ class Exported:
         vjp_order: int,
         by: tuple[str, str],
     ) -> None:
-        texts = Counter(program.texts_of(exported, vjp_order))
-        calls = [(travel.parse(text), places) for text, places in texts.items()]
+        found = Counter(inspection.texts_of(exported, vjp_order))
+        calls = [(texts.parse(text), places) for text, places in found.items()]
         for told, _ in calls:
-            travel.check(told)
+            texts.check(told)
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
@@ -257,7 +254,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    loaded = Exported(exported, len(program.derivatives(exported)), by)
+    loaded = Exported(exported, len(inspection.derivatives(exported)), by)
     if set(names_in(loaded.manifest)) != set(names):
         said, has = (
             ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
@@ -355,7 +352,7 @@ def names_in(manifest: Manifest) -> list[registry.Name]:
 def described(told: Told, places: int) -> NamedCode:
     """What a call is, given what its text says."""
     kind, more = told["function"]
-    (name,) = portable.names_in(told) or [registry.Name("", 0)]
+    (name,) = records.names_in(told) or [registry.Name("", 0)]
     grid = told["params"]["grid"]
     if kind == "object":
         kind = f"method {more['method']}"

@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from hostcall._core import definitions
 from hostcall._core.errors import RegistryError, SpecError
 from hostcall._core.host_code import handle
 from hostcall._core.process import Guarded
 from hostcall._core.source import name_of, source_of
+from hostcall._export import definitions
 
 
 class Name(NamedTuple):

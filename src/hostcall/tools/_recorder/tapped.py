@@ -18,8 +18,8 @@ import numpy as np
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall.errors import HostcallError
+from hostcall.tools._recorder.arrow import About, Columns
 from hostcall.tools._recorder.fields import Field, columns_of
-from hostcall.tools._recorder.stream import About, Columns
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import with_all_axes
 

@@ -1,4 +1,4 @@
-"""Calls of a `hc.Object` in exported programs (_engine/portable.py).
+"""Calls of a `hc.Object` in exported programs (_export/records.py).
 
 The factory goes by its registered name, and the declaration by value. A number that is
 drawn when the object is first exported stands for its identity: programs that share an
@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from hostcall._api.object.objects import Entry, Group, Object
-from hostcall._core import portable, registry
 from hostcall._core.options import Policy
-from hostcall._core.portable import Malformed, NotPortable
 from hostcall._core.process import living
 from hostcall._core.spec import Results
-from hostcall._engine.portable import name_of
+from hostcall._export import codec, registry
+from hostcall._export.codec import Malformed, NotPortable
+from hostcall._export.records import name_of
 
 _lock = threading.Lock()  # no two programs make the objects of one number
 
@@ -73,15 +73,13 @@ def tell(entry: Entry, exported: bool) -> dict[str, object]:
         "methods": group.methods,
         "declared": {each: declared[each] for each in _DECLARED},
     }
-    return {
-        each: portable.tell_value(value, f"{each}=") for each, value in told.items()
-    }
+    return {each: codec.tell_value(value, f"{each}=") for each, value in told.items()}
 
 
 def _object_of(told: Any) -> Object:
     """The `hc.Object` of an exported call; its host objects are made when called."""
-    found = portable.read_record(told, _TEXT)
-    declared = portable.read_record(found["declared"], _DECLARED)
+    found = codec.read_record(told, _TEXT)
+    declared = codec.read_record(found["declared"], _DECLARED)
     if found["method"] not in found["methods"]:
         raise Malformed(f"the method {found['method']!r}, which is not declared")
     for hook in _HOOKS:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hostcall._core import registry
 from hostcall._core.arguments import wrong
+from hostcall._export import registry
 
 T = TypeVar("T", bound=Callable[..., Any])
 

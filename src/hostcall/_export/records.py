@@ -23,19 +23,20 @@ from types import ModuleType
 from typing import Any, Literal, get_type_hints
 
 from hostcall import _jax
-from hostcall._core import host_code, options, portable, registry
+from hostcall._core import host_code, options
 from hostcall._core.callback import Callback
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, own
 from hostcall._core.options import PlaceOptions, Policy
-from hostcall._core.portable import AVALS, Malformed, NotPortable
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.equation import Equation
+from hostcall._export import codec, registry
+from hostcall._export.codec import AVALS, Malformed, NotPortable
 from hostcall._jax.types import Aval
 
-Told = portable.Told
+Told = codec.Told
 
 
 def kind_of(told: Told) -> type[Equation]:
@@ -106,8 +107,8 @@ _MORE: dict[str, Callable[[Told], bool]] = {
 #     which may say anything.
 _HOMES = {
     "print": "hostcall._api.print",
-    "object": "hostcall._api.object.portable",
-    "host": "hostcall._host_function.portable",
+    "object": "hostcall._export.methods",
+    "host": "hostcall._export.host_functions",
 }
 
 
@@ -149,11 +150,11 @@ def tell(
     return {
         "equation": params.name,
         "function": _tell_function(callback, exported),
-        "operands": [*map(portable.tell_aval, operands)],
-        "avals": [*map(portable.tell_aval, params.avals)],
-        **portable.tell_record(callback, ("template", "results", "fills")),
-        "params": portable.tell_record(params, that_travel(type(params))),
-        "options": portable.tell_record(how, that_travel(type(how))),
+        "operands": [*map(codec.tell_aval, operands)],
+        "avals": [*map(codec.tell_aval, params.avals)],
+        **codec.tell_record(callback, ("template", "results", "fills")),
+        "params": codec.tell_record(params, that_travel(type(params))),
+        "options": codec.tell_record(how, that_travel(type(how))),
         "parallel": params.method == "parallel",
         "traced": traced,
         "place": line if exported else None,
@@ -287,9 +288,9 @@ def _parts(told: Told, cls: type[Equation]) -> dict[str, Told]:
 
     Raises Malformed, and what reading a tree or a text that lacks a part raises.
     """
-    found = portable.read_record(told, _TEXT)
-    params = portable.read_record(found["params"], that_travel(cls))
-    how = portable.read_record(found["options"], that_travel(cls.takes))
+    found = codec.read_record(told, _TEXT)
+    params = codec.read_record(found["params"], that_travel(cls))
+    how = codec.read_record(found["options"], that_travel(cls.takes))
     checks = {name: row.fits for name, row in options.table(cls.takes).items()}
     for check in (checks, _MORE):
         for option, value in (found | params | how).items():
@@ -307,8 +308,8 @@ def _parts(told: Told, cls: type[Equation]) -> dict[str, Told]:
 def _check_shapes(params: Equation, operands: Sequence[Aval]) -> None:
     """Refuses what the primitives never make."""
     grid, given = params.grid, params.arguments(operands)
-    portable.read_aval(["bool", *grid])
-    portable.check_flags(
+    codec.read_aval(["bool", *grid])
+    codec.check_flags(
         "batched", params.batched, len(operands) if grid else 0, len(grid)
     )
     arrays = len(params.callback.template.keys)
@@ -317,7 +318,7 @@ def _check_shapes(params: Equation, operands: Sequence[Aval]) -> None:
         raise Malformed(f"{len(operands)} operands, too few for its masks")
     params.check_text(operands)
     axes = params.batched if grid else ((),) * len(operands)
-    portable.check_axes(grid, axes, operands)
+    codec.check_axes(grid, axes, operands)
     if params.masked:
         mask = operands[0]
         flags = params.batched[0] if grid else ()

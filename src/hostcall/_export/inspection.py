@@ -1,6 +1,6 @@
 """The host calls in an exported program, which somebody else may have written.
 
-A program that leaves the process holds each call as a text (_primitives/travel.py). The
+A program that leaves the process holds each call as a text (_export/texts.py). The
 numbers by which programs that are lowered here find their plans mean nothing in another
 process, or worse, a function of its own. So a file may hold none of them, no handler
 that `hc.export` never writes, and no text that describes other arrays than the program
@@ -14,12 +14,10 @@ import re
 import jax
 
 from hostcall import _jax
-from hostcall._core import portable
 from hostcall._core.errors import LoadError
-from hostcall._core.portable import Told
-from hostcall._engine import portable as equations
 from hostcall._engine import targets
-from hostcall._primitives import travel
+from hostcall._export import codec, records, texts
+from hostcall._export.codec import Told
 
 # The handlers that an exported program may name.
 TARGETS = (targets.TARGET, targets.TAP_TARGET, targets.LINK_TARGET)
@@ -72,21 +70,21 @@ def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
         if call.config or call.aliases:
             raise _refused(f"a link with the attributes {sorted(call.config)}")
         return []
-    text = call.config.get(travel.ATTRIBUTE)
+    text = call.config.get(texts.ATTRIBUTE)
     if text is None or len(call.config) > 1:
         raise _refused(
             f"a call of {call.target!r} with the attributes {sorted(call.config)},"
-            f" where only the text {travel.ATTRIBUTE!r} should be"
+            f" where only the text {texts.ATTRIBUTE!r} should be"
         )
-    told = travel.parse(text)
-    with travel.reading():
+    told = texts.parse(text)
+    with texts.reading():
         _check(call, told, devices)
     return [text]
 
 
 def _check(call: _jax.CustomCall, told: Told, devices: int) -> None:
     """Compares a call with what its text says, which nobody has checked so far."""
-    kind = equations.kind_of(told)
+    kind = records.kind_of(told)
     what = f"a {told['equation']} of {told['function'][0]!r}"
     if call.target != kind.target:
         raise _refused(f"{what} that names {call.target!r}")
@@ -101,8 +99,8 @@ def _check(call: _jax.CustomCall, told: Told, devices: int) -> None:
     if (kind.kept or has_effect) and not call.has_side_effect:
         raise _refused(f"{what} that XLA may drop")
     operands, results = (
-        [_jax.type_text(portable.read_dtype(dtype).name, sizes) for dtype, *sizes in of]
-        for of in travel.buffers_of(told)
+        [_jax.type_text(codec.read_dtype(dtype).name, sizes) for dtype, *sizes in of]
+        for of in texts.buffers_of(told)
     )
     _check_arrays(call, operands, results, has_effect and not told["linked"], what)
 

@@ -16,8 +16,8 @@ import json
 import struct
 from typing import Any
 
-from hostcall._core import portable
 from hostcall._core.errors import LoadError
+from hostcall._export import codec
 
 _MAGIC = b"hostcall export"
 _START = struct.Struct("<15sBQ32s")
@@ -31,7 +31,7 @@ def pack(header: dict[str, Any], program: bytes) -> bytes:
     said = json.dumps(header, sort_keys=True).encode()
     behind = said + program
     digest = hashlib.sha256(behind).digest()
-    return _START.pack(_MAGIC, portable.FORMAT, len(said), digest) + behind
+    return _START.pack(_MAGIC, codec.FORMAT, len(said), digest) + behind
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -44,10 +44,10 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         )
     is_cut = len(data) < _START.size
     _, version, length, digest = _START.unpack(data[: _START.size].ljust(_START.size))
-    if not is_cut and version != portable.FORMAT:
+    if not is_cut and version != codec.FORMAT:
         raise LoadError(
             f"hostcall: the exported program has version {version} of the file"
-            f" layout, and this hostcall reads version {portable.FORMAT}. Load it with"
+            f" layout, and this hostcall reads version {codec.FORMAT}. Load it with"
             " the version that wrote it, or export it again"
         )
     behind = data[_START.size :]
@@ -57,8 +57,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
             " changed, or are missing at the end. Copy it again"
         )
     try:
-        header = portable.read_record(portable.read(behind[:length]), _HEADER)
-    except (portable.Malformed, KeyError) as error:
+        header = codec.read_record(codec.read(behind[:length]), _HEADER)
+    except (codec.Malformed, KeyError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise LoadError(
             f"hostcall: the header of the exported program can't be read: {what}. It"
