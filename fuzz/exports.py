@@ -14,9 +14,18 @@ from jax import lax
 
 import hostcall as hc
 from fuzz.draw import Draw, change
-from fuzz.stablehlo import CONFIG, telling, text_of, told_in, with_text
+from fuzz.stablehlo import (
+    CONFIG,
+    mlir_of,
+    packed,
+    telling,
+    texts_in,
+    told_in,
+    unpacked,
+    with_text,
+)
 from hostcall._core import options
-from hostcall._export import container, inspection, texts
+from hostcall._export import texts
 
 X = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
@@ -101,7 +110,7 @@ def files() -> list[tuple[bytes, list[tuple[str, list]]]]:
     found = []
     for f, args, buffers in CALLS:
         made = hc.export(lambda *args, f=f: (f(*args), 2 * args[0]))(*args)
-        held = inspection.texts_of(made.exported, 0)
+        held = texts_in(mlir_of(made.exported))
         found.append((made.serialize(), [(text, buffers) for text in held]))
     return found
 
@@ -111,9 +120,9 @@ def modules() -> list[tuple[Any, str, dict[str, Any], tuple[Any, ...]]]:
     """Each program as JAX and as MLIR has it, its header, and arguments for it."""
     found = []
     for (data, _), (_, args, _) in zip(files(), CALLS, strict=True):
-        header, behind = container.unpack(data)
+        header, behind = unpacked(data)
         exported = jax.export.deserialize(bytearray(behind))
-        found.append((exported, text_of(exported), header, args))
+        found.append((exported, mlir_of(exported), header, args))
     return found
 
 
@@ -150,7 +159,7 @@ def edited_program(draw: Draw) -> None:
         forged = with_text(exported, changed_program(draw, text))
     except Exception:  # no MLIR
         return
-    loaded = hc.load(container.pack(header, bytes(forged.serialize())))
+    loaded = hc.load(packed(header, bytes(forged.serialize())))
     given = [jnp.zeros(X.shape, X.dtype) if a is MANY else a for a in args]
     try:
         jax.block_until_ready(loaded.call(*given))
@@ -177,8 +186,8 @@ def one(data: bytes) -> None:
         elif kind == 1:
             texts.read_text(draw.text(), False, None)
         elif kind == 2:
-            header, program = container.unpack(draw.choice(files())[0])
-            loaded = hc.load(container.pack(change(draw, header), program))
+            header, program = unpacked(draw.choice(files())[0])
+            loaded = hc.load(packed(change(draw, header), program))
             assert str(loaded.manifest) and repr(loaded) and loaded.serialize()
         elif kind == 4:
             edited_program(draw)

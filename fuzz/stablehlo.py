@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,9 @@ from jax._src.export import _export
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
-from hostcall._export import container
+# The start of a file (docs/exporting.md and src/hostcall/_export/container.py).
+_START = struct.Struct("<15sBQ32s")
+_VERSION = 6
 
 # What MLIR's printer adds behind operations; the parser does not need it.
 _PLACES = re.compile(r" loc\((?:#loc\d*|unknown|\"[^\"]*\")\)")
@@ -21,7 +25,22 @@ _PLACES = re.compile(r" loc\((?:#loc\d*|unknown|\"[^\"]*\")\)")
 CONFIG = re.compile(r'mhlo\.backend_config = \{text = "(?:[^"\\]|\\.)*"\}')
 
 
-def text_of(exported: jax.export.Exported) -> str:
+def unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """(the header of a file, what jax.export wrote)."""
+    length = _START.unpack_from(data)[2]
+    behind = data[_START.size :]
+    return json.loads(behind[:length]), behind[length:]
+
+
+def packed(header: Any, program: bytes) -> bytes:
+    """A file with a checksum that fits."""
+    said = json.dumps(header).encode()
+    digest = hashlib.sha256(said + program).digest()
+    start = _START.pack(b"hostcall export", _VERSION, len(said), digest)
+    return start + said + program
+
+
+def mlir_of(exported: jax.export.Exported) -> str:
     lines = exported.mlir_module().split("\n")
     kept = "\n".join(line for line in lines if not line.startswith("#loc"))
     return _PLACES.sub("", kept)
@@ -36,10 +55,10 @@ def edited(
 
     Raises an error of JAX's if the changed text is no StableHLO.
     """
-    manifest, program = container.unpack(data)
+    manifest, program = unpacked(data)
     exported = jax.export.deserialize(bytearray(program))
-    changed = with_text(exported, change(text_of(exported)))
-    return container.pack(header(manifest), bytes(changed.serialize()))
+    changed = with_text(exported, change(mlir_of(exported)))
+    return packed(header(manifest), bytes(changed.serialize()))
 
 
 def with_text(exported: jax.export.Exported, text: str) -> jax.export.Exported:
@@ -55,18 +74,21 @@ def replaced(new: str) -> Callable[[str], str]:
     )
 
 
-def told_in(text: str) -> Any:
-    """What the text of the first call says."""
-    found = CONFIG.search(text)
-    assert found is not None
-    quoted = found[0].partition('"')[2].rpartition('"')[0]
-    return json.loads(
+def texts_in(mlir: str) -> list[str]:
+    """The texts of all calls."""
+    return [
         re.sub(
             r"\\(\\|[0-9A-F]{2})",
             lambda m: "\\" if m[1] == "\\" else chr(int(m[1], 16)),
-            quoted,
+            found[0].partition('"')[2].rpartition('"')[0],
         )
-    )
+        for found in CONFIG.finditer(mlir)
+    ]
+
+
+def told_in(mlir: str) -> Any:
+    """What the text of the first call says."""
+    return json.loads(texts_in(mlir)[0])
 
 
 def telling(told: Any) -> Callable[[str], str]:

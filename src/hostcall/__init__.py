@@ -53,6 +53,7 @@ The map, top to bottom. Each wing imports only those below it:
     tools            what can be built on the public names
     these modules    a docstring and names, imported from the wings
     _compat, bridge  JAX's callbacks by JAX's rules; other libraries' functions
+    _export          names for host code, and programs that leave the process
     _host_function   functions with rules, and their checks
     _api             call, tap, Object and the rest: check and flatten arguments
     _primitives      the JAX primitives, with their rules and lowerings
@@ -106,7 +107,7 @@ if TYPE_CHECKING:
     from hostcall._compat.patch import patch_jax
     from hostcall._compat.pure_and_io import io_callback, pure_callback
     from hostcall._export.export import export, load
-    from hostcall._export.register import register
+    from hostcall._export.registry import register
     from hostcall._host_function.host import host
     from hostcall._runtime.context import current
     from hostcall._runtime.reraise import reraise
@@ -138,7 +139,7 @@ _HOMES = {
     "print": "_api.print",
     "pure_callback": "_compat.pure_and_io",
     "progress": "tools.progress",
-    "register": "_export.register",
+    "register": "_export.registry",
     "reraise": "_runtime.reraise",
     "tap": "_api.tap",
     "tap_through": "_api.tap",

@@ -161,15 +161,15 @@ def test_feed_of_other_items():
     other = hc.feed(iter(np.zeros((3, 2), np.float32)), tag="other")
     hc.register("tests.other_feed")(other)
     data = bytes(hc.export(lambda x: other()[0] + x)(X[:2]))
-    from hostcall._export import registry
+    from hostcall._core.registered import Name, names
 
-    name = registry.Name("tests.other_feed", 1)
-    given = registry._all.things[name]  # another process could have another feed
-    registry._all.things[name] = given._replace(thing=r.feed)
+    name = Name("tests.other_feed", 1)
+    given = names.things[name]  # another process could have another feed
+    names.things[name] = given._replace(thing=r.feed)
     loaded = hc.load(data)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"\[8\] bytes.* have \[4\]"):
         loaded.call(X[:2])
-    registry._all.things[name] = given
+    names.things[name] = given
     np.testing.assert_allclose(hc.load(data).call(X[:2]), X[:2])
     other.close()
 

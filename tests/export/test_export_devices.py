@@ -12,10 +12,12 @@ import registered as r
 
 import hostcall as hc
 from hostcall import _jax
-from hostcall._export import inspection, texts
+from hostcall._export import texts
 from hostcall._runtime import host_device
 
 pytest.importorskip("flatbuffers")
+from fuzz.stablehlo import mlir_of, texts_in
+
 X = np.arange(4, dtype=np.float32)
 P = jax.P("x")
 PAIRS = {"low to high": (0, 2), "high to low": (2, 0), "the same": (2, 2)}
@@ -183,5 +185,5 @@ def test_a_mesh_with_more_devices_than_there_are():
 
 
 def text_of(exported):
-    (text,) = inspection.texts_of(exported.exported, 0)
+    (text,) = texts_in(mlir_of(exported.exported))
     return text

@@ -12,14 +12,15 @@ import pytest
 
 pytest.importorskip("flatbuffers")
 HERE = os.path.dirname(__file__)
+ROOT = os.path.dirname(os.path.dirname(HERE))
 
 HEAD = f"""
 import copy, json, random, sys
-sys.path.insert(0, {HERE!r})
+sys.path[:0] = [{HERE!r}, {ROOT!r}]
 import jax, jax.numpy as jnp, numpy as np
 import registered as r
 import hostcall as hc
-from hostcall._export import inspection
+from fuzz.stablehlo import mlir_of, texts_in
 X = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
 """
@@ -58,7 +59,7 @@ CALLS = {
 def text_of(name):
     f, args = CALLS[name]
     module = hc.export(lambda *args: (f(*args), 2 * args[0]))(*args)
-    (text,) = inspection.texts_of(module.exported, 0)
+    (text,) = texts_in(mlir_of(module.exported))
     return text
 
 

@@ -13,9 +13,11 @@ import pytest
 import registered as r
 
 import hostcall as hc
-from hostcall._export import container, methods
+from hostcall._export import methods
 
 pytest.importorskip("flatbuffers")
+from fuzz.stablehlo import packed, unpacked
+
 X = jnp.linspace(0.1, 1.0, 4)
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 ONE = jnp.float32(1)
@@ -282,7 +284,7 @@ def test_one_device_called_with_several(f):
 
 # --- Headers -------------------------------------------------------------------------
 
-HEADER, PROGRAM = container.unpack(bytes(hc.export(lambda x: r.walk.step(x))(ONE)))
+HEADER, PROGRAM = unpacked(bytes(hc.export(lambda x: r.walk.step(x))(ONE)))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,7 @@ HEADER, PROGRAM = container.unpack(bytes(hc.export(lambda x: r.walk.step(x))(ONE
 )
 def test_headers_that_no_export_wrote(changed, what):
     with pytest.raises(hc.errors.LoadError, match=what):
-        hc.load(container.pack({**HEADER, **changed}, PROGRAM))
+        hc.load(packed({**HEADER, **changed}, PROGRAM))
 
 
 def test_what_a_header_says_of_names_is_not_relied_on():
@@ -303,9 +305,9 @@ def test_what_a_header_says_of_names_is_not_relied_on():
     with pytest.raises(
         hc.errors.LoadError, match=r"the names none.* calls 'tests\.Walk'"
     ):
-        hc.load(container.pack({**HEADER, "names": []}, PROGRAM))
+        hc.load(packed({**HEADER, "names": []}, PROGRAM))
     with pytest.raises(hc.errors.RegistryError, match=r"tests\.other"):
-        hc.load(container.pack({**HEADER, "names": [["tests.other", 1]]}, PROGRAM))
+        hc.load(packed({**HEADER, "names": [["tests.other", 1]]}, PROGRAM))
 
 
 LOADS = {

@@ -9,10 +9,9 @@ import pytest
 import registered as r
 
 import hostcall as hc
-from hostcall._export import container
 
 pytest.importorskip("flatbuffers")
-from fuzz.stablehlo import edited, telling, text_of, told_in
+from fuzz.stablehlo import edited, mlir_of, telling, told_in, unpacked
 
 X = np.linspace(0.5, 2.5, 3, dtype=np.float32)
 TREE = {"a": X, "b": (X + 1, 2)}
@@ -96,7 +95,7 @@ def test_a_format_that_looks_up_attributes_is_not_loaded(name):
     with pytest.raises(hc.errors.LoadError, match="fields are names and numbers"):
         hc.load(data)
     # Nor does the engine read it, if JAX's own loader has read the file.
-    _, program = container.unpack(data)
+    _, program = unpacked(data)
     exported = jax.export.deserialize(bytearray(program))
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="fields are names and numbers"
@@ -115,7 +114,7 @@ def forged(change, fmt="{} {a}"):
         return x
 
     data = bytes(hc.export(f)(X))
-    told = told_in(text_of(hc.load(data).exported))
+    told = told_in(mlir_of(hc.load(data).exported))
     told["function"][1].update(change)
     return edited(data, telling(told))
 

@@ -144,8 +144,8 @@ def refused():
     except hc.errors.LoadError as error:
         print(str(error).splitlines()[0])
 refused()
-from hostcall._export import registry
-registry._all.things.clear(), registry._all.names.clear()
+from hostcall._core.registered import names
+names.things.clear(), names.names.clear()
 hc.register("tests.cube")(hc.host(lambda x: x, result=hc.results.like(0)))
 refused()
 """,

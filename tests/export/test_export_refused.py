@@ -20,9 +20,11 @@ from jax.experimental import serialize_executable
 
 import hostcall as hc
 from hostcall import _native
-from hostcall._export import inspection, texts
+from hostcall._export import texts
 
 pytest.importorskip("flatbuffers")
+from fuzz.stablehlo import mlir_of, packed, texts_in, unpacked
+
 X = jnp.linspace(0.1, 1.0, 4)
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 
@@ -261,10 +263,7 @@ def test_a_header_that_is_no_json():
 
 def rewritten(change):
     """DATA with another header or program, and a checksum that fits."""
-    from hostcall._export import container
-
-    header, program = container.unpack(DATA)
-    return container.pack(*change(header, program))
+    return packed(*change(*unpacked(DATA)))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +284,7 @@ def test_foreign_files(change, why):
 
 
 def texts_of(f, *specs):
-    return inspection.texts_of(hc.export(f)(*specs).exported, 0)
+    return texts_in(mlir_of(hc.export(f)(*specs).exported))
 
 
 def everything(x):
@@ -346,7 +345,7 @@ def test_a_changed_text_is_refused_or_read(data):
         ("", "description can't be read"),
         ("[]", "description can't be read"),
         ('{"hostcall":99}', "version 99 of hostcall's format"),
-        ('{"hostcall":5}', "lacks 'equation'"),
+        ('{"hostcall":6}', "lacks 'equation'"),
     ],
 )
 def test_texts_that_are_none(text, why):
@@ -356,7 +355,7 @@ def test_texts_that_are_none(text, why):
 
 def test_differences_of_a_function_that_has_none():
     (text,) = texts_of(jax.grad(lambda x: r.product(x, x).sum()), X)
-    assert json.loads(text)["function"][1]["kind"] == "jacobian"
+    assert json.loads(text)["function"][1]["steps"]["kind"] == "jacobian"
     assert texts.read_text(text, False, None) is None
     changed = text.replace('"tests.product"', '"tests.cube"')
     with pytest.raises(hc.errors.LoadError, match="has no defjacobian"):
@@ -420,7 +419,7 @@ def test_sizes_that_no_array_has(f, change):
         out = f(x)
         return x if out is None else out
 
-    told = of_kind(inspection, X)
+    told = of_kind(program, X)
     change(told)
     with pytest.raises(hc.errors.LoadError):
         texts.read_text(json.dumps(told), False, None)

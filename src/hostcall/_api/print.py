@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import NoneType
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TextIO
 
 import jax
@@ -14,11 +13,9 @@ from hostcall._api.tap import FACE, tap
 from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
-from hostcall._core.options import On, Policy, Rows, WhenFull
+from hostcall._core.options import HERE, On, Rows, WhenFull
 from hostcall._core.order import Order
 from hostcall._core.spec import Static
-from hostcall._export import codec, plain_format
-from hostcall._export.codec import Malformed, NotPortable, Told
 
 
 def print(
@@ -79,7 +76,7 @@ def print(
         file=None if file is None else Static(file),
         flush=bool(flush),
         end=end,
-        options=tuple((name, numpys[name]) for name in _OPTIONS),
+        options=NumPys(**{each.name: numpys[each.name] for each in fields(NumPys)}),
     )
     # As two trees, since a field of `fmt` may be named like an option of tap.
     tap(printer, args, kwargs, **options)
@@ -114,6 +111,23 @@ def _numbers_in(tree: object) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class NumPys:
+    """NumPy's print options, and what they may be in a file."""
+
+    edgeitems: int
+    threshold: int
+    floatmode: Literal["fixed", "unique", "maxprec", "maxprec_equal"]
+    precision: int | None
+    suppress: bool
+    linewidth: int
+    nanstr: str
+    infstr: str
+    sign: Literal["-", "+", " "]
+    formatter: None  # functions
+    legacy: Literal[False] | str
+
+
+@dataclass(frozen=True)
 class Printer(HostCode):
     """The function of a tap that prints.
 
@@ -122,18 +136,17 @@ class Printer(HostCode):
     Attributes:
         numbers: the leaves of the arguments that arrive as arrays, and are printed as
             Python's numbers: "(3,)", not "(array(3, dtype=int32),)".
-        loaded: whether the format comes from a file.
     """
 
     travels_as = "print"
+    travels_alone = True
 
     fmt: str
-    file: Static | None
+    file: Static | None = field(metadata=HERE)
     flush: bool
     end: str
-    options: tuple[tuple[str, Any], ...]
+    options: NumPys
     numbers: tuple[int, ...] = ()
-    loaded: bool = False
 
     @property
     def __name__(self) -> str:
@@ -145,56 +158,13 @@ class Printer(HostCode):
             for number in self.numbers:
                 leaves[number] = _of_python(leaves[number])
             args, kwargs = treedef.unflatten(leaves)
-        filled = plain_format.OnlyItems().filled if self.loaded else formatted
-        with np.printoptions(**dict(self.options)):
-            text = filled(self.fmt, args, kwargs) + self.end
-        if self.loaded:
-            text = plain_format.without_controls(text)
+        with np.printoptions(**vars(self.options)):
+            text = self.line(args, kwargs)
         file = None if self.file is None else self.file.value
         stream.write(text, file, flush=self.flush)
 
-
-def tell(printer: Printer, _: bool) -> dict[str, Any]:
-    if printer.file is not None:
-        raise NotPortable(
-            "file= is a stream of this process. Leave it out: the line goes to what"
-            " sys.stdout is where the program runs"
-        )
-    if fault := plain_format.fault(printer.fmt):
-        raise NotPortable(f"its format {fault}")
-    told = codec.tell_record(printer, _TEXT)
-    return {**told, "options": codec.tell_value(dict(printer.options), "an option")}
-
-
-_TEXT = {"fmt": str, "flush": bool, "end": str, "numbers": tuple[int, ...]}
-
-# NumPy's print options, and what they may be in a file.
-_OPTIONS = {
-    "edgeitems": int,
-    "threshold": int,
-    "floatmode": Literal["fixed", "unique", "maxprec", "maxprec_equal"],
-    "precision": int | None,
-    "suppress": bool,
-    "linewidth": int,
-    "nanstr": str,
-    "infstr": str,
-    "sign": Literal["-", "+", " "],
-    "formatter": NoneType,  # functions
-    "legacy": Literal[False] | str,
-}
-
-
-def read(told: Told) -> tuple[Printer, Policy]:
-    found = codec.read_record(told, {**_TEXT, "options": Any})
-    if fault := plain_format.fault(found["fmt"]):
-        raise Malformed(f"the format {found['fmt']!r}, which {fault}")
-    options = codec.read_record(found["options"], _OPTIONS)
-    if not 0 <= (options["precision"] or 0) <= plain_format.WIDEST:
-        raise Malformed(f"the option precision={options['precision']}")
-    if min(found["numbers"], default=0) < 0:
-        raise Malformed(f"the numbers {found['numbers']} of arguments of a print")
-    found["options"] = tuple(options.items())
-    return Printer(file=None, loaded=True, **found), Policy()
+    def line(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return formatted(self.fmt, args, kwargs) + self.end
 
 
 def _of_python(array: np.ndarray) -> Any:

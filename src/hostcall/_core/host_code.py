@@ -34,10 +34,12 @@ class HostCode:
     Attributes:
         travels_as: how it leaves the process with a program: a kind in
             _export/records.py; "" if it doesn't, or only by a registered name.
+        travels_alone: whether it leaves the process without any name.
         stays: why it can't leave the process, and what to write; "" if a name helps.
     """
 
     travels_as: ClassVar[str] = ""
+    travels_alone: ClassVar[bool] = False
     stays: ClassVar[str] = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,13 +197,6 @@ def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What is called in the end."""
     *_, last = layers(fn)
     return last  # type: ignore[no-any-return]
-
-
-def why_here(fn: object) -> str:
-    """Why a callable of hostcall's, or a method of one, can't leave the process; "" for
-    a user's.
-    """
-    return own(fn.__self__ if type(fn) is types.MethodType else fn).stays
 
 
 def asked(thing: object, attribute: str, kind: type[T]) -> T | None:

@@ -4,8 +4,8 @@ Each option of a place is one field of `CallOptions` or `TapOptions`, and each o
 a function one of `Policy`. The field has the option's row (`Option`): the values that
 fit, whether the key of a program has it, and whether it leaves the process with a
 program. Each pair that is refused has a row too. The faces check with them what a user
-gives, and portable.py what a file says. Pairs that only a transformation or a lowering
-shows are refused there.
+gives, and _export/records.py what a file says. Pairs that only a transformation or a
+lowering shows are refused there.
 
 A face builds one of the three dataclasses, and everything below passes it on.
 """

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ class Team(NamedTuple):
         leader: the ordinal of the device that calls; None for the first that comes.
     """
 
-    mode: str
+    mode: Literal["ONCE", "EACH"]
     size: int
     leader: int | None
 

@@ -22,6 +22,8 @@ VERDICT_TARGET = "hostcall_verdict"
 BUFFER_TARGET = "hostcall_buffer"
 GRAPH_TARGET = "hostcall_buffer_graph"  # may become part of a GPU's command buffer
 
+TEXT = "text"  # the attribute of a call that describes it in other processes
+
 _HANDLERS = {
     TARGET: "call",
     TAP_TARGET: "tap",

@@ -14,27 +14,40 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from typing import Any
+from dataclasses import dataclass
 
+from hostcall._core import codec
+from hostcall._core.codec import Json, Malformed
 from hostcall._core.errors import LoadError
-from hostcall._export import codec
+from hostcall._export.structures import CODEC, FORMAT
 
 _MAGIC = b"hostcall export"
 _START = struct.Struct("<15sBQ32s")
 
-# The versions that wrote the program, and what must be registered before it is read,
-# since the modules that do so also register the pytrees in it.
-_HEADER = {"hostcall": str, "jax": str, "names": tuple[tuple[str, int], ...]}
+
+@dataclass(frozen=True)
+class Header:
+    """What is known before the program is read.
+
+    Attributes:
+        hostcall, jax: the versions that wrote the program.
+        names: what must be registered, since the modules that do so also register the
+            pytrees in the program.
+    """
+
+    hostcall: str
+    jax: str
+    names: tuple[tuple[str, int], ...]
 
 
-def pack(header: dict[str, Any], program: bytes) -> bytes:
+def pack(header: Json, program: bytes) -> bytes:
     said = json.dumps(header, sort_keys=True).encode()
     behind = said + program
     digest = hashlib.sha256(behind).digest()
-    return _START.pack(_MAGIC, codec.FORMAT, len(said), digest) + behind
+    return _START.pack(_MAGIC, FORMAT, len(said), digest) + behind
 
 
-def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
+def unpack(data: bytes) -> tuple[Header, bytes]:
     """(header, jax.export's bytes). Raises LoadError, which names the wrong part."""
     if not data.startswith(_MAGIC):
         raise LoadError(
@@ -44,10 +57,10 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         )
     is_cut = len(data) < _START.size
     _, version, length, digest = _START.unpack(data[: _START.size].ljust(_START.size))
-    if not is_cut and version != codec.FORMAT:
+    if not is_cut and version != FORMAT:
         raise LoadError(
             f"hostcall: the exported program has version {version} of the file"
-            f" layout, and this hostcall reads version {codec.FORMAT}. Load it with"
+            f" layout, and this hostcall reads version {FORMAT}. Load it with"
             " the version that wrote it, or export it again"
         )
     behind = data[_START.size :]
@@ -57,8 +70,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
             " changed, or are missing at the end. Copy it again"
         )
     try:
-        header = codec.read_record(codec.read(behind[:length]), _HEADER)
-    except (codec.Malformed, KeyError) as error:
+        header = CODEC.decode(codec.read(behind[:length]), Header, "a header")
+    except (Malformed, KeyError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise LoadError(
             f"hostcall: the header of the exported program can't be read: {what}. It"

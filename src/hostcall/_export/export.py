@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +12,13 @@ import hostcall
 from hostcall import _jax
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import ExportError, LoadError, SpecError
-from hostcall._export import container, inspection, records, registry, texts
-from hostcall._export.codec import Told
+from hostcall._core.registered import Name
+from hostcall._export import container, registry
+from hostcall._export.inspection import TARGETS, calls_in, derivatives
+from hostcall._export.manifest import Manifest, described
 from hostcall._export.methods import objects_of
 
-_OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, inspection.TARGETS))
+_OURS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, TARGETS))
 
 _TAPS = ("tap", "print")
 _JITTED = type(jax.jit(lambda: None))
@@ -44,10 +44,9 @@ class Exported:
         vjp_order: int,
         by: tuple[str, str],
     ) -> None:
-        found = Counter(inspection.texts_of(exported, vjp_order))
-        calls = [(texts.parse(text), places) for text, places in found.items()]
-        for told, _ in calls:
-            texts.check(told)
+        calls = calls_in(exported, vjp_order)
+        by_text = {call.text: call for call in calls}
+        places = Counter(call.text for call in calls)
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
@@ -55,13 +54,13 @@ class Exported:
             jax=by[1],
             platforms=tuple(exported.platforms),
             vjp_order=vjp_order,
-            calls=tuple(itertools.starmap(described, calls)),
+            calls=tuple(described(by_text[each], places[each]) for each in by_text),
         )
-        self.objects = objects_of(told["function"] for told, _ in calls)
+        self.objects = objects_of(call.record.function for call in by_text.values())
         # So that JAX takes no compiled program that calls other things, if equal bytes
         # were loaded before. Such a program keeps what it calls, so ids will do.
-        names = names_in(self.manifest)
-        called = [registry.held_of(registry.find(*name)) for name in names]
+        things = [registry.find(*name) for name in self.manifest._names()]
+        called = [registry.held_of(thing) for thing in things]
         called += [each._group for each in self.objects.values()]
         self.exported = _jax.marked(exported, f"hostcall {[*map(id, called)]}")
 
@@ -109,12 +108,9 @@ class Exported:
         Needs the package flatbuffers, as jax.export does.
         """
         behind = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
-        header = {
-            "hostcall": self.manifest.hostcall,
-            "jax": self.manifest.jax,
-            "names": names_in(self.manifest),
-        }
-        return container.pack(header, behind)
+        of = self.manifest
+        header = container.Header(of.hostcall, of.jax, tuple(of._names()))
+        return container.pack(vars(header), behind)
 
     __bytes__ = serialize
 
@@ -241,8 +237,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             code="hc-load",
         )
     header, behind = container.unpack(bytes(data))
-    by = header["hostcall"], header["jax"]
-    names = [registry.Name(*name) for name in header["names"]]
+    names = [Name(*name) for name in header.names]
     registry.require(names)
     try:
         exported = jax.export.deserialize(bytearray(behind))
@@ -251,126 +246,17 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     except Exception as error:
         raise LoadError(
             "hostcall: jax.export can't read the program in the file, which jax"
-            f" {by[1]} wrote (this is {jax.__version__}; JAX reads what it or an"
+            f" {header.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    loaded = Exported(exported, len(inspection.derivatives(exported)), by)
-    if set(names_in(loaded.manifest)) != set(names):
-        said, has = (
-            ", ".join(map(str, n)) or "none" for n in (names, names_in(loaded.manifest))
-        )
+    by = header.hostcall, header.jax
+    loaded = Exported(exported, len(derivatives(exported)), by)
+    called = loaded.manifest._names()
+    if set(called) != set(names):
+        said, has = (", ".join(map(str, n)) or "none" for n in (names, called))
         raise LoadError(
             f"hostcall: the header of the exported program has the names {said}, and"
             f" the program in the file calls {has}. The file was changed, or something"
             " else wrote it"
         )
     return loaded
-
-
-# --- The manifest --------------------------------------------------------------------
-# A file does not hold it: it is read from the program, so that no file can say
-# otherwise.
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedCode:
-    """Host code that an exported program calls (`Manifest.calls`).
-
-    Attributes:
-        name, version: as given to `hc.register`; None and 0 for `hc.print`.
-        kind: "call", "tap", "feed", "print" or "method step"; for a `hc.host` function
-            "value", or the rule that is called: "forward", "backward", "jvp", ...
-        order: "pure", "unordered" or "ordered".
-        arguments: dtype and sizes of each array that the call gets, such as
-            "float32[b,3]".
-        results: the same, of what it returns.
-        places: at how many places of the program it is called like this.
-    """
-
-    name: str | None
-    version: int
-    kind: str
-    order: str
-    arguments: tuple[str, ...]
-    results: tuple[str, ...]
-    places: int
-
-    def __str__(self) -> str:
-        name = "hc.print" if self.name is None else f"{self.name} v{self.version}"
-        times = f", at {self.places} places" if self.places > 1 else ""
-        return _on_one_line(
-            f"{name}: {self.order} {self.kind}, ({', '.join(self.arguments)}) ->"
-            f" ({', '.join(self.results)}){times}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What an exported program is and needs (`Exported.manifest`).
-
-    Attributes:
-        function: the name of the exported function.
-        hostcall, jax: the versions that exported it.
-        platforms: where it runs.
-        vjp_order: how many derivatives are in the file.
-        calls: its host code.
-    """
-
-    function: str
-    hostcall: str
-    jax: str
-    platforms: tuple[str, ...]
-    vjp_order: int
-    calls: tuple[NamedCode, ...]
-
-    def __str__(self) -> str:
-        lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
-        head = (
-            f"{self.function} for {', '.join(self.platforms)}, vjp_order="
-            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}"
-        )
-        return _on_one_line(head) + lines
-
-
-def _on_one_line(text: str) -> str:
-    """The text with escapes for what could hide another line in a terminal: the names
-    of functions and of symbolic sizes come from the file.
-    """
-    return text if text.isprintable() else repr(text)[1:-1]
-
-
-def names_in(manifest: Manifest) -> list[registry.Name]:
-    """The registered names that the program needs, each once."""
-    names = [
-        registry.Name(call.name, call.version)
-        for call in manifest.calls
-        if call.name is not None
-    ]
-    return list(dict.fromkeys(names))
-
-
-def described(told: Told, places: int) -> NamedCode:
-    """What a call is, given what its text says."""
-    kind, more = told["function"]
-    (name,) = records.names_in(told) or [registry.Name("", 0)]
-    grid = told["params"]["grid"]
-    if kind == "object":
-        kind = f"method {more['method']}"
-    elif kind == "registered":
-        kind = told["equation"]
-    elif kind == "host":
-        kind = more["kind"]
-    return NamedCode(
-        name=name.name or None,
-        version=name.version,
-        kind=kind,
-        order=told["options"]["order"],
-        arguments=tuple(_spec(dtype, sizes) for dtype, *sizes in told["operands"]),
-        results=tuple(_spec(d, [*grid, *sizes]) for d, *sizes in told["avals"]),
-        places=places,
-    )
-
-
-def _spec(dtype: str, sizes: Sequence[Any]) -> str:
-    shown = [next(iter(n.values())) if isinstance(n, dict) else str(n) for n in sizes]
-    return f"{dtype}[{','.join(shown)}]"

@@ -6,65 +6,61 @@ cache with it where the program is loaded. What the call site knows goes by valu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from hostcall._core.codec import Json
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
 from hostcall._core.options import Policy
+from hostcall._core.registered import Name
 from hostcall._core.source import Place, name_of, source_of
-from hostcall._core.spec import Results, Template
-from hostcall._export import codec, registry
-from hostcall._export.codec import AVALS
-from hostcall._export.records import name_of as name_of_registered
+from hostcall._export import records, registry
+from hostcall._export.structures import CODEC
 from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import CallSite
 from hostcall._host_function.steps import Steps
 
 
-def tell(steps: Steps, _: bool) -> dict[str, object]:
-    function = steps.site.function
-    name = name_of_registered(
-        function,
+@dataclass(frozen=True)
+class Code:
+    """Host code of a HostFunction: its name, and what travels of its `CallSite` and of
+    its `Steps`; JSON, if it was read.
+    """
+
+    registered: tuple[str, int]
+    site: Json
+    steps: Json
+
+
+def record_of(steps: Steps, _: bool) -> Code:
+    site = steps.site
+    name = records.name_of(
+        site.function,
         "it has no name in other processes. Register the hc.host function, not the"
-        f' function in it: f = hc.register("my_package.{steps.site.name}", version=1)'
+        f' function in it: f = hc.register("my_package.{site.name}", version=1)'
         "(f) (as a decorator above its @hc.host), in every process that loads the"
         " program",
-        function.fn,
+        site.function.fn,
     )
-    return {
-        "registered": name,
-        **codec.tell_record(steps, _STEPS),
-        **codec.tell_record(steps.site, _SITE),
-    }
+    return Code(name, site, steps)
 
 
-# What travels of `Steps` and of their `CallSite`.
-_STEPS = {"kind": Kind, "avals": AVALS, "nz": tuple[bool, ...], "take": bool}
-_SITE = {
-    "template": Template,
-    "in_avals": AVALS,
-    "results": Results,
-    "nondiff": tuple[int, ...],
-    "fills": tuple[bytes | None, ...] | None,
-}
-_TEXT = {"registered": tuple[str, int], **_STEPS, **_SITE}
-
-
-def read(told: object) -> tuple[Steps, Policy]:
-    found = codec.read_record(told, _TEXT)
-    function = _function(found)
+def read(given: Json) -> tuple[Steps, Policy]:
+    code: Code = CODEC.decode(given, Code, "host code")
+    parts = CODEC.fields(code.steps, Steps)
+    function = _function(Name(*code.registered), parts["kind"])
     place = Place("a loaded program", 0, function.__name__)
-    site = CallSite(function, **{part: found[part] for part in _SITE}, place=place)
-    steps = Steps(site, **{part: found[part] for part in _STEPS})
+    site = CallSite(function, place=place, **CODEC.fields(code.site, CallSite))
+    steps = Steps(site, **parts)
     return steps, Policy.of(steps.options(), function)
 
 
-def _function(found: dict[str, Any]) -> Any:
+def _function(name: Name, kind: Kind) -> Any:
     """The HostFunction that is registered here.
 
-    Raises Malformed, or LoadError if it lacks what the program calls.
+    Raises RegistryError, or LoadError if it lacks what the program calls.
     """
-    name, kind = registry.Name(*found["registered"]), found["kind"]
     function = registry.find(*name)
     if not is_function(function):
         raise LoadError(

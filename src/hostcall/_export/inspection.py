@@ -9,6 +9,7 @@ passes.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -16,8 +17,7 @@ import jax
 from hostcall import _jax
 from hostcall._core.errors import LoadError
 from hostcall._engine import targets
-from hostcall._export import codec, records, texts
-from hostcall._export.codec import Told
+from hostcall._export.texts import Call
 
 # The handlers that an exported program may name.
 TARGETS = (targets.TARGET, targets.TAP_TARGET, targets.LINK_TARGET)
@@ -28,17 +28,21 @@ _TOKEN = "!stablehlo.token"
 _NUMBER = _jax.type_text("int32", ())
 
 
-def texts_of(exported: jax.export.Exported, vjp_order: int) -> list[str]:
-    """The texts of all calls, in the program and in the programs of its derivatives.
+def calls_in(exported: jax.export.Exported, vjp_order: int) -> list[Call]:
+    """All calls, in the program and in the programs of its derivatives.
 
-    Raises LoadError if one of them is not as `hc.export` writes it.
+    Raises LoadError if one of them is not as `hc.export` writes it, and RegistryError
+    if this process lacks its function.
     """
-    return [
-        text
-        for program in (exported, *derivatives(exported, vjp_order))
-        for call in _jax.custom_calls(program)
-        for text in _text_of(call, program.nr_devices)
-    ]
+    read = functools.cache(Call.of)
+    found = []
+    for program in (exported, *derivatives(exported, vjp_order)):
+        for one in _jax.custom_calls(program):
+            text = _text_of(one)
+            if text is not None:
+                found.append(read(text))
+                _check(one, found[-1], program.nr_devices)
+    return found
 
 
 def derivatives(
@@ -52,7 +56,7 @@ def derivatives(
     return found
 
 
-def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
+def _text_of(call: _jax.CustomCall) -> str | None:
     """The text of a call, if it is one of hostcall's and no link."""
     by_detour = call.operation != "stablehlo.custom_call" or call.target.startswith(
         "mhlo.custom_call"
@@ -60,7 +64,7 @@ def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
     if by_detour or _JAXS_CALLBACK.fullmatch(call.target):
         raise _refused(f"a {call.operation} of {call.target!r}")
     if not call.target.startswith(_OURS):
-        return []
+        return None
     if call.target not in TARGETS:
         raise _refused(f"a call of {call.target!r}")
     if call.odd:
@@ -69,40 +73,36 @@ def _text_of(call: _jax.CustomCall, devices: int) -> list[str]:
         _check_arrays(call, [_NUMBER], [_NUMBER], True, "a link between two calls")
         if call.config or call.aliases:
             raise _refused(f"a link with the attributes {sorted(call.config)}")
-        return []
-    text = call.config.get(texts.ATTRIBUTE)
+        return None
+    text = call.config.get(targets.TEXT)
     if text is None or len(call.config) > 1:
         raise _refused(
             f"a call of {call.target!r} with the attributes {sorted(call.config)},"
-            f" where only the text {texts.ATTRIBUTE!r} should be"
+            f" where only the text {targets.TEXT!r} should be"
         )
-    told = texts.parse(text)
-    with texts.reading():
-        _check(call, told, devices)
-    return [text]
+    return text
 
 
-def _check(call: _jax.CustomCall, told: Told, devices: int) -> None:
-    """Compares a call with what its text says, which nobody has checked so far."""
-    kind = records.kind_of(told)
-    what = f"a {told['equation']} of {told['function'][0]!r}"
-    if call.target != kind.target:
-        raise _refused(f"{what} that names {call.target!r}")
-    if call.aliases and not told["params"].get("through"):
+def _check(one: _jax.CustomCall, call: Call, devices: int) -> None:
+    """Compares a custom call with what its text says."""
+    record, params = call.record, call.params
+    what = f"a {record.equation} of {record.function[0]!r}"
+    if one.target != params.target:
+        raise _refused(f"{what} that names {one.target!r}")
+    if one.aliases and not params.through:
         raise _refused(f"{what} whose results take the memory of its operands")
-    if told["team"] is not None and told["team"][1] != devices:
+    if record.team is not None and record.team[1] != devices:
         raise _refused(
-            f"{what} that {told['team'][1]} devices make together, and the program runs"
+            f"{what} that {record.team[1]} devices make together, and the program runs"
             f" on {devices}: they would wait for each other for ever"
         )
-    has_effect = told["options"]["order"] != "pure"
-    if (kind.kept or has_effect) and not call.has_side_effect:
+    has_effect = params.options.order != "pure"
+    if (params.kept or has_effect) and not one.has_side_effect:
         raise _refused(f"{what} that XLA may drop")
     operands, results = (
-        [_jax.type_text(codec.read_dtype(dtype).name, sizes) for dtype, *sizes in of]
-        for of in texts.buffers_of(told)
+        [_jax.type_text(dtype, sizes) for dtype, *sizes in of] for of in call.buffers()
     )
-    _check_arrays(call, operands, results, has_effect and not told["linked"], what)
+    _check_arrays(one, operands, results, has_effect and not record.linked, what)
 
 
 def _check_arrays(

@@ -11,38 +11,56 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, fields
 
 from hostcall._api.object.objects import Entry, Group, Object
+from hostcall._core.codec import Json, Malformed, NotPortable
 from hostcall._core.options import Policy
 from hostcall._core.process import living
 from hostcall._core.spec import Results
-from hostcall._export import codec, registry
-from hostcall._export.codec import Malformed, NotPortable
+from hostcall._export import registry
 from hostcall._export.records import name_of
+from hostcall._export.structures import CODEC
 
 _lock = threading.Lock()  # no two programs make the objects of one number
 
 _HOOKS = ("close", "save", "restore")
-_DECLARED = {
-    "name": str,
-    "order": str,
-    "vmap_method": str,
-    "concurrency": int | None,
-    **dict.fromkeys(_HOOKS, str | None),
-}
-_TEXT = {
-    "registered": tuple[str, int],
-    "object": str,
-    "method": str,
-    "methods": dict[str, Results],
-    "declared": Any,
-}
 
 
-def tell(entry: Entry, exported: bool) -> dict[str, object]:
+@dataclass(frozen=True)
+class Declared:
+    """How an `hc.Object` was declared, as far as that leaves the process."""
+
+    name: str
+    order: str
+    vmap_method: str
+    concurrency: int | None
+    close: str | None
+    save: str | None
+    restore: str | None
+
+
+@dataclass(frozen=True)
+class MethodCall:
+    """A method that a program calls.
+
+    Attributes:
+        registered: the name of the factory.
+        object: the number of the `hc.Object`.
+        method: the name of the method.
+        methods: what its methods return.
+        declared: the rest.
+    """
+
+    registered: tuple[str, int]
+    object: str
+    method: str
+    methods: dict[str, Results]
+    declared: Declared
+
+
+def record_of(entry: Entry, exported: bool) -> MethodCall:
     group = entry.group
-    declared = {"name": group.name, **group.options}
     if not exported:
         raise NotPortable(
             "its objects are in this process, and only an exported program makes others"
@@ -55,55 +73,51 @@ def tell(entry: Entry, exported: bool) -> dict[str, object]:
         f' @hc.register("my_package.{group.name}", version=1) at the class',
     )
     for hook in _HOOKS:
-        if not _is_hook(declared[hook]):
+        if not _is_hook(group.options[hook]):
             raise NotPortable(
                 f"{hook}= of the hc.Object `{group.name}` is a function, or the name of"
                 " a private method. Give the name of a public method of the object"
             )
-    if declared["executor"] is not None:
+    if group.options["executor"] is not None:
         raise NotPortable(
             f"executor= of the hc.Object `{group.name}` is an object of this process"
         )
     with _lock:
         group.number = group.number or secrets.token_hex(8)
-    told = {
-        "registered": tuple(name),
-        "object": group.number,
-        "method": entry.name,
-        "methods": group.methods,
-        "declared": {each: declared[each] for each in _DECLARED},
-    }
-    return {each: codec.tell_value(value, f"{each}=") for each, value in told.items()}
+    given = {"name": group.name, **group.options}
+    declared = Declared(**{each.name: given[each.name] for each in fields(Declared)})
+    methods = dict(group.methods)
+    return MethodCall(name, group.number, entry.name, methods, declared)
 
 
-def _object_of(told: Any) -> Object:
+def _object_of(given: Json) -> tuple[Object, MethodCall]:
     """The `hc.Object` of an exported call; its host objects are made when called."""
-    found = codec.read_record(told, _TEXT)
-    declared = codec.read_record(found["declared"], _DECLARED)
-    if found["method"] not in found["methods"]:
-        raise Malformed(f"the method {found['method']!r}, which is not declared")
+    record: MethodCall = CODEC.decode(given, MethodCall, "a method")
+    declared = vars(record.declared)
+    if record.method not in record.methods:
+        raise Malformed(f"the method {record.method!r}, which is not declared")
     for hook in _HOOKS:
         if not _is_hook(declared[hook]):
             raise Malformed(f"the method {declared[hook]!r} as {hook}=")
-    factory = registry.find(*found["registered"])
+    factory = registry.find(*record.registered)
     # It checks the names of the methods.
-    made = Object(factory, methods=found["methods"], **declared)
+    made = Object(factory, methods=record.methods, **declared)
     with _lock:
-        same = (g for g in living(Group) if g.number == found["object"] and not g.ended)
+        same = (g for g in living(Group) if g.number == record.object and not g.ended)
         group = next(same, made._group)
-        group.number = found["object"]
+        group.number = record.object
         made._attach(group)
-    return made
+    return made, record
 
 
-def objects_of(functions: Iterable[Any]) -> dict[str, Object]:
+def objects_of(functions: Iterable[tuple[str, Json]]) -> dict[str, Object]:
     """Each `hc.Object` whose methods are among the functions of these calls, by its
     name; the second of a name is "name#2".
     """
     found: dict[str, Object] = {}
-    told_of = {told["object"]: told for kind, told in functions if kind == "object"}
-    for told in told_of.values():
-        made = _object_of(told)
+    by_number = {more["object"]: more for kind, more in functions if kind == "object"}
+    for given in by_number.values():
+        made, _ = _object_of(given)
         name, count = made._group.name, 1
         while name in found:
             count += 1
@@ -121,8 +135,9 @@ def _is_hook(given: object) -> bool:
     return isinstance(given, str) and given.isidentifier() and given[0] != "_"
 
 
-def read(told: Any) -> tuple[Entry, Policy]:
-    group, method = _object_of(told)._group, told["method"]
+def read(given: Json) -> tuple[Entry, Policy]:
+    made, record = _object_of(given)
+    group, method = made._group, record.method
     # The object of this number may be one of this process, with other methods.
     if method not in group.methods:
         raise Malformed(

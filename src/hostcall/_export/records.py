@@ -1,48 +1,91 @@
-"""Equations of calls and taps as JSON, for programs that leave the process.
+"""A call as a record, for programs that leave the process.
 
 The function goes by a name: that of `hc.register`, or, for the callables that hostcall
 itself makes (a HostFunction's rules, the printer of `hc.print`, an object's methods), a
 kind and what the kind needs. All else is written down by value: the fields of the
 equation and of its options, but for those that stay (_core/options.py).
 
-A text comes from a file that may say anything. Options are checked as `hc.call` and
+A record comes from a file that may say anything. Options are checked as `hc.call` and
 `hc.tap` check them, and the numbers and sizes of operands as their primitives make
-them. What the checks refuse is `Malformed`. (The engine compares the bytes of XLA's
-buffers once more.)
+them. What the checks refuse is `Malformed`. (_export/inspection.py compares the record
+with the program, and the engine the bytes of XLA's buffers once more.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any, Literal, get_type_hints
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType, ModuleType
+from typing import Annotated, Any, Literal
 
 from hostcall import _jax
-from hostcall._core import host_code, options
+from hostcall._core import options
 from hostcall._core.callback import Callback
+from hostcall._core.codec import Json, Malformed, Natural, NotPortable
 from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, own
-from hostcall._core.options import PlaceOptions, Policy
+from hostcall._core.options import CallOptions, PlaceOptions, Policy, TapOptions
+from hostcall._core.registered import Name, names
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.equation import Equation
-from hostcall._export import codec, registry
-from hostcall._export.codec import AVALS, Malformed, NotPortable
+from hostcall._export import registry
+from hostcall._export.structures import AVALS, CODEC, FORMAT, decode_aval
 from hostcall._jax.types import Aval
 
-Told = codec.Told
+Ordinal = Annotated[int, range(-1, 2**31)]
+Size = Annotated[int, range(1, 2**20)]
 
 
-def kind_of(told: Told) -> type[Equation]:
-    """The kind of equation that a text describes. Raises Malformed."""
-    name = told["equation"]
-    if isinstance(name, str) and name.isidentifier():
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a program says of one call. The sizes of arrays may be symbolic.
+
+    Attributes:
+        hostcall: the version of this form.
+        equation: the kind of equation, its class's `name`.
+        function: the kind of function, and what says which of that kind.
+        operands: the avals of the equation's operands.
+        template, results, fills: as in `Callback`.
+        avals: of one row's results.
+        params, options: of the equation and of its place. In a record that was read
+            they are JSON: the kind of equation says what it should be.
+        parallel: whether its rows run at the same time.
+        linked: whether a number stands for its token (_primitives/lowering.py).
+        only: the ordinals of the devices that tap; empty for all.
+        team: how the devices make the call together, as in `Team`.
+        mesh: names of axes, their sizes, ids of devices; None without devices.
+        traced: the settings of JAX, as in `Callback`.
+        place: the user's line, in an exported program.
+    """
+
+    hostcall: int = FORMAT
+    equation: str
+    function: tuple[str, Json]
+    operands: AVALS
+    template: Template
+    results: Results
+    fills: tuple[bytes | None, ...]
+    avals: AVALS
+    params: Json
+    options: Json
+    parallel: bool
+    linked: bool = False
+    only: tuple[Ordinal, ...] = ()
+    team: tuple[Literal["ONCE", "EACH"], Size, Natural | None] | None = None
+    mesh: tuple[tuple[str, ...], tuple[Size, ...], tuple[Natural, ...]] | None = None
+    traced: Json
+    place: tuple[str, Natural, str] | None
+
+
+def kind_of(name: str) -> type[Equation]:
+    """The kind of equation with this name. Raises Malformed."""
+    if name.isidentifier():
         # Its file may not have been needed so far, if no program has such an equation.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"hostcall._engine.params.{name}")
@@ -58,73 +101,26 @@ def _below(cls: type[Equation]) -> Iterator[type[Equation]]:
         yield from _below(kind)
 
 
-def that_travel(cls: type) -> dict[str, object]:
-    """The fields that leave the process, of an equation or of options: their types."""
-    hints = _hints(cls)
-    return {name: hints[name] for name in options.that_travel(cls)}
-
-
-_hints: Callable[[type], dict[str, object]] = functools.cache(get_type_hints)
-
-
-# What the text of an equation says, and the types.
-_TEXT = {
-    "hostcall": int,
-    "equation": str,
-    "function": tuple[str, Told],
-    "operands": AVALS,
-    "template": Template,
-    "results": Results,
-    "fills": tuple[bytes | None, ...],
-    "avals": AVALS,
-    "params": Told,
-    "options": Told,
-    "parallel": bool,
-    "linked": bool,
-    "only": tuple[int, ...],
-    "team": tuple[Literal["ONCE", "EACH"], int, int | None] | None,
-    "mesh": tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None,
-    "traced": Told,
-    "place": tuple[str, int, str] | None,
-}
-
-# What neither the types say nor the rows of options, of values other than None.
-_MORE: dict[str, Callable[[Told], bool]] = {
-    "arrays": lambda value: value != "cuda",
-    "only": lambda value: all(-1 <= ordinal < 2**31 for ordinal in value),
-    "team": lambda value: 0 < value[1] < 2**20 and (value[2] or 0) >= 0,
-    "mesh": lambda value: (
-        min(value[1], default=1) > 0 and min(value[2], default=0) >= 0
-    ),
-    "place": lambda value: value[1] >= 0,
-}
-
-# hostcall's own callables say their kind in `travels_as`. The module that knows how
-# a kind travels is imported when the kind is met: a process that loads a program may
-# not have needed it so far. It has two functions:
-#   tell: (callable, whether the program is exported) -> JSON. Raises NotPortable.
-#   read: JSON -> (the callable, the policy by which it runs). It also checks the JSON,
-#     which may say anything.
-_HOMES = {
-    "print": "hostcall._api.print",
-    "object": "hostcall._export.methods",
-    "host": "hostcall._export.host_functions",
-}
+# hostcall's own callables say their kind in `travels_as`. The file that knows how a
+# kind travels is imported when the kind is met: a process that loads a program may not
+# have needed it so far. It has two functions:
+#   record_of: (callable, whether the program is exported) -> its record, a dataclass.
+#     Raises NotPortable.
+#   read: JSON, which may say anything -> (the callable, the policy by which it runs).
+_HOMES = {"print": "prints", "object": "methods", "host": "host_functions"}
 
 
 def _home(kind: str) -> ModuleType:
     if kind not in _HOMES:
         raise Malformed(f"a function of kind {kind!r}")
-    return importlib.import_module(_HOMES[kind])
+    return importlib.import_module(f"hostcall._export.{_HOMES[kind]}")
 
 
-# --- Telling ------------------------------------------------------------------------
+# --- Writing ------------------------------------------------------------------------
 
 
-def tell(
-    params: Equation, operands: Sequence[Aval], *, exported: bool
-) -> dict[str, Told]:
-    """An equation as JSON.
+def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Record:
+    """The record of an equation, without what its program says. Raises NotPortable.
 
     Args:
         params: its parameters.
@@ -132,59 +128,52 @@ def tell(
         exported: whether the program is exported. Otherwise the text also decides
             whether JAX's compilation cache finds it, so it has nothing that changes
             from run to run or when a line is moved.
-
-    Raises NotPortable.
     """
-    callback, how = params.callback, params.options
     if why := params.why_here():
         raise NotPortable(why)
-    traced = None if callback.traced is None else _jax.tell_traced(callback.traced)
-    if callback.traced is not None and traced is None:
+    callback = params.callback
+    place, traced = callback.place, callback.traced
+    settings = None if traced is None else _jax.tell_traced(traced)
+    if traced is not None and settings is None:
         raise NotPortable(
             "it was traced under a setting of JAX that has no text, of"
-            f" {', '.join(name for name, _ in callback.traced.values)}. Set it for"
+            f" {', '.join(name for name, _ in traced.values)}. Set it for"
             " the whole process (jax.config.update) where the program is loaded"
         )
-    place = callback.place
-    line = [os.path.basename(place.file), place.line, place.function]
-    return {
-        "equation": params.name,
-        "function": _tell_function(callback, exported),
-        "operands": [*map(codec.tell_aval, operands)],
-        "avals": [*map(codec.tell_aval, params.avals)],
-        **codec.tell_record(callback, ("template", "results", "fills")),
-        "params": codec.tell_record(params, that_travel(type(params))),
-        "options": codec.tell_record(how, that_travel(type(how))),
-        "parallel": params.method == "parallel",
-        "traced": traced,
-        "place": line if exported else None,
-    }
-
-
-def may_travel(callback: Callback) -> bool:
-    """A quick look: False if its function has no form in other processes."""
-    function, owner = callback.function, callback.policy.owner
-    named = registry.name_of_held(function) is not None
-    return named or owner is not None or own(function) is function
+    line = os.path.basename(place.file), place.line, place.function
+    return Record(
+        equation=params.name,
+        function=_function_of(callback, exported),
+        operands=tuple(operands),
+        template=callback.template,
+        results=callback.results,
+        fills=callback.fills,
+        avals=params.avals,
+        params=params,
+        options=params.options,
+        parallel=params.method == "parallel",
+        traced=settings,
+        place=line if exported else None,
+    )
 
 
 def why_here(params: Equation, operands: Sequence[Aval]) -> str:
     """Why an equation can't leave the process; "" if it can."""
     try:
-        tell(params, operands, exported=False)
+        CODEC.encode(record_of(params, operands, exported=False), "a call")
     except NotPortable as error:
         return str(error)
     return ""
 
 
-def _tell_function(callback: Callback, exported: bool) -> Told:
+def _function_of(callback: Callback, exported: bool) -> tuple[str, object]:
     function = callback.function
     kind = own(function).travels_as
     if kind:
-        return [kind, _home(kind).tell(function, exported)]
+        return kind, _home(kind).record_of(function, exported)
     policy, owner = callback.policy, callback.policy.owner
     if owner is not None:  # else its executor has a form of the function
-        function = owner if registry.name_of_held(owner) else owner.fn
+        function = owner if names.of(owner) else owner.fn
     name = name_of(
         function,
         "it has no name in other processes. Give it one where it is defined, for"
@@ -194,23 +183,24 @@ def _tell_function(callback: Callback, exported: bool) -> Told:
     if (policy != Policy() or policy.cache) and registry.find(*name) is not owner:
         raise NotPortable(
             "it is run in a way (timeout=, executor= or the like) that its hc.host"
-            f" function says, while {registry.Name(*name)} is another one. Register the"
-            " hc.host function: hc.register(name, version=1)(hc.host(fn, ...))"
+            f" function says, while {name} is another one. Register the hc.host"
+            " function: hc.register(name, version=1)(hc.host(fn, ...))"
         )
-    return ["registered", name]
+    return "registered", name
 
 
-def name_of(held: object, remedy: str, code: object = None) -> list[Told]:
-    """The registered name of what a program holds, for `registry.find`.
+def name_of(held: object, remedy: str, code: object = None) -> Name:
+    """The registered name of what a program holds.
 
     Raises NotPortable with why it has none. Callables that hostcall makes say why they
     stay: users can't name them. `code` is such a callable in it.
     """
-    name = registry.name_of_held(held)
+    name = names.of(held)
     if name is None:
-        why = host_code.why_here(held if code is None else code)
+        code = held if code is None else code
+        why = own(code.__self__ if type(code) is MethodType else code).stays
         raise NotPortable(why or registry.why_nameless(held) or remedy)
-    return list(name)
+    return name
 
 
 def _suggested(callback: Callback) -> str:
@@ -218,47 +208,73 @@ def _suggested(callback: Callback) -> str:
     return f"my_package.{last if last.isidentifier() else 'function'}"
 
 
-def names_in(told: Told) -> list[registry.Name]:
-    """The registered names that an equation needs."""
-    kind, more = told["function"]
-    named = more if kind == "registered" else more.get("registered")
-    return [registry.Name(*named)] if named else []
-
-
 # --- Reading ------------------------------------------------------------------------
 
 
-def read(told: Told) -> tuple[Equation, dict[str, Told]]:
-    """(the parameters of an equation without symbolic sizes, what else its text says).
+def name_in(record: Record) -> Name | None:
+    """The registered name that a call needs."""
+    kind, more = record.function
+    named = more if kind == "registered" else more.get("registered")
+    return Name(*named) if named else None
+
+
+def equation_of(record: Record) -> Equation:
+    """The parameters of the equation of a record without symbolic sizes.
 
     Raises RegistryError if its function is not registered here, or lacks what is called
-    of it; what reading a tree or a text that lacks a part raises; Malformed.
+    of it; LoadError, if the function is run in a way that does not go with it; what
+    reading a tree or a record that lacks a part raises; Malformed.
     """
-    cls = kind_of(told)
-    found = _parts(told, cls)
-    kind, more = found["function"]
+    cls = kind_of(record.equation)
+    params = CODEC.fields(record.params, cls)
+    how = _options(record, cls, params)
+    kind, more = record.function
     function, policy = (_registered if kind == "registered" else _home(kind).read)(more)
-    if policy.owner is not None and not cls.runs_by_policy:
+    if policy.owner is not None and cls.delivers:  # it is called by itself
         function, policy = policy.owner, Policy()
-    _check_policy(found, function, policy)
+    _check_policy(record, how, function, policy)
     traced = None
-    if found["traced"] is not None:
-        traced = _jax.read_traced(found["traced"])
+    if record.traced is not None:
+        traced = _jax.read_traced(record.traced)
         if traced is None:
-            raise Malformed(f"the settings of JAX {found['traced']!r}")
+            raise Malformed(f"the settings of JAX {record.traced!r}")
     callback = Callback(
         fn=Static(function),
-        **{part: found[part] for part in ("template", "results", "fills", "options")},
+        template=record.template,
+        results=record.results,
+        fills=record.fills,
+        options=how,
         policy=policy,
-        place=Place(*(found["place"] or ("a loaded program", 0, "?"))),
+        place=Place(*(record.place or ("a loaded program", 0, "?"))),
         traced=traced,
     )
-    params = cls(callback=callback, avals=found["avals"], **found["params"])
-    _check_shapes(params, found["operands"])
-    return params, found
+    made = cls(callback=callback, avals=record.avals, **params)
+    _check_operands(made, record.operands)
+    _check_results(made)
+    return made
 
 
-def _registered(name: Sequence[Told]) -> tuple[Any, Policy]:
+def _options(record: Record, cls: type[Equation], params: dict[str, Any]) -> Any:
+    """The options of the place, checked by their table."""
+    given = CODEC.fields(record.options, cls.takes)
+    for name, row in options.table(cls.takes).items():
+        value = given.get(name)
+        if value is not None and not row.fits(value):
+            raise Malformed(f"the option {name}={value!r}")
+    how: PlaceOptions = cls.takes(**given)
+    if isinstance(how, TapOptions) and (how.every or 0) >= 2**31:
+        raise Malformed(f"the option every={how.every}")
+    if isinstance(how, CallOptions):
+        whole = "expand_dims" if params["levels"] else None
+        how = replace(how, vmap_method="parallel" if record.parallel else whole)
+    if how.arrays == "cuda":  # another kind of equation, which stays
+        raise Malformed("the option arrays='cuda'")
+    if what := options.pair_refused(vars(how)):
+        raise Malformed(what)
+    return how
+
+
+def _registered(name: Sequence[Json]) -> tuple[Any, Policy]:
     """A registered function, and the policy of a HostFunction."""
     thing = registry.find(*name)
     if not is_function(thing):
@@ -266,75 +282,66 @@ def _registered(name: Sequence[Told]) -> tuple[Any, Policy]:
     return thing.fn, Policy.of(thing.options, thing)
 
 
-def _check_policy(found: dict[str, Told], function: object, policy: Policy) -> None:
+def _check_policy(
+    record: Record, how: PlaceOptions, function: object, policy: Policy
+) -> None:
     """Refuses an equation that does not go with how its function is run here."""
     ours = {**policy.at_a_place(), "awaits": is_coroutine_function(function)}
-    what = options.pair_refused({**_meeting(found), **ours})
+    what = options.pair_refused({**vars(how), **ours})
     if what is not None:
-        called = ", ".join(map(str, names_in(found)))
         raise LoadError(
-            f"hostcall: what the program does with {called} does not go with what is"
-            f" registered here: it has {what}"
+            f"hostcall: what the program does with {name_in(record) or 'a function'}"
+            f" does not go with what is registered here: it has {what}"
         )
 
 
-def _meeting(found: dict[str, Told]) -> dict[str, Told]:
-    """The options of an equation, for `pair_refused`."""
-    return {**found["params"], **vars(found["options"])}
-
-
-def _parts(told: Told, cls: type[Equation]) -> dict[str, Told]:
-    """What the text of an equation without symbolic sizes says.
-
-    Raises Malformed, and what reading a tree or a text that lacks a part raises.
-    """
-    found = codec.read_record(told, _TEXT)
-    params = codec.read_record(found["params"], that_travel(cls))
-    how = codec.read_record(found["options"], that_travel(cls.takes))
-    checks = {name: row.fits for name, row in options.table(cls.takes).items()}
-    for check in (checks, _MORE):
-        for option, value in (found | params | how).items():
-            if value is not None and option in check and not check[option](value):
-                raise Malformed(f"the option {option}={value!r}")
-    place: PlaceOptions = cls.takes(**how)
-    found["params"] = params
-    found["options"] = cls.place_of_text(place, found)
-    what = options.pair_refused(_meeting(found))
-    if what is not None:
-        raise Malformed(what)
-    return found
-
-
-def _check_shapes(params: Equation, operands: Sequence[Aval]) -> None:
-    """Refuses what the primitives never make."""
-    grid, given = params.grid, params.arguments(operands)
-    codec.read_aval(["bool", *grid])
-    codec.check_flags(
-        "batched", params.batched, len(operands) if grid else 0, len(grid)
-    )
+def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
+    """Refuses operands that the primitives never have."""
+    mask, given = params.mask(operands), params.arguments(operands)
     arrays = len(params.callback.template.keys)
-    before = len(params.mask(operands))
-    if before < params.masked or len(operands) < before + len(given):
-        raise Malformed(f"{len(operands)} operands, too few for its masks")
-    params.check_text(operands)
-    axes = params.batched if grid else ((),) * len(operands)
-    codec.check_axes(grid, axes, operands)
+    wanted = params.masked + arrays + params.always
+    if len(mask) != params.masked or len(given) != arrays or len(operands) != wanted:
+        raise Malformed(f"{len(operands)} operands where {wanted} belong")
+    flags, grid = params.batched, params.grid
+    if len(flags) != len(operands) * bool(grid) or {*map(len, flags)} - {len(grid)}:
+        raise Malformed(f"batched={flags!r}")
+    most = max((aval.ndim for aval in (*operands, *params.avals)), default=0)
+    if not params.delivers and not 0 <= params.levels <= most:
+        raise Malformed(f"the option levels={params.levels}")
+    _check_axes(list(zip(zip(*flags, strict=True), grid, strict=True)), operands)
+    _check_axes(params.axes(), operands)
     if params.masked:
-        mask = operands[0]
-        flags = params.batched[0] if grid else ()
         whole = params.compresses(operands)
-        if mask.dtype != bool or (not whole and mask.ndim != sum(flags)):
-            raise Malformed(f"where= of {mask}")
-    if arrays != len(given):
-        raise Malformed(f"{len(operands)} operands for {arrays} arguments")
-    _check_results(params)
+        axes = sum(flags[0]) if grid else 0
+        if mask[0].dtype != bool or (not whole and mask[0].ndim != axes):
+            raise Malformed(f"where= of {mask[0]}")
+    if params.always and (operands[-1].dtype != bool or operands[-1].shape):
+        raise Malformed(f"always= of {operands[-1]}")
+
+
+def _check_axes(
+    axes: Sequence[tuple[Sequence[bool], int]], operands: Sequence[Aval]
+) -> None:
+    """Refuses axes that no operand has, and operands with other leading sizes.
+
+    `axes` are whether each operand has it, and its size; the outermost is first.
+    """
+    sizes = [size for _, size in axes]
+    decode_aval(["bool", *sizes])
+    for flags, size in axes:
+        if len(flags) != len(operands) or not any(flags):
+            raise Malformed(f"an axis of {size} that no operand has")
+    for operand, *has in zip(operands, *(flags for flags, _ in axes), strict=True):
+        leading = tuple(n for n, flag in zip(sizes, has, strict=True) if flag)
+        if operand.shape[: len(leading)] != leading:
+            raise Malformed(f"an operand {operand} in rows of {tuple(sizes)}")
 
 
 def _check_results(params: Equation) -> None:
     avals, fills = params.avals, params.callback.fills
     results, levels = params.callback.results, params.levels
     wanted = [len(results.avals), len(results.keys), len(fills)]
-    if wanted != [len(avals)] * 3:
+    if wanted != [len(avals)] * 3 or (avals and params.delivers):
         raise Malformed(f"{len(avals)} results with {len(fills)} fills for {wanted}")
     for fill, aval in zip(fills, avals, strict=True):
         if levels > aval.ndim:

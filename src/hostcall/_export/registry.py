@@ -1,4 +1,4 @@
-"""The host code that this process has registered by name (`hc.register`).
+"""`hc.register`: names host code, so that programs can leave the process.
 
 A program that leaves the process takes names with it, never code. Whoever loads it
 looks the names up here, and only here.
@@ -8,60 +8,72 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+from hostcall._core.arguments import wrong
 from hostcall._core.errors import RegistryError, SpecError
 from hostcall._core.host_code import handle
-from hostcall._core.process import Guarded
+from hostcall._core.registered import Name, Registered, names
 from hostcall._core.source import name_of, source_of
 from hostcall._export import definitions
 
-
-class Name(NamedTuple):
-    """A registered name with its version."""
-
-    name: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.name!r} version {self.version}"
-
+T = TypeVar("T", bound=Callable[..., Any])
 
 _NAME = re.compile(r"[A-Za-z_]\w*([./:-]\w+)*")
 
 
-class Registered(NamedTuple):
-    """What has a name.
+def register(name: str, *, version: int = 1) -> Callable[[T], T]:
+    """Names host code, so that programs that call it can leave the process.
 
-    Attributes:
-        thing: the object.
-        by: the statement that registered it.
+    ::
+
+        @hc.register("my_package.simulate", version=1)
+        def simulate(x): ...
+
+    An exported program (`hc.export`, `jax.export`) and a serialized executable hold the
+    name, never the code. Where they are loaded, the same name must be registered first,
+    mostly by importing the module that does so here.
+
+    Args:
+        name: words joined by dots, such as "my_package.simulate". One object has one
+            name.
+        version: an int. Count it up when the arguments or results change, so that old
+            programs are refused and not misread. Several versions may be registered
+            side by side, for old programs and new ones.
+
+    Returns:
+        A decorator, which returns what it gets: a function, what `hc.host` returned, a
+        `hc.feed`, or the factory of a `hc.Object`.
+
+    Running a cell or a module again registers its objects anew, whatever they are.
+    What `hc.load` reads afterwards calls the new ones; programs that were loaded before
+    keep the old ones, and so does what `jax.export.deserialize` reads, until
+    jax.clear_caches().
+
+    Raises:
+        SpecError: the name, the version or the object can't be used.
+        RegistryError: something else has this name, or the object has another one. Two
+            closures of one factory, two lambdas, and bound methods of two objects may
+            hold different data, so they need two names.
+
+    Cost: none when a program runs.
     """
 
-    thing: Any
-    by: definitions.Statement
+    if not isinstance(name, str):
+        raise wrong(
+            "name",
+            "hc.register",
+            "a text, such as 'my_package.simulate'",
+            name,
+            '. Write hc.register("my_package.simulate")(f), or it as a decorator',
+        )
 
+    def decorate(thing: T) -> T:
+        _add(thing, name, version)
+        return thing
 
-class _Registry(Guarded):
-    """
-    Attributes:
-        lock: guards the rest.
-        things: what has a name.
-        names: by the object that programs hold (`held_of`).
-        replaced: what had a name before, with the reason why it has none now.
-    """
-
-    def __init__(self) -> None:
-        self.things: dict[Name, Registered] = {}
-        self.names: dict[Any, Name] = {}
-        self.replaced: weakref.WeakKeyDictionary[Any, str]
-        self.replaced = weakref.WeakKeyDictionary()
-        super().__init__()
-
-
-_all = _Registry()
+    return decorate
 
 
 def held_of(thing: Any) -> Any:
@@ -70,17 +82,11 @@ def held_of(thing: Any) -> Any:
     return thing if given is None else given._held()
 
 
-def add(thing: Any, name: str, version: int) -> None:
-    """Registers an object.
-
-    Raises:
-        SpecError: the name, the version or the object can't be used.
-        RegistryError: something else has the name, or the object another name.
-    """
+def _add(thing: Any, name: str, version: int) -> None:
     key = _check(thing, name, version)
     held, by = held_of(thing), definitions.statement()
-    with _all.lock:
-        before, had = _all.things.get(key), _all.names.get(held)
+    with names.lock:
+        before, had = names.things.get(key), names.names.get(held)
         now = before or Registered(thing, by)
         if had is not None and had != key:
             raise RegistryError(
@@ -90,10 +96,10 @@ def add(thing: Any, name: str, version: int) -> None:
         if now.thing is not thing:
             if not definitions.is_again(now.thing, now.by, thing, by):
                 raise RegistryError(_taken(key, now.thing, now.by, thing))
-            _all.names.pop(held_of(now.thing), None)
+            names.names.pop(held_of(now.thing), None)
             _forget(held_of(now.thing), key, by)
             now = Registered(thing, by)
-        _all.things[key], _all.names[held] = now, key
+        names.things[key], names.names[held] = now, key
 
 
 def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
@@ -102,38 +108,30 @@ def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
         " what was registered there, and trace the program again"
     )
     with contextlib.suppress(TypeError):  # no weak reference to it: it has no name then
-        _all.replaced[held] = why
+        names.replaced[held] = why
 
 
 def why_nameless(held: Any) -> str:
     """Why an object that had a name has none now; "" if it never had one."""
     try:
-        return _all.replaced.get(held, "")
+        return names.replaced.get(held, "")
     except TypeError:  # unhashable, or without weak references
         return ""
-
-
-def name_of_held(held: Any) -> Name | None:
-    """The name under which this object is registered, or None."""
-    try:
-        return _all.names.get(held)
-    except TypeError:  # unhashable
-        return None
 
 
 def find(name: str, version: int) -> Any:
     """The object of that name. Raises RegistryError as `require` does."""
     key = Name(name, version)
     require([key])
-    return _all.things[key].thing
+    return names.things[key].thing
 
 
 def require(keys: Iterable[Name]) -> None:
     """Raises RegistryError, which says what is registered, if some name is not."""
     lines = []
-    missing = [key for key in keys if key not in _all.things]
+    missing = [key for key in keys if key not in names.things]
     for key in missing:
-        others = sorted(k.version for k in list(_all.things) if k.name == key.name)
+        others = sorted(k.version for k in list(names.things) if k.name == key.name)
         have = ", ".join(map(str, others))
         lines.append(f"{key} (version {have} is registered here)" if have else f"{key}")
     if missing:
@@ -146,29 +144,29 @@ def require(keys: Iterable[Name]) -> None:
         )
 
 
-def _check(thing: Any, name: Any, version: Any) -> Name:
-    def wrong(said: str) -> SpecError:
+def _check(thing: Any, name: str, version: Any) -> Name:
+    def refused(said: str) -> SpecError:
         return SpecError(f"hostcall: {said}", code="hc-registry")
 
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong(
+    if not _NAME.fullmatch(name):
+        raise refused(
             f"hc.register got the name {name!r}. Give words joined by dots, such as"
             ' "my_package.simulate", which all processes use'
         )
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise wrong(
+        raise refused(
             f"version= of {name!r} should be an int of 0 or more, got {version!r}."
             " Count it up when the function's results or arguments change"
         )
     if not callable(thing):
-        raise wrong(
+        raise refused(
             f"hc.register({name!r}) got {thing!r}, which is not callable. Register a"
             " function, a hc.host function, a hc.feed, or the factory of a hc.Object"
         )
     try:
         hash(held_of(thing))
     except TypeError:
-        raise wrong(
+        raise refused(
             f"hc.register({name!r}) got {thing!r}, which can't be hashed, so programs"
             " can't be searched for it. Register a function that calls it"
         ) from None

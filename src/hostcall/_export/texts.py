@@ -1,9 +1,9 @@
 """Calls that a program takes with it out of the process, as texts.
 
 The text of a call of registered host code stands in the program, beside the name of its
-slot (lowering.py), or in an exported program in place of it. It says all that the
-engine must know to make the call's plan (`_export/records.py` has the equation). XLA
-hands it back when it loads the program, here or elsewhere:
+slot (_primitives/lowering.py), or in an exported program in place of it. It says all
+that the engine must know to make the call's plan: its `Record`. XLA hands it back when
+it loads the program, here or elsewhere:
 
     lowered here        the slot's plan is found, and its text is this one: no Python
     exported            there is no slot: `read_text`
@@ -27,38 +27,131 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core import codec
+from hostcall._core.codec import Json, Malformed, NotPortable
 from hostcall._core.errors import HostcallError, LoadError
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo, Team
+from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import plan_in_program
-from hostcall._export import codec, records
-from hostcall._export.codec import Malformed, NotPortable, Told
+from hostcall._export.records import Record, equation_of, record_of
+from hostcall._export.structures import CODEC, FORMAT, XLAS_DTYPES, sizes_in, with_sizes
 from hostcall._jax.types import Aval, Client, Mesh
 from hostcall._runtime import context, host_device
 
-ATTRIBUTE = "text"
+
+@dataclass(frozen=True)
+class Call:
+    """A call as its text describes it, checked as far as the text alone allows.
+
+    Attributes:
+        text: the text.
+        said: what it says; sizes may be symbolic.
+        sizes: the symbolic sizes in it.
+        record: the same, with 1 in place of them.
+        params: the equation.
+    """
+
+    text: str
+    said: Json
+    sizes: list[str]
+    record: Record
+    params: Equation
+
+    @classmethod
+    def of(cls, text: str) -> Call:
+        """Raises LoadError, or RegistryError if this process lacks its function."""
+        said = parse(text)
+        with reading():
+            sizes = sizes_in(said)
+            return cls(text, said, sizes, *_read(said, dict.fromkeys(sizes, 1)))
+
+    def arrays(self) -> tuple[list[Json], list[Json]]:
+        """[dtype, *sizes] of the operands and of the results."""
+        operands, grid = self.said["operands"], self.said["params"]["grid"]
+        if self.params.through:
+            return operands, list(self.params.arguments(operands))
+        return operands, [[dtype, *grid, *n] for dtype, *n in self.said["avals"]]
+
+    def buffers(self) -> tuple[list[Json], list[Json]]:
+        """The same of what the program passes."""
+        number = [["int32"]] * self.record.linked  # see _primitives/lowering.py
+        operands, results = self.arrays()
+        return [*number, *operands], [*number, *results]
+
+    def at(self, buffers: list[list[int]]) -> tuple[Record, Equation]:
+        """The call with the sizes that these buffers of XLA's have.
+
+        Raises LoadError if it describes more or less memory than XLA passes.
+        """
+        described = list(itertools.chain(*self.buffers()))
+        known: dict[str, int] = {}
+        for (_, *symbolic), (_, *actual) in zip(described, buffers, strict=False):
+            for size, value in zip(symbolic, actual, strict=False):
+                known |= dict.fromkeys(sizes_in(size), value)
+        values, unknown = _values(self.sizes, known)
+        if unknown:
+            raise LoadError(
+                f"hostcall: the sizes {', '.join(unknown)} of a call don't follow from"
+                " the shapes of its arrays,"
+                f" {', '.join(f'{name} = {value}' for name, value in known.items())}."
+                " Pass the call an array that has each size as a dimension, and export"
+                " again"
+            )
+        wanted = [[XLAS_DTYPES.get(t), *s] for t, *s in with_sizes(described, values)]
+        if wanted != buffers:
+            raise LoadError(
+                "hostcall: the program passes other arrays to a call than its"
+                f" description says (XLA's dtypes and shapes: {buffers}, described:"
+                f" {wanted}). It was changed after hostcall made it"
+            )
+        return _read(self.said, values) if self.sizes else (self.record, self.params)
 
 
-# --- Telling ------------------------------------------------------------------------
+def _read(said: Json, sizes: Mapping[str, int]) -> tuple[Record, Equation]:
+    record = CODEC.decode(with_sizes(said, sizes), Record, "a call")
+    return record, equation_of(record)
 
 
-def tell(
+def _values(
+    sizes: Sequence[str], known: Mapping[str, int]
+) -> tuple[dict[str, int], list[str]]:
+    """(the values of symbolic sizes, those that don't follow from the known ones)."""
+    every = {name: _jax.size_from(name, known) for name in sizes}
+    values = {name: value for name, value in every.items() if value is not None}
+    return values, [name for name in every if name not in values]
+
+
+# --- Writing ------------------------------------------------------------------------
+
+
+def written(
     program: _jax.Program,
     info: CallInfo,
     avals: Sequence[Aval],
     only: Sequence[int],
-) -> str:
-    """The text of a call or tap. `only` are the ordinals of the devices that tap.
+) -> tuple[str, str]:
+    """(the text of a call or tap, why it has none); one of the two is "".
 
-    Raises NotPortable.
+    `only` are the ordinals of the devices that tap.
     """
+    try:
+        return _written(program, info, avals, only), ""
+    except NotPortable as error:
+        return "", str(error)
+
+
+def _written(
+    program: _jax.Program, info: CallInfo, avals: Sequence[Aval], only: Sequence[int]
+) -> str:
     params, team = info.params, info.team
-    told = records.tell(params, avals, exported=program.is_exported)
+    record = record_of(params, avals, program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
     if program.automatic:
@@ -68,18 +161,19 @@ def tell(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"
         )
-    told |= {
-        "hostcall": codec.FORMAT,
-        "team": None if team is None else list(team),
-        "only": list(only),
-        "linked": params.effect is not None and _jax.has_symbolic(params.out_avals),
-        "mesh": _tell_mesh(program.mesh),
-    }
-    known = codec.sizes_in(list(buffers_of(told)))
-    # What can be computed does not depend on the values.
-    _, unknown = _values(
-        told, dict(zip(known, itertools.count(1009, 10), strict=False))
+    record = replace(
+        record,
+        team=team,
+        only=tuple(only),
+        linked=params.effect is not None and _jax.has_symbolic(params.out_avals),
+        mesh=_mesh_of(program.mesh),
     )
+    said = CODEC.encode(record, "a call")
+    call = Call("", said, sizes_in(said), record, params)
+    known = sizes_in(list(call.arrays()))
+    # What can be computed does not depend on the values.
+    values = dict(zip(known, itertools.count(1009, 10), strict=False))
+    _, unknown = _values(call.sizes, values)
     if unknown:  # its plan could not be made
         raise NotPortable(
             f"the sizes {', '.join(unknown)} don't follow from the shapes of its arrays"
@@ -87,32 +181,34 @@ def tell(
             " the missing size as a dimension (to a rule for derivatives, among the"
             " residuals), or export with a constant size"
         )
-    return codec.write(told)
+    return codec.write(said)
 
 
-def _tell_mesh(mesh: Mesh | jax.sharding.AbstractMesh | None) -> Told:
-    """[names of axes, their sizes, ids of devices]; None without devices."""
+def _mesh_of(
+    mesh: Mesh | jax.sharding.AbstractMesh | None,
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """(names of axes, their sizes, ids of devices); None without devices."""
     if mesh is None or isinstance(mesh, jax.sharding.AbstractMesh):
         return None
     if not all(isinstance(name, str) for name in mesh.axis_names):
         return None
-    ids = [int(device.id) for device in mesh.devices.flat]
-    return [list(mesh.axis_names), list(mesh.devices.shape), ids]
+    ids = tuple(int(device.id) for device in mesh.devices.flat)
+    return mesh.axis_names, mesh.devices.shape, ids
 
 
 # --- Reading ------------------------------------------------------------------------
 
 
-def parse(text: str) -> Told:
+def parse(text: str) -> Json:
     """What a text says; of that, only the version and the sizes are checked.
 
     Raises LoadError.
     """
     try:
-        told = codec.read(text)
-        if not isinstance(told, dict) or "hostcall" not in told:
+        said = codec.read(text)
+        if not isinstance(said, dict) or "hostcall" not in said:
             raise Malformed("it names no version")
-        for size in codec.sizes_in(told):
+        for size in sizes_in(said):
             if not _SIZE.fullmatch(size):
                 raise Malformed(f"the size {size!r}")
     except Malformed as error:
@@ -120,31 +216,18 @@ def parse(text: str) -> Told:
             "hostcall: the program has a call whose description can't be read"
             f" ({error}). It was damaged, or not made by hostcall"
         ) from error
-    version = told["hostcall"]
-    if version != codec.FORMAT:
+    version = said["hostcall"]
+    if version != FORMAT:
         raise LoadError(
             f"hostcall: the program has a call in version {version} of hostcall's"
-            f" format, and this hostcall reads version {codec.FORMAT}. Export it"
+            f" format, and this hostcall reads version {FORMAT}. Export it"
             " with this version, or load it with the one that exported it"
         )
-    return told
+    return said
 
 
 # A size with names, such as "2*b + floordiv(n^2, 4)". JAX multiplies powers out.
 _SIZE = re.compile(r"(?:[\w\s+*/,()-]|\^[0-9](?![0-9])){1,1000}")
-
-
-def check(told: Told) -> None:
-    """Reads what a text says, with any sizes in place of the symbolic ones.
-
-    Raises LoadError, or RegistryError if this process lacks its function.
-    """
-    with reading():
-        records.read(_with_any_sizes(told))
-
-
-def _with_any_sizes(told: Told) -> Told:
-    return codec.with_sizes(told, dict.fromkeys(codec.sizes_in(told), 1))
 
 
 def read_text(
@@ -153,7 +236,7 @@ def read_text(
     """Checks a text, and makes the plan of its call. Called by the engine.
 
     Args:
-        text: what `tell` made.
+        text: what `written` made.
         on_cuda: whether the program runs on CUDA, else on the CPU.
         buffers: XLA's types and shapes of the operands and results; None when the
             program is loaded.
@@ -164,31 +247,29 @@ def read_text(
     platform = "cuda" if on_cuda else "cpu"
     client = _client(platform)
     targets.start_on(client)
-    told = parse(text)
+    call = Call.of(text)
+    record, params = call.record, call.params
+    if buffers is None and call.sizes:
+        return None
     with reading():
-        sizes = codec.sizes_in(told)
         if buffers is not None:
-            told = _with_sizes(told, buffers) if sizes else told
-            _check_buffers(told, buffers)
-        params, found = records.read(_with_any_sizes(told))
-        if buffers is None and sizes:
-            return None
-        mesh = _read_mesh(found["mesh"], client)
+            record, params = call.at(buffers)
+        mesh = _read_mesh(record, client)
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    team = None if found["team"] is None else Team(*found["team"])
-    if team is not None and found["place"]:  # exported, so on any devices
+    team = None if record.team is None else Team(*record.team)
+    if team is not None and record.place:  # exported, so on any devices
         team = team._replace(leader=None)
-    operands = found["operands"]
+    operands = record.operands
     info = params.info(by_ordinal, mesh, operands)
-    info.tap = params.settings(found["only"], host_device.is_host(client))
+    info.tap = params.settings(record.only, host_device.is_host(client))
     info.of_program = None if team is None else ()
     info.team, info.text = team, text
     plan = plan_in_program(info, operands, client, (platform,))
     return None if buffers is None else plan
 
 
-# What reading raises if a text is not what `tell` made. All else has another cause, and
-# is passed on as it is.
+# What reading raises if a text is not what `written` made. All else has another cause,
+# and is passed on as it is.
 _SAY_DAMAGED = (
     *(Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError),
     ArithmeticError,
@@ -229,54 +310,10 @@ def _client(platform: str) -> Client:
     return _jax.client_of(platform)
 
 
-def buffers_of(told: Told) -> tuple[list[Told], list[Told]]:
-    """[dtype, *shape] of the operands and of the results that the program passes."""
-    results = records.kind_of(told).results_in(told)
-    number = [["int32"]] if told["linked"] else []  # see lowering.py
-    return [*number, *told["operands"]], [*number, *results]
-
-
-def _with_sizes(told: Told, buffers: list[list[int]]) -> Told:
-    """What `told` says, with the sizes that these buffers have."""
-    known: dict[str, int] = {}
-    wanted = itertools.chain(*buffers_of(told))
-    for (_, *symbolic), (_, *actual) in zip(wanted, buffers, strict=True):
-        for size, value in zip(symbolic, actual, strict=True):
-            known |= dict.fromkeys(codec.sizes_in(size), value)
-    values, unknown = _values(told, known)
-    if unknown:
-        raise LoadError(
-            f"hostcall: the sizes {', '.join(unknown)} of a call don't follow from the"
-            " shapes of its arrays,"
-            f" {', '.join(f'{name} = {value}' for name, value in known.items())}. Pass"
-            " the call an array that has each size as a dimension, and export again"
-        )
-    return codec.with_sizes(told, values)
-
-
-def _values(told: Told, known: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
-    """(the values of symbolic sizes, those that don't follow from the known ones)."""
-    every = {name: _jax.size_from(name, known) for name in codec.sizes_in(told)}
-    values = {name: value for name, value in every.items() if value is not None}
-    return values, [name for name in every if name not in values]
-
-
-def _check_buffers(told: Told, buffers: list[list[int]]) -> None:
-    """Refuses a text that says more or less memory than XLA passes."""
-    described = itertools.chain(*buffers_of(told))
-    wanted = [[codec.XLAS_DTYPES.get(t), *shape] for t, *shape in described]
-    if wanted != buffers:
-        raise LoadError(
-            "hostcall: the program passes other arrays to a call than its description"
-            f" says (XLA's dtypes and shapes: {buffers}, described: {wanted}). It was"
-            " changed after hostcall made it"
-        )
-
-
-def _read_mesh(told: Told, client: Client) -> Mesh | None:
-    if told is None:
+def _read_mesh(record: Record, client: Client) -> Mesh | None:
+    if record.mesh is None:
         return None
-    names, sizes, ids = told
+    names, sizes, ids = record.mesh
     number = math.prod(sizes)
     by_id = {device.id: device for device in client.devices()}
     # The mesh only tells functions where their block is (`hc.current()`). A program may

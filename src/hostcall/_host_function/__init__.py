@@ -2,7 +2,7 @@
 
     host              `host`, which makes one
     function          HostFunction: what the user holds and calls
-    results           what `result=` may say
+    result_specs      what `result=` may say
     rules             what the user gave to the def* methods, as data
     site              one call of a HostFunction in a program: which rule serves which
                       derivative, Jacobians, linear functions
@@ -15,10 +15,9 @@
     differences       derivatives by finite differences
     difference_error  how wrong those are
     check             `hc.testing.check`: rules against differences
-    primitive         the two primitives, which know none of the user's rules
-    portable          what leaves the process with a program
+    primitives        the two primitives, which know none of the user's rules
 
 Why is this not a `jax.custom_jvp`? That has one rule for both modes, and
 `jax.custom_vjp` has no forward rule. A HostFunction may have a rule for each mode, so
-the choice must wait until JAX has decided which mode it wants: see `primitive`.
+the choice must wait until JAX has decided which mode it wants: see `primitives`.
 """

@@ -25,7 +25,7 @@ from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
-from hostcall._core.options import WHOLE
+from hostcall._core.options import HERE, WHOLE
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template, flatten_arguments, wrap_keys
 from hostcall._host_function import sendable
@@ -73,7 +73,7 @@ class Steps(HostCode, Value):
 
     travels_as: ClassVar[str] = "host"
 
-    site: RuleTrees
+    site: RuleTrees = field(metadata=HERE)
     kind: Kind
     avals: tuple[Aval, ...] = field(compare=False)
     nz: tuple[bool, ...] = ()

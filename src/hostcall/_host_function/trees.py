@@ -13,6 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
+from hostcall._core.options import HERE
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, wrap_keys
 from hostcall._host_function.primitives import Arrays, Tangents, Value
@@ -40,13 +41,13 @@ class RuleTrees(Value):
         place: the user's line.
     """
 
-    function: Ruled
+    function: Ruled = field(metadata=HERE)
     template: Template
     in_avals: tuple[Aval, ...]
     results: Results
     nondiff: tuple[int, ...]
     fills: tuple[bytes | None, ...] | None
-    place: Place = field(compare=False)
+    place: Place = field(compare=False, metadata=HERE)
 
     @property
     def name(self) -> str:

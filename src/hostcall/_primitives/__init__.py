@@ -8,5 +8,4 @@ lowering   the way into a lowering, tokens, slots, the custom call
 outcome    the results or the failure of a call, brought to all devices
 blocks     host code on each device of a partitioned program
 make       the way in for the faces
-travel     calls that leave the process with their program, as texts
 """

@@ -24,13 +24,12 @@ from hostcall import _jax, _native
 from hostcall._core import codes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
+from hostcall._core.host_code import own
+from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import plan_in_program
-from hostcall._export import texts
-from hostcall._export.codec import NotPortable
-from hostcall._export.records import may_travel, why_here
 from hostcall._jax.types import (
     Aval,
     Device,
@@ -178,27 +177,37 @@ def put(
         only: the ordinals of the devices that tap; empty for all.
         whole: False if each device finds the plan of its own block by this slot.
     """
-    why: Callable[[], str] | str = ""
-    if not whole:
-        why = _BY_BLOCKS
-    elif program.is_exported or may_travel(info.callback):
-        try:
-            info.text = texts.tell(program, info, avals, only)
-        except NotPortable as error:
-            why = str(error)
-    else:  # most calls: only who serializes the program asks
-        why = partial(why_here, info.params, avals)
+    why: Callable[[], str] | str = _BY_BLOCKS
+    if whole and (program.is_exported or _may_travel(info.callback)):
+        from hostcall._export import texts
+
+        info.text, why = texts.written(program, info, avals, only)
+    elif whole:  # most calls: only who serializes the program asks
+        why = partial(_why_here, info.params, avals)
     if program.is_exported:
         if isinstance(why, str) and why:
             refuse_export(info.callback, why)
-        return {texts.ATTRIBUTE: info.text}
+        return {targets.TEXT: info.text}
     key = info.params.key(avals, _jax.name_of(program))
     info.of_program = _jax.all_devices(program)
     plan = plan_in_program(info, avals, program.client, program.platforms)
     slot = _native.Slot(plan, key, program.across)
     _jax.keep_alive(program, KeptAlive(slot, info.name, why))
     attributes: Attributes = {"key": key, "count": slot.count}
-    return {**attributes, texts.ATTRIBUTE: info.text} if info.text else attributes
+    return {**attributes, targets.TEXT: info.text} if info.text else attributes
+
+
+def _may_travel(callback: Callback) -> bool:
+    """A quick look: False if its function has no form in other processes."""
+    function, owner = callback.function, callback.policy.owner
+    held = (function,) if owner is None else (owner, owner.fn)
+    return any(map(names.of, held)) or own(function).travels_alone
+
+
+def _why_here(params: Equation, operands: Sequence[Aval]) -> str:
+    from hostcall._export import records
+
+    return records.why_here(params, operands)
 
 
 _BY_BLOCKS = (

@@ -8,7 +8,7 @@ left belong to other processes' objects.
 
 JAX's coordination service asks nobody who he is: whoever reaches its port can write
 what a process then reads. So what goes through the job's store is never unpickled as it
-comes: it is a text (_export/codec.py) that `decode` checks. The states in it are
+comes: it is a text (_core/codec.py) that `decode` checks. The states in it are
 pickles, and are unpickled by `restore`. A process that was given the snapshot unpickles
 no other: it refuses one of the store that differs.
 """
@@ -16,11 +16,12 @@ no other: it refuses one of the store that differs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hostcall import _jax
+from hostcall._core import codec
 from hostcall._core.errors import HostcallError
-from hostcall._export import codec
 
 Snapshot = dict[str, Any]  # what hc.Object.save returns
 
@@ -104,11 +105,16 @@ def scatter(
 # --- What goes through the store ------------------------------------------------------
 
 _STATES = tuple[tuple[tuple[int, ...], bytes], ...]
-_TYPES = {
-    "batch": tuple[int | tuple[str, int], ...],
-    "objects": _STATES,
-    "waiting": _STATES,
-}
+_CODEC = codec.Codec({})
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a process gives the others."""
+
+    batch: tuple[int | tuple[str, int], ...]
+    objects: _STATES
+    waiting: _STATES
 
 
 def encode(snapshot: Snapshot) -> bytes:
@@ -117,7 +123,7 @@ def encode(snapshot: Snapshot) -> bytes:
         key: tuple(sorted(part.items())) if isinstance(part, dict) else part
         for key, part in snapshot.items()
     }
-    return codec.write(codec.tell_value(told, "a snapshot")).encode()
+    return codec.write(_CODEC.encode(told, "a snapshot")).encode()
 
 
 def decode(data: bytes, who: str, process: int) -> Snapshot:
@@ -129,9 +135,9 @@ def decode(data: bytes, who: str, process: int) -> Snapshot:
     try:
         told = codec.read(data)
         if told.keys() == {"error"}:
-            why = codec.read_value(told["error"], str, "error")
+            why = _CODEC.decode(told["error"], str, "error")
         else:
-            why, found = "", codec.read_record({"waiting": [], **told}, _TYPES)
+            why, found = "", _CODEC.fields({"waiting": [], **told}, _Part)
     except Exception as error:
         raise HostcallError(
             f"hostcall: what the job's store holds for {who}, process {process} was not"

@@ -13,7 +13,7 @@ answers.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
@@ -24,10 +24,9 @@ from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
 from hostcall._core.order import EFFECTS, effects_with
+from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._export.codec import Malformed, Told
-from hostcall._export.registry import name_of_held
 from hostcall._jax.types import Aval, Device, Effect, Mesh
 from hostcall._native import Lend, ResultForm
 
@@ -69,11 +68,11 @@ class Equation(abc.ABC):
     kept: ClassVar[bool] = False  # whether XLA may not drop one that is pure
     # Whether it may run once along mesh axes over which a shard_map is not manual.
     runs_along_axes: ClassVar[bool] = True
-    runs_by_policy: ClassVar[bool] = True  # else a HostFunction is called by itself
 
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
     through = False  # whether the results are the arguments
+    always = False  # whether the last operand is a flag that the engine reads
     on_buffers = False  # whether the function works on XLA's memory
     # (operand, result) pairs of numbers that share memory.
     aliases = _NO_PAIRS
@@ -228,7 +227,7 @@ class Equation(abc.ABC):
         plain = [pair for pair in said if not callable(pair[1])]
         more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
         rules = [value for _, value in said if callable(value)]
-        who = name_of_held(function) or function
+        who = names.of(function) or function
         # Not the line, which changes with what is written above it.
         caller = self.callback.place.function, program
         return fingerprint((who, caller, *rules, repr((more, plain))))
@@ -236,26 +235,6 @@ class Equation(abc.ABC):
     def why_here(self) -> str:
         """Why it can't leave the process; "" if it can."""
         return self.stays
-
-    @classmethod
-    def place_of_text(
-        cls, place: PlaceOptions, told: Mapping[str, Told]
-    ) -> PlaceOptions:
-        """The options of a place, with what a text says in another way."""
-        del told
-        return place
-
-    @abc.abstractmethod
-    def check_text(self, operands: Sequence[Aval]) -> None:
-        """Raises Malformed for what its primitive never makes, as far as this kind
-        differs from others.
-        """
-
-    @classmethod
-    def results_in(cls, told: Told) -> list[Told]:
-        """[dtype, *sizes] of the results that a text describes."""
-        grid = told["params"]["grid"]
-        return [[dtype, *grid, *sizes] for dtype, *sizes in told["avals"]]
 
     def __repr__(self) -> str:
         details = [self.callback.name, self.options.order, *self._details()]
@@ -319,21 +298,6 @@ class CallParams(Equation):
             return ResultForm.NOTHING
         flat = n and treedef == jax.tree.structure((0,) * n)
         return ResultForm.TUPLE if flat else ResultForm.TREE
-
-    @classmethod
-    def place_of_text(
-        cls, place: PlaceOptions, told: Mapping[str, Told]
-    ) -> PlaceOptions:
-        whole = "expand_dims" if told["params"]["levels"] else None
-        return replace(
-            cast(CallOptions, place),
-            vmap_method="parallel" if told["parallel"] else whole,
-        )
-
-    def check_text(self, operands: Sequence[Aval]) -> None:
-        ndims = [aval.ndim for aval in (*operands, *self.avals)]
-        if not 0 <= self.levels <= max(ndims, default=0):
-            raise Malformed(f"the option levels={self.levels}")
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

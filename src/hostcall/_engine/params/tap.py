@@ -15,8 +15,6 @@ from hostcall._core.options import TapOptions
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation, T
-from hostcall._export import codec
-from hostcall._export.codec import Malformed, Told
 from hostcall._jax.types import Aval, Device, Mesh
 from hostcall._runtime import delivery, tap_failures
 
@@ -65,7 +63,6 @@ class TapParams(Equation):
     delivers = True
     target = targets.TAP_TARGET
     kept = True
-    runs_by_policy = False
     runs_where_dispatched = False
 
     @property
@@ -176,33 +173,6 @@ class TapParams(Equation):
     def with_mask(self) -> Self:
         flags = tuple((False, *flags) for flags in self.flags)
         return replace(super().with_mask(), flags=flags)
-
-    # --- As a text -------------------------------------------------------------------
-
-    @classmethod
-    def results_in(cls, told: Told) -> list[Told]:
-        given, params = told["operands"], told["params"]
-        if not params["through"]:
-            return []
-        found: list[Told] = given[
-            int(params["masked"]) : len(given) - int(params["always"])
-        ]
-        return found
-
-    def check_text(self, operands: Sequence[Aval]) -> None:
-        if len(operands) < self.masked + self.always:
-            raise Malformed(f"{len(operands)} operands, too few for where= and always=")
-        codec.read_aval(["bool", *self.sizes])
-        codec.check_flags("flags", self.flags, len(self.sizes), len(operands))
-        # The newest axis is first.
-        flags = [each[::-1] for each in zip(*self.flags, strict=True)]
-        codec.check_axes(self.sizes[::-1], flags or [()] * len(operands), operands)
-        if self.always and (operands[-1].dtype != bool or operands[-1].shape):
-            raise Malformed(f"always= of {operands[-1]}")
-        if (self.options.every or 0) >= 2**31:
-            raise Malformed(f"the option every={self.options.every}")
-        if self.avals:
-            raise Malformed(f"results {self.avals} of a tap")
 
     def _details(self) -> list[str]:
         parts = super()._details()

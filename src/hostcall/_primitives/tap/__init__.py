@@ -1,4 +1,4 @@
-"""The tap primitive: `primitive` has its rules, `lowering` and `blocks` its lowerings.
+"""The tap primitive: `primitive` has it, `partitioned` the lowering of blocks.
 
-`derivatives` has two more primitives: identities that tap a tangent or a cotangent.
+`tangents` has two more primitives: identities that tap a tangent or a cotangent.
 """

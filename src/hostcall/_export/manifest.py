@@ -1,0 +1,111 @@
+"""The manifest of an exported program: its host code.
+
+A file does not hold it: it is read from the program, so that no file can say otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hostcall._core.codec import Json
+from hostcall._core.registered import Name
+from hostcall._export.records import name_in
+from hostcall._export.texts import Call
+
+
+@dataclass(frozen=True)
+class NamedCode:
+    """Host code that an exported program calls (`Manifest.calls`).
+
+    Attributes:
+        name, version: as given to `hc.register`; None and 0 for `hc.print`.
+        kind: "call", "tap", "feed", "print" or "method step"; for a `hc.host` function
+            "value", or the rule that is called: "forward", "backward", "jvp", ...
+        order: "pure", "unordered" or "ordered".
+        arguments: dtype and sizes of each array that the call gets, such as
+            "float32[b,3]".
+        results: the same, of what it returns.
+        places: at how many places of the program it is called like this.
+    """
+
+    name: str | None
+    version: int
+    kind: str
+    order: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    places: int
+
+    def __str__(self) -> str:
+        name = "hc.print" if self.name is None else f"{self.name} v{self.version}"
+        times = f", at {self.places} places" if self.places > 1 else ""
+        return _on_one_line(
+            f"{name}: {self.order} {self.kind}, ({', '.join(self.arguments)}) ->"
+            f" ({', '.join(self.results)}){times}"
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an exported program is and needs (`Exported.manifest`).
+
+    Attributes:
+        function: the name of the exported function.
+        hostcall, jax: the versions that exported it.
+        platforms: where it runs.
+        vjp_order: how many derivatives are in the file.
+        calls: its host code.
+    """
+
+    function: str
+    hostcall: str
+    jax: str
+    platforms: tuple[str, ...]
+    vjp_order: int
+    calls: tuple[NamedCode, ...]
+
+    def _names(self) -> list[Name]:
+        """The registered names that the program needs, each once."""
+        names = [Name(c.name, c.version) for c in self.calls if c.name is not None]
+        return list(dict.fromkeys(names))
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
+        head = (
+            f"{self.function} for {', '.join(self.platforms)}, vjp_order="
+            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}"
+        )
+        return _on_one_line(head) + lines
+
+
+def _on_one_line(text: str) -> str:
+    """The text with escapes for what could hide another line in a terminal: the names
+    of functions and of symbolic sizes come from the file.
+    """
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def described(call: Call, places: int) -> NamedCode:
+    """What the manifest says of a call that the program makes at so many places."""
+    name, (kind, more) = name_in(call.record), call.record.function
+    if kind == "object":
+        kind = f"method {more['method']}"
+    elif kind == "registered":
+        kind = call.record.equation
+    elif kind == "host":
+        kind = more["steps"]["kind"]
+    operands, results = ([_shown(*each) for each in of] for of in call.arrays())
+    return NamedCode(
+        name=name and name.name,
+        version=0 if name is None else name.version,
+        kind=kind,
+        order=call.params.options.order,
+        arguments=tuple(operands),
+        results=tuple(results),
+        places=places,
+    )
+
+
+def _shown(dtype: str, *sizes: Json) -> str:
+    shown = [next(iter(n.values())) if isinstance(n, dict) else str(n) for n in sizes]
+    return f"{dtype}[{','.join(shown)}]"

@@ -1,0 +1,194 @@
+"""Arrays, trees and their sizes as JSON, for programs that leave the process.
+
+Types of containers are looked up by names that this process has registered with JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core import codec
+from hostcall._core.codec import SIZE, Codec, Json, Malformed, NotPortable, encode_plain
+from hostcall._core.spec import Results, Static, Template
+from hostcall._jax.types import Aval, TreeDef
+
+# The version of texts and of files with them. Counted up when older versions of
+# hostcall could not read them.
+FORMAT = 6
+
+AVALS: TypeAlias = tuple[_jax.ShapedArray, ...]
+
+# --- Arrays -------------------------------------------------------------------------
+
+# The dtypes of arrays that calls pass, with XLA_FFI_DataType in XLA's c_api.h.
+XLAS_DTYPES = {
+    "bool": 1,
+    **{"int8": 2, "int16": 3, "int32": 4, "int64": 5},
+    **{"uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9},
+    **{"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16},
+    **{"complex64": 15, "complex128": 18, "int4": 21, "uint4": 22},
+    **{"float8_e5m2": 19, "float8_e4m3fn": 20, "float8_e4m3b11fnuz": 23},
+    **{"float8_e5m2fnuz": 24, "float8_e4m3fnuz": 25, "int2": 26, "uint2": 27},
+    **{"float8_e4m3": 28, "float8_e3m4": 29, "float4_e2m1fn": 32},
+    "float8_e8m0fnu": 33,
+}
+
+
+def _encode_aval(aval: Aval) -> list[Json]:
+    sizes = (n if _jax.is_symbolic(n) else int(n) for n in aval.shape)
+    return [np.dtype(aval.dtype).name, *encode_plain(tuple(sizes), "a shape")]
+
+
+def decode_aval(given: Json) -> Aval:
+    dtype, *shape = given
+    if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
+    # Only these: NumPy reads much else, such as "object" and "(2,3)f4, 07i4".
+    if not isinstance(dtype, str) or dtype not in XLAS_DTYPES:
+        raise Malformed(f"the dtype {dtype!r}")
+    found = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    if math.prod(max(n, 1) for n in shape) * found.itemsize > 2**60:
+        raise Malformed(f"the shape {shape!r}, too large for an array")
+    return _jax.ShapedArray(tuple(shape), found)
+
+
+# --- Trees --------------------------------------------------------------------------
+
+
+def encode_tree(treedef: TreeDef) -> Json:
+    """A leaf is "*", None is None, a node is [kind, what the kind needs, *children]."""
+    data = treedef.node_data()
+    if data is None:
+        return "*"
+    node_type, aux = data
+    parts = [encode_tree(child) for child in treedef.children()]
+    if node_type is type(None):
+        return None
+    if node_type in (tuple, list):
+        return [node_type.__name__, None, *parts]
+    if node_type is dict:
+        if not all(type(key) is str for key in aux):
+            raise NotPortable(
+                f"an argument or result holds a dict with the keys {list(aux)}, and"
+                " only texts can be keys there"
+            )
+        return ["dict", list(aux), *parts]
+    named = _jax.node_name(node_type)
+    if named is None:
+        raise NotPortable(
+            f"an argument or result holds a {node_type.__qualname__}, a pytree type"
+            " that has no name for other processes. Give it one in all processes, with"
+            " jax.export.register_pytree_node_serialization or, for a named tuple,"
+            " jax.export.register_namedtuple_serialization"
+        )
+    name, to_bytes = named
+    return ["node", [name, codec.encode_bytes(bytes(to_bytes(aux)))], *parts]
+
+
+def decode_tree(given: Json) -> TreeDef:
+    return jax.tree.structure(_node_of(given))
+
+
+# As JAX's own: a class that looks at its children lets opaque objects pass, if any.
+_LEAF = object()
+
+
+def _node_of(given: Json) -> Any:
+    if given == "*":
+        return _LEAF
+    if given is None:
+        return None
+    kind, more, *rest = given
+    parts = [_node_of(child) for child in rest]
+    if kind in ("tuple", "list"):
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "dict":
+        return dict(zip(more, parts, strict=True))
+    if kind != "node":
+        raise Malformed(f"a pytree of kind {kind!r}")
+    name, aux = more
+    make = _jax.node_maker(name)
+    if make is None:
+        raise Malformed(
+            f"the pytree type {name!r}, which this process does not know. Import the"
+            " module that names it by jax.export.register_pytree_node_serialization"
+        )
+    return make(b"" if aux is None else codec.decode_bytes(aux), parts)
+
+
+def _encode_template(template: Template) -> Json:
+    paths = iter(template.paths(static=True))
+    marks = [
+        {"is": encode_plain(leaf.value, f"the argument {next(paths)}")}
+        if isinstance(leaf, Static)
+        else _jax.key_impl(leaf)
+        for leaf in template.leaves
+    ]
+    return [encode_tree(template.treedef), marks]
+
+
+def _decode_template(given: Json) -> Template:
+    structure, marks = given
+    leaves = tuple(
+        Static(_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
+        for it in marks
+    )
+    treedef = decode_tree(structure)
+    if treedef.num_leaves != len(leaves):
+        raise Malformed(f"{len(leaves)} arguments in a tree of {treedef.num_leaves}")
+    return Template(treedef, leaves)
+
+
+def _plain(given: Json) -> Any:
+    """A constant; lists were tuples."""
+    return tuple(map(_plain, given)) if isinstance(given, list) else given
+
+
+def _encode_results(results: Results) -> Json:
+    keys = [_jax.key_impl(key) for key in results.keys]
+    return [encode_tree(results.treedef), [*map(_encode_aval, results.avals)], keys]
+
+
+def _decode_results(given: Json) -> Results:
+    structure, avals, keys = given
+    avals = CODEC.decode(avals, AVALS, "the results")
+    return Results(decode_tree(structure), avals, tuple(map(_jax.key_dtype, keys)))
+
+
+CODEC = Codec(
+    {
+        _jax.ShapedArray: (_encode_aval, decode_aval),
+        Template: (_encode_template, _decode_template),
+        Results: (_encode_results, _decode_results),
+    }
+)
+
+# --- Sizes that are not known when a program is exported ------------------------------
+
+
+def sizes_in(given: Json) -> list[str]:
+    """The symbolic sizes in JSON, each once. Raises Malformed."""
+    if isinstance(given, dict) and given.keys() == {SIZE}:
+        if not isinstance(given[SIZE], str):
+            raise Malformed(f"the size {given[SIZE]!r}")
+        return [given[SIZE]]
+    found = [size for part in codec.children(given) for size in sizes_in(part)]
+    return list(dict.fromkeys(found))
+
+
+def with_sizes(given: Json, values: Mapping[str, int]) -> Json:
+    """The same with numbers in place of the symbolic sizes."""
+    if isinstance(given, dict):
+        if given.keys() == {SIZE}:
+            return values[given[SIZE]]
+        return {key: with_sizes(value, values) for key, value in given.items()}
+    if isinstance(given, list):
+        return [with_sizes(value, values) for value in given]
+    return given
