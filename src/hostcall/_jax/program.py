@@ -142,6 +142,10 @@ def keep_alive(program: Program, thing: object) -> None:
     program.ctx.module_context.add_keepalive(thing)
 
 
+def keeps_alive(program: Program, thing: object) -> bool:
+    return any(thing is one for one in program.ctx.module_context.keepalives)
+
+
 def name_of(program: Program) -> str:
     """The name of the program, which JAX makes of that of the jitted function."""
     attributes = program.ctx.module_context.module.operation.attributes

@@ -3,14 +3,17 @@
 The program's text can't hold a Python function. It holds the key of the call instead,
 which says what the call is, and a count that tells it from other live calls with the
 same key. Under these the engine keeps the plan (function, dtypes, shapes), in a slot
-that is tied to the executable and freed with it.
+that is tied to the executable and freed with it. Live programs that make an equal call
+of the same function share the slot.
 
 So the text of a program depends on what it calls, not on what else was compiled, nor in
-which order or process: JAX's compilation cache finds it again.
+which order or process: JAX's compilation cache finds it again. (Functions of one code,
+such as two closures of a factory, are counted in the order of their programs.)
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +28,7 @@ from hostcall._core import codes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
 from hostcall._core.host_code import own
+from hostcall._core.process import Guarded
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -190,11 +194,54 @@ def put(
         return {targets.TEXT: info.text}
     key = info.params.key(avals, _jax.name_of(program))
     info.of_program = _jax.all_devices(program)
-    plan = plan_in_program(info, avals, program.client, program.platforms)
-    slot = _native.Slot(plan, key, program.across)
-    _jax.keep_alive(program, KeptAlive(slot, info.name, why))
-    attributes: Attributes = {"key": key, "count": slot.count}
+    made_of: tuple[object, ...] | None = None
+    if whole and info.of_program is None and not info.params.counts:
+        owner = info.callback.policy.owner
+        where = info.place, program.client, program.platforms
+        made_of = info.params, owner, *avals, info.text, *where
+
+    def make() -> KeptAlive:
+        plan = plan_in_program(info, avals, program.client, program.platforms)
+        slot = _native.Slot(plan, key, program.across)
+        return KeptAlive(slot, info.name, why, made_of)
+
+    kept = make() if made_of is None else _live.get(program, key, made_of, make)
+    _jax.keep_alive(program, kept)
+    attributes: Attributes = {"key": key, "count": kept.count}
     return {**attributes, targets.TEXT: info.text} if info.text else attributes
+
+
+class _Live(Guarded):
+    """The slots of live programs that an equal call of another program may have too.
+
+    If programs hold the same function, the text of each is the same in whatever order
+    they are lowered: JAX's disk cache finds them again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakValueDictionary[tuple[int, int], KeptAlive]
+        self._kept = weakref.WeakValueDictionary()
+        super().__init__()
+
+    def get(
+        self,
+        program: _jax.Program,
+        key: int,
+        made_of: tuple[object, ...],
+        make: Callable[[], KeptAlive],
+    ) -> KeptAlive:
+        """The slot of an equal call that is not in this program; else a new one."""
+        n = 0
+        with self.lock:
+            while (kept := self._kept.get((key, n))) is not None:
+                if kept.made_of == made_of and not _jax.keeps_alive(program, kept):
+                    return kept
+                n += 1
+            kept = self._kept[key, n] = make()
+            return kept
+
+
+_live = _Live()
 
 
 def _may_travel(callback: Callback) -> bool:
@@ -227,18 +274,25 @@ class KeptAlive:
     """Something that an executable keeps alive, and that can't leave the process.
 
     Args:
-        thing: what is kept.
+        slot: what is kept; None in another process.
         name: names the call in messages.
         why: why another process can't make the call, or a function that says it; ""
             if the program has its text.
+        made_of: what the plan in the slot is made of, if equal calls may share it.
     """
 
     def __init__(
-        self, thing: _native.Slot | None, name: str, why: Callable[[], str] | str
+        self,
+        slot: _native.Slot | None,
+        name: str,
+        why: Callable[[], str] | str,
+        made_of: tuple[object, ...] | None = None,
     ) -> None:
-        self.thing = thing
-        self.name = name
-        self.why = why
+        self.slot, self.name, self.why, self.made_of = slot, name, why, made_of
+
+    @property
+    def count(self) -> int:
+        return 0 if self.slot is None else self.slot.count
 
     def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
         why = self.why

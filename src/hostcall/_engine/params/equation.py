@@ -72,6 +72,8 @@ class Equation(abc.ABC):
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
     through = False  # whether the results are the arguments
+    # Whether its place counts executions, or has memory: no other has its plan then.
+    counts = False
     always = False  # whether the last operand is a flag that the engine reads
     on_buffers = False  # whether the function works on XLA's memory
     # (operand, result) pairs of numbers that share memory.
@@ -272,6 +274,10 @@ class CallParams(Equation):
     @property
     def options(self) -> CallOptions:
         return cast(CallOptions, self.callback.options)
+
+    @property
+    def counts(self) -> bool:  # type: ignore[override]
+        return self.on_buffers or self.options.keep is not None
 
     @property
     def method(self) -> str:

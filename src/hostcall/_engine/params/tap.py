@@ -70,6 +70,10 @@ class TapParams(Equation):
         return cast(TapOptions, self.callback.options)
 
     @property
+    def counts(self) -> bool:  # type: ignore[override]
+        return self.options.thinned or self.options.batch is not None
+
+    @property
     def shown(self) -> str:
         return f"the tap `{self.callback.name}`"
 
