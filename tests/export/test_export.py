@@ -165,7 +165,7 @@ def test_feed_of_other_items():
 
     name = Name("tests.other_feed", 1)
     given = names.things[name]  # another process could have another feed
-    names.things[name] = given._replace(thing=r.feed)
+    names.things[name] = r.feed, given[1]
     loaded = hc.load(data)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"\[8\] bytes.* have \[4\]"):
         loaded.call(X[:2])

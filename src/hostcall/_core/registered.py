@@ -22,29 +22,18 @@ class Name(NamedTuple):
         return f"{self.name!r} version {self.version}"
 
 
-class Registered(NamedTuple):
-    """What has a name.
-
-    Attributes:
-        thing: the object.
-        by: the statement that registered it, a `Statement` of _export/definitions.py.
-    """
-
-    thing: Any
-    by: Any
-
-
 class Names(Guarded):
     """
     Attributes:
         lock: guards the rest.
-        things: what has a name.
+        things: what has a name, and the statement that registered it
+            (_export/definitions.py).
         names: by the object that programs hold: of a feed its stream.
         replaced: what had a name before, with the reason why it has none now.
     """
 
     def __init__(self) -> None:
-        self.things: dict[Name, Registered] = {}
+        self.things: dict[Name, tuple[Any, Any]] = {}
         self.names: dict[Any, Name] = {}
         self.replaced: weakref.WeakKeyDictionary[Any, str]
         self.replaced = weakref.WeakKeyDictionary()

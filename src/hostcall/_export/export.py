@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,9 +45,7 @@ class Exported:
         vjp_order: int,
         by: tuple[str, str],
     ) -> None:
-        calls = calls_in(exported, vjp_order)
-        by_text = {call.text: call for call in calls}
-        places = Counter(call.text for call in calls)
+        calls = Counter(calls_in(exported, vjp_order))
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
@@ -54,9 +53,9 @@ class Exported:
             jax=by[1],
             platforms=tuple(exported.platforms),
             vjp_order=vjp_order,
-            calls=tuple(described(by_text[each], places[each]) for each in by_text),
+            calls=tuple(itertools.starmap(described, calls.items())),
         )
-        self.objects = objects_of(call.record.function for call in by_text.values())
+        self.objects = objects_of(call.record.function for call in calls)
         # So that JAX takes no compiled program that calls other things, if equal bytes
         # were loaded before. Such a program keeps what it calls, so ids will do.
         things = [registry.find(*name) for name in self.manifest._names()]

@@ -29,7 +29,8 @@ _NUMBER = _jax.type_text("int32", ())
 
 
 def calls_in(exported: jax.export.Exported, vjp_order: int) -> list[Call]:
-    """All calls, in the program and in the programs of its derivatives.
+    """All calls, in the program and in the programs of its derivatives. Those of one
+    text are one object.
 
     Raises LoadError if one of them is not as `hc.export` writes it, and RegistryError
     if this process lacks its function.

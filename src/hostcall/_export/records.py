@@ -129,8 +129,8 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Rec
             whether JAX's compilation cache finds it, so it has nothing that changes
             from run to run or when a line is moved.
     """
-    if why := params.why_here():
-        raise NotPortable(why)
+    if params.stays:
+        raise NotPortable(params.stays)
     callback = params.callback
     place, traced = callback.place, callback.traced
     settings = None if traced is None else _jax.tell_traced(traced)
@@ -155,15 +155,6 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Rec
         traced=settings,
         place=line if exported else None,
     )
-
-
-def why_here(params: Equation, operands: Sequence[Aval]) -> str:
-    """Why an equation can't leave the process; "" if it can."""
-    try:
-        CODEC.encode(record_of(params, operands, exported=False), "a call")
-    except NotPortable as error:
-        return str(error)
-    return ""
 
 
 def _function_of(callback: Callback, exported: bool) -> tuple[str, object]:

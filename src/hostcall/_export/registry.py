@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hostcall._core.arguments import wrong
 from hostcall._core.errors import RegistryError, SpecError
 from hostcall._core.host_code import handle
-from hostcall._core.registered import Name, Registered, names
+from hostcall._core.registered import Name, names
 from hostcall._core.source import name_of, source_of
 from hostcall._export import definitions
 
@@ -87,28 +87,24 @@ def _add(thing: Any, name: str, version: int) -> None:
     held, by = held_of(thing), definitions.statement()
     with names.lock:
         before, had = names.things.get(key), names.names.get(held)
-        now = before or Registered(thing, by)
+        other, where = before or (thing, by)
         if had is not None and had != key:
             raise RegistryError(
                 f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
                 f" name {key} too: a program would not know which to write down"
             )
-        if now.thing is not thing:
-            if not definitions.is_again(now.thing, now.by, thing, by):
-                raise RegistryError(_taken(key, now.thing, now.by, thing))
-            names.names.pop(held_of(now.thing), None)
-            _forget(held_of(now.thing), key, by)
-            now = Registered(thing, by)
-        names.things[key], names.names[held] = now, key
-
-
-def _forget(held: Any, key: Name, by: definitions.Statement) -> None:
-    why = (
-        f"its name, {key}, was given to another definition at {by.file}:{by.line}. Use"
-        " what was registered there, and trace the program again"
-    )
-    with contextlib.suppress(TypeError):  # no weak reference to it: it has no name then
-        names.replaced[held] = why
+        if other is not thing:
+            if not definitions.is_again(other, where, thing, by):
+                raise RegistryError(_taken(key, other, where, thing))
+            names.names.pop(held_of(other), None)
+            with contextlib.suppress(TypeError):  # it has no weak references
+                names.replaced[held_of(other)] = (
+                    f"its name, {key}, was given to another definition at {by.file}:"
+                    f"{by.line}. Use what was registered there, and trace the program"
+                    " again"
+                )
+            where = by
+        names.things[key], names.names[held] = (thing, where), key
 
 
 def why_nameless(held: Any) -> str:
@@ -123,7 +119,7 @@ def find(name: str, version: int) -> Any:
     """The object of that name. Raises RegistryError as `require` does."""
     key = Name(name, version)
     require([key])
-    return names.things[key].thing
+    return names.things[key][0]
 
 
 def require(keys: Iterable[Name]) -> None:

@@ -46,7 +46,7 @@ from hostcall._jax.types import Aval, Client, Mesh
 from hostcall._runtime import context, host_device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """A call as its text describes it, checked as far as the text alone allows.
 
@@ -142,14 +142,22 @@ def written(
     `only` are the ordinals of the devices that tap.
     """
     try:
-        return _written(program, info, avals, only), ""
+        record = _in_program(program, info, avals)
+        return _text(replace(record, only=tuple(only)), info.params), ""
     except NotPortable as error:
         return "", str(error)
 
 
-def _written(
-    program: _jax.Program, info: CallInfo, avals: Sequence[Aval], only: Sequence[int]
-) -> str:
+def why_here(params: Equation, operands: Sequence[Aval]) -> str:
+    """Why an equation can't leave the process; "" if it can."""
+    try:
+        _text(record_of(params, operands, exported=False), params)
+    except NotPortable as error:
+        return str(error)
+    return ""
+
+
+def _in_program(program: _jax.Program, info: CallInfo, avals: Sequence[Aval]) -> Record:
     params, team = info.params, info.team
     record = record_of(params, avals, program.is_exported)
     if program.across:
@@ -161,13 +169,11 @@ def _written(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"
         )
-    record = replace(
-        record,
-        team=team,
-        only=tuple(only),
-        linked=params.effect is not None and _jax.has_symbolic(params.out_avals),
-        mesh=_mesh_of(program.mesh),
-    )
+    linked = params.effect is not None and _jax.has_symbolic(params.out_avals)
+    return replace(record, team=team, linked=linked, mesh=_mesh_of(program.mesh))
+
+
+def _text(record: Record, params: Equation) -> str:
     said = CODEC.encode(record, "a call")
     call = Call("", said, sizes_in(said), record, params)
     known = sizes_in(list(call.arrays()))

@@ -194,20 +194,20 @@ def put(
         return {targets.TEXT: info.text}
     key = info.params.key(avals, _jax.name_of(program))
     info.of_program = _jax.all_devices(program)
-    made_of: tuple[object, ...] | None = None
-    if whole and info.of_program is None and not info.params.counts:
-        owner = info.callback.policy.owner
-        where = info.place, program.client, program.platforms
-        made_of = info.params, owner, *avals, info.text, *where
 
     def make() -> KeptAlive:
         plan = plan_in_program(info, avals, program.client, program.platforms)
-        slot = _native.Slot(plan, key, program.across)
-        return KeptAlive(slot, info.name, why, made_of)
+        return KeptAlive(_native.Slot(plan, key, program.across), info.name, why)
 
-    kept = make() if made_of is None else _live.get(program, key, made_of, make)
+    if whole and info.of_program is None and not info.params.counts:
+        of = info.params, info.callback.policy.owner, info.place, info.text
+        where = program.client, program.platforms
+        kept = _live.get(program, (key, *of, *avals, *where), make)
+    else:
+        kept = make()
     _jax.keep_alive(program, kept)
-    attributes: Attributes = {"key": key, "count": kept.count}
+    assert kept.slot is not None
+    attributes: Attributes = {"key": key, "count": kept.slot.count}
     return {**attributes, targets.TEXT: info.text} if info.text else attributes
 
 
@@ -219,25 +219,20 @@ class _Live(Guarded):
     """
 
     def __init__(self) -> None:
-        self._kept: weakref.WeakValueDictionary[tuple[int, int], KeptAlive]
-        self._kept = weakref.WeakValueDictionary()
+        self.kept = weakref.WeakValueDictionary[object, KeptAlive]()
         super().__init__()
 
     def get(
-        self,
-        program: _jax.Program,
-        key: int,
-        made_of: tuple[object, ...],
-        make: Callable[[], KeptAlive],
+        self, program: _jax.Program, made_of: object, make: Callable[[], KeptAlive]
     ) -> KeptAlive:
         """The slot of an equal call that is not in this program; else a new one."""
         n = 0
         with self.lock:
-            while (kept := self._kept.get((key, n))) is not None:
-                if kept.made_of == made_of and not _jax.keeps_alive(program, kept):
+            while kept := self.kept.get((made_of, n)):
+                if not _jax.keeps_alive(program, kept):
                     return kept
                 n += 1
-            kept = self._kept[key, n] = make()
+            kept = self.kept[made_of, n] = make()
             return kept
 
 
@@ -252,9 +247,9 @@ def _may_travel(callback: Callback) -> bool:
 
 
 def _why_here(params: Equation, operands: Sequence[Aval]) -> str:
-    from hostcall._export import records
+    from hostcall._export import texts
 
-    return records.why_here(params, operands)
+    return texts.why_here(params, operands)
 
 
 _BY_BLOCKS = (
@@ -278,21 +273,12 @@ class KeptAlive:
         name: names the call in messages.
         why: why another process can't make the call, or a function that says it; ""
             if the program has its text.
-        made_of: what the plan in the slot is made of, if equal calls may share it.
     """
 
     def __init__(
-        self,
-        slot: _native.Slot | None,
-        name: str,
-        why: Callable[[], str] | str,
-        made_of: tuple[object, ...] | None = None,
+        self, slot: _native.Slot | None, name: str, why: Callable[[], str] | str
     ) -> None:
-        self.slot, self.name, self.why, self.made_of = slot, name, why, made_of
-
-    @property
-    def count(self) -> int:
-        return 0 if self.slot is None else self.slot.count
+        self.slot, self.name, self.why = slot, name, why
 
     def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
         why = self.why

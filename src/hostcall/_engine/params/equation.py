@@ -61,7 +61,7 @@ class Equation(abc.ABC):
     takes: ClassVar[type[PlaceOptions]]  # the options of its place
     described_by: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
-    stays: ClassVar[str] = ""  # why it has none
+    stays = ""  # why it can't leave the process
     word: ClassVar[str] = "call"  # what reports call it
     delivers: ClassVar[bool] = False  # whether what its function returns is ignored
     target: ClassVar[str] = targets.TARGET  # of its custom call
@@ -209,7 +209,7 @@ class Equation(abc.ABC):
         new = ((False,) * len(self.grid), *self.batched) if self.grid else ()
         return replace(self, masked=True, batched=new)
 
-    # --- Out of the process --------------------------------------------------------
+    # --- In programs -----------------------------------------------------------------
 
     def key(self, operands: Sequence[Aval], program: str = "") -> int:
         """The key by which programs find it: equal in all processes for equal ones.
@@ -233,10 +233,6 @@ class Equation(abc.ABC):
         # Not the line, which changes with what is written above it.
         caller = self.callback.place.function, program
         return fingerprint((who, caller, *rules, repr((more, plain))))
-
-    def why_here(self) -> str:
-        """Why it can't leave the process; "" if it can."""
-        return self.stays
 
     def __repr__(self) -> str:
         details = [self.callback.name, self.options.order, *self._details()]

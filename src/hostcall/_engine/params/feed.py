@@ -29,7 +29,8 @@ class FeedParams(CallParams):
     name = "feed"
     runs_along_axes = False
 
-    def why_here(self) -> str:
+    @property
+    def stays(self) -> str:  # type: ignore[override]
         return "it is a feed with sharding=, which names devices" * bool(self.devices)
 
     @property
