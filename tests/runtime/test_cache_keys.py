@@ -156,6 +156,39 @@ def test_live_programs_of_one_name_that_hold_one_function(run_python, tmp_path):
     assert others == [[(n, 0) for n in asked]] * 2
 
 
+class Equal:
+    """All are equal, as objects of users may be, and hold other data."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+    def __call__(self, a):
+        return a + self.data
+
+
+def holding(a, held):
+    return a + held.data
+
+
+def test_programs_of_equal_objects_call_their_own():
+    def of_function(held):
+        return jax.jit(lambda v: hc.call(held, v, v))
+
+    def of_argument(held):
+        return jax.jit(lambda v: hc.call(holding, v, v, held))
+
+    for make in (of_function, of_argument):
+        programs = [make(Equal(np.float32(data))) for data in (1, 2)]
+        lowered = [program.lower(np.float32(0)) for program in programs]
+        assert [float(one.compile()(np.float32(0))) for one in lowered] == [1, 2]
+
+
 def test_programs_that_share_a_call_outlive_each_other():
     def program(v, n):
         return hc.call(plus, v, v) * n

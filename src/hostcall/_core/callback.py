@@ -9,9 +9,12 @@ from typing import Any
 
 from hostcall import _jax
 from hostcall._core.coroutines import is_coroutine_function
+from hostcall._core.host_code import own
 from hostcall._core.options import CallOptions, PlaceOptions, Policy
 from hostcall._core.source import Place, name_of, source_of
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import NUMBERS, Results, Static, Template
+
+_PLAIN = (*NUMBERS, str, bytes, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,6 +75,15 @@ class Callback:
     @cached_property
     def function(self) -> Callable[..., Any]:
         return self.fn.value  # type: ignore[no-any-return]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Differs where users' objects do, though these may say that they are equal."""
+        statics = [x.value for x in self.template.leaves if isinstance(x, Static)]
+        held = [value for value in statics if type(value) not in _PLAIN]
+        fn = self.function
+        code = fn if own(fn) is fn else id(fn)
+        return (code, self.policy.owner, self.place, *map(id, held))
 
     @cached_property
     def awaits(self) -> bool:

@@ -55,7 +55,7 @@ class Exported:
             vjp_order=vjp_order,
             calls=tuple(itertools.starmap(described, calls.items())),
         )
-        self.objects = objects_of(call.record.function for call in calls)
+        self.objects = objects_of(call.params.callback.function for call in calls)
         # So that JAX takes no compiled program that calls other things, if equal bytes
         # were loaded before. Such a program keeps what it calls, so ids will do.
         things = [registry.find(*name) for name in self.manifest._names()]

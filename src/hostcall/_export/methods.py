@@ -90,39 +90,43 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
     return MethodCall(name, group.number, entry.name, methods, declared)
 
 
-def _object_of(given: Json) -> tuple[Object, MethodCall]:
-    """The `hc.Object` of an exported call; its host objects are made when called."""
+def read(given: Json) -> tuple[Entry, Policy]:
+    """The method; its host object is made when it is called."""
     record: MethodCall = CODEC.decode(given, MethodCall, "a method")
-    declared = vars(record.declared)
-    if record.method not in record.methods:
-        raise Malformed(f"the method {record.method!r}, which is not declared")
+    declared, method = vars(record.declared), record.method
+    if method not in record.methods:
+        raise Malformed(f"the method {method!r}, which is not declared")
     for hook in _HOOKS:
         if not _is_hook(declared[hook]):
             raise Malformed(f"the method {declared[hook]!r} as {hook}=")
     factory = registry.find(*record.registered)
     # It checks the names of the methods.
-    made = Object(factory, methods=record.methods, **declared)
+    made = Object(factory, methods=record.methods, **declared)._group
     with _lock:
         same = (g for g in living(Group) if g.number == record.object and not g.ended)
-        group = next(same, made._group)
+        group = next(same, made)
         group.number = record.object
-        made._attach(group)
-    return made, record
+    # The object of this number may be one of this process, with other methods.
+    if method not in group.methods:
+        raise Malformed(
+            f"the method {method!r}, which the hc.Object `{group.name}` with this"
+            " number does not declare here"
+        )
+    policy = Policy.of({"concurrency": group.options["concurrency"]})
+    return Entry(group, method), policy
 
 
-def objects_of(functions: Iterable[tuple[str, Json]]) -> dict[str, Object]:
-    """Each `hc.Object` whose methods are among the functions of these calls, by its
-    name; the second of a name is "name#2".
+def objects_of(functions: Iterable[object]) -> dict[str, Object]:
+    """Each `hc.Object` whose methods are among these functions, by its name; the second
+    of a name is "name#2".
     """
     found: dict[str, Object] = {}
-    by_number = {more["object"]: more for kind, more in functions if kind == "object"}
-    for given in by_number.values():
-        made, _ = _object_of(given)
-        name, count = made._group.name, 1
+    for group in dict.fromkeys(fn.group for fn in functions if isinstance(fn, Entry)):
+        name, count = group.name, 1
         while name in found:
             count += 1
-            name = f"{made._group.name}#{count}"
-        found[name] = made
+            name = f"{group.name}#{count}"
+        found[name] = group.handle()
     return found
 
 
@@ -133,16 +137,3 @@ def _is_hook(given: object) -> bool:
     if given is None:
         return True
     return isinstance(given, str) and given.isidentifier() and given[0] != "_"
-
-
-def read(given: Json) -> tuple[Entry, Policy]:
-    made, record = _object_of(given)
-    group, method = made._group, record.method
-    # The object of this number may be one of this process, with other methods.
-    if method not in group.methods:
-        raise Malformed(
-            f"the method {method!r}, which the hc.Object `{group.name}` with this"
-            " number does not declare here"
-        )
-    policy = Policy.of({"concurrency": group.options["concurrency"]})
-    return Entry(group, method), policy

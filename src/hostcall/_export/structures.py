@@ -42,8 +42,8 @@ XLAS_DTYPES = {
 
 
 def _encode_aval(aval: Aval) -> list[Json]:
-    sizes = (n if _jax.is_symbolic(n) else int(n) for n in aval.shape)
-    return [np.dtype(aval.dtype).name, *encode_plain(tuple(sizes), "a shape")]
+    sizes = ({SIZE: str(n)} if _jax.is_symbolic(n) else int(n) for n in aval.shape)
+    return [np.dtype(aval.dtype).name, *sizes]
 
 
 def decode_aval(given: Json) -> Aval:

@@ -97,13 +97,7 @@ class Call:
                 known |= dict.fromkeys(sizes_in(size), value)
         values, unknown = _values(self.sizes, known)
         if unknown:
-            raise LoadError(
-                f"hostcall: the sizes {', '.join(unknown)} of a call don't follow from"
-                " the shapes of its arrays,"
-                f" {', '.join(f'{name} = {value}' for name, value in known.items())}."
-                " Pass the call an array that has each size as a dimension, and export"
-                " again"
-            )
+            raise Malformed(f"the sizes {unknown}, which its arrays don't have")
         wanted = [[XLAS_DTYPES.get(t), *s] for t, *s in with_sizes(described, values)]
         if wanted != buffers:
             raise LoadError(

@@ -200,43 +200,14 @@ def put(
         return KeptAlive(_native.Slot(plan, key, program.across), info.name, why)
 
     if whole and info.of_program is None and not info.params.counts:
-        of = info.params, info.callback.policy.owner, info.place, info.text
-        where = program.client, program.platforms
-        kept = _live.get(program, (key, *of, *avals, *where), make)
+        of = key, info.params, info.callback.identity, tuple(avals), info.text
+        kept = _live.get(program, (*of, program.client, program.platforms), make)
     else:
         kept = make()
     _jax.keep_alive(program, kept)
     assert kept.slot is not None
     attributes: Attributes = {"key": key, "count": kept.slot.count}
     return {**attributes, targets.TEXT: info.text} if info.text else attributes
-
-
-class _Live(Guarded):
-    """The slots of live programs that an equal call of another program may have too.
-
-    If programs hold the same function, the text of each is the same in whatever order
-    they are lowered: JAX's disk cache finds them again.
-    """
-
-    def __init__(self) -> None:
-        self.kept = weakref.WeakValueDictionary[object, KeptAlive]()
-        super().__init__()
-
-    def get(
-        self, program: _jax.Program, made_of: object, make: Callable[[], KeptAlive]
-    ) -> KeptAlive:
-        """The slot of an equal call that is not in this program; else a new one."""
-        n = 0
-        with self.lock:
-            while kept := self.kept.get((made_of, n)):
-                if not _jax.keeps_alive(program, kept):
-                    return kept
-                n += 1
-            kept = self.kept[made_of, n] = make()
-            return kept
-
-
-_live = _Live()
 
 
 def _may_travel(callback: Callback) -> bool:
@@ -291,6 +262,34 @@ class KeptAlive:
             f" serialized: {why}. (To compile a program only once, without"
             " serializing it, use JAX's compilation cache, jax_compilation_cache_dir)"
         )
+
+
+class _Live(Guarded):
+    """The slots of live programs that an equal call of another program may have too.
+
+    If programs hold the same function, the text of each is the same in whatever order
+    they are lowered: JAX's disk cache finds them again.
+    """
+
+    def __init__(self) -> None:
+        self.kept = weakref.WeakValueDictionary[object, KeptAlive]()
+        super().__init__()
+
+    def get(
+        self, program: _jax.Program, made_of: object, make: Callable[[], KeptAlive]
+    ) -> KeptAlive:
+        """The slot of an equal call that is not in this program; else a new one."""
+        n = 0
+        with self.lock:
+            while kept := self.kept.get((made_of, n)):
+                if not _jax.keeps_alive(program, kept):
+                    return kept
+                n += 1
+            kept = self.kept[made_of, n] = make()
+            return kept
+
+
+_live = _Live()
 
 
 # --- The custom call ------------------------------------------------------------------

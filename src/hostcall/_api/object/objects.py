@@ -512,6 +512,12 @@ class Group(Owned):
             _native.keep_for_ever(self.members)
             self.members, self.ended = {}, FORKED
 
+    def handle(self) -> Object:
+        """One more `Object` of this group, for a loaded program."""
+        made = Object.__new__(Object)
+        made._attach(self)
+        return made
+
     def definition(self, method: str) -> object:
         """The method as its class defines it; None if the factory is not a class."""
         is_class = isinstance(self.factory, type)
