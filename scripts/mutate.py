@@ -27,7 +27,8 @@ from typing import Any
 
 import coverage
 
-FILES = ["_core/*.py", "_engine/*.py", "_engine/params/*.py", "*/**/batching.py"]
+FILES = ["_core/*.py", "_engine/*.py", "_engine/params/*.py", "_export/*.py"]
+FILES += ["*/**/batching.py"]
 # Primitives, which have all rules in one file.
 FILES += [f"_primitives/{p}.py" for p in ("buffer", "feed", "drop_in", "blocks")]
 FILES += ["_primitives/tap/*.py"]

@@ -79,11 +79,11 @@ class Callback:
     @property
     def identity(self) -> tuple[object, ...]:
         """Differs where users' objects do, though these may say that they are equal."""
-        statics = [x.value for x in self.template.leaves if isinstance(x, Static)]
-        held = [value for value in statics if type(value) not in _PLAIN]
-        fn = self.function
-        code = fn if own(fn) is fn else id(fn)
-        return (code, self.policy.owner, self.place, *map(id, held))
+        held = [x.value for x in self.template.leaves if isinstance(x, Static)]
+        if own(self.function) is not self.function:
+            held.append(self.function)
+        ids = (id(value) for value in held if type(value) not in _PLAIN)
+        return (self.policy.owner, self.place, *ids)
 
     @cached_property
     def awaits(self) -> bool:
