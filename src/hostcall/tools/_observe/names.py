@@ -84,12 +84,11 @@ def _targets(statement: ast.stmt) -> list[Target]:
     if isinstance(statement, ast.AugAssign):
         return _named(statement.target, None, statement)  # the sum too
     if isinstance(statement, ast.Assign):
-        left = statement.targets
+        left, value = statement.targets, statement.value
     elif isinstance(statement, ast.AnnAssign) and statement.value:
-        left = [statement.target]
+        left, value = [statement.target], statement.value
     else:
         return []
-    value = statement.value
     values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
     found: list[Target] = []
     for each in left:
