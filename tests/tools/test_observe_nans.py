@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import subprocess
-import sys
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
-from hostcall._jax import jaxprs
 from hostcall.tools.observing import observe
 
 P = PartitionSpec
@@ -452,27 +451,24 @@ def test_nan_that_a_host_call_returned():
     assert "call made the first bad value" in raised(program, f32(1))
 
 
-def test_what_the_host_can_not_make_again(monkeypatch):
-    """Where rounding differs, or an equation is for another platform."""
-    plain = jaxprs.evaluate
+def mine(run_alone=None):
+    """An operation that computes a logarithm in programs, and something else alone."""
+    mine_p = Primitive("mine")
+    mine_p.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(mine_p, mlir.lower_fun(jnp.log, multiple_results=False))
+    if run_alone is not None:
+        mine_p.def_impl(run_alone)
+    return jax.jit(lambda x: mine_p.bind(x) * 2)
 
-    def finite(eqn, operands):
-        is_log = eqn.primitive.name == "log"
-        return [np.float32(1)] if is_log else plain(eqn, operands)
 
-    monkeypatch.setattr(jaxprs, "evaluate", finite)
-    text = raised(jax.jit(logs), f32(1))
+def test_what_the_host_makes_otherwise():
+    text = raised(mine(lambda x: jnp.float32(1)), f32(0))
     assert "the result of mul at test_observe_nans.py:" in text
     assert "It was finite when the host ran" in text
 
-    def refused(eqn, operands):
-        if eqn.primitive.name == "log":
-            raise NotImplementedError("not here")
-        return plain(eqn, operands)
 
-    monkeypatch.setattr(jaxprs, "evaluate", refused)
-    text = raised(jax.jit(logs), f32(1))
-    assert "the host can't run log (not here)" in text
+def test_what_the_host_can_not_make_again():
+    assert "the host can't run mine (" in raised(mine(), f32(0))
 
 
 # --- The block ------------------------------------------------------------------------
@@ -567,12 +563,72 @@ def test_in_a_traced_function():
         jax.jit(f)(1.0)
 
 
-def test_off_it_is_not_imported():
-    source = """
-import sys
-import hostcall as hc, jax
-jax.jit(lambda x: hc.call(abs, x, x))(1.0)
-print([m for m in sys.modules if "observ" in m or m.startswith("hostcall._jax.rewr")])
+def test_off_it_is_not_imported(run_python):
+    run_python("""
+        import sys
+        import hostcall as hc, jax
+        jax.jit(lambda x: hc.call(abs, x, x))(1.0)
+        parts = "observ", "hostcall._jax.rewr"
+        assert not [m for m in sys.modules if any(part in m for part in parts)]
+    """)
+
+
+def test_a_block_before_the_program_chooses_its_devices(run_python):
+    run_python(
+        """
+        import jax, hostcall as hc
+        with hc.observe(nans=True):
+            jax.config.update("jax_num_cpu_devices", 3)
+            assert jax.device_count() == 3
+    """,
+        env={"XLA_FLAGS": ""},
+    )
+
+
+TAKEN_AWAY = """
+del pxla._cached_lowering_to_hlo
+import hostcall as hc
 """
-    found = subprocess.run([sys.executable, "-c", source], capture_output=True)
-    assert found.stdout.strip() == b"[]"
+PUT_BACK = """
+pxla._cached_lowering_to_hlo = plain
+"""
+OTHER_FORM = """
+def before(*args, parameters, **options):
+    return plain(*args, lowering_parameters=parameters, **options)
+pxla._cached_lowering_to_hlo = before
+import hostcall as hc
+ours = pxla._cached_lowering_to_hlo
+def after(*args, lowering_parameters, **options):
+    return ours(*args, parameters=lowering_parameters, **options)
+pxla._cached_lowering_to_hlo = after
+"""
+WITH_DEVICES = """
+assert jax.jit(lambda x: hc.call(abs, x, x))(1.0) == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "begins"),
+    [
+        (TAKEN_AWAY, False),
+        (TAKEN_AWAY + PUT_BACK + WITH_DEVICES, False),
+        (OTHER_FORM + WITH_DEVICES, False),
+        (OTHER_FORM, True),  # no program can be lowered yet, so its end tells
+    ],
+)
+def test_a_jax_that_does_not_show_its_programs(run_python, change, begins):
+    run_python(f"""
+import jax
+from jax._src.interpreters import pxla
+plain = pxla.__dict__["_cached_lowering_to_hlo"]
+{change}
+has_begun = False
+try:
+    with hc.observe(nans=True):
+        has_begun = True
+        jax.jit(lambda x: x + 1)(1.0)
+    raise SystemExit("no error")
+except hc.errors.HostcallError as error:
+    assert f"JAX, version {{jax.__version__}}" in str(error)
+assert has_begun == {begins}
+""")

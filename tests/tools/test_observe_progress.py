@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +13,36 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._observe import loops
-from hostcall.tools._progress import drawing
 from hostcall.tools.observing import observe
-
-
-class Bar:
-    """A bar that notes what happens to it."""
-
-    made: list[Bar]
-
-    def __init__(self, desc, total, unit, initial, leave):
-        self.desc, self.total, self.n, self.leave = desc, total, initial, leave
-        self.closed = False
-        self.made.append(self)
-
-    def update(self, n):
-        self.n += n
-
-    def close(self):
-        self.closed = True
 
 
 @pytest.fixture
 def made(monkeypatch, undelayed):
-    """The bars that are drawn. Each loop lasts long enough, and each step is shown."""
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(Bar, "made", [], raising=False)
-    monkeypatch.setattr(drawing, "factory", lambda bar: Bar if bar == "auto" else bar)
-    monkeypatch.setattr(loops, "LASTS", -1.0)
-    monkeypatch.setattr(loops, "EVERY", 1)
-    return Bar.made
+    """The bars that tqdm draws, in a terminal."""
+
+    class Bar:
+        def __init__(self, desc, total, unit, initial, leave, **options):
+            self.desc, self.total, self.n, self.leave = desc, total, initial, leave
+            self.closed = False
+            bars.append(self)
+
+        def update(self, n):
+            self.n += n
+
+        def close(self):
+            self.closed = True
+
+    bars = []
+    monkeypatch.setattr(pytest.importorskip("tqdm.auto"), "tqdm", Bar)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    return bars
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Each step seems to last a second."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
 
 
 def body(c, x):
@@ -58,14 +59,14 @@ def observed(f, *args):
         np.testing.assert_allclose(f(*args), expected, rtol=1e-6)
 
 
-def test_scan(made):
+def test_scan(made, slow):
     observed(jax.jit(scan), 1.0)
     (bar,) = made
     assert bar.desc.startswith("scan test_observe_progress.py:")
     assert (bar.total, bar.n, bar.closed, bar.leave) == (7, 7, True, True)
 
 
-def test_backward_pass(made):
+def test_backward_pass(made, slow):
     observed(jax.jit(jax.grad(scan)), 1.0)
     forward, backward = made
     assert backward.desc == forward.desc + " backward"
@@ -73,7 +74,7 @@ def test_backward_pass(made):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_nested(made, reverse):
+def test_nested(made, slow, reverse):
     def outer(c, x):
         return jax.lax.fori_loop(0, 5, lambda i, c: c + x, c), None
 
@@ -86,32 +87,54 @@ def test_nested(made, reverse):
 
 
 @pytest.mark.parametrize("wrap", [jax.vmap, lambda f: lambda x: f(x[0])])
-def test_while(made, wrap):
-    def f(n):
-        return jax.lax.while_loop(lambda i: i < n, lambda i: i + 1, 0)
+def test_while(made, slow, wrap):
+    """The number of steps is not known, and is that of the row which goes on."""
 
-    observed(jax.jit(wrap(f)), jnp.array([6, 2]))
-    assert max(bar.n for bar in made) == 6
+    def until_the_bar_moves(i):
+        return not any(bar.n >= 3 for bar in made)
+
+    def f(n):
+        def goes_on(i):
+            more = hc.call(until_the_bar_moves, jax.ShapeDtypeStruct((), bool), i)
+            return jnp.where(n > 2, more, i < n)
+
+        return jax.lax.while_loop(goes_on, lambda i: i + 1, 0)
+
+    with observe(progress=True):
+        counts = jax.jit(wrap(f))(jnp.array([6, 2]))
+    (bar,) = made
+    assert (bar.total, bar.closed) == (None, True)
+    assert 3 <= bar.n <= counts.max()
+    assert counts.shape == () or counts[1] == 2
 
 
 def test_a_short_loop_has_no_bar(made, monkeypatch):
-    monkeypatch.setattr(loops, "LASTS", 60.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     observed(jax.jit(scan), 1.0)
     assert made == []
 
 
-def test_inner_bars_come_below_outer_ones(made):
-    late = []
-    options = {"desc": "", "total": None, "unit": "it", "initial": 0}
-    inner, outer = (loops._Late(late, depth, **options) for depth in (2, 1))
-    inner.update(1)
+def test_inner_bars_come_below_outer_ones(made, monkeypatch):
+    """Both loops look at the clock twice before the inner one has lasted."""
+    looks = itertools.count(-3)
+    monkeypatch.setattr(time, "perf_counter", lambda: max(0.0, next(looks)))
+
+    def until_it_has_a_bar(t):
+        return t == 2 and all(bar.leave for bar in made)
+
+    def outer(c, t):
+        goes_on = lambda i: hc.call(
+            until_it_has_a_bar, jax.ShapeDtypeStruct((), bool), t + i * 0
+        )
+        return c + jax.lax.while_loop(goes_on, lambda i: i + 1, 0), None
+
+    with observe(progress=True):
+        jax.jit(lambda c: jax.lax.scan(outer, c, jnp.arange(4))[0])(0)
     assert [bar.leave for bar in made] == [True, False]
-    inner.close()
-    outer.close()
-    assert late == [] and all(bar.closed for bar in made)  # noqa: PT018
+    assert all(bar.closed for bar in made)
 
 
-def test_switched_off(made, monkeypatch):
+def test_switched_off(made, slow, monkeypatch):
     monkeypatch.setenv("HOSTCALL_PROGRESS", "0")
     observed(jax.jit(scan), 1.0)
     assert made == []

@@ -101,6 +101,12 @@ def remat_in_scan(x):
     return jax.grad(lambda x: jax.lax.scan(body, 0.0, x, unroll=2)[0])(x)
 
 
+def remat_of_some_arguments(x):
+    step = jax.checkpoint(lambda c, x: jnp.sin(c) * x, prevent_cse=(True, False))
+    body = lambda c, x: (step(c, x), c)
+    return jax.grad(lambda x: jax.lax.scan(body, 1.0, x)[0])(x)
+
+
 def associative(x):
     return jax.lax.associative_scan(jnp.multiply, x), jax.lax.map(
         jnp.sin, x, batch_size=3
@@ -139,7 +145,16 @@ def literals(x):
 ZOO = [
     *(keys_in_a_loop, linear_algebra, hessian, solver, special, empty, integers),
     *(small_types, complexes, switch, scatter, buffers, nested_derivatives),
-    *(vmapped_while, remat_in_scan, associative, refs, calls, constants, literals),
+    *(
+        vmapped_while,
+        remat_in_scan,
+        remat_of_some_arguments,
+        associative,
+        refs,
+        calls,
+        constants,
+        literals,
+    ),
 ]
 
 
@@ -159,11 +174,6 @@ def everything():
     select = lambda record: records.append(record) or True
     options = {"nans": True, "stats": True, "progress": True, "select": select}
     return observe(**options, to=lambda record, value: None), records
-
-
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    monkeypatch.setattr("hostcall.tools._observe.loops.LASTS", 60.0)
 
 
 @pytest.mark.parametrize("f", ZOO, ids=lambda f: f.__name__)

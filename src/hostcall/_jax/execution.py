@@ -22,14 +22,14 @@ from jax._src import mesh as _mesh
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
-from hostcall._jax.devices import default_device
+from hostcall._jax.devices import back_ends_started, default_device
 from hostcall._jax.fast_dispatch import forget_fast_dispatches
 from hostcall._jax.types import Device, Executable, Jaxpr
 from hostcall._jax.versions import MESH_SETTINGS
 from hostcall._native import Ambient
 
 if TYPE_CHECKING:
-    from hostcall._jax.rewriting import Use
+    from hostcall._jax.rewriting import Level, Use
 
 
 class AmbientSetting(NamedTuple):
@@ -209,11 +209,15 @@ def uses_here() -> Mapping[Hashable, Use]:
 
 
 def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
-    """What is put into a program may need its devices, which JAX finds out before."""
+    """What is put into a program may need its devices, which JAX finds out before.
+
+    A program that is only lowered may have none.
+    """
 
     @functools.wraps(plain)
     def needs(jaxpr: Jaxpr) -> bool:
-        return bool(uses_here()) or plain(jaxpr)
+        has_devices = sys._getframe(1).f_locals.get("device_assignment") is not None
+        return (has_devices and bool(uses_here())) or plain(jaxpr)
 
     return needs
 
@@ -231,6 +235,36 @@ def rewritten_here(jaxpr: Jaxpr) -> Jaxpr:
     from hostcall._jax.rewriting import rewritten  # only where it is used
 
     return rewritten(jaxpr, list(uses.values()))
+
+
+class _Looker:
+    """A use that only notes whether it is shown a program."""
+
+    is_shown = False
+
+    def look(self, level: Level) -> tuple[()]:
+        del level
+        self.is_shown = True
+        return ()
+
+
+def shows_programs() -> bool:
+    """Whether this JAX asks `rewritten_here` about the programs that it lowers.
+
+    It is not asked to lower one before it has devices, which the caller may still
+    choose. Till then, that it has the function which hostcall replaces has to do.
+    """
+    if not back_ends_started():
+        return hasattr(_pxla, "_cached_lowering_to_hlo")
+    return _shows_one()
+
+
+@functools.cache
+def _shows_one() -> bool:
+    looker = _Looker()
+    with rewritten_by({looker: looker}):
+        jax.jit(lambda x: x).lower(0.0)
+    return looker.is_shown
 
 
 # --- A forked child ------------------------------------------------------------------

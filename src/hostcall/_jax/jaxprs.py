@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import effects as _effects
+from jax._src.sharding_impls import UNSPECIFIED as _UNSPECIFIED
 
 from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
@@ -38,15 +40,94 @@ def split_of(eqn: _t.JaxprEquation) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def contained(eqn: _t.JaxprEquation) -> list[_t.Jaxpr]:
-    """The jaxprs in an equation, opened."""
-    return [open_jaxpr(each) for each in _core.jaxprs_in_params(eqn.params)]
+def within(eqn: _t.JaxprEquation) -> Iterator[_t.JaxprEquation]:
+    """The equation, and all in its jaxprs, at any depth."""
+    yield eqn
+    for each in _core.jaxprs_in_params(eqn.params):
+        for inner in open_jaxpr(each).eqns:
+            yield from within(inner)
 
 
 def opened(jaxpr: _t.Jaxpr) -> tuple[_t.Jaxpr, Sequence[Any]]:
     """An inner jaxpr, and its constants; remat's and shard_map's have none."""
     inner = open_jaxpr(jaxpr)
     return inner, jaxpr.consts if inner.constvars else ()
+
+
+class Inner(NamedTuple):
+    """A jaxpr in an equation.
+
+    Attributes:
+        key: the parameter of the equation that has it.
+        begin, end: which operands of the equation are its constants. Further ones come
+            after these.
+    """
+
+    key: str
+    jaxpr: _t.Jaxpr
+    begin: int
+    end: int
+
+    @property
+    def old(self) -> _t.Jaxpr:
+        return open_jaxpr(self.jaxpr)
+
+
+def inners(eqn: _t.JaxprEquation) -> list[Inner]:
+    """The jaxprs of an equation that can be changed; a loop's body is the last."""
+    params, n, name = eqn.params, len(eqn.invars), eqn.primitive.name
+    if name in (*CALLS, "shard_map"):
+        return [Inner(called(eqn), params[called(eqn)], 0, n)]
+    if name == "cond":
+        return [Inner("branches", branch, 1, n) for branch in params["branches"]]
+    if any(isinstance(e, _effects.JaxprInputEffect) for e in eqn.effects):
+        return []  # the effects have the numbers of operands
+    if name == "scan":
+        return [Inner("jaxpr", params["jaxpr"], 0, split_of(eqn)[0])]
+    if name == "while":
+        begin = params["cond_nconsts"]
+        body = params["body_jaxpr"], begin, begin + params["body_nconsts"]
+        condition = Inner("cond_jaxpr", params["cond_jaxpr"], 0, begin)
+        return [condition, Inner("body_jaxpr", *body)]
+    return []
+
+
+def replaced(
+    eqn: _t.JaxprEquation, jaxprs: dict[str, list[_t.Jaxpr]], more: dict[str, int]
+) -> _t.JaxprEquation:
+    """The equation with these jaxprs, which have so many more constants. A loop also
+    carries one value more, in front of the others.
+    """
+    found = {e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects}
+    own = {e for e in found if not isinstance(e, _effects.JaxprInputEffect)}
+    params, n, primitive = {**eqn.params}, next(iter(more.values())), eqn.primitive
+    if primitive.name.startswith("custom_"):  # the rules have done their work
+        primitive, params = _core.closed_call_p, {}
+    for key, some in jaxprs.items():
+        params[key] = tuple(some) if key == "branches" else some[0]
+    longer: dict[str, Any] = {
+        "in_shardings": (_UNSPECIFIED,) * n,
+        "in_layouts": (None,) * n,
+        "donated_invars": (False,) * n,
+        "in_specs": (jax.sharding.PartitionSpec(),) * n,
+        "num_consts": n,
+        "num_carry": 1,
+        "prevent_cse": (False,) * n,  # or a bool
+        "cond_nconsts": more.get("cond_jaxpr", 0),
+        "body_nconsts": more.get("body_jaxpr", 0),
+    }
+    for key, x in longer.items():
+        if isinstance(params.get(key), type(x)):
+            params[key] += x
+    if "ft_in" in params:  # a scan's since 0.12
+        from jax._src import flattree as _ft
+
+        consts, carry, xs = params["ft_in"].unpack()
+        results, ys = params["ft_out"].unpack()
+        front = _ft.nones(1)
+        params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
+        params["ft_out"] = _ft.pack(((front, results), ys))
+    return eqn.replace(primitive=primitive, params=params, effects=eqn.effects | own)
 
 
 def is_array(atom: _t.Atom) -> bool:

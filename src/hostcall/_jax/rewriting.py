@@ -16,14 +16,14 @@ custom calls, and the small functions inside reductions, sorts and scatters.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax._src import core as _core
-from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
@@ -32,8 +32,9 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
+from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
-from hostcall._jax.jaxprs import CALLS, LOOPS, called, split_of
+from hostcall._jax.jaxprs import LOOPS
 from hostcall._jax.versions import changed, open_jaxpr
 
 
@@ -57,17 +58,32 @@ class Level:
     kind: str = ""
     around: tuple[_t.JaxprEquation, ...] = ()
     steps: tuple[_t.Var, ...] = ()
-    running: tuple[_t.Jaxpr, list[_t.Atom]] | None = None
+    running: tuple[_t.Jaxpr, list[_t.Var]] | None = None
 
     @property
     def loops(self) -> list[_t.JaxprEquation]:
         return [eqn for eqn in self.around if eqn.primitive.name in LOOPS]
 
     @property
-    def meshes(self) -> list[tuple[_t.Mesh, Any]]:
+    def meshes(self) -> list[tuple[_t.Mesh, frozenset[str]]]:
         """The mesh of each shard_map around it, and over which axes it is manual."""
         maps = (e.params for e in self.around if e.primitive.name == "shard_map")
         return [(each["mesh"], each["newly_manual_axes"]) for each in maps]
+
+    @functools.cached_property
+    def uses(self) -> dict[_t.Var, list[tuple[int, int]]]:
+        """For each variable the equations that use it, and as which operand they do.
+
+        Results of the level are operands of an equation -1, which is behind the others.
+        """
+        found: dict[_t.Var, list[tuple[int, int]]] = {}
+        operands = [*(eqn.invars for eqn in self.jaxpr.eqns), self.jaxpr.outvars]
+        for index, atoms in enumerate(operands):
+            for position, x in enumerate(atoms):
+                if isinstance(x, _core.Var):
+                    at = index if index < len(operands) - 1 else -1
+                    found.setdefault(x, []).append((at, position))
+        return found
 
 
 class Insertion(NamedTuple):
@@ -93,7 +109,8 @@ def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
     """The program with what these uses put into it; itself if that is nothing."""
     program = open_jaxpr(jaxpr)
     eqns = _eqns_of(Level(program), uses)
-    return jaxpr if eqns is program.eqns else _with(jaxpr, eqns)
+    is_same = eqns is program.eqns
+    return jaxpr if is_same else _with(jaxpr, eqns, program.invars, program.outvars)
 
 
 # --- Insert ---------------------------------------------------------------------------
@@ -117,7 +134,7 @@ _mlir.register_lowering(_looked_at_p, _lower_looked_at)
 
 
 def _traced(
-    fn: Callable[..., Any], operands: Sequence[_t.Atom]
+    fn: Callable[..., Sequence[jax.Array] | None], operands: Sequence[_t.Atom]
 ) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
     """The equations of `fn` on these variables, and its results."""
 
@@ -129,15 +146,15 @@ def _traced(
     wrapped = _lu.wrap_init(flat, debug_info=names)
     jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
     made = open_jaxpr(jaxpr)
-    new: dict[Any, _t.Atom] = dict(zip(made.invars, operands, strict=True))
+    new: dict[_t.Atom, _t.Atom] = dict(zip(made.invars, operands, strict=True))
     for var, const in zip(made.constvars, consts, strict=True):
         new[var] = _core.Literal(np.asarray(const), var.aval)
 
-    def renamed(atom: _t.Atom) -> _t.Atom:
-        return atom if isinstance(atom, _core.Literal) else new.get(atom, atom)
+    def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
+        return [x if isinstance(x, _core.Literal) else new.get(x, x) for x in atoms]
 
-    eqns = [e.replace(invars=list(map(renamed, e.invars))) for e in made.eqns]
-    return eqns, list(map(renamed, made.outvars))
+    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in made.eqns]
+    return eqns, renamed(made.outvars)
 
 
 def _eqns_of(level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
@@ -158,130 +175,64 @@ def _eqns_of(level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
     return old if new == old else new
 
 
-def _with(jaxpr: _t.Jaxpr, eqns: list[_t.JaxprEquation], **parts: Any) -> _t.Jaxpr:
-    """The same with these equations and parts, and the effects that follow."""
+def _with(
+    jaxpr: _t.Jaxpr,
+    eqns: list[_t.JaxprEquation],
+    invars: Sequence[_t.Var],
+    outvars: Sequence[_t.Atom],
+) -> _t.Jaxpr:
+    """The same with these equations, inputs and results."""
     inner = open_jaxpr(jaxpr)
-    ends = parts.get("invars", inner.invars), parts.get("outvars", inner.outvars)
-    if parts:
-        parts["debug_info"] = inner.debug_info.with_unknown_names()
-    effects = _pe.make_jaxpr_effects(inner.constvars, *ends, eqns)
+    names = inner.debug_info
+    if len(invars) > len(inner.invars):
+        names = names.with_unknown_names()
+    effects = _pe.make_jaxpr_effects(inner.constvars, invars, outvars, eqns)
+    parts = {"invars": invars, "outvars": outvars, "debug_info": names}
     return changed(jaxpr, eqns=eqns, effects=effects, **parts)
 
 
 # --- Walk -----------------------------------------------------------------------------
 
 
-@dataclass
-class _Inner:
-    """A jaxpr in an equation.
-
-    Attributes:
-        key: the parameter of the equation that has it.
-        begin, at: of the equation's operands, the first that it gets, and the one
-            before which further ones are put.
-        eqns: what its equations become.
-        extra: the further inputs that these use, with the variables around.
-    """
-
-    key: str
-    jaxpr: _t.Jaxpr
-    begin: int
-    at: int
-    eqns: list[_t.JaxprEquation] = field(default_factory=list)
-    extra: dict[_t.Var, _t.Atom] = field(default_factory=dict)
-
-    @property
-    def old(self) -> _t.Jaxpr:
-        return open_jaxpr(self.jaxpr)
-
-
-def _inners(eqn: _t.JaxprEquation) -> list[_Inner]:
-    """The jaxprs of an equation that are entered; a loop's body is the last."""
-    params, n, name = eqn.params, len(eqn.invars), eqn.primitive.name
-    if name in (*CALLS, "shard_map"):
-        return [_Inner(called(eqn), params[called(eqn)], 0, n)]
-    if name == "cond":
-        return [_Inner("branches", branch, 1, n) for branch in params["branches"]]
-    if any(isinstance(e, _effects.JaxprInputEffect) for e in eqn.effects):
-        return []
-    if name == "scan":
-        return [_Inner("jaxpr", params["jaxpr"], 0, split_of(eqn)[0])]
-    if name == "while":
-        begin = params["cond_nconsts"]
-        body = params["body_jaxpr"], begin, begin + params["body_nconsts"]
-        condition = _Inner("cond_jaxpr", params["cond_jaxpr"], 0, begin)
-        return [condition, _Inner("body_jaxpr", *body)]
-    return []
-
-
 def _inside(
     eqn: _t.JaxprEquation, level: Level, uses: Sequence[Use]
 ) -> _t.JaxprEquation:
-    """The equation, with its inner levels rewritten."""
-    inners, name = _inners(eqn), eqn.primitive.name
-    rows = inners[0].old.outvars[0].aval.shape if name == "while" and inners else ()
-    step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
-    for inner in inners:
-        kind, running = name, None
-        outer: dict[_t.Var, _t.Atom] = {_core.Var(v.aval): v for v in level.steps}
-        steps = (*outer, step) if name in LOOPS else tuple(outer)
-        inner.eqns = inner.old.eqns
-        if inner.key == "cond_jaxpr":
-            kind = "condition"
-            if rows:  # JAX would compute it twice a step
-                continue
-        elif rows:  # under vmap, they stop one by one
-            consts, carry = [], inner.old.invars[inner.at - inner.begin :]
-            for x in eqn.invars[: inner.begin]:
-                consts.append(x if isinstance(x, _core.Literal) else _core.Var(x.aval))
-                outer |= {consts[-1]: x} if consts[-1] is not x else {}
-            running = inners[0].jaxpr, [*consts, *carry]
-        around = (*level.around, eqn)
-        inner.eqns = _eqns_of(Level(inner.old, kind, around, steps, running), uses)
-        used = {x for e in inner.eqns for x in e.invars if isinstance(x, _core.Var)}
-        inner.extra = {v: x for v, x in outer.items() if v in used}
-    if all(inner.eqns is inner.old.eqns for inner in inners):
-        return eqn
-    return _rebuilt(eqn, inners, step)
+    """The equation, with its inner levels rewritten.
 
-
-def _rebuilt(
-    eqn: _t.JaxprEquation, inners: list[_Inner], step: _t.Var
-) -> _t.JaxprEquation:
-    """The equation with new levels, and what these need: further operands, and if one
-    uses the number of the step, a counter in front of what the loop carries.
+    These get the numbers of all loops' steps around as further inputs, since each is
+    one variable in all levels. A loop gets a counter in front of what it carries.
     """
-    is_counted = any(step in e.invars for inner in inners for e in inner.eqns)
-    starts, count, nexts = _counter(eqn, step) if is_counted else ([], [], [])
-    counter = [step] * is_counted
-    operands: list[_t.Atom] = []
-    jaxprs, more, done = dict[str, list[_t.Jaxpr]](), dict[str, int](), 0
-    for inner in inners:
-        key, old, at = inner.key, inner.old, inner.at - inner.begin
-        if key not in jaxprs:
-            same = [
-                x for other in inners if other.key == key for x in other.extra.values()
-            ]
-            given = list(dict.fromkeys(same))
-            operands += [*eqn.invars[done : inner.at], *given]
-            jaxprs[key], more[key], done = [], len(given), inner.at
-        names = {x: _core.Var(x.aval) for x in given}
-        names |= {x: v for v, x in inner.extra.items()}
-        invars = [*old.invars[:at], *names.values(), *counter, *old.invars[at:]]
-        last = inner is inners[-1]
-        eqns, outs = [*inner.eqns, *count * last], [*nexts * last, *old.outvars]
-        new = _with(inner.jaxpr, eqns, invars=invars, outvars=outs)
-        jaxprs[key].append(new)
-    own = {e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects}
-    effects = {e for e in own if not isinstance(e, _effects.JaxprInputEffect)}
-    primitive, params = _params(eqn, jaxprs, more, len(counter))
-    return eqn.replace(
-        primitive=primitive,
-        invars=[*operands, *starts, *eqn.invars[done:]],
-        outvars=[*(_core.DropVar(v.aval) for v in counter), *eqn.outvars],
-        params=params,
-        effects={*eqn.effects, *effects},
-    )
+    inners, name = jaxprs.inners(eqn), eqn.primitive.name
+    rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
+    step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
+    starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
+    counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
+    new, more = dict[str, list[_t.Jaxpr]](), dict[str, int]()
+    for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
+        old, at, is_body = open_jaxpr(jaxpr), end - begin, key != "cond_jaxpr"
+        given: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
+        running, eqns, outvars = None, old.eqns, old.outvars
+        if rows and is_body:  # under vmap, they stop one by one
+            tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
+            given |= zip(tests, eqn.invars, strict=False)
+            running = inners[0].jaxpr, [*tests, *old.invars[at:]]
+        if is_body or not rows:  # JAX would compute that condition twice a step
+            place = name if is_body else "condition", (*level.around, eqn)
+            steps = (*level.steps, *counter)
+            eqns = _eqns_of(Level(old, *place, steps, running), uses)
+        is_same &= eqns is old.eqns
+        if is_body:
+            eqns, outvars = [*eqns, *count], [*nexts, *outvars]
+        invars = [*old.invars[:at], *given, *counter, *old.invars[at:]]
+        new.setdefault(key, []).insert(0, _with(jaxpr, eqns, invars, outvars))
+        if key not in more:
+            more[key] = len(given)
+            operands[end:end] = [*given.values(), *starts * is_body]
+    if is_same:
+        return eqn
+    made = jaxprs.replaced(eqn, new, more)
+    outvars = [*(_core.DropVar(x.aval) for x in counter), *eqn.outvars]
+    return made.replace(invars=operands, outvars=outvars)
 
 
 def _counter(
@@ -292,39 +243,3 @@ def _counter(
     start = np.full(step.aval.shape, eqn.params["length"] - 1 if is_reverse else 0)
     first = _core.Literal(start.astype(np.int32)[()], step.aval)
     return [first], *_traced(lambda i: [i - 1 if is_reverse else i + 1], [step])
-
-
-def _params(
-    eqn: _t.JaxprEquation,
-    jaxprs: dict[str, list[_t.Jaxpr]],
-    more: dict[str, int],
-    counters: int,
-) -> tuple[_t.Primitive, _t.Params]:
-    """What an equation is with these jaxprs, which have so many more inputs."""
-    new = {
-        key: tuple(some) if key == "branches" else some[0]
-        for key, some in jaxprs.items()
-    }
-    if eqn.primitive.name.startswith("custom_"):  # the rules have done their work
-        return _core.closed_call_p, {"call_jaxpr": next(iter(new.values()))}
-    params, n = {**eqn.params, **new}, next(iter(more.values()))
-    longer: dict[str, Any] = {
-        "in_shardings": (_sharding_impls.UNSPECIFIED,) * n,
-        "in_layouts": (None,) * n,
-        "donated_invars": (False,) * n,
-        "in_specs": (jax.sharding.PartitionSpec(),) * n,
-        "num_consts": n,
-        "num_carry": counters,
-        "cond_nconsts": n,
-        "body_nconsts": more.get("body_jaxpr"),
-    }
-    params |= {key: params[key] + x for key, x in longer.items() if key in params}
-    if "ft_in" in params:  # a scan's since 0.12
-        from jax._src import flattree as _ft
-
-        consts, carry, xs = params["ft_in"].unpack()
-        results, ys = params["ft_out"].unpack()
-        front = _ft.nones(counters)
-        params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
-        params["ft_out"] = _ft.pack(((front, results), ys))
-    return eqn.primitive, params

@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import Any
+
+import jax
 
 import hostcall as hc
 from hostcall._jax import execution, rewriting, tracing
@@ -74,6 +75,7 @@ class observe:
     Raises:
         FloatingPointError: with `nans`, a program has made a bad value.
         SpecError: an option is invalid, or a block begins while a program is traced.
+        HostcallError: a block begins, and this JAX does not show its programs.
 
     Cost: none outside of the block. Inside, each program is compiled once more. The
     page "Observing" has measured costs.
@@ -85,7 +87,7 @@ class observe:
         nans: bool = False,
         progress: bool = False,
         stats: bool = False,
-        select: Callable[[Record], Any] | None = None,
+        select: Callable[[Record], object] | None = None,
         to: To = None,
     ) -> None:
         _check(names, select, to)
@@ -131,6 +133,7 @@ class observe:
                 " not when it runs. Put it around the call of the program",
                 code="hc-traced",
             )
+        _need_programs()
         uses = {**execution.uses_here(), **self._uses}
         with contextlib.ExitStack() as stack:
             stack.enter_context(hc.reraise())
@@ -152,6 +155,8 @@ class observe:
             self._wait(is_failed=True)
             raise
         self._wait(is_failed=error is not None)
+        if error is None:
+            _need_programs()  # JAX may have had no devices before
 
     def rows(self) -> list[Stats]:
         """The statistics of all lines so far, in the order of files and lines.
@@ -189,6 +194,17 @@ class observe:
             hc.progress.close()
         if not is_failed and self._values is not None:
             self._values.warn()
+
+
+def _need_programs() -> None:
+    if not execution.shows_programs():
+        raise HostcallError(
+            "hostcall: hc.observe can't see the programs of this JAX, version"
+            f" {jax.__version__}, which does not lower them where hostcall looks."
+            " Install one of the versions that hostcall was made for:"
+            ' pip install "jax>=0.10.2,<0.13"',
+            code="hc-package",
+        )
 
 
 def _check(names: tuple[object, ...], select: object, to: object) -> None:

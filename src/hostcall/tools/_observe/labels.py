@@ -5,21 +5,20 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from hostcall._jax import jaxprs, user_lines
+from hostcall._jax import JaxprEquation, jaxprs, user_lines
 from hostcall.tools._debugger import users_lines
 
 
-def place_of(eqn: Any) -> tuple[str, str, int] | None:
+def place_of(eqn: JaxprEquation) -> tuple[str, str, int] | None:
     """(file, function, line) of the innermost line of the user's."""
     lines = user_lines.lines_of(eqn)
     return lines[0][:3] if lines else None
 
 
-def line_of(eqn: Any) -> str:
+def line_of(eqn: JaxprEquation) -> str:
     """Such as `train.py:12`."""
     place = place_of(eqn)
     return f"{short(place[0])}:{place[2]}" if place else "an unknown line"
@@ -30,16 +29,16 @@ def short(file: str) -> str:
 
 
 def text_in(file: str, line: int) -> str:
+    """The source text of a line; "" if there is no source."""
     return linecache.getline(file, line).strip()
 
 
-def text_of(eqn: Any) -> str:
-    """The source text of its line; "" if there is no source."""
+def text_of(eqn: JaxprEquation) -> str:
     place = place_of(eqn)
     return text_in(place[0], place[2]) if place else ""
 
 
-def shown(eqn: Any) -> list[str]:
+def shown(eqn: JaxprEquation) -> list[str]:
     """Lines that show where an equation is."""
     place = place_of(eqn)
     if place is None:  # an operation outside of compiled functions
@@ -51,27 +50,26 @@ def shown(eqn: Any) -> list[str]:
     return [f"  {file}:{line} in {function}", f"    {text_in(file, line)}"]
 
 
-def transforms(*eqns: Any) -> str:
+def transforms(*eqns: JaxprEquation) -> str:
     """Under which transformations JAX has made the last of these, inside the others."""
     return " ".join(str(eqn.source_info.name_stack) for eqn in eqns)
 
 
-def is_backward(*eqns: Any) -> bool:
+def is_backward(*eqns: JaxprEquation) -> bool:
     """Whether the last of these, inside the others, belongs to a backward pass."""
     return "transpose(" in transforms(*eqns)
 
 
-def vmaps_of(*eqns: Any) -> int:
+def vmaps_of(*eqns: JaxprEquation) -> int:
     """How many vmaps the last of these, inside the others, is under."""
     return transforms(*eqns).count("vmap(")
 
 
-def steps_of(around: Sequence[Any], steps: Sequence[Any]) -> str:
+def steps_of(around: Sequence[JaxprEquation], steps: Sequence[np.ndarray | int]) -> str:
     """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
     loops = [eqn for eqn in around if eqn.primitive.name in jaxprs.LOOPS]
-    told = []
-    for eqn, step in zip(loops, steps, strict=True):
-        array = np.asarray(step)
-        number = str(array) if array.shape else f"{int(array)}"
-        told.append(f"step {number} of the {eqn.primitive.name} at {line_of(eqn)}")
+    told = [
+        f"step {np.asarray(step)} of the {eqn.primitive.name} at {line_of(eqn)}"
+        for eqn, step in zip(loops, steps, strict=True)
+    ]
     return ", ".join(reversed(told))

@@ -26,8 +26,6 @@ from hostcall.tools._progress import bars, checks, drawing
 LASTS = 0.3  # seconds
 EVERY = 0.1  # seconds between two steps that are shown
 
-clock = time.monotonic  # tests replace it
-
 
 class Loops:
     """Puts the bars into programs."""
@@ -36,19 +34,17 @@ class Loops:
         self._bars: list[_Late] = []  # those that are open
 
     def look(self, level: Level) -> Iterator[Insertion]:
-        if level.kind not in jaxprs.LOOPS:
+        if level.kind not in jaxprs.LOOPS or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
-        loop_eqn = level.around[-1]
-        is_scan = level.kind == "scan"
-        total = loop_eqn.params["length"] if is_scan else None
-        if total == 1 or os.environ.get("HOSTCALL_PROGRESS") == "0":
+        params = level.around[-1].params
+        total, reverse = params.get("length"), params.get("reverse", False)
+        if total == 1:
             return
-        reverse = is_scan and loop_eqn.params["reverse"]
-        desc = f"{level.kind} {labels.line_of(loop_eqn)}"
+        desc = f"{level.kind} {labels.line_of(level.around[-1])}"
         if labels.is_backward(*level.around):
             desc += " backward"
-        is_inner = len(level.loops) > 1  # these may start a million times a second
-        bar = functools.partial(_Late, self._bars, len(level.loops))
+        depth = len(level.loops)
+        bar = functools.partial(_Late, self._bars, depth)
 
         def show(step: jax.Array) -> None:
             if step.ndim:  # rows of a batched loop
@@ -64,7 +60,8 @@ class Loops:
                 None,
                 {},
                 every=EVERY,
-                always=None if is_inner else edge,
+                # Inner loops may start a million times a second.
+                always=edge if depth == 1 else None,
                 when_full="drop_oldest",
             )
 
@@ -82,7 +79,7 @@ class _Late:
     ) -> None:
         self.depth, self.leave = depth, depth == 1
         self._make = functools.partial(drawing.factory("auto"), **options)
-        self._bars, self._n, self._start = open_, initial, clock()
+        self._bars, self._n, self._start = open_, initial, time.perf_counter()
         self._drawn: Any = None
         open_.append(self)
 
@@ -90,7 +87,7 @@ class _Late:
         self._n += n
         if self._drawn is not None:
             self._drawn.update(n)
-        elif clock() - self._start > LASTS:
+        elif time.perf_counter() - self._start > LASTS:
             around = [bar for bar in self._bars if bar.depth < self.depth]
             for bar in (*sorted(around, key=lambda bar: bar.depth), self):
                 bar.draw()

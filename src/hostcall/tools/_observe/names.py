@@ -14,12 +14,10 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
-import jax.extend.core as jex
-
-from hostcall._jax import user_lines
+from hostcall._jax import JaxprEquation, Var, user_lines
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._observe import labels
@@ -31,14 +29,12 @@ class Target(NamedTuple):
     Attributes:
         name: such as `loss` or `self.loss`.
         part: its index, if the statement assigns to a tuple; None: it is all.
-        span: (line, column, end line, end column) of its expression, if that is known.
-        first: the line on which the statement begins.
+        span: (line, column, end line, end column) of its expression.
     """
 
     name: str
     part: int | None
     span: tuple[int, int, int, int]
-    first: int
 
 
 class Variable(NamedTuple):
@@ -50,7 +46,7 @@ class Variable(NamedTuple):
     """
 
     name: str
-    var: Any
+    var: Var
     at: int
     line: SourceLine
     part: int
@@ -85,40 +81,39 @@ def _statements(source: str) -> list[ast.stmt]:
 
 
 def _targets(statement: ast.stmt) -> list[Target]:
+    if isinstance(statement, ast.AugAssign):
+        return _named(statement.target, None, statement)  # the sum too
     if isinstance(statement, ast.Assign):
         left, value = statement.targets, statement.value
-    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)) and statement.value:
+    elif isinstance(statement, ast.AnnAssign) and statement.value:
         left, value = [statement.target], statement.value
-        if isinstance(statement, ast.AugAssign):  # the sum too
-            return _named(left[0], None, statement, statement.lineno)
     else:
         return []
+    values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
     found: list[Target] = []
     for each in left:
         if not isinstance(each, (ast.Tuple, ast.List)):
-            found += _named(each, None, value, statement.lineno)
+            found += _named(each, None, value)
             continue
-        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else None
-        starred = any(isinstance(x, ast.Starred) for x in (*each.elts, *(values or ())))
+        starred = any(isinstance(x, ast.Starred) for x in (*each.elts, *values))
         for i, one in enumerate(each.elts):
-            if values is not None and not starred and len(values) == len(each.elts):
-                found += _named(one, None, values[i], statement.lineno)
+            if len(values) == len(each.elts) and not starred:
+                found += _named(one, None, values[i])
             else:
-                found += _named(one, -1 if starred else i, value, statement.lineno)
+                found += _named(one, -1 if starred else i, value)
     return found
 
 
 def _named(
-    target: ast.expr, part: int | None, value: ast.AST, first: int
+    target: ast.expr, part: int | None, value: ast.expr | ast.stmt
 ) -> list[Target]:
-    at: Any = value
-    span = at.lineno, at.col_offset, at.end_lineno, at.end_col_offset
-    if isinstance(target, (ast.Name, ast.Attribute)):
-        return [Target(ast.unparse(target), part, span, first)]
     if isinstance(target, (ast.Tuple, ast.List)):  # which part is which is not known
-        inner = [_named(each, -1, value, first) for each in target.elts]
-        return [each for some in inner for each in some]
-    return []
+        return [one for each in target.elts for one in _named(each, -1, value)]
+    if not isinstance(target, (ast.Name, ast.Attribute)):
+        return []
+    end = value.end_lineno or 0, value.end_col_offset or 0
+    span = value.lineno, value.col_offset, *end
+    return [Target(ast.unparse(target), part, span)]
 
 
 # --- In a level -----------------------------------------------------------------------
@@ -128,7 +123,7 @@ class _Piece(NamedTuple):
     """An equation of a statement, with the frame of the statement."""
 
     at: int
-    eqn: Any
+    eqn: JaxprEquation
     line: SourceLine
     is_backward: bool
 
@@ -139,28 +134,26 @@ def variables(
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    uses = _uses(level)
     for target, found in _statements_in(level, wanted):
         side = _side(target, found[0].line.differentiates)
         if side is None:
             untold.add(target.name)
             continue
-        own = {each.at for each in found}
-        runs = [found]
+        runs, backward = [found], set[int]()
         if not found[0].line.differentiates:
-            found = [each for each in found if not each.is_backward]
-            runs = _runs(found)
+            forward = [each for each in found if not each.is_backward]
+            backward = {each.at for each in found if each.is_backward}
+            runs = _runs(forward) if forward else []
         for run in runs:
-            inside = {each.at for each in run}
-            within = own - {each.at for each in found} | inside
+            within = backward | {each.at for each in run}
             leaves = [
                 (each, v)
                 for each in run
                 if side == "both" or each.is_backward == (side == "backward")
                 for v in each.eqn.outvars
-                if any(use not in within for use in uses.get(v, ()))
+                if any(use not in within for use, _ in level.uses.get(v, ()))
             ]
-            leaves = _without_residuals(level, leaves, uses)
+            leaves = _without_residuals(level, leaves)
             for part, (each, v) in enumerate(leaves):
                 yield Variable(target.name, v, each.at, each.line, part, len(leaves))
 
@@ -169,7 +162,7 @@ def _statements_in(
     level: Level, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[Target, list[_Piece]]]:
     """The wanted targets of a level's statements, with these statements' equations."""
-    groups: dict[Any, list[_Piece]] = {}
+    groups: dict[tuple[Target, Hashable], list[_Piece]] = {}
     known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines = user_lines.lines_of(eqn)
@@ -181,24 +174,11 @@ def _statements_in(
             for target in known[place]:
                 if not wanted(target.name) or not _within(line, target.span):
                     continue
-                outer = tuple((x.file, x.line, x.column) for x in lines[depth + 1 :])
-                key = line.file, target, outer
-                groups.setdefault(key, []).append(_Piece(index, eqn, line, backward))
-    for (_, target, _), found in groups.items():
+                outer = [(x.file, x.line, x.column) for x in lines[depth + 1 :]]
+                group = groups.setdefault((target, (line.file, *outer)), [])
+                group.append(_Piece(index, eqn, line, backward))
+    for (target, _), found in groups.items():
         yield target, found
-
-
-_RESULT = -1  # the use as a result of the level
-
-
-def _uses(level: Level) -> dict[Any, list[int]]:
-    """For each variable the indices of the equations that use it."""
-    uses: dict[Any, list[int]] = {}
-    used = [(i, x) for i, eqn in enumerate(level.jaxpr.eqns) for x in eqn.invars]
-    for index, x in (*used, *((_RESULT, x) for x in level.jaxpr.outvars)):
-        if isinstance(x, jex.Var):
-            uses.setdefault(x, []).append(index)
-    return uses
 
 
 def _within(line: SourceLine, span: tuple[int, int, int, int]) -> bool:
@@ -221,26 +201,20 @@ def _side(target: Target, differentiates: str) -> str | None:
 
 def _runs(found: list[_Piece]) -> list[list[_Piece]]:
     """The runs of a statement, if they all have the same equations."""
-    if not found:
-        return []
     marks = [(each.line.inside, each.eqn.primitive) for each in found]
-    starts = [i for i, mark in enumerate(marks) if mark == marks[0]]
-    size, rest = divmod(len(found), len(starts))
-    same = not rest and marks == marks[:size] * len(starts)
-    return (
-        [found[i : i + size] for i in range(0, len(found), size)] if same else [found]
-    )
+    times = marks.count(marks[0])
+    size = len(found) // times
+    if marks != marks[:size] * times:
+        return [found]
+    return [found[i : i + size] for i in range(0, len(found), size)]
 
 
 def _without_residuals(
-    level: Level, leaves: list[tuple[_Piece, Any]], uses: dict[Any, list[int]]
-) -> list[tuple[_Piece, Any]]:
+    level: Level, leaves: list[tuple[_Piece, Var]]
+) -> list[tuple[_Piece, Var]]:
     """Without what a level hands to its backward pass, behind its other results."""
     if len(leaves) < 2 or "jvp(" not in labels.transforms(*level.around):
         return leaves
-    used = [leaf for leaf in leaves if any(u != _RESULT for u in uses[leaf[1]])]
-    if used:
-        return used
-    results: Sequence[Any] = level.jaxpr.outvars
-    order = {x: -i for i, x in enumerate(results) if isinstance(x, jex.Var)}
-    return [max(leaves, key=lambda leaf: order[leaf[1]])]
+    used = [leaf for leaf in leaves if any(at >= 0 for at, _ in level.uses[leaf[1]])]
+    first = min(leaves, key=lambda leaf: level.uses[leaf[1]])  # as which result
+    return used or [first]

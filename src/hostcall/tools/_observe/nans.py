@@ -16,9 +16,9 @@ results and updates are looked at instead of the buffer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -27,7 +27,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import execution, jaxprs
+from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, execution, jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 from hostcall.tools._observe.replay import (
@@ -48,25 +48,24 @@ _ONCE = {
     *("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call"),
     *("pure_callback", "io_callback", "debug_callback", "rng_bit_generator"),
 }
+
+
 _UPDATES = {  # operand 0 may be changed in place; the index of the operand that is new
     "dynamic_update_slice": 1,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_max"), 2
-    ),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul"), 2),
 }
 _READS = {"dynamic_slice", "gather"}
 
 
-def _runs_again(eqn: Any) -> bool:
-    if eqn.effects or eqn.primitive.name in _ONCE or jaxprs.is_host_call(eqn):
-        return False
-    return all(_runs_again(e) for j in jaxprs.contained(eqn) for e in j.eqns)
-
-
-def _has_loop(eqn: Any) -> bool:
-    return eqn.primitive.name in jaxprs.LOOPS or any(
-        _has_loop(e) for j in jaxprs.contained(eqn) for e in j.eqns
+def _runs_again(eqn: JaxprEquation) -> bool:
+    return not eqn.effects and not any(
+        each.primitive.name in _ONCE or jaxprs.is_host_call(each)
+        for each in jaxprs.within(eqn)
     )
+
+
+def _has_loop(eqn: JaxprEquation) -> bool:
+    return any(each.primitive.name in jaxprs.LOOPS for each in jaxprs.within(eqn))
 
 
 class Nans:
@@ -74,49 +73,46 @@ class Nans:
 
     def look(self, level: Level) -> Iterator[Insertion]:
         if not level.loops:
-            made: set[Any] = set()
+            made: set[Var] = set()
             for index, eqn in enumerate(level.jaxpr.eqns):
                 start = [x for x in eqn.invars if jaxprs.is_float(x) and x in made]
                 if start and _has_loop(eqn):
                     yield from _check(level, start, upto=index)
-                made |= {v for v in eqn.outvars if jaxprs.is_float(v)}
+                made |= set(eqn.outvars)
         is_outermost = level.kind in jaxprs.LOOPS and len(level.loops) == 1
         if not level.kind or is_outermost or not _runs_again(level.around[-1]):
             yield from _check(level, level.jaxpr.outvars)
 
 
 def _check(
-    level: Level, results: Sequence[Any], upto: int | None = None
+    level: Level, results: Sequence[Atom], upto: int | None = None
 ) -> Iterator[Insertion]:
     """Looks at these results of the level's equations up to this one."""
-    jaxpr = level.jaxpr
-    eqns = jaxpr.eqns if upto is None else jaxpr.eqns[:upto]
-    buffers, updates, read = _buffers(level) if upto is None else (set(), [], [])
-    own = {*jaxpr.invars, *jaxpr.constvars}
-    looked_at = [x for x in results if jaxprs.is_float(x) and x not in {*own, *buffers}]
+    jaxpr = level.jaxpr.replace(eqns=level.jaxpr.eqns[:upto])
+    carried = _carried(level) if upto is None else {}
+    buffers, updates, read = _buffers(level, carried)
+    own = {*jaxpr.invars, *jaxpr.constvars, *buffers}
+    looked_at = [x for x in results if jaxprs.is_float(x) and x not in own]
     looked_at = list(dict.fromkeys([*looked_at, *updates]))
     if not looked_at:
         return
-    given = [v for v in _given(jaxpr, eqns, read) if v not in buffers]
-    before = dict(_carried(level)) if upto is None else {}
+    given = [v for v in _given(jaxpr, read) if v not in buffers]
     condition = level.running[1] if level.running else []
     names = [*looked_at, *given, *level.steps, *condition]
-    operands = list(dict.fromkeys(x for x in names if isinstance(x, jex.Var)))
-    at = {var: i for i, var in enumerate(operands)}
-    tell = _Tell(level, jaxpr.replace(eqns=eqns), tuple(looked_at), tuple(operands))
+    operands = list(dict.fromkeys(names))
+    tell = _Tell(level, jaxpr, tuple(looked_at), tuple(operands))
 
     def check(*values: jax.Array) -> None:
-        def value(x: Any) -> Any:
-            return x.val if isinstance(x, jex.Literal) else values[at[x]]
-
+        known = dict(zip(operands, values, strict=True))
         goes_on = None
         if level.running is not None:
-            (goes_on,) = jaxprs.inlined(level.running[0], map(value, condition))
-        bad = [_bad_in(value(x), goes_on) for x in looked_at]
+            inputs = [known[x] for x in condition]
+            (goes_on,) = jaxprs.inlined(level.running[0], inputs)
+        bad = [_bad_in(known[x], goes_on) for x in looked_at]
 
         def there() -> None:
             new = [
-                newly_bad(value(x), value(before[x])) if x in before else is_one
+                newly_bad(known[x], known[carried[x]]) if x in carried else is_one
                 for x, is_one in zip(looked_at, bad, strict=True)
             ]
             where = functools.reduce(jnp.logical_or, new)
@@ -130,10 +126,10 @@ def _check(
     yield Insertion(check, operands, None if upto is None else upto - 1)
 
 
-def _given(jaxpr: Any, eqns: Sequence[Any], read: Sequence[Any]) -> Iterator[Any]:
+def _given(jaxpr: Jaxpr, read: Iterable[Var]) -> Iterator[Var]:
     """What the host needs to run these equations again."""
-    once = [v for eqn in eqns if not _runs_again(eqn) for v in eqn.outvars]
-    for v in dict.fromkeys([*jaxpr.constvars, *jaxpr.invars, *once, *read]):
+    once = [v for eqn in jaxpr.eqns if not _runs_again(eqn) for v in eqn.outvars]
+    for v in (*jaxpr.constvars, *jaxpr.invars, *once, *read):
         is_array = isinstance(v.aval, jax.core.ShapedArray)  # or a key
         if is_array and v.aval.dtype != jax.dtypes.float0 and not jaxprs.is_dropped(v):
             yield v
@@ -151,47 +147,51 @@ def _bad_in(x: jax.Array, goes_on: jax.Array | None) -> jax.Array:
     return bad.any()
 
 
-def _carried(level: Level) -> Iterator[tuple[Any, Any]]:
-    """(result, input) of each value that a loop carries."""
+def _carried(level: Level) -> dict[Atom, Var]:
+    """The input of each result that a loop carries to its next step."""
     if level.kind not in jaxprs.LOOPS:
-        return
+        return {}
     consts, carry = jaxprs.split_of(level.around[-1])
     inputs = level.jaxpr.invars[consts : consts + carry]
-    for result, before in zip(level.jaxpr.outvars, inputs, strict=False):
-        if isinstance(result, jex.Var):
-            yield result, before
+    pairs = zip(level.jaxpr.outvars, inputs, strict=False)
+    return {result: x for result, x in pairs if isinstance(result, jex.Var)}
 
 
-def _buffers(level: Level) -> tuple[set[Any], list[Any], list[Any]]:
+def _buffers(
+    level: Level, carried: dict[Atom, Var]
+) -> tuple[set[Var], list[Atom], list[Var]]:
     """Carried values that are only read and updated in place: the variables; the
     updates that can be bad; and what is read.
     """
-    uses: dict[Any, list[tuple[Any, int]]] = {}
-    for eqn in level.jaxpr.eqns:
-        for position, x in enumerate(eqn.invars):
-            if isinstance(x, jex.Var):
-                uses.setdefault(x, []).append((eqn, position))
-    buffers, updates, read = set[Any](), list[Any](), list[Any]()
-    for result, start in _carried(level):
-        chain, new, old = [start], [], []
-        for var in chain:  # which grows
-            for eqn, position in uses.get(var, ()):
-                name = eqn.primitive.name
-                if position == 0 and name in _UPDATES:
-                    chain += eqn.outvars
-                    new.append(eqn.invars[_UPDATES[name]])
-                elif position == 0 and name in _READS:
-                    old += eqn.outvars
-                else:
-                    chain = []
-                    break
-            if not chain:
-                break
+    buffers, updates, read = set[Var](), list[Atom](), list[Var]()
+    for result, start in carried.items():
+        chain, new, old = _uses_in_place(level, start)
         if len(chain) > 1 and result in chain:
             buffers |= set(chain)
             updates += [x for x in new if jaxprs.is_float(x)]
             read += old
     return buffers, updates, read
+
+
+def _uses_in_place(level: Level, start: Var) -> tuple[list[Var], list[Atom], list[Var]]:
+    """A value and what it becomes, its updates, and what is read of it; nothing if it
+    has other uses.
+    """
+    chain, updates, read = [start], list[Atom](), list[Var]()
+    for var in chain:  # which grows
+        for at, position in level.uses.get(var, ()):
+            if at < 0:
+                continue
+            eqn = level.jaxpr.eqns[at]
+            name = eqn.primitive.name
+            if position == 0 and name in _UPDATES:
+                chain += eqn.outvars
+                updates.append(eqn.invars[_UPDATES[name]])
+            elif position == 0 and name in _READS:
+                read += eqn.outvars
+            else:
+                return [], [], []
+    return chain, updates, read
 
 
 # --- On the host ----------------------------------------------------------------------
@@ -202,55 +202,56 @@ class _Tell(HostCode):
     """The function of the call, which a program makes if it has a bad value."""
 
     level: Level
-    jaxpr: Any
-    looked_at: tuple[Any, ...]
-    operands: tuple[Any, ...]
+    jaxpr: Jaxpr
+    looked_at: tuple[Atom, ...]
+    operands: tuple[Var, ...]
     stays = "hc.observe looks at programs of this process only"
     __name__ = "hc.observe(nans=True)"
 
     def place(self) -> tuple[str, int, str]:
         eqns = [*self.level.around[-1:], *self.jaxpr.eqns]
         places = map(labels.place_of, eqns)
-        place = next((place for place in places if place), ("a program", "", 0))
-        return place[0], place[2], place[1]
+        file, function, line = next(filter(None, places), ("a program", "", 0))
+        return file, line, function
 
     def __call__(self, *values: np.ndarray) -> None:
         with execution.rewritten_by({}):
-            self._find(values)
+            self._find(dict(zip(self.operands, values, strict=True)))
 
-    def _find(self, values: tuple[np.ndarray, ...]) -> None:
-        known = dict(zip(self.operands, values, strict=True))
-        steps = tuple(known[v] for v in self.level.steps)
-        seen = {v: known[v] for v in self.looked_at}
+    def _find(self, known: dict[Var, np.ndarray]) -> None:
         again = {v for e in self.jaxpr.eqns if _runs_again(e) for v in e.outvars}
-        given = {v: x for v, x in known.items() if v not in again or v not in seen}
-        frame = Frame(self.jaxpr, Spot(self.level.around, steps), given)
+        again &= set(self.looked_at)
+        given = {v: x for v, x in known.items() if v not in again}
+        spot = Spot(self.level.around, tuple(known[v] for v in self.level.steps))
+        frame = Frame(self.jaxpr, spot, given)
         frame.run()
-        bad = [v for v, x in seen.items() if is_bad(x)]
+        bad = [v for v in self.looked_at if is_bad(known[v])]
         found = [frame.origins[v] for v in bad if v in frame.origins]
         if found:
             raise FloatingPointError(_text(found[0]))
         if bad and not any(is_bad(frame.values[v]) for v in bad if v in frame.values):
-            raise FloatingPointError(_not_again(self, bad[0], steps, frame.skipped))
+            makers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+            raise FloatingPointError(_not_again(makers[bad[0]], frame))
 
 
-def _not_again(
-    tell: _Tell, bad: Any, steps: tuple[Any, ...], skipped: Sequence[str]
-) -> str:
-    makers = {v: eqn for eqn in tell.jaxpr.eqns for v in eqn.outvars}
-    eqn = makers[bad]
-    told = labels.steps_of(tell.level.around, steps)
+def _not_again(eqn: JaxprEquation, frame: Frame) -> str:
+    told = labels.steps_of(*frame.spot)
     why = (
         "It was finite when the host ran the equations again, since XLA rounds"
         " otherwise where it fuses them: the cause is near, such as a number close to 0"
         " in a division or a logarithm"
     )
-    if skipped:
-        why = f"What made it is not known: the host can't run {', '.join(skipped)}"
+    if frame.skipped:
+        why = (
+            f"What made it is not known: the host can't run {', '.join(frame.skipped)}"
+        )
     return (
         f"hostcall: the result of {eqn.primitive.name} at {labels.line_of(eqn)} is not"
         f" finite{', in ' * bool(told)}{told}. {why}.\n    {labels.text_of(eqn)}"
     )
+
+
+_LINES_AT_MOST = 12
 
 
 def _text(origin: Origin) -> str:
@@ -258,36 +259,29 @@ def _text(origin: Origin) -> str:
     chain = [origin]
     while chain[-1].before is not None:
         chain.append(chain[-1].before)
-    made = chain[-1]
-    around, steps = made.spot
-    eqns = *around, made.eqn
-    told = labels.steps_of(around, steps)
-    at = f"[{', '.join(map(str, made.element))}]" if made.element else ""
-    here = hc.current()
-    shard = ""
+    made = chain.pop()
+    eqns = *made.spot.around, made.eqn
+    direction = "backward" if labels.is_backward(*eqns) else "forward"
+    told = [f"{direction} pass", "under vmap" * bool(labels.vmaps_of(*eqns))]
+    steps, here = labels.steps_of(*made.spot), hc.current()
+    told.append(f"in {steps}" * bool(steps))
     if here is not None and here.mesh_shape:
-        shard = f", on {here.device}"
+        told.append(f"on {here.device}")
+    at = f" at [{', '.join(map(str, made.element))}]" * bool(made.element)
     lines = [
         f"hostcall: {made.eqn.primitive.name} made the first bad value,"
-        f" {made.value:.6g}{' at ' * bool(at)}{at}, from {', '.join(made.operands)}"
-        f" ({'backward' if labels.is_backward(*eqns) else 'forward'} pass"
-        f"{', under vmap' * bool(labels.vmaps_of(*eqns))}"
-        f"{', in ' * bool(told)}{told}{shard})",
+        f" {made.value:.6g}{at}, from {', '.join(made.operands)}"
+        f" ({', '.join(filter(None, told))})",
         *labels.shown(made.eqn),
     ]
-    links = [link for link in reversed(chain[:-1]) if labels.place_of(link.eqn)]
-    passed = list(map(_told, links))
-    passed = [t for i, t in enumerate(passed) if i == 0 or t != passed[i - 1]]
-    passed = [t for t in passed if t != _told(made)]
-    if passed:
+    passed = [_told(link) for link in reversed(chain) if labels.place_of(link.eqn)]
+    texts = [text for text, _ in itertools.groupby(passed) if text != _told(made)]
+    if texts:
         lines.append("  It went on through")
-        lines += [f"    {text}" for text in passed[:_LINES_AT_MOST]]
-        if len(passed) > _LINES_AT_MOST:
-            lines.append(f"    and {len(passed) - _LINES_AT_MOST} more lines")
+        lines += [f"    {text}" for text in texts[:_LINES_AT_MOST]]
+        if len(texts) > _LINES_AT_MOST:
+            lines.append(f"    and {len(texts) - _LINES_AT_MOST} more lines")
     return "\n".join(lines)
-
-
-_LINES_AT_MOST = 12
 
 
 def _told(link: Origin) -> str:

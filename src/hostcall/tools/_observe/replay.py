@@ -15,13 +15,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._jax import jaxprs
+from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs
+
+Value: TypeAlias = Any  # of a variable: an array, a number, or typed keys
 
 
 class Origin(NamedTuple):
@@ -35,29 +38,32 @@ class Origin(NamedTuple):
         operands: what the equation got; at this element if it has one there.
     """
 
-    eqn: Any
+    eqn: JaxprEquation
     spot: Spot
     before: Origin | None
     element: tuple[int, ...]
-    value: Any
+    value: Value
     operands: list[str]
 
 
 class Spot(NamedTuple):
     """A place in a program: the equations around it, and the loops' steps."""
 
-    around: tuple[Any, ...]
-    steps: tuple[Any, ...]
+    around: tuple[JaxprEquation, ...]
+    steps: tuple[np.ndarray | int, ...]
 
-    def inside(self, eqn: Any, *step: Any) -> Spot:
+    def inside(self, eqn: JaxprEquation, *step: int) -> Spot:
         return Spot((*self.around, eqn), (*self.steps, *step))
 
 
-def is_bad(value: Any) -> bool:
+Origins: TypeAlias = Sequence[Origin | None]
+
+
+def is_bad(value: Value) -> bool:
     return _is_float(value) and not np.isfinite(np.asarray(value)).all()
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: Value) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
@@ -70,10 +76,10 @@ class Frame:
             their results is not known.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     spot: Spot
-    values: dict[Any, Any]
-    origins: dict[Any, Origin] = field(default_factory=dict)
+    values: dict[Var, Value]
+    origins: dict[Var, Origin] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
     def run(self) -> None:
@@ -81,9 +87,8 @@ class Frame:
             operands = [self.value(atom) for atom in eqn.invars]
             results = [self.values.get(var) for var in eqn.outvars]
             if any(x is None for x in results):
-                if any(x is None for x in operands):
-                    continue  # of a buffer that was left out
-                if eqn.effects:
+                # Operands may be of a buffer that was left out.
+                if any(x is None for x in operands) or eqn.effects:
                     continue
                 try:
                     results = jaxprs.evaluate(eqn, operands)
@@ -92,53 +97,58 @@ class Frame:
                     continue
                 self.values |= zip(eqn.outvars, results, strict=True)
             if any(map(is_bad, results)):
-                origins = [self.origins.get(x) for x in _keys(eqn.invars)]
-                found = self._origins(eqn, operands, origins, results)
+                found = self._origins(eqn, operands, results)
                 pairs = zip(eqn.outvars, found, strict=True)
                 self.origins |= {var: o for var, o in pairs if o is not None}
 
-    def value(self, atom: Any) -> Any:
+    def value(self, atom: Atom) -> Value:
         return atom.val if isinstance(atom, jex.Literal) else self.values.get(atom)
 
+    def origins_of(self, atoms: Iterable[Atom]) -> Origins:
+        return [
+            None if isinstance(x, jex.Literal) else self.origins.get(x) for x in atoms
+        ]
+
     def _origins(
-        self, eqn: Any, operands: list[Any], origins: list[Any], results: list[Any]
+        self, eqn: JaxprEquation, operands: list[Value], results: list[Value]
     ) -> Iterator[Origin | None]:
         """For each result its origin, if it is bad and has one."""
-        inside, own = None, list[Origin | None]()
+        origins, own = self.origins_of(eqn.invars), list[Origin | None]()
         if all(x is not None for x in operands) and not eqn.effects:
-            inside = _INSIDE.get(eqn.primitive.name)
-        if inside is not None:
-            own = inside(eqn, self.spot, operands, origins)
+            own = [*_inside(eqn, self.spot, operands, origins)]
         known = [origin for origin in own if origin is not None]
         for position, result in enumerate(results):
             if not is_bad(result):
                 yield None
-            elif known:
-                yield own[position] or known[0]
+            elif own:  # without an origin, it was given
+                yield own[position] or next(iter(known), None)
             else:
                 yield self._origin(eqn, operands, origins, np.asarray(result))
 
     def _origin(
-        self, eqn: Any, operands: list[Any], origins: list[Any], result: np.ndarray
+        self,
+        eqn: JaxprEquation,
+        operands: list[Value],
+        origins: Origins,
+        result: np.ndarray,
     ) -> Origin | None:
         is_nan = np.isnan(result)
-        index = _first(is_nan if is_nan.any() else ~np.isfinite(result))
-        value = result[index]
-        chosen = list(range(len(operands)))
+        bad_ones = np.argwhere(is_nan if is_nan.any() else ~np.isfinite(result))
+        index = tuple(map(int, bad_ones[0]))
+        value, chosen = result[index], list(range(len(operands)))
         if eqn.primitive.name == "select_n":
             which = np.asarray(operands[0])
             chosen = [1 + int(which[index] if which.shape else which)]
         bad, given_nan = [], False
         for i in chosen:
-            x = operands[i]
-            if x is None or not _is_float(x):
+            if operands[i] is None or not is_bad(operands[i]):
                 continue
-            x = np.asarray(x)
-            here = x[index] if x.shape == result.shape else x
-            whole = eqn.primitive.name in _MOVES and not np.isfinite(x).all()
-            if whole or not np.isfinite(here).all():
+            x = np.asarray(operands[i])
+            if x.shape == result.shape and not _moves(eqn):
+                x = x[index]
+            if not np.isfinite(x).all():
                 bad.append(i)
-                given_nan |= bool(np.isnan(x if whole else here).any())
+                given_nan |= bool(np.isnan(x).any())
         at = index, value, [_shown(x, index, result.shape) for x in operands]
         bad.sort(key=lambda i: not np.isnan(np.asarray(operands[i])).any())
         for i in bad:
@@ -149,34 +159,30 @@ class Frame:
         return Origin(eqn, self.spot, None, *at)
 
 
-# Elements of the result are elements of an operand at other places.
-_MOVES = {
-    *("rev", "transpose", "sort", "roll", "reshape", "gather", "dynamic_slice"),
-    *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "dot_general"),
-    *("dynamic_update_slice", "scatter", "scatter-add", "concatenate"),
-}
+def _moves(eqn: JaxprEquation) -> bool:
+    """Whether an element of a result may depend on other elements of an operand."""
+    is_one = len([*jaxprs.within(eqn)]) == 1
+    return not is_one or eqn.primitive.name.startswith(_MOVE)
 
 
-def _keys(atoms: Sequence[Any]) -> list[Any]:
-    return [None if isinstance(atom, jex.Literal) else atom for atom in atoms]
+_MOVE = (
+    *("rev", "transpose", "sort", "reshape", "concatenate", "gather", "scatter"),
+    *("dynamic_slice", "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin"),
+    *("cumlogsumexp", "dot_general", "conv_general_dilated", "reduce_window", "fft"),
+    *("triangular_solve", "cholesky", "lu", "eig", "qr"),
+)
 
 
-def _first(flags: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.argwhere(flags)[0])
-
-
-def _shown(x: Any, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
+def _shown(x: Value, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """An operand, at the bad element of the result if it has this shape."""
     if x is None:
         return "?"
-    try:
-        array = np.asarray(x)
-    except TypeError:  # typed keys
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # typed keys
         return str(x.dtype)
-    if not array.shape:
-        return f"{array[()]:.6g}" if _is_float(array) else f"{array[()]}"
-    if array.shape == shape:
-        return f"{array[index]:.6g}" if _is_float(array) else f"{array[index]}"
+    array = np.asarray(x)
+    if array.shape in ((), shape):
+        one = array[index if array.shape else ()]
+        return f"{one:.6g}" if _is_float(array) else str(one)
     kind = f"{array.dtype}[{','.join(map(str, array.shape))}]"
     if array.size and _is_float(array) and not np.iscomplexobj(array):
         low, high = float(array.min()), float(array.max())
@@ -187,52 +193,54 @@ def _shown(x: Any, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
 # --- Calls and loops ------------------------------------------------------------------
 
 
+def _inside(
+    eqn: JaxprEquation, spot: Spot, operands: list[Value], origins: Origins
+) -> Origins:
+    """The origins of the results of a call, a branch or a loop; else nothing."""
+    name = eqn.primitive.name
+    if name in jaxprs.CALLS:
+        called = eqn.params[jaxprs.called(eqn)]
+        return _within(called, spot.inside(eqn), operands, origins)
+    if name == "cond":
+        branch = eqn.params["branches"][int(operands[0])]
+        return _within(branch, spot.inside(eqn), operands[1:], origins[1:])
+    if name not in jaxprs.LOOPS:
+        return []
+    steps, skipped, body = _scan_steps, 0, eqn.params.get("jaxpr")
+    if name == "while":
+        steps, skipped = _while_steps, eqn.params["cond_nconsts"]
+        body = eqn.params["body_jaxpr"]
+    for step, is_new, values in steps(eqn, operands):
+        if is_new:  # the first step that makes a bad value
+            # Where a step begins with bad values, those came in with the operands.
+            found = _within(body, spot.inside(eqn, step), values, origins[skipped:])
+            if any(found):
+                return found
+    return []
+
+
 def _within(
-    jaxpr: Any, spot: Spot, operands: Iterable[Any], origins: Iterable[Any]
-) -> list[Origin | None]:
-    """The origins of an inner jaxpr's results."""
+    jaxpr: Jaxpr,
+    spot: Spot,
+    operands: Iterable[Value],
+    origins: Iterable[Origin | None],
+) -> Origins:
+    """The origins of an inner jaxpr's results; nothing if these are not known."""
     inner, consts = jaxprs.opened(jaxpr)
     frame = Frame(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
     frame.values |= zip(inner.invars, operands, strict=True)
     known = zip(inner.invars, origins, strict=True)
     frame.origins |= {var: origin for var, origin in known if origin is not None}
     frame.run()
-    return [frame.origins.get(x) for x in _keys(inner.outvars)]
+    is_known = all(frame.value(x) is not None for x in inner.outvars)
+    return frame.origins_of(inner.outvars) if is_known else []
 
 
-def _of_call(
-    eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
-) -> list[Origin | None]:
-    return _within(eqn.params[jaxprs.called(eqn)], spot.inside(eqn), operands, origins)
+# For each step its number, whether it makes a bad value, and what it gets.
+_Steps: TypeAlias = Iterator[tuple[int, bool, list[Value]]]
 
 
-def _of_branch(
-    eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
-) -> list[Origin | None]:
-    branches = eqn.params["branches"]
-    chosen = branches[min(max(int(operands[0]), 0), len(branches) - 1)]
-    return _within(chosen, spot.inside(eqn), operands[1:], origins[1:])
-
-
-def _of_loop(
-    eqn: Any, spot: Spot, operands: list[Any], origins: list[Any]
-) -> list[Origin | None]:
-    """Those of the first step that makes a bad value."""
-    steps, skipped, body = _scan_steps, 0, eqn.params.get("jaxpr")
-    if eqn.primitive.name == "while":
-        steps, skipped = _while_steps, eqn.params["cond_nconsts"]
-        body = eqn.params["body_jaxpr"]
-    for step, is_new, values in steps(eqn, operands):
-        if is_new:
-            # Where a step begins with bad values, those came in with the operands.
-            found = _within(body, spot.inside(eqn, step), values, origins[skipped:])
-            if any(found):
-                return found
-    return [None] * len(eqn.outvars)
-
-
-def _scan_steps(eqn: Any, operands: list[Any]) -> Iterator[tuple[int, bool, list[Any]]]:
-    """For each step its number, whether it makes a bad value, and what it gets."""
+def _scan_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
     n_consts, n_carry = jaxprs.split_of(eqn)
     at, order = n_consts + n_carry, range(eqn.params["length"])
     consts, carry, xs = operands[:n_consts], operands[n_consts:at], operands[at:]
@@ -244,9 +252,7 @@ def _scan_steps(eqn: Any, operands: list[Any]) -> Iterator[tuple[int, bool, list
         carry = new[:n_carry]
 
 
-def _while_steps(
-    eqn: Any, operands: list[Any]
-) -> Iterator[tuple[int, bool, list[Any]]]:
+def _while_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
     carry = operands[n_cond + n_body :]
@@ -255,39 +261,24 @@ def _while_steps(
         if not np.any(goes_on):
             return
         values = [*consts, *carry]
-        made = jaxprs.run_jaxpr(eqn.params["body_jaxpr"], values)
-        pairs = zip(made, carry, strict=True)
-        new = [select_rows(goes_on, a, b) for a, b in pairs]
+        new = jaxprs.run_jaxpr(eqn.params["body_jaxpr"], values)
+        if goes_on.shape:  # rows that have stopped stay as they are
+            pairs = zip(new, carry, strict=True)
+            new = [jnp.where(of_rows(goes_on, a), a, b) for a, b in pairs]
         yield step, _turns_bad(new, carry), values
         carry = new
 
 
-def select_rows(goes_on: Any, new: Any, old: Any) -> Any:
-    """What a step of a batched loop leaves: rows that have stopped stay as they are."""
-    rows = np.asarray(goes_on)
-    if not rows.shape:
-        return new
-    return jnp.where(of_rows(rows, new), new, old)
-
-
-def of_rows(flags: Any, x: Any) -> Any:
+def of_rows(flags: jax.Array, x: jax.Array) -> jax.Array:
     """Flags of the rows of x, in a shape that broadcasts to its elements."""
     return flags.reshape(flags.shape + (1,) * (x.ndim - flags.ndim))
 
 
-def _turns_bad(new: Sequence[Any], old: Sequence[Any]) -> bool:
+def _turns_bad(new: Sequence[Value], old: Sequence[Value]) -> bool:
     return any(is_bad(a) and newly_bad(a, b) for a, b in zip(new, old, strict=True))
 
 
-def newly_bad(new: Any, old: Any) -> Any:
+def newly_bad(new: Value, old: Value) -> jax.Array:
     """Whether a carried value has bad elements that were not so before the step."""
     made = jnp.isnan(new) & ~jnp.isnan(old)
     return (made | (jnp.isinf(new) & jnp.isfinite(old))).any()
-
-
-_INSIDE = {
-    "cond": _of_branch,
-    "scan": _of_loop,
-    "while": _of_loop,
-    **dict.fromkeys(jaxprs.CALLS, _of_call),
-}

@@ -13,15 +13,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from hostcall._jax import jaxprs
+from hostcall._jax import Var, jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 
@@ -75,8 +74,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # between the tap worker and readers
-        # Row -> calls, size; and min, max, sum, sum of squares, and four counts.
-        self._rows: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
+        # Min, max, sum, sum of squares, four counts; calls, size.
+        self._rows: dict[Key, np.ndarray] = {}
 
     def look(self, level: Level) -> Iterator[Insertion]:
         found = list(_values_of_lines(level))
@@ -99,55 +98,45 @@ class Statistics:
         self, keys: Sequence[Key], sizes: Sequence[int], found: np.ndarray
     ) -> None:
         """`found`: (executions, values, 8)."""
-        numbers = found.astype(np.float64)
+        times, totals = len(found), _merged(found.astype(np.float64))
         with self._lock:
-            for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-                one, counts = _merged(numbers[:, i]), len(found) * np.array([1, size])
-                if key in self._rows:
-                    before = self._rows[key]
-                    counts, one = (
-                        counts + before[0],
-                        _merged(np.stack([before[1], one])),
-                    )
-                self._rows[key] = counts, one
+            for key, size, one in zip(keys, sizes, totals, strict=True):
+                row = np.array([*one, times, times * size])
+                before = self._rows.get(key)
+                both = row if before is None else _merged(np.stack([before, row]))
+                self._rows[key] = both
 
     def rows(self) -> list[Stats]:
         with self._lock:
             rows = sorted(self._rows.items())
-        return [_stats(key, *counts_and_sums) for key, counts_and_sums in rows]
+        return [_stats(key, row) for key, row in rows]
 
 
 def _merged(rows: np.ndarray) -> np.ndarray:
-    sums = rows[:, 2:].sum(0)
-    return np.concatenate([[rows[:, 0].min(), rows[:, 1].max()], sums])
+    least, most, sums = rows[..., :1], rows[..., 1:2], rows[..., 2:]
+    return np.concatenate([least.min(0), most.max(0), sums.sum(0)], -1)
 
 
-def _stats(key: Key, counts: np.ndarray, one: np.ndarray) -> Stats:
-    calls, size = map(int, counts)
-    low, high, total, squares, zeros, bad, *beyond = map(float, one)
+def _stats(key: Key, row: np.ndarray) -> Stats:
+    low, high, total, squares, zeros, bad, *beyond, calls, size = map(float, row)
     finite = max(size - bad, 1)
-    text = labels.text_in(key.file, key.line)
     rms = (squares / finite) ** 0.5
     shares = zeros / size, bad / size, *(n / finite for n in beyond)
-    head = key.file, key.line, text, key.backward, calls, size
+    text = labels.text_in(key.file, key.line)
+    head = key.file, key.line, text, key.backward, int(calls), int(size)
     return Stats(*head, low, high, total / finite, rms, *shares)
 
 
-def _values_of_lines(level: Level) -> Iterator[tuple[Key, Any]]:
+def _values_of_lines(level: Level) -> Iterator[tuple[Key, Var]]:
     found = map(labels.place_of, level.jaxpr.eqns)
     places = [(at[0], at[2]) if at else None for at in found]
-    users: dict[Any, set[Any]] = {}
-    for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
-        for x in eqn.invars:
-            if isinstance(x, jex.Var):
-                users.setdefault(x, set()).add(place)
-    results = {x for x in level.jaxpr.outvars if isinstance(x, jex.Var)}
+    users = [*places, "results"]  # as `uses` numbers them
     for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
         if place is None:
             continue
         backward = labels.is_backward(*level.around, eqn)
         for var in eqn.outvars:
-            leaves = var in results or users.get(var, set()) - {place}
+            leaves = any(users[at] != place for at, _ in level.uses.get(var, ()))
             if leaves and jaxprs.is_float(var) and var.aval.size:
                 yield Key(*place, backward), var
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import hostcall as hc
-from hostcall._jax import jaxprs
+from hostcall._jax import JaxprEquation, Var, jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
@@ -52,7 +52,7 @@ class Record:
     backward: bool
     vmaps: int
     loops: tuple[str, ...]
-    steps: tuple[Any, ...] = ()
+    steps: tuple[int | np.ndarray, ...] = ()
     device: jax.Device | None = None
 
     def __str__(self) -> str:
@@ -68,7 +68,11 @@ class Record:
 
 
 def record_of(
-    level: Level, eqn: Any, part: int, parts: int, of: names.Variable | None = None
+    level: Level,
+    eqn: JaxprEquation,
+    part: int,
+    parts: int,
+    of: names.Variable | None = None,
 ) -> Record:
     """What is known of a result of an equation, and of the variable that it is."""
     at = of.line[:3] if of else labels.place_of(eqn) or ("", "", 0)
@@ -97,7 +101,7 @@ class Values:
     """Puts taps behind the equations that compute the chosen values."""
 
     def __init__(
-        self, names: Sequence[str], select: Callable[[Record], Any] | None, to: Any
+        self, names: Sequence[str], select: Callable[[Record], object] | None, to: To
     ) -> None:
         self._names, self._select, self._to = names, select, to
         self._found: set[str] = set()
@@ -123,7 +127,7 @@ class Values:
         self._others.add(name)
         return any(fnmatchcase(name, pattern) for pattern in self._names)
 
-    def _insertion(self, level: Level, record: Record, var: Any, at: int) -> Insertion:
+    def _insertion(self, level: Level, record: Record, var: Var, at: int) -> Insertion:
         name = record.name or f"{record.function}:{record.line}"
         if record.parts > 1:
             name += f".{record.part}"
