@@ -25,9 +25,8 @@ from typing import Any, Literal, get_type_hints
 from hostcall import _jax
 from hostcall._core import host_code, options, portable, registry
 from hostcall._core.callback import Callback
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_function, own
+from hostcall._core.host_code import is_coroutine_function, is_function, own
 from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.portable import AVALS, Malformed, NotPortable
 from hostcall._core.source import Place
