@@ -248,7 +248,7 @@ class Case:
             if failing:
                 assert isinstance(outcome, Bad), outcome
                 if made.runner is not None and self.policy.coalesce is None:
-                    at = vars(outcome).get("hostcall_index")
+                    at = vars(outcome).get("hostcall_row")
                     assert at == (failing[0],), (at, failing)
             else:
                 assert isinstance(outcome, list), repr(outcome)

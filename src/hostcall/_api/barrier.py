@@ -9,7 +9,7 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures, mistakes
-from hostcall._core.daemon import DaemonPool
+from hostcall._core.daemon import limited
 from hostcall._core.wait import ended, wait
 from hostcall._engine.counters import costs
 from hostcall._runtime import delivery, tap_failures
@@ -94,10 +94,6 @@ def _first(failed: list[BaseException]) -> BaseException | None:
     return None
 
 
-# These threads may wait for ever.
-_spare = DaemonPool(None, name="hostcall-barrier", what="barrier(timeout)")
-
-
 def _programs_end_in(seconds: float) -> bool:
     """Whether this thread's effects and all live arrays are ready in time.
 
@@ -112,7 +108,7 @@ def _programs_end_in(seconds: float) -> bool:
                 with contextlib.suppress(BaseException):  # its reader sees the error
                     thing.block_until_ready()
 
-    return wait(ended(_spare.submit(wait_for_all)), max(seconds, 0.0))
+    return wait(ended(limited.submit(wait_for_all)), max(seconds, 0.0))
 
 
 def discard_taps() -> None:

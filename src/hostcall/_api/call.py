@@ -8,11 +8,19 @@ from typing import Any, Literal, TypeAlias, overload
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, parse_mask, parse_on
+from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.callback import Callback
-from hostcall._core.coroutines import is_coroutine_function
-from hostcall._core.host_code import HostCode, handle
-from hostcall._core.options import CALL, POLICY, Arrays, CallOptions, Fail, Lend, check
+from hostcall._core.host_code import HostCode, handle, is_coroutine_function
+from hostcall._core.options import (
+    CALL,
+    POLICY,
+    Arrays,
+    CallOptions,
+    Fail,
+    Lend,
+    Policy,
+    check,
+)
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
@@ -171,30 +179,29 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    given = {name: value for name, value in dict(locals()).items() if name in CALL}
-    options = dict(vars(CallOptions()))
+    options = {
+        name: value
+        for name, value in dict(locals()).items()
+        if name in CALL and value is not None
+    }
     made, owner, code = handle(fn), None, fn
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee
-        fn, args = owner.fn, (*before, *args)
-        options |= own
+        fn, args, options = owner.fn, (*before, *args), own | options
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    options |= {option: value for option, value in given.items() if value is not None}
     awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**options, "awaits": awaits}, fn=fn)
+    check(f"`{name}`", {**options, "on": on, "awaits": awaits}, fn=fn)
+    how, policy = CallOptions.of(options), Policy.of(options, owner)
     operands, template = flatten_arguments(args, kwargs)
-    also = ("out",) if options["lend"] == "out" else ()
+    also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
     mistakes.warn_of_own(_FACE, fn, tag=tag)
     results = parse_result(result, name)
-    if options["order"] == "pure" and not results.avals:
+    if how.order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
-    fills = parse_fill(fill, results, name)
-    place = users_place(fn)
-    options["sharding"] = parse_on(on, name)
-    trees = template, results, fills
-    callback = Callback.of(code, trees, place, options, owner)
+    trees = template, results, parse_fill(fill, results, name)
+    callback = Callback.of(code, trees, users_place(fn), how, policy)
     return results.fill(make(callback, operands, mask))
 
 
@@ -212,8 +219,8 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     name = check_function(fn, "hc.watch(x)")
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    trees, options = (template, _NO_RESULT, ()), {"order": "unordered", "keep": keep}
-    callback = Callback.of(fn, trees, users_place(fn), options)
+    trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)
+    callback = Callback.of(fn, trees, users_place(fn), how)
     make(callback, operands, parse_mask(where, name, fn=fn))
 
 

@@ -24,7 +24,7 @@ from hostcall._core.options import (
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
+from hostcall._core.spec import flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap.primitive import bind
 
@@ -264,13 +264,7 @@ def prepare(
     flagged = always is not None and how.thinned  # else nothing is left out
     if flagged:
         operands.append(always)
-    callback = Callback(
-        fn=Static(fn),
-        template=template,
-        results=_NO_RESULT,
-        options=how,
-        place=users_place(),
-    )
+    callback = Callback.of(fn, (template, _NO_RESULT, ()), users_place(), how)
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)
 

@@ -19,7 +19,7 @@ from hostcall._compat.pure_and_io import (
 from hostcall._core.arguments import check_function, conflict, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
-from hostcall._core.options import WHOLE, check
+from hostcall._core.options import WHOLE, CallOptions, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
@@ -135,7 +135,7 @@ def buffer_callback(
             callback,
             trees_of(in_tree, out_tree, avals),
             place,
-            {"order": order, "vmap_method": vmap_method},
+            CallOptions(order=order, vmap_method=vmap_method),
             aliases=_check_aliases(wanted, operands, avals),
             command_buffer=command_buffer_compatible,
         )
@@ -174,7 +174,7 @@ def make_params(
     callback: Callable[..., object],
     trees: tuple[Template, Results],
     place: Place,
-    options: Mapping[str, object],
+    options: CallOptions,
     **others: Any,
 ) -> BufferParams:
     """The parameters of an equation that calls `callback`; `others` are the rest."""

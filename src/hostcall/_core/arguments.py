@@ -9,12 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall._core.coroutines import body_of, is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import handle, layers
+from hostcall._core.host_code import body_of, handle, is_coroutine_function, layers
 from hostcall._core.signatures import accepts, own_option, signature_of
 from hostcall._core.source import name_of
-from hostcall._jax.types import Sharding
 
 
 def check_function(
@@ -125,23 +123,6 @@ def parse_mask(
             code="hc-option",
         )
     return mask
-
-
-def parse_on(on: object, name: str) -> Sharding | None:
-    """The sharding of the calling device; None for the program's first device."""
-    if isinstance(on, jax.Device):
-        return jax.sharding.SingleDeviceSharding(on)
-    if isinstance(on, str) and on == "once":
-        return None
-    instead = ""
-    if isinstance(on, str) and on == "shards":
-        instead = (
-            ". A call with results is made once, with the whole value. To call it on"
-            " each device with its block, make the call inside jax.shard_map. To send"
-            f" out blocks without results, write hc.tap({name}, ..., on='shards')"
-        )
-    wanted = "'once' or a device, such as jax.devices()[0]"
-    raise wrong("on", f"`{name}`", wanted, on, instead)
 
 
 # --- Options -------------------------------------------------------------------------

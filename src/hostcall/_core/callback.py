@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from hostcall import _jax
-from hostcall._core.coroutines import is_coroutine_function
-from hostcall._core.host_code import own
-from hostcall._core.options import CallOptions, PlaceOptions, Policy
+from hostcall._core.host_code import is_coroutine_function, own
+from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import NUMBERS, Results, Static, Template
 
@@ -49,26 +48,18 @@ class Callback:
         fn: Callable[..., Any],
         trees: tuple[Template, Results, tuple[bytes | None, ...]],
         place: Place,
-        options: Mapping[str, Any],
-        owner: Any = None,
+        options: PlaceOptions,
+        policy: Policy = Policy(),  # it is frozen
     ) -> Callback:
-        """That of a call, with options as `hc.call` and `hc.host` take them.
-
-        Args:
-            fn: the function.
-            trees: (template, results, fills).
-            place: the user's line.
-            options: those of the place and those of the function.
-            owner: the HostFunction whose policy they have, or None.
-        """
+        """That of a function; `trees` are (template, results, fills)."""
         template, results, fills = trees
         return cls(
             fn=Static(fn),
             template=template,
             results=results,
             fills=fills,
-            options=CallOptions.of(options),
-            policy=Policy.of(options, owner),
+            options=options,
+            policy=policy,
             place=place,
         )
 

@@ -93,9 +93,7 @@ class Pool(futures.ThreadPoolExecutor):
 
 
 class DaemonPool(Owned, futures.Executor):
-    """A pool of daemon threads, for rows and for calls with a limit.
-
-    A forked child gets new ones.
+    """A pool of daemon threads. A forked child gets new ones.
 
     A ThreadPoolExecutor takes nothing more when the main thread has ended, though
     programs may still run. And the process then waits for its threads: for ever, if a
@@ -158,3 +156,8 @@ class DaemonPool(Owned, futures.Executor):
             del job  # it holds the row's values
             with self._lock:
                 self._free += 1
+
+
+# What has a limit in seconds. It may hang for ever, so nobody waits for these threads
+# at the end of the process.
+limited = DaemonPool(None, name="hostcall-timeout", what="a limit in seconds")

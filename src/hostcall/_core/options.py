@@ -24,6 +24,7 @@ from hostcall._core import config
 from hostcall._core.arguments import choices, conflict, wrong
 from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import own_option
+from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._jax.types import Device, Sharding
 
@@ -41,7 +42,6 @@ WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
 Remat = Literal["once", "repeat"]
 On = Literal["once", "process", "shards"]
-_ON = get_args(On)
 
 VmapMethod = str | Callable[..., Any] | None
 
@@ -112,6 +112,16 @@ def _is_cache(given: object) -> bool:
     if isinstance(given, (str, type)):
         return isinstance(given, str) and given == "memory"
     return is_dictionary(given) or callable(getattr(given, "cache", None))
+
+
+def _on(*words: str) -> Option:
+    """Where a call or a tap is made."""
+    return Option(
+        f"{', '.join(map(repr, words))} or a device, such as jax.devices()[0]",
+        lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in words),
+        needed=True,
+        values=words,
+    )
 
 
 SECONDS = Option("a number of seconds above 0", lambda v: _number(v) and v > 0)
@@ -195,7 +205,12 @@ class PlaceOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Those of the options that a place has."""
-        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+        names = [f.name for f in fields(cls) if f.init]
+        own = {name: given[name] for name in names if name in given}
+        if isinstance(on := given.get("on"), jax.Device):
+            own["sharding"] = jax.sharding.SingleDeviceSharding(on)
+            own.pop("on", None)
+        return cls(**own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,15 +247,7 @@ class TapOptions(PlaceOptions):
     when_full: WhenFull = option(choice(*get_args(WhenFull)), "block")
     rows: Rows = option(choice(*get_args(Rows)), "batched")
     remat: Remat = option(choice(*get_args(Remat)), "once", key=False)
-    on: On = option(
-        Option(
-            "'once', 'process', 'shards' or a device, such as jax.devices()[0]",
-            lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in _ON),
-            needed=True,
-            values=_ON,
-        ),
-        "once",
-    )
+    on: On = option(_on(*get_args(On)), "once")
     every: int | float | None = option(
         Option(
             "a number of executions (an int) or of seconds (a float) above 0",
@@ -259,14 +266,6 @@ class TapOptions(PlaceOptions):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kind_of_every", type(self.every))
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        on = given.get("on")
-        if isinstance(on, jax.Device):
-            place = jax.sharding.SingleDeviceSharding(on)
-            given = {**given, "on": "once", "sharding": place}
-        return super().of(given)
 
     @property
     def thinned(self) -> bool:
@@ -316,7 +315,9 @@ class Policy:
     @classmethod
     def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
         """The policy in options as `hc.host` takes them."""
-        given = {f.name: options[f.name] for f in fields(cls) if f.name in options}
+        given = {name: options[name] for name in _POLICY if name in options}
+        if not given:  # most calls
+            return cls(owner=owner)
         executor, merged = given.get("executor"), given.get("coalesce")
         if executor is not None:
             given["executor"] = Static(executor)
@@ -346,10 +347,12 @@ _PARTS = {
     ),
     "version": Option("a string or an int", lambda v: type(v) in (str, int)),
 }
+_POLICY = table(Policy)
 # Those of a function, which `hc.host` takes; all others are a place's.
-POLICY = (*table(Policy), *_PARTS)
+POLICY = (*_POLICY, *_PARTS)
 
-CALL: Mapping[str, Option] = {**table(CallOptions, Policy), **_PARTS}
+_PLACE = {**table(CallOptions), "on": _on("once")}
+CALL: Mapping[str, Option] = {**_PLACE, **_POLICY, **_PARTS}
 TAP: Mapping[str, Option] = table(TapOptions)
 FEED: Mapping[str, Option] = {
     "batch": count("a number of rows"),
@@ -359,8 +362,13 @@ FEED: Mapping[str, Option] = {
     "tag": _TEXT,
 }
 
-# Values that were there once, and what to write instead.
-_GONE = {"sequential_unrolled": ". 'sequential' does the same"}
+# Values that others take, or that were there once, and what to write instead.
+_INSTEAD = {
+    "sequential_unrolled": ". 'sequential' does the same",
+    "shards": ". A call with results is made once, with the whole value. To call it on"
+    " each device with its block, make the call inside jax.shard_map. To send out"
+    " blocks without results, write hc.tap({fn}, ..., on='shards')",
+}
 
 
 # --- Pairs ---------------------------------------------------------------------------
@@ -442,7 +450,8 @@ _PAIRS: tuple[Pair, ...] = (
     (
         {"arrays": _is("cuda")},
         {
-            **dict.fromkeys(("where", "timeout", "lend", "on"), _given),
+            **dict.fromkeys(("where", "timeout", "lend"), _given),
+            "on": lambda value: value not in (None, "once"),
             "vmap_method": _is_not(None, "sequential", *WHOLE),
         },
         "That is for arrays on the host: leave out one of the two",
@@ -547,9 +556,10 @@ def check(
         if option is None or (value is None and not option.needed):
             continue
         if not option.fits(value):
-            gone = _GONE.get(value, "") if isinstance(value, str) else ""
+            more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
             own = "" if fn is None else own_option(fn, name, value)
-            raise wrong(name, of, option.wanted, value, gone or own)
+            more = more.format(fn="fn" if fn is None else name_of(fn))
+            raise wrong(name, of, option.wanted, value, more or own)
     refuse_pairs(of, given)
 
 

@@ -46,10 +46,17 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     ]
     choices = _choices(info, guard, shapes, compressed)
     scouts = info.inside is Inside.ASKED
-    called, traced = _called(info, choices), callback.traced
+    (plain, called), traced = _called(info, choices), callback.traced
+    # A layer that reads arrays converts them afterwards.
+    converters = [None] * len(batched) if plain else choices.converters
     return _native.Plan(
         **called,
-        args=_leaves(info, choices, batched),
+        args=[
+            _leaf(info, dtype, shape=shape, batched=axes, convert=convert, fill=None)
+            for (shape, dtype), axes, convert in zip(
+                shapes, batched, converters, strict=True
+            )
+        ],
         results=_results(info),
         grid=equation.grid,
         mask=mask,
@@ -145,19 +152,6 @@ def _choices(
     )
 
 
-def _leaves(
-    info: CallInfo, choices: Choices, batched: list[list[bool]]
-) -> list[_native.Leaf]:
-    # A layer that reads arrays converts them afterwards.
-    converters = [None] * len(batched) if choices.plain else choices.converters
-    return [
-        _leaf(info, dtype, shape=shape, batched=axes, convert=convert, fill=None)
-        for (shape, dtype), axes, convert in zip(
-            choices.shapes, batched, converters, strict=True
-        )
-    ]
-
-
 def _results(info: CallInfo) -> list[_native.Leaf]:
     equation = info.params
     axes, levels = [True] * len(equation.grid), equation.levels
@@ -179,8 +173,10 @@ def _leaf(info: CallInfo, dtype: np.dtype, **how: Any) -> _native.Leaf:
     return _native.Leaf(dtype=dtype, bits=bits, is_signed=is_signed, **how)
 
 
-def _called(info: CallInfo, choices: Choices) -> dict[str, Any]:
-    """What the engine calls, and what a kind of equation says of that."""
+def _called(info: CallInfo, choices: Choices) -> tuple[bool, dict[str, Any]]:
+    """`Entries.plain`, and what the engine calls with what its kind of equation says of
+    that.
+    """
     native = info.params.native
     if info.elsewhere:
         called = Entries(_nothing, ResultForm.NOTHING)
@@ -193,7 +189,8 @@ def _called(info: CallInfo, choices: Choices) -> dict[str, Any]:
         runner = called.runner and info.job.until_failure(called.runner)
         function = info.job.until_failure(called.function)
         called = called._replace(function=function, runner=runner)
-    return {**native, **called._asdict()}
+    told = called._asdict()
+    return told.pop("plain"), {**native, **told}
 
 
 def _tile(fill: bytes, aval: Any, levels: int) -> bytes:

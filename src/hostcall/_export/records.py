@@ -26,9 +26,8 @@ from hostcall import _jax
 from hostcall._core import options
 from hostcall._core.callback import Callback
 from hostcall._core.codec import Json, Malformed, Natural, NotPortable
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_function, own
+from hostcall._core.host_code import is_coroutine_function, is_function, own
 from hostcall._core.options import CallOptions, PlaceOptions, Policy, TapOptions
 from hostcall._core.registered import Name, names
 from hostcall._core.source import Place

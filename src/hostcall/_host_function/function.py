@@ -15,9 +15,14 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import parse_mask
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import Callee, Handle, TakesMask, dress
+from hostcall._core.host_code import (
+    Callee,
+    Handle,
+    TakesMask,
+    dress,
+    is_coroutine_function,
+)
 from hostcall._core.options import WHOLE, Option, check, refuse_pairs
 from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import name_of, users_place

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.errors import DerivativeError, SpecError
-from hostcall._core.host_code import Handle
+from hostcall._core.host_code import Handle, is_coroutine_function
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 

@@ -25,7 +25,7 @@ from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
-from hostcall._core.options import HERE, WHOLE
+from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import Results, Template, flatten_arguments, wrap_keys
 from hostcall._host_function import sendable
@@ -101,9 +101,9 @@ class Steps(HostCode, Value):
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             operands = aligned(operands, site, self.kind, options)
         trees = *self._trees(len(operands)), self.fills
-        return make(
-            Callback.of(self, trees, site.place, options, site.function), operands, mask
-        )
+        how, policy = CallOptions.of(options), Policy.of(options, site.function)
+        callback = Callback.of(self, trees, site.place, how, policy)
+        return make(callback, operands, mask)
 
     def _trees(self, n: int) -> tuple[Template, Results]:
         """Those of the call: the function has its own, a rule `n` flat arrays."""

@@ -7,7 +7,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     types         names for what JAX passes to us
     versions      what the two versions of JAX keep in different places
     tracing       primitives, their rules, and values while a program is traced
-    dtypes        typed keys, float0, the x64 setting; conversion of arrays to NumPy
+    dtypes        typed keys, float0, the x64 setting, symbolic sizes; arrays to NumPy
     lowering_api  how to add lowering rules, and what a rule asks of JAX
     program       what JAX knows about the program of an equation that it lowers
     custom_call   the operations that hostcall emits into such a program

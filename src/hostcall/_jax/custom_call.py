@@ -16,7 +16,7 @@ from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
-from hostcall._jax.exporting import has_symbolic
+from hostcall._jax.dtypes import has_symbolic
 from hostcall._jax.program import Program
 from hostcall._jax.types import Aval, Device, Emitted, LoweringContext, Operation, Value
 

@@ -1,4 +1,6 @@
-"""JAX's dtypes (typed keys, float0, the x64 setting), and conversion to NumPy."""
+"""JAX's dtypes (typed keys, float0, the x64 setting), symbolic sizes, and conversion to
+NumPy.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +57,16 @@ def physical_avals(avals: Sequence[Aval]) -> list[Aval]:
         aval.update(dtype=np.dtype(np.bool_)) if aval.dtype == _dtypes.float0 else aval
         for aval in map(_core.physical_aval, avals)
     ]
+
+
+def is_symbolic(size: object) -> bool:
+    return not _core.is_constant_dim(size) and bool(_core.is_dim(size))
+
+
+def has_symbolic(avals: Sequence[Aval]) -> bool:
+    """Whether some of these shapes are symbolic. A token has no shape."""
+    shapes = [aval.shape for aval in avals if aval is not _core.abstract_token]
+    return any(is_symbolic(n) for shape in shapes for n in shape)
 
 
 def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:

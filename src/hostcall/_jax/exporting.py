@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax._src import core as _core
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.export import _export
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.types import Attribute, Aval, Client, Dtype, Operation, Value
+from hostcall._jax.dtypes import is_symbolic
+from hostcall._jax.types import Attribute, Client, Dtype, Operation, Value
 
 # Makes bytes of a node's auxiliary data, and nodes of those and of children.
 ToBytes: TypeAlias = Callable[[Any], bytes]
@@ -52,16 +52,6 @@ def key_dtype(impl: str | None) -> Dtype:
 
 
 # --- Symbolic sizes ------------------------------------------------------------------
-
-
-def is_symbolic(size: object) -> bool:
-    return not _core.is_constant_dim(size) and bool(_core.is_dim(size))
-
-
-def has_symbolic(avals: Sequence[Aval]) -> bool:
-    """Whether some of these shapes are symbolic. A token has no shape."""
-    shapes = [aval.shape for aval in avals if aval is not _core.abstract_token]
-    return any(is_symbolic(n) for shape in shapes for n in shape)
 
 
 def size_from(text: str, known: Mapping[str, int]) -> int | None:

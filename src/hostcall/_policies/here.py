@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hostcall._core.daemon import DaemonPool
+from hostcall._core.daemon import limited
 from hostcall._core.source import PACKAGE
 from hostcall._core.wait import ended, wait
 from hostcall._policies.layer import Bound, Row, Site, run_each
@@ -61,17 +61,13 @@ class OnThread:
         workers.delegates[waiting] = worker
         outcome: Future[Any] | None = None
         try:
-            outcome = _threads.submit(job)
+            outcome = limited.submit(job)
             if not wait(ended(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
             return outcome.result()  # type: ignore[no-any-return]
         finally:
             workers.delegates.pop(waiting, None)
             outcome = None  # breaks the cycle error -> this frame -> outcome -> error
-
-
-# These may hang for ever, so nobody waits for them at the end of the process.
-_threads = DaemonPool(None, name="hostcall-timeout", what="timeout=")
 
 
 def _stack_of(worker: list[int]) -> str:

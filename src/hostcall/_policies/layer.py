@@ -6,9 +6,9 @@ executor), and leaves the rest to the layer inside it. `stack.entries` puts them
 together.
 
 What holds for each layer
-  * An error is the first failing row's, by row order. It says which row that was, by
-    its number among the rows that were given: as the attribute `hostcall_row`, up to
-    `Trees`, and as an index of the batch from there on (`Site.failed`).
+  * An error is the first failing row's, by row order. Its attribute `hostcall_row` says
+    which that was: up to `Trees` by its number among the rows that were given, from
+    there on by its index in the batch (`Site.failed`).
   * No row is kept: rows may be views of XLA's memory.
   * A layer does not change once it is made: several threads are in it at the same time.
     What belongs to one execution is in locals and in its `Site`.
@@ -80,8 +80,9 @@ class Site(NamedTuple):
     def failed(self, error: BaseException) -> None:
         """Turns the number of the row that failed into its index (`on_error`)."""
         row = vars(error).pop("hostcall_row", None)
-        if row is not None and self.indices:
-            vars(error)["hostcall_index"] = self.indices[row]
+        # Calls of other threads may fail with the same object at the same time.
+        if isinstance(row, int) and self.indices:
+            vars(error)["hostcall_row"] = self.indices[row]
 
 
 class ChecksResults(Protocol):
@@ -138,12 +139,6 @@ class Choices(NamedTuple):
     tap: bool = False
     batch: Sequence[tuple[Sequence[bool], int]] = ()
     tally: Callable[[int, int], object] | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether a layer reads arrays before they become what the function gets."""
-        cache, coalesce = self.callback.policy.cache, self.callback.policy.coalesce
-        return self.compressed or cache is not None or coalesce is not None
 
 
 # --- What the layers share in which the function runs ---------------------------------

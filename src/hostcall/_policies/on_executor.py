@@ -295,7 +295,7 @@ class _RowsThere:
 
     def _raise(self, chunk: range, error: Any) -> NoReturn:
         row = vars(error).pop("hostcall_row", None)
-        rows = chunk if row is None else chunk[row : row + 1]
+        rows = chunk[row : row + 1] if isinstance(row, int) else chunk
         which = self._rows_of(rows)
         try:
             if len(rows) == 1:

@@ -36,7 +36,6 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
-from hostcall._core.coroutines import CONCURRENCY
 from hostcall._core.errors import DeadlockError, HostcallError
 from hostcall._core.host_code import own
 from hostcall._core.process import Owned
@@ -50,6 +49,8 @@ from hostcall._runtime import waits, workers
 if TYPE_CHECKING:
     import asyncio
 
+# How many rows and calls of one function wait at the same time without `concurrency=`.
+CONCURRENCY = 32
 # Seconds that cancelled rows have to end after a timeout or an interrupt.
 _GRACE = 1.0
 

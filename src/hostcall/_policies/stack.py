@@ -32,23 +32,31 @@ class Entries(NamedTuple):
         runner: takes the leaves of several rows, and their indices in the batch; None
             if the engine calls the function for each.
         sends: whether the runner sends rows to other processes.
+        plain: whether a layer reads arrays before they become what the function gets;
+            else the engine converts them.
     """
 
     function: Callable[..., Any]
     form: ResultForm
     runner: Callable[..., list[Any]] | None = None
     sends: bool = False
+    plain: bool = False
 
 
 def entries(choices: Choices) -> Entries:
     """The function with its layers. Without any, it is the user's function itself."""
-    policy, run = choices.callback.policy, _runs(choices)
-    if isinstance(run, Here) and not choices.plain:
+    callback, policy = choices.callback, choices.callback.policy
+    merges, caches = policy.coalesce is not None, policy.cache is not None
+    plain = choices.compressed or merges or caches
+    # Merged rows are one call, so they need no executor.
+    together = choices.grid and choices.parallel and not merges
+    if not (plain or together or callback.awaits or policy.timeout is not None):
         return Entries(_direct(choices), choices.form)
     # Innermost is what runs the function and waits for it, so what has the limit. It
     # gets (args, kwargs), which can be sent elsewhere; no treedef can.
+    run = _runs(choices, together)
     layer: Any = Trees(run, choices)
-    if choices.plain:
+    if plain:
         # What follows reads plain arrays: it stacks them, drops rows, makes keys.
         layer = Checked(layer, choices)
     if choices.compressed:
@@ -61,7 +69,7 @@ def entries(choices: Choices) -> Entries:
         from hostcall._policies.merged import Merged
 
         layer = Merged(layer, choices, *policy.coalesce)
-    if policy.cache is not None:
+    if caches:
         from hostcall._policies.cached import Cached
 
         # Outermost: only what is not known is merged, or sent. A row that waits for
@@ -74,21 +82,19 @@ def entries(choices: Choices) -> Entries:
     def runner(rows: list[Leaves], indices: Sequence[tuple[int, ...]]) -> list[Any]:
         return layer.rows(rows, Site(indices))  # type: ignore[no-any-return]
 
-    together = choices.grid and (choices.parallel or policy.coalesce is not None)
-    flat = choices.plain and not choices.tap  # one plain array for each result
+    flat = plain and not choices.tap  # one plain array for each result
     form = ResultForm.TUPLE if flat else choices.form
-    return Entries(function, form, runner if together else None, run.sends)
+    several = runner if together or (choices.grid and merges) else None
+    return Entries(function, form, several, run.sends, plain)
 
 
-def _runs(choices: Choices) -> Runs:
+def _runs(choices: Choices, together: bool) -> Runs:
     """What runs the function, and waits for it.
 
     These are alternatives, not layers: a limit belongs to whoever waits, and coroutines
     and executors don't meet.
     """
     callback, policy = choices.callback, choices.callback.policy
-    # Merged rows are one call, so they need no executor.
-    together = choices.grid and choices.parallel and policy.coalesce is None
     if not (callback.awaits or together or policy.timeout is not None):
         return Here(callback.function)
     settings = ThreadSettings(choices.device, choices.guard, callback.traced)

@@ -83,6 +83,8 @@ def call_at_barrier(*, ending: bool) -> None:
     for fn in list(state.at_barrier):
         try:
             fn(ending)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             if not (ending or isinstance(error, Exception)):
                 raise

@@ -159,7 +159,7 @@ def end(*, interpreter: bool = True) -> None:
     with _ending_by_ctrl_c():
         if _end.begun:
             _drain()
-            delivery.call_at_barrier(ending=True)
+        delivery.call_at_barrier(ending=True)
         _native.close()
         if _end.begun:
             _wait_for_calls(interpreter)

@@ -14,7 +14,6 @@ are written. Errors of these threads are raised by the next barrier or by `close
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import os
@@ -28,7 +27,7 @@ from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._core.host_code import text_of
-from hostcall._core.process import living
+from hostcall._core.process import Owned, living
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder.arrow import ArrowFile
 from hostcall.tools._recorder.fields import Field, fields_of, wrong
@@ -103,7 +102,7 @@ class Recorder:
         self._sinks = [self._feed(sink) for sink in sinks]
         who, write = f"the recorder of {store.folder}", self._write
         self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
-        atexit.register(self.close)
+        _open.recorders.append(self)
 
     def __call__(
         self,
@@ -215,7 +214,8 @@ class Recorder:
         for sink in self._sinks:
             sink.close()
         self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
-        atexit.unregister(self.close)
+        with contextlib.suppress(ValueError):  # two threads may close it
+            _open.recorders.remove(self)
         _raise_errors([self._store], f"closing the recorder of {self._store.folder}")
 
     def __enter__(self) -> Recorder:
@@ -272,8 +272,24 @@ def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
         raise raised[0]
 
 
+class _Open(Owned):
+    """
+    Attributes:
+        recorders: those that the end of the process closes.
+    """
+
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+        super().__init__()
+
+
+_open = _Open()
+
+
 def _at_barrier(ending: bool) -> None:
-    del ending
+    with contextlib.ExitStack() as stack:  # the error of one stops no other
+        for recorder in _open.recorders.copy() if ending else ():
+            stack.callback(recorder.close)
     _raise_errors(living(RunFolder), "threads of recorders failed")
 
 

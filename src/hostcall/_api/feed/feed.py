@@ -17,7 +17,7 @@ from hostcall._core.arguments import parse_mask, wrong
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
-from hostcall._core.options import FEED, check
+from hostcall._core.options import FEED, CallOptions, check
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Template, is_array_like
 from hostcall._engine.params.feed import FeedParams
@@ -76,9 +76,9 @@ class Feed(Handle):
         )
         template = Template.flat(*(None,) * len(markers))
         trees = template, results, (None,) * len(results.avals)
-        options = {"order": "ordered"}
+        how = CallOptions(order="ordered")
         params = FeedParams(
-            callback=Callback.of(self._stream, trees, users_place(), options),
+            callback=Callback.of(self._stream, trees, users_place(), how),
             avals=results.avals,
             masked=bool(mask),
             devices=() if shards is None else shards.devices,

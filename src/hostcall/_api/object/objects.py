@@ -38,11 +38,10 @@ from hostcall._core.arguments import (
     parse_mask,
 )
 from hostcall._core.callback import Callback
-from hostcall._core.coroutines import is_coroutine_function
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.host_code import HostCode
-from hostcall._core.options import CALL, Option, check
+from hostcall._core.host_code import HostCode, is_coroutine_function
+from hostcall._core.options import CALL, CallOptions, Option, Policy, check
 from hostcall._core.process import Owned, living
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, flatten_arguments, parse_fill, parse_result
@@ -428,7 +427,8 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         trees = template, results, fills
-        callback = Callback.of(entry, trees, users_place(), group.options)
+        how, policy = CallOptions.of(group.options), Policy.of(group.options)
+        callback = Callback.of(entry, trees, users_place(), how, policy)
         return results.fill(make(callback, operands, mask))
 
     method.__name__, method.__qualname__ = name, entry.__qualname__

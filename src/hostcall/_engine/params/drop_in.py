@@ -30,7 +30,7 @@ from hostcall._core.host_code import own
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Results, Template
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
@@ -199,14 +199,10 @@ def make_params(
     order: Order = "pure" if kind == "pure" else "unordered"
     if given.get("ordered"):
         order = "ordered"
-    callback = Callback(
-        fn=Static(fn),
-        template=template,
-        results=results,
-        fills=(None,) * len(results.avals),
-        options=CallOptions.of({**given, "order": order}),
-        place=place or users_place(),
-    )
+    how = CallOptions.of({**given, "order": order})
+    fills: tuple[bytes | None, ...] = (None,) * len(results.avals)
+    whole = template, results, fills
+    callback = Callback.of(fn, whole, place or users_place(), how)
     return DropInParams(
         callback=callback,
         avals=results.avals,
