@@ -441,6 +441,16 @@ def test_nan_that_was_given():
         assert jnp.isnan(jax.jit(lambda x: x * 2)(jnp.nan))
 
 
+@pytest.mark.parametrize(
+    "f",
+    [jnp.fft.fft, lambda x: jnp.linalg.solve(jnp.eye(4), x), lambda x: x[::-1]],
+    ids=["fft", "solve", "reversed"],
+)
+def test_nan_that_was_given_to_what_mixes_elements(f):
+    with observe(nans=True):
+        assert jnp.isnan(jax.jit(f)(jnp.array([1.0, jnp.nan, 2.0, 3.0]))).any()
+
+
 def test_nan_of_an_infinity_that_was_given():
     text = raised(jax.jit(lambda x: x - x), jnp.inf)
     assert "sub made the first bad value, nan, from inf, inf" in text

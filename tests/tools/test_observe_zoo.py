@@ -242,3 +242,12 @@ def test_compiled_ahead_and_exported():
         same(ahead(X), f(X))
     same(f(X), jax.export.deserialize(exported).call(X))
     assert len(exported) == len(jax.export.export(f)(X).serialize())
+
+
+def test_exported_without_devices():
+    nowhere = NamedSharding(jax.sharding.AbstractMesh((1,), ("i",)), P())
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=nowhere)
+    block, _ = everything()
+    with block:
+        exported = jax.export.export(jax.jit(jnp.sin), platforms=("cpu",))(x)
+    same(exported.call(X), jnp.sin(X))

@@ -105,7 +105,7 @@ def replaced(
         primitive, params = _core.closed_call_p, {}
     for key, some in jaxprs.items():
         params[key] = tuple(some) if key == "branches" else some[0]
-    longer: dict[str, Any] = {
+    longer: dict[str, int | tuple[object, ...]] = {
         "in_shardings": (_UNSPECIFIED,) * n,
         "in_layouts": (None,) * n,
         "donated_invars": (False,) * n,
