@@ -5,9 +5,9 @@ host code runs under them on every thread.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from concurrent import futures
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,9 +295,7 @@ def test_rows_on_an_executor(kind):
     if kind == "threads":
         pool = futures.ThreadPoolExecutor(2)
     else:
-        pool = futures.ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        )
+        pool = futures.ProcessPoolExecutor(1, mp_context=forked.CONTEXT)
     with pool:
         run = jax.jit(lambda m: rows(of_a_row, m, executor=pool))
         with jax.enable_x64(True):

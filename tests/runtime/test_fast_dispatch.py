@@ -29,7 +29,7 @@ def slow():
     def body(c, _):
         return jnp.sin(c @ c) * 0.01, None
 
-    f = jax.jit(lambda m: lax.scan(body, m, length=40)[0].sum() * 0)
+    f = jax.jit(lambda m: lax.scan(body, m, length=15)[0].sum() * 0)
     jax.block_until_ready(f(m))
     return lambda: f(m)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,8 +137,7 @@ def test_compilation_and_parallel_rows_have_tracks(tmp_path):
 
 def test_rows_in_other_processes_have_tracks(tmp_path):
     path = tmp_path / "run.json"
-    spawn = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(2, mp_context=spawn) as pool:
+    with futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT) as pool:
 
         @jax.jit
         @jax.vmap
