@@ -189,6 +189,15 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles the test's programs as users' are, for tests that compare last digits."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def compiled_during() -> Callable[[Callable[[], object]], int]:
     """Counts the programs that are compiled while a function runs."""
 
