@@ -168,7 +168,7 @@ def test_each_device_has_a_track(tmp_path):
     assert {e["pid"] for e in written(path, "call")} == {100, 101}
 
 
-def test_results_are_the_same_bits(tmp_path):
+def test_results_are_the_same_bits(tmp_path, optimized):
     def program(x):
         def body(c, _):
             y = hc.call(np.sin, SCALAR, c)
