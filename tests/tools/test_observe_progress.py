@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import sys
 
+import bars
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import hostcall as hc
+from hostcall import observe
 from hostcall.tools._observe import loops
-from hostcall.tools._progress import drawing
-from hostcall.tools.observing import observe
-
-
-class Bar:
-    """A bar that notes what happens to it."""
-
-    made: list[Bar]
-
-    def __init__(self, desc, total, unit, initial, leave):
-        self.desc, self.total, self.n, self.leave = desc, total, initial, leave
-        self.closed = False
-        self.made.append(self)
-
-    def update(self, n):
-        self.n += n
-
-    def close(self):
-        self.closed = True
 
 
 @pytest.fixture
-def made(monkeypatch, undelayed):
-    """The bars that are drawn. Each loop lasts long enough, and each step is shown."""
+def drawn(monkeypatch, undelayed):
+    """Runs a program in a block, and returns the terminal on which it drew. Each loop
+    lasts long enough, and each step is shown.
+    """
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(Bar, "made", [], raising=False)
-    monkeypatch.setattr(drawing, "factory", lambda bar: Bar if bar == "auto" else bar)
     monkeypatch.setattr(loops, "LASTS", -1.0)
     monkeypatch.setattr(loops, "EVERY", 1)
-    return Bar.made
+
+    def run(f, *args):
+        expected = f(*args)
+        terminal = bars.Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            patch.setenv("TERM", "xterm-256color")
+            with observe(progress=True):
+                np.testing.assert_allclose(f(*args), expected, rtol=1e-6)
+        return terminal
+
+    return run
 
 
 def body(c, x):
@@ -52,69 +47,73 @@ def scan(c):
     return jax.lax.scan(body, c, jnp.arange(7.0))[1].sum()
 
 
-def observed(f, *args):
-    expected = f(*args)
-    with observe(progress=True):
-        np.testing.assert_allclose(f(*args), expected, rtol=1e-6)
+def is_bar(line, name, end):
+    return re.match(rf"{name}: 100%.*\| {end} \[", line)
 
 
-def test_scan(made):
-    observed(jax.jit(scan), 1.0)
-    (bar,) = made
-    assert bar.desc.startswith("scan test_observe_progress.py:")
-    assert (bar.total, bar.n, bar.closed, bar.leave) == (7, 7, True, True)
+SCAN = r"scan test_observe_progress\.py:\d+"
 
 
-def test_backward_pass(made):
-    observed(jax.jit(jax.grad(scan)), 1.0)
-    forward, backward = made
-    assert backward.desc == forward.desc + " backward"
-    assert forward.n == backward.n == 7
+def test_scan(drawn):
+    (line,) = drawn(jax.jit(scan), 1.0).lines()
+    assert is_bar(line, SCAN, "7/7")
+
+
+def test_backward_pass(drawn):
+    forward, backward = drawn(jax.jit(jax.grad(scan)), 1.0).lines()
+    assert is_bar(forward, SCAN, "7/7")
+    assert is_bar(backward, SCAN + " backward", "7/7")
+    assert backward.startswith(forward.split(": 100%")[0])
+
+
+def nested(steps, reverse=False):
+    def outer(c, x):
+        return jax.lax.fori_loop(0, steps, lambda i, c: c + x, c), None
+
+    return jax.jit(
+        lambda c: jax.lax.scan(outer, c, jnp.arange(3.0), reverse=reverse)[0]
+    )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_nested(made, reverse):
-    def outer(c, x):
-        return jax.lax.fori_loop(0, 5, lambda i, c: c + x, c), None
-
-    def f(c):
-        return jax.lax.scan(outer, c, jnp.arange(3.0), reverse=reverse)[0]
-
-    observed(jax.jit(f), 1.0)
-    assert max(bar.n for bar in made if bar.leave) == 3
-    assert {bar.total for bar in made if not bar.leave} == {5}
+def test_nested(drawn, reverse):
+    """Bars of inner loops are erased."""
+    terminal = drawn(nested(5, reverse), 1.0)
+    (line,) = terminal.lines()
+    assert is_bar(line, SCAN, "3/3")
+    assert "/5 [" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("wrap", [jax.vmap, lambda f: lambda x: f(x[0])])
-def test_while(made, wrap):
+def test_while(drawn, wrap):
     def f(n):
         return jax.lax.while_loop(lambda i: i < n, lambda i: i + 1, 0)
 
-    observed(jax.jit(wrap(f)), jnp.array([6, 2]))
-    assert max(bar.n for bar in made) == 6
+    (line,) = drawn(jax.jit(wrap(f)), jnp.array([6, 2])).lines()
+    assert line.startswith("while test_observe_progress.py:")
+    assert ": 6it [" in line
 
 
-def test_a_short_loop_has_no_bar(made, monkeypatch):
+def test_a_short_loop_has_no_bar(drawn, monkeypatch):
     monkeypatch.setattr(loops, "LASTS", 60.0)
-    observed(jax.jit(scan), 1.0)
-    assert made == []
+    assert drawn(jax.jit(scan), 1.0).getvalue() == ""
 
 
-def test_inner_bars_come_below_outer_ones(made):
-    late = []
-    options = {"desc": "", "total": None, "unit": "it", "initial": 0}
-    inner, outer = (loops._Late(late, depth, **options) for depth in (2, 1))
-    inner.update(1)
-    assert [bar.leave for bar in made] == [True, False]
-    inner.close()
-    outer.close()
-    assert late == [] and all(bar.closed for bar in made)  # noqa: PT018
+def test_inner_bars_come_below_outer_ones(drawn, monkeypatch):
+    """Also if an inner loop is the first to be told that it lasts."""
+    monkeypatch.setattr(loops, "LASTS", 1.0)
+    seconds = itertools.count(0.0, 0.1)
+    monkeypatch.setattr(loops, "clock", lambda: next(seconds))
+    terminal = drawn(nested(30), 1.0)
+    text = terminal.getvalue()
+    assert 0 <= text.find("/3 [") < text.find("/30 [")
+    (line,) = terminal.lines()
+    assert is_bar(line, SCAN, "3/3")
 
 
-def test_switched_off(made, monkeypatch):
+def test_switched_off(drawn, monkeypatch):
     monkeypatch.setenv("HOSTCALL_PROGRESS", "0")
-    observed(jax.jit(scan), 1.0)
-    assert made == []
+    assert drawn(jax.jit(scan), 1.0).getvalue() == ""
 
 
 # --- python -m hostcall run -----------------------------------------------------------
@@ -161,4 +160,3 @@ def test_command_line_with_a_bad_value(tmp_path):
     assert "FloatingPointError: hostcall: log made the first bad value" in done.stderr
     assert "program.py:7 in f" in done.stderr
     assert "Traceback" in done.stderr
-    assert hc.observe is observe

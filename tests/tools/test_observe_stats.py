@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
+from hostcall import observe
 from hostcall.tools._observe import stats
-from hostcall.tools.observing import observe
 
 P = PartitionSpec
 
