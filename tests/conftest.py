@@ -130,7 +130,7 @@ def nothing_left(no_hang: None, caplog: pytest.LogCaptureFixture) -> Iterator[No
     assert delivery.flush(30, "the end of a test"), "a tap was not delivered"
     raised, _ = tap_failures.take()
     assert not raised, "a tap failed, and the test did not take its error"
-    assert _native.tap_queue()["bytes"] == 0
+    assert hc.monitor.tap_queue().nbytes == 0
     # A thread of XLA may not have left the handler of a call whose results are there.
     assert _idle() or holds_in_time(_idle), hc.monitor.status()
     failures._failures.kept.clear()  # the frames of the last errors hold programs too
@@ -155,6 +155,9 @@ def _idle() -> bool:
 
 def _no_program() -> None:
     """Checks that no compiled program with host calls lives."""
+    _native.bury()
+    if not _native.live_slots():
+        return
     gc.collect()
     _native.bury()
     if _native.live_slots():
@@ -234,7 +237,9 @@ def run_python() -> Run:
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **(env or {})}
-        done = nursery.run(_command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS)
+        done = nursery.run(
+            _command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS
+        )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
