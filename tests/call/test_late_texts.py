@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import re
 import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,6 @@ from meshes import line
 import hostcall as hc
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
-SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 0.3
 
 
@@ -339,7 +338,7 @@ def dies(x):
 
 @pytest.fixture(scope="module")
 def processes():
-    with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked.CONTEXT) as pool:
         yield pool
 
 
@@ -381,7 +380,7 @@ def test_a_result_that_has_no_pickle(processes):
 
 
 def test_a_worker_of_a_process_pool_that_dies():
-    with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked.CONTEXT) as pool:
         told = failure_of(lambda: rows(dies, executor=pool)(jnp.arange(3.0)))
     same_words(
         told[1:],
@@ -395,7 +394,7 @@ def test_a_worker_of_a_process_pool_that_dies():
 
 
 def test_a_worker_of_a_multiprocessing_pool_that_dies():
-    with SPAWN.Pool(1) as pool:
+    with forked.CONTEXT.Pool(1) as pool:
         told = failure_of(lambda: rows(dies, executor=pool)(jnp.arange(3.0)))
     same_words(
         told,

@@ -5,9 +5,9 @@ host code runs under them on every thread.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from concurrent import futures
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,7 @@ def raises(f):
 
 
 def bytes_of_a_float():
-    return jnp.ones(2, float).dtype.itemsize
+    return jax.eval_shape(lambda: jnp.ones(2, float)).dtype.itemsize
 
 
 def random_bits():
@@ -46,15 +46,17 @@ def random_bits():
 
 
 def numbers_of_a_key():
-    return jax.random.key_data(jax.random.key(3)).size
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(3))).size
 
 
 def mixed_dtypes():
-    return raises(lambda: jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.int32))
+    both = jax.ShapeDtypeStruct((2,), np.float32), jax.ShapeDtypeStruct((2,), np.int32)
+    return raises(lambda: jax.eval_shape(jnp.add, *both))
 
 
 def mixed_ranks():
-    return raises(lambda: jnp.ones((2, 3)) + jnp.ones(3))
+    both = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2, 3), (3,)))
+    return raises(lambda: jax.eval_shape(jnp.add, *both))
 
 
 def nan():
@@ -199,7 +201,9 @@ def all_settings():
 
 
 def all_told():
-    return tuple(told() for _, told in SETTINGS.values())
+    """What each setting does, but that of random bits, whose program is a large one."""
+    cheap = {"threefry": lambda: jax.config.jax_threefry_partitionable}
+    return tuple(cheap.get(name, told)() for name, (_, told) in SETTINGS.items())
 
 
 @pytest.mark.filterwarnings("ignore:.*finite_difference.*")
@@ -295,9 +299,7 @@ def test_rows_on_an_executor(kind):
     if kind == "threads":
         pool = futures.ThreadPoolExecutor(2)
     else:
-        pool = futures.ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        )
+        pool = futures.ProcessPoolExecutor(1, mp_context=forked.CONTEXT)
     with pool:
         run = jax.jit(lambda m: rows(of_a_row, m, executor=pool))
         with jax.enable_x64(True):

@@ -10,7 +10,6 @@ from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
 import hostcall as hc
-from hostcall import _jax
 
 SPEC = jax.ShapeDtypeStruct((3,), jnp.float32)
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -169,12 +168,13 @@ def test_a_guard_of_the_whole_process():
 
 
 def test_the_guard_stays_as_it_was_on_each_thread():
-    device = jax.devices()[0]
+    x = jnp.zeros(3)
     found = []
 
     def work():
         with jax.transfer_guard("disallow"):
-            _jax.put_on_device(np.zeros(3), device)
+            # On this thread, its argument and its result are put on devices.
+            hc.call(jnp.sin, SPEC, x, arrays="jax")
             try:
                 jnp.sin(np.zeros(3))
             except jax.errors.JaxRuntimeError as error:
@@ -194,6 +194,8 @@ def test_reading_an_array_is_an_explicit_transfer():
     flag.
     """
     from jax._src.lib import guard_lib
+
+    from hostcall import _jax
 
     class Seen:
         def __array__(self, dtype=None, copy=None):

@@ -2,12 +2,12 @@
 
 import functools
 import grp
-import multiprocessing
 import os
 import pwd
 import types
 from concurrent import futures
 
+import forked
 import jax
 import ml_dtypes
 import numpy as np
@@ -145,8 +145,7 @@ def test_an_entry_that_something_else_wrote():
 
 def test_rows_that_are_found_are_not_sent():
     """The function is decorated, so that it is sent by the name of its HostFunction."""
-    spawn = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    with futures.ProcessPoolExecutor(1, mp_context=forked.CONTEXT) as pool:
         f = hc.host(
             pid,
             result=jax.ShapeDtypeStruct((), np.int32),

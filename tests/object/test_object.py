@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import pickle
 import random
 import re
@@ -12,6 +11,7 @@ import threading
 import time
 from concurrent import futures
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -1016,9 +1016,8 @@ def test_messages(run, kind, text):
 
 
 def test_rows_can_not_go_to_another_process():
-    context = multiprocessing.get_context("spawn")
     with (
-        futures.ProcessPoolExecutor(1, context) as pool,
+        futures.ProcessPoolExecutor(1, forked.CONTEXT) as pool,
         walks(vmap_method="parallel", executor=pool) as env,
         pytest.raises(
             hc.errors.SpecError, match="are in this process, but its executor="

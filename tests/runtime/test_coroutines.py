@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,6 @@ import pytest
 from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
-from hostcall._policies import on_loop
-from hostcall._runtime import loop as event_loop
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -228,9 +227,19 @@ def test_a_loop_of_the_users_runs_the_coroutines():
 
 
 def test_nothing_is_left_behind():
-    jax.jit(rows(twice))(jnp.arange(4.0)).block_until_ready()
-    assert holds_in_time(lambda: not on_loop.lanes.of)
-    assert holds_in_time(lambda: not asyncio.all_tasks(event_loop.current()))
+    """No task is left on the loop, and no function that it ran."""
+    loops = set()
+
+    async def host(x):
+        loops.add(asyncio.get_running_loop())
+        return await twice(x)
+
+    gone = weakref.ref(host)
+    jax.jit(rows(host))(jnp.arange(4.0)).block_until_ready()
+    (loop,) = loops
+    assert holds_in_time(lambda: not asyncio.all_tasks(loop))
+    del host
+    assert holds_in_time(lambda: gone() is None)
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -67,37 +67,30 @@ after = {n: count(n) - before[n] for n in before}
 # A wait of each call, and one of the handler for tests.
 assert after == {"cuStreamSynchronize": 20, "cuMemcpyDtoHAsync_v2": 20,
                  "cuMemcpyHtoDAsync_v2": 20, "cuMemHostAlloc": 0}, after
-calls, taps = _native.pinned_pools()
-assert taps is None and calls["in_use"] == 0 and calls["reuses"] >= 10
+(name, calls), = hc.monitor.pinned_memory().items()
+assert name == "calls" and calls.in_use == 0 and calls.reuses >= 10
 """)
 
 
-FUNCTIONS = [
-    "cuMemHostAlloc", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize",
-    "cuMemcpyHtoDAsync_v2", "cuStreamGetCtx",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_driver_that_fails_is_an_error_of_the_program(run, function):
-    run(f"""
+def test_a_driver_that_fails_is_an_error_of_the_program(run):
+    run("""
 f = jax.jit(lambda x: hc.call(lambda x: x * 2, spec(64), x))
 x = jnp.ones(64)
-for _ in range(3):
-    fake.fakeFailNext(b"{function}", 2)
-    try:
-        jax.block_until_ready(f(x))
-    except jax.errors.JaxRuntimeError as error:
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error), error
-        assert "hostcall: hostcall" not in str(error), error
-    else:
-        raise AssertionError("no error")
-    if "{function}" == "cuMemHostAlloc":
-        break   # afterwards the pool has a block
-    np.testing.assert_array_equal(f(x), x * 2)
-np.testing.assert_array_equal(f(x), x * 2)
-calls, _ = _native.pinned_pools()
-assert calls["in_use"] == 0
+functions = {"cuMemHostAlloc": 1,  # once: afterwards the pool has a block
+             "cuMemcpyDtoHAsync_v2": 3, "cuStreamSynchronize": 3,
+             "cuMemcpyHtoDAsync_v2": 3, "cuStreamGetCtx": 3}
+for function, times in functions.items():
+    for _ in range(times):
+        fake.fakeFailNext(function.encode(), 2)
+        try:
+            jax.block_until_ready(f(x))
+        except jax.errors.JaxRuntimeError as error:
+            assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error), (function, error)
+            assert "hostcall: hostcall" not in str(error), (function, error)
+        else:
+            raise AssertionError(f"no error of {function}")
+        np.testing.assert_array_equal(f(x), x * 2)
+assert hc.monitor.pinned_memory()["calls"].in_use == 0
 """)
 
 
@@ -107,8 +100,8 @@ f = jax.jit(lambda x: hc.call(lambda x: x * 2, spec(64), x))
 for _ in range(3):
     fake.fakeFailNext(b"cuEventRecord", 2)
     np.testing.assert_array_equal(f(jnp.ones(64)), 2)
-calls, _ = _native.pinned_pools()
-assert calls["in_use"] == calls["pending"] == 0
+calls = hc.monitor.pinned_memory()["calls"]
+assert calls.in_use == calls.pending == 0
 """)
 
 
@@ -123,8 +116,8 @@ for _ in range(50):
         with hc.reraise(): jax.block_until_ready(f(-jnp.ones(4096)))
     except ValueError: pass
     np.testing.assert_array_equal(f(jnp.ones(4096)), 1)
-calls, _ = _native.pinned_pools()
-assert calls["in_use"] == 0 and calls["allocations"] <= 4, calls
+calls = hc.monitor.pinned_memory()["calls"]
+assert calls.in_use == 0 and calls.allocations <= 4, calls
 """)
 
 
@@ -191,27 +184,28 @@ def f(x):
 f(jnp.zeros(300)).block_until_ready()
 hc.barrier()
 assert seen == list(range(200)), seen
-_, taps = _native.pinned_pools()
-assert taps["in_use"] == 0 and count("cuLaunchHostFunc") == 200
+taps = hc.monitor.pinned_memory()["taps"]
+assert taps.in_use == 0 and count("cuLaunchHostFunc") == 200
 """)
 
 
-@pytest.mark.parametrize("when_full", ["block", "drop_newest", "drop_oldest"])
-def test_a_full_queue(run, when_full):
-    run(f"""
+def test_a_full_queue(run):
+    run("""
 hc.configure(tap_queue_bytes=20_000)
-seen = []
-def host(i, x):
-    time.sleep(1e-3)
-    seen.append(int(i))
-f = jax.jit(lambda x: lax.fori_loop(
-    0, 100, lambda i, x: (hc.tap(host, i, x, when_full="{when_full}"), x)[1], x))
-f(jnp.zeros(1000)).block_until_ready()
-hc.barrier()
-assert seen == sorted(seen)
-(stats,) = [s for n, s in hc.monitor.stats().items() if "host" in n]
-assert len(seen) + stats.dropped == 100
-assert ("{when_full}" == "block") == (len(seen) == 100), len(seen)
+for when_full in ("block", "drop_newest", "drop_oldest"):
+    seen = []
+    def host(i, x):
+        time.sleep(1e-3)
+        seen.append(int(i))
+    options = {"when_full": when_full, "tag": when_full}
+    f = jax.jit(lambda x: lax.fori_loop(
+        0, 100, lambda i, x: (hc.tap(host, i, x, **options), x)[1], x))
+    f(jnp.zeros(1000)).block_until_ready()
+    hc.barrier()
+    assert seen == sorted(seen)
+    dropped = hc.monitor.stats()[when_full].dropped
+    assert len(seen) + dropped == 100
+    assert (when_full == "block") == (len(seen) == 100), (when_full, len(seen))
 """)
 
 

@@ -12,6 +12,7 @@ import traceback
 from concurrent import futures
 from multiprocessing.pool import ThreadPool
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,7 +160,7 @@ def executor(request):
 
 @pytest.fixture
 def processes():
-    with process_pool() as pool:
+    with futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT) as pool:
         yield pool
 
 

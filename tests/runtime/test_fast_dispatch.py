@@ -29,7 +29,7 @@ def slow():
     def body(c, _):
         return jnp.sin(c @ c) * 0.01, None
 
-    f = jax.jit(lambda m: lax.scan(body, m, length=40)[0].sum() * 0)
+    f = jax.jit(lambda m: lax.scan(body, m, length=25)[0].sum() * 0)
     jax.block_until_ready(f(m))
     return lambda: f(m)
 
@@ -271,7 +271,7 @@ def test_failures_behind_another_program_are_raised_by_barriers(
 ):
     """Each barrier raises one."""
     f = failing(order, result)
-    for _ in range(3):
+    for _ in range(2):
         for _ in range(n):
             f(slow())  # the result is dropped
         for _ in range(n):

@@ -7,7 +7,6 @@ import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall import _native
 
 N = 1 << 16
 SPEC = jax.ShapeDtypeStruct((N,), jnp.float32)
@@ -25,9 +24,9 @@ def test_the_engine_makes_the_call():
     x = jnp.linspace(0, 9, N)
     assert "hostcall_call" in f.lower(x).as_text()
     np.testing.assert_allclose(f(x), np.sin(x) * 2, rtol=1e-6)
-    calls, _ = _native.pinned_pools()
-    assert calls["allocations"] > 0
-    assert calls["in_use"] == 0
+    calls = hc.monitor.pinned_memory()["calls"]
+    assert calls.allocations > 0
+    assert calls.in_use == 0
 
 
 def test_many_programs_in_flight():

@@ -9,8 +9,8 @@ import gc
 import time
 import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +42,7 @@ def test_rows_that_make_parallel_calls_of_their_own(mode):
 def test_arrays_that_come_from_another_process():
     """Their dtypes equal NumPy's own, but are other objects."""
     spec = jax.ShapeDtypeStruct((3,), np.float32)
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked.CONTEXT) as pool:
         f = jax.jit(
             jax.vmap(
                 lambda v: hc.call(

@@ -1,6 +1,5 @@
 """hc.tap: what is delivered, when, and what happens to errors."""
 
-import dataclasses
 import gc
 import threading
 import weakref
@@ -12,7 +11,6 @@ import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall._core import config
 from hostcall._primitives.tap import primitive
 
 
@@ -634,10 +632,12 @@ def test_a_size_that_is_none(wrong):
 
 
 @pytest.mark.parametrize("size", [np.float32(2**28), np.array(2**28), jnp.int32(2**28)])
-def test_a_size_of_any_type(size, monkeypatch):
-    monkeypatch.setattr(config, "settings", dataclasses.replace(config.settings))
-    hc.configure(cache_bytes=size)
-    assert config.settings.cache_bytes == 2**28
+def test_a_size_of_any_type(size):
+    try:
+        hc.configure(tap_queue_bytes=size)
+        assert hc.monitor.tap_queue().limit == 2**28
+    finally:
+        hc.configure(tap_queue_bytes=256_000_000)
 
 
 def test_a_barrier_in_a_traced_function():

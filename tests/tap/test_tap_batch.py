@@ -310,7 +310,7 @@ def test_a_full_queue_drops_the_oldest():
         hc.configure(tap_queue_bytes=256_000_000)
 
 
-def test_results_are_the_same_bits():
+def test_results_are_the_same_bits(optimized):
     def run(tap):
         def body(c, x):
             tap(c)

@@ -93,30 +93,40 @@ def oracle(name, order, *xs):
     return seen if order == "ordered" else sorted(seen)
 
 
-def check(name, order, transform):
+EAGER_AND_JIT = (lambda f: f, jax.jit)
+
+
+def in_turn(number, names=NAMES):
+    """(name, order, mode) for each program: over four transformations, numbered, each
+    program has both orders in both modes, and each transformation has them too.
+    """
+    ways = [(order, mode) for order in ("unordered", "ordered") for mode in (0, 1)]
+    return pytest.mark.parametrize(
+        ("name", "order", "mode"),
+        [(name, *ways[(NAMES.index(name) + number) % 4]) for name in names],
+    )
+
+
+def check(name, order, mode, transform):
     taps = Taps(order)
-    f = transform(programs(taps, jax.checkpoint)[name])
-    for g in (f, jax.jit(f)):
-        jax.block_until_ready(g(X))
-        np.testing.assert_allclose(taps.taken(), oracle(name, order, X), rtol=1e-6)
+    f = EAGER_AND_JIT[mode](transform(programs(taps, jax.checkpoint)[name]))
+    jax.block_until_ready(f(X))
+    np.testing.assert_allclose(taps.taken(), oracle(name, order, X), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@ORDERS
-def test_a_run_delivers_what_python_sees(name, order):
-    check(name, order, lambda f: f)
+@in_turn(0)
+def test_a_run_delivers_what_python_sees(name, order, mode):
+    check(name, order, mode, lambda f: f)
 
 
-@pytest.mark.parametrize("name", FORWARD)
-@ORDERS
-def test_jvp_delivers_primals_once(name, order):
-    check(name, order, lambda f: lambda x: jax.jvp(f, (x,), (x * 3,)))
+@in_turn(1, FORWARD)
+def test_jvp_delivers_primals_once(name, order, mode):
+    check(name, order, mode, lambda f: lambda x: jax.jvp(f, (x,), (x * 3,)))
 
 
-@pytest.mark.parametrize("name", [name for name in FORWARD if name != "while"])
-@ORDERS
-def test_linearize_delivers_primals_once(name, order):
-    check(name, order, lambda f: lambda x: [*map(jax.linearize(f, x)[1], (x, x))])
+@in_turn(2, [name for name in FORWARD if name != "while"])
+def test_linearize_delivers_primals_once(name, order, mode):
+    check(name, order, mode, lambda f: lambda x: [*map(jax.linearize(f, x)[1], (x, x))])
 
 
 @ORDERS
@@ -133,27 +143,26 @@ def test_a_linearized_while_delivers_once(order):
     assert len(taps.taken()) == 0
 
 
-@pytest.mark.parametrize("name", REVERSIBLE)
-@ORDERS
-def test_reverse_derivatives_deliver_primals_once(name, order):
-    check(name, order, jax.grad)
+@in_turn(3, REVERSIBLE)
+def test_reverse_derivatives_deliver_primals_once(name, order, mode):
+    check(name, order, mode, jax.grad)
 
 
 # --- vmap ----------------------------------------------------------------------------
 
 
+HOW = [  # each pair of two of them
+    ("rows", "each", "ordered"),
+    ("rows", "batched", "unordered"),
+    ("rows of grad", "each", "unordered"),
+    ("rows of grad", "batched", "ordered"),
+    ("grad of rows", "each", "ordered"),
+    ("grad of rows", "batched", "unordered"),
+]
+
+
 @pytest.mark.parametrize("name", [name for name in REVERSIBLE if name != "cond"])
-@pytest.mark.parametrize(
-    ("how", "rows", "order"),
-    [  # each pair of two of them
-        ("rows", "each", "ordered"),
-        ("rows", "batched", "unordered"),
-        ("rows of grad", "each", "unordered"),
-        ("rows of grad", "batched", "ordered"),
-        ("grad of rows", "each", "ordered"),
-        ("grad of rows", "batched", "unordered"),
-    ],
-)
+@pytest.mark.parametrize(("how", "rows", "order"), HOW)
 def test_vmap_delivers_what_each_row_would(name, rows, how, order):
     taps = Taps(order, rows=rows)
     f = programs(taps, jax.checkpoint)[name]
@@ -164,9 +173,10 @@ def test_vmap_delivers_what_each_row_would(name, rows, how, order):
     }[how]
     xs = np.array([0.5, X, 2], np.float32)
     want = sorted(oracle(name, order, *xs))
-    for g in (batch, jax.jit(batch)):
-        jax.block_until_ready(g(xs))
-        np.testing.assert_allclose(sorted(taps.taken()), want, rtol=1e-6)
+    # In turn, so that each program and each line of HOW has both modes.
+    mode = (NAMES.index(name) + HOW.index((how, rows, order)) // 2) % 2
+    jax.block_until_ready(EAGER_AND_JIT[mode](batch)(xs))
+    np.testing.assert_allclose(sorted(taps.taken()), want, rtol=1e-6)
 
 
 # in_axes of the outer and of the inner vmap, over two arrays.

@@ -328,7 +328,7 @@ def test_the_hook_is_the_one_of_the_moment(stops):
     assert float(stops[1]["x"]) == 5
 
 
-def test_results_are_the_same_bits(stops):
+def test_results_are_the_same_bits(stops, optimized):
     def f(x, show):
         def body(c, i):
             c = jnp.sin(c) * 1.1

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
+from hostcall import observe
 from hostcall.tools import sinks
-from hostcall.tools.observing import Record, observe
+from hostcall.tools.observing import Record
 
 P = PartitionSpec
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import hostcall as hc
-from hostcall.tools.observing import observe
+from hostcall import observe
 
 P = PartitionSpec
 X = np.linspace(0.1, 0.9, 8, dtype=np.float32)

@@ -75,7 +75,7 @@ def bits(tree):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_are_the_same_bits(name, screen, monkeypatch):
+def test_results_are_the_same_bits(name, screen, optimized, monkeypatch):
     total = None if "while" in name else N
 
     def show(i, c):

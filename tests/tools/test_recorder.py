@@ -270,7 +270,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_are_the_same_bits(name, rec):
+def test_results_are_the_same_bits(name, rec, optimized):
     c = jnp.linspace(0, 1, 4)
     program = PROGRAMS[name]
     by_grad = name in ("grad", "remat")

@@ -226,7 +226,7 @@ def test_shards_are_written_block_by_block(spec, rec):
     assert len(blocks) == 20 * len(device_blocks)
 
 
-def test_shards_do_not_communicate(rec):
+def test_shards_do_not_communicate(rec, optimized):
     """And what the program computes has the same bits."""
     whole = jnp.linspace(0, 1, 64).reshape(8, 8)
     x = jax.device_put(whole, NamedSharding(grid(), P("x", "y")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,8 +137,7 @@ def test_compilation_and_parallel_rows_have_tracks(tmp_path):
 
 def test_rows_in_other_processes_have_tracks(tmp_path):
     path = tmp_path / "run.json"
-    spawn = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(2, mp_context=spawn) as pool:
+    with futures.ProcessPoolExecutor(2, mp_context=forked.CONTEXT) as pool:
 
         @jax.jit
         @jax.vmap
@@ -169,7 +168,7 @@ def test_each_device_has_a_track(tmp_path):
     assert {e["pid"] for e in written(path, "call")} == {100, 101}
 
 
-def test_results_are_the_same_bits(tmp_path):
+def test_results_are_the_same_bits(tmp_path, optimized):
     def program(x):
         def body(c, _):
             y = hc.call(np.sin, SCALAR, c)

@@ -184,7 +184,7 @@ WATCHES = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_are_the_same_bits(name):
+def test_results_are_the_same_bits(name, optimized):
     plain = np.asarray(PROGRAMS[name](lambda x: x)).tobytes()
     for watch, options in WATCHES.items():
         show = lambda x, options=options: hc.watch(x, also=x, **options)
