@@ -15,6 +15,7 @@ from typing import TextIO
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import compiled
+import fakegpus
 import hypothesis
 import jax
 import nursery
@@ -62,7 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     global hc, _native, delivery, failures, tap_failures
-    platforms.set_up(config.getoption("--platform"))
+    platform = config.getoption("--platform")
+    platforms.set_up(platform)
+    if platform == "fakegpu":
+        if reason := fakegpus.missing():
+            pytest.exit(f"--platform fakegpu: {reason}", returncode=0)
+        config.pluginmanager.register(fakegpus.Judge(fakegpus.start()), "judge")
+        fakegpus.make_arrays_on_the_host()
     compiled.once()
 
     # After it: hostcall registers its handlers when it is imported.
@@ -73,6 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # A copy from before pytest captures output, so that a hang's stacks are not lost.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_report_teststatus(report: object) -> tuple[str, str, str] | None:
+    return fakegpus.status(report)
 
 
 def pytest_unconfigure() -> None:

@@ -1,10 +1,11 @@
-"""Where the tests run: `pytest --platform cpu` (the default), `staged` or `cuda`.
+"""Where the tests run: `pytest --platform cpu` (the default), `staged`, `fakegpu` or `cuda`.
 
 cpu     Programs run on XLA's CPU runtime, with the handlers for CPUs.
 staged  Programs run on XLA's CPU runtime, with the handlers for CUDA (wrapped by
-        tests/native/staged.cc) on a fake driver (tests/native/fake_cuda.cc): its device
-        memory is host memory, its streams are threads. All values go through pinned
+        tests/native/staged.cc) on the driver of tests/fakegpu: its device memory is host
+        memory, its streams are threads. All values go through pinned
         memory, as on a GPU.
+fakegpu Programs run on XLA's CUDA runtime, on a driver of this repository (fakegpus.py).
 cuda    Programs run on NVIDIA GPUs. Tests that need more devices are skipped.
 """
 
@@ -23,10 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakegpus
 import jax
 from jax._src import dispatch
 
-PLATFORMS = ("cpu", "staged", "cuda")
+PLATFORMS = ("cpu", "staged", "fakegpu", "cuda")
 _streams: list[int] = []
 
 
@@ -44,9 +46,11 @@ def compiled(source: str, folder: Path, *includes: str) -> Path:
 
 
 def staged(folder: Path) -> tuple[Path, Path]:
-    """Compiles the fake driver, and the handlers that use it in XLA's CPU runtime."""
+    """Compiles the driver, and the handlers that use it in XLA's CPU runtime."""
     paths = jax.ffi.include_dir(), sysconfig.get_path("include")
-    return compiled("fake_cuda.cc", folder), compiled("staged.cc", folder, *paths)
+    return fakegpus.built("staged") / "staged_driver.so", compiled(
+        "staged.cc", folder, *paths
+    )
 
 
 def set_up(platform: str) -> None:
@@ -121,15 +125,17 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
     for name in (item.path.name, item.originalname, item.name):
         if name in _CPU_ONLY:
             return _CPU_ONLY[name]
+    if item.path.parent.name == "fakegpu":
+        return None
     if "run_python" in item.fixturenames:
         return "runs in a process of its own, on the CPU"
-    if platform == "staged" and item.path.name.startswith(_ABOVE_HANDLERS):
+    if platform in ("staged", "fakegpu") and item.path.name.startswith(_ABOVE_HANDLERS):
         return "is not about the handlers"
     if hasattr(item, "callspec") and item.path.name != "test_cuda.py":
         case = item.callspec
         if "buffer" in case.id or "buffer_callback" in str(case.params):
             return "reads Buffers with NumPy"
-    if platform == "cuda" and re.match(
+    if platform != "staged" and re.match(
         r"test_dtypes_and_shapes\[u?int[24]-", item.name
     ):
         return "XLA's compiler for GPUs refuses scans of them (jax 0.11.2)"

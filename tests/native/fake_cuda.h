@@ -1,5 +1,5 @@
-// The fake driver as tests use it. fake_cuda.cc says where it is stricter than the
-// real one.
+// The driver of tests/fakegpu as tests use it. Its README says where it is stricter
+// than the real one.
 #pragma once
 
 #undef NDEBUG

@@ -1,4 +1,4 @@
-// Calls and taps on streams of the fake driver (fake_cuda.cc).
+// Calls and taps on streams of the driver of tests/fakegpu.
 #include "cuda/staging.h"
 
 #include <atomic>
