@@ -69,7 +69,7 @@ def start() -> ctypes.CDLL:
     """
     folder = built("all")
     os.environ.update(_SETTINGS)
-    for name in ("libnvidia-ml.so.1", "libcudart.so.12"):
+    for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
         ctypes.CDLL(str(folder / name))
     driver = ctypes.CDLL(str(folder / "libcuda.so.1"))
     driver.fakeTakeFaults.restype = ctypes.c_char_p

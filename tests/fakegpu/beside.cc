@@ -1,6 +1,8 @@
-// What XLA asks of two libraries beside the driver: libnvidia-ml.so.1 and
-// libcudart.so.12. Only versions; a missing function is an error to XLA, not a
-// crash.
+// What XLA asks of three libraries beside the driver: libnvidia-ml.so.1,
+// libcudart.so.12 and libcublas.so.12. Only versions and errors; a missing function
+// is an error to XLA, and not a crash, unless it returns a text.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstdlib>
 
@@ -32,3 +34,17 @@ EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}
 EXPORT void __cudaRegisterFunction(void**, ...) {}
 EXPORT void __cudaRegisterVar(void**, ...) {}
+
+/// A product of matrices is a kernel, too: counted and refused.
+EXPORT int cublasCreate_v2(void** handle) {
+  *handle = nullptr;
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (driver == nullptr) return 1;
+  const auto count = reinterpret_cast<void (*)()>(dlsym(driver, "fakeCountKernel"));
+  if (count != nullptr) count();
+  return 1;
+}
+EXPORT const char* cublasGetStatusName(int) {
+  return "CUBLAS_STATUS_NOT_INITIALIZED";
+}
+EXPORT const char* cublasGetStatusString(int) { return "there is no cuBLAS here"; }

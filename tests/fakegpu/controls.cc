@@ -15,6 +15,10 @@ EXPORT long fakeKernels() {
   Lock lock(W().mutex);
   return W().kernels;
 }
+EXPORT void fakeCountKernel() {
+  Lock lock(W().mutex);
+  ++W().kernels;
+}
 EXPORT long fakeGraphLaunches() {
   Lock lock(W().mutex);
   return W().graph_launches;
