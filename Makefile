@@ -72,10 +72,8 @@ test: $(VENV)/.installed
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged
 
-# Which files: their programs mostly launch no kernel, so that they are judged.
-GPU_RUNTIME := tests/fakegpu tests/runtime/test_gpu.py tests/feed/test_feed.py \
-  $(addprefix tests/call/test_,order.py where.py errors.py arrays.py call_jit.py dtypes.py) \
-  $(addprefix tests/tap/test_,tap.py tap_where.py)
+# Files whose programs mostly launch no kernel, so that they are judged.
+GPU_RUNTIME := tests/fakegpu tests/call/test_where.py tests/feed/test_feed.py
 test-gpu-runtime: $(VENV)/.installed
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)") && \
 	  if $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \

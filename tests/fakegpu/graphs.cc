@@ -96,13 +96,13 @@ Op FillOp(const FillNode& node) {
   };
 }
 
-/// CUgraphNodeParams, as far as it is read. Kinds: 0 a kernel, 4 a child graph.
+/// CUgraphNodeParams, as far as it is read.
 struct NodeParams {
   int kind;
   int reserved[3];
   CUgraph_st* child;
 };
-constexpr int kKernel = 0, kChild = 4;
+constexpr int kChild = 4;
 
 }  // namespace
 
@@ -170,8 +170,7 @@ EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, vo
   ENTER();
   if (params->kind == kChild)
     return *node = Add(graph, nullptr, Clone(params->child)), kSuccess;
-  if (params->kind == kKernel) ++W().kernels;
-  return kNotSupported;
+  return ++W().kernels, kNotSupported;  // a kernel, or what only goes with kernels
 }
 EXPORT int cuGraphGetNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
                            size_t* count) {
