@@ -75,13 +75,14 @@ test-staged: $(VENV)/.installed
 # Files whose programs mostly launch no kernel, so that they are judged.
 GPU_RUNTIME := tests/fakegpu tests/call/test_where.py tests/feed/test_feed.py
 test-gpu-runtime: $(VENV)/.installed
-	version=$$($(BIN)/python -c "import jax; print(jax.__version__)") && \
-	  if $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
-	    jax-cuda12-pjrt==$$version jax-cuda12-plugin==$$version; then \
-	    $(BIN)/python $(PYTEST) --platform fakegpu $(GPU_RUNTIME); \
-	  else \
-	    echo "test-gpu-runtime: SKIPPED: XLA's packages for CUDA can't be had"; \
-	  fi
+	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
+	if [ $$had -eq 3 ]; then \
+	  echo "test-gpu-runtime: SKIPPED: XLA's packages for CUDA can't be had here (see above)"; \
+	elif [ $$had -ne 0 ]; then \
+	  echo "test-gpu-runtime: XLA's packages for CUDA were not installed (see above)"; exit 1; \
+	else \
+	  PYTHONPATH="$$folder" $(BIN)/python $(PYTEST) --platform fakegpu $(GPU_RUNTIME); \
+	fi
 
 test-optional: OPTIONAL := .venv-optional
 test-optional:

@@ -64,12 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global hc, _native, delivery, failures, tap_failures
     platform = config.getoption("--platform")
-    platforms.set_up(platform)
+    driver = platforms.set_up(platform)
+    if driver is not None:
+        config.pluginmanager.register(fakegpus.Rules(driver), "rules")
     if platform == "fakegpu":
-        if reason := fakegpus.missing():
-            pytest.exit(f"--platform fakegpu: {reason}", returncode=0)
-        config.pluginmanager.register(fakegpus.Judge(fakegpus.start()), "judge")
-        fakegpus.make_arrays_on_the_host()
+        config.pluginmanager.register(fakegpus.Judge(driver), "judge")
     compiled.once()
 
     # After it: hostcall registers its handlers when it is imported.
@@ -232,7 +231,9 @@ def run_python() -> Run:
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **(env or {})}
-        done = nursery.run(_command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS)
+        done = nursery.run(
+            _command(source, args, "SIGINT" in source), env, PROGRAM_SECONDS
+        )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done

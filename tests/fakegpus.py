@@ -47,7 +47,10 @@ def missing() -> str | None:
     if sys.platform != "linux":
         return "XLA's CUDA runtime is for Linux"
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        return f"needs {' and '.join(PACKAGES)} ({jax.__version__})"
+        return (
+            f"needs {' and '.join(PACKAGES)} {jax.__version__}: `make test-gpu-runtime`"
+            " gets them"
+        )
     for name in PACKAGES:
         if metadata.version(name) != jax.__version__:
             return f"{name} is {metadata.version(name)}, and jax {jax.__version__}"
@@ -61,21 +64,24 @@ def built(target: str) -> Path:
     return _BUILT
 
 
-def start() -> ctypes.CDLL:
-    """Starts the driver in this process. Must run before JAX is used.
+def opened(path: Path) -> ctypes.CDLL:
+    """Loads the driver. Its functions for tests are in tests/fakegpu/controls.cc."""
+    driver = ctypes.CDLL(str(path))
+    driver.fakeTakeFaults.restype = ctypes.c_char_p
+    driver.fakePinnedBytes.restype = ctypes.c_size_t
+    driver.fakeStreamCreate.restype = ctypes.c_void_p
+    for name in ("fakeCount", "fakeKernels", "fakeGraphLaunches"):
+        getattr(driver, name).restype = ctypes.c_long
+    return driver
 
-    Returns:
-      The driver, whose functions for tests are in tests/fakegpu/controls.cc.
-    """
+
+def start() -> ctypes.CDLL:
+    """Starts the driver in this process. Must run before JAX is used."""
     folder = built("all")
     os.environ.update(_SETTINGS)
     for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
         ctypes.CDLL(str(folder / name))
-    driver = ctypes.CDLL(str(folder / "libcuda.so.1"))
-    driver.fakeTakeFaults.restype = ctypes.c_char_p
-    driver.fakePinnedBytes.restype = ctypes.c_size_t
-    for name in ("fakeCount", "fakeKernels", "fakeGraphLaunches"):
-        getattr(driver, name).restype = ctypes.c_long
+    driver = opened(folder / "libcuda.so.1")
     hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files
     return driver
 
@@ -101,8 +107,25 @@ def _on_the_host(make: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return made
 
 
+class Rules:
+    """Fails each test in which a rule of CUDA was broken, whatever else it found."""
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self.driver = driver
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # it has the last word
+    def pytest_runtest_makereport(
+        self,
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if faults := self.driver.fakeTakeFaults().decode():
+            report.outcome = "failed"
+            report.longrepr = f"rules of CUDA were broken:\n{faults}"
+        return report
+
+
 class Judge:
-    """Decides about each test by what its programs asked of the driver."""
+    """Takes the word of no test whose programs launched a kernel."""
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self.driver = driver
@@ -120,11 +143,7 @@ class Judge:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         launched = self.driver.fakeKernels() - self._before
-        faults = self.driver.fakeTakeFaults().decode()
-        if faults:
-            report.outcome = "failed"
-            report.longrepr = f"rules of CUDA were broken:\n{faults}"
-        elif launched and report.when != "teardown":
+        if launched and report.when != "teardown":
             if not report.skipped and (report.when == "call" or report.failed):
                 report.outcome, report.not_judged = "skipped", True
                 why = f"its programs launched kernels ({launched})"

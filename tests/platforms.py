@@ -26,6 +26,7 @@ from typing import Any
 
 import fakegpus
 import jax
+import pytest
 from jax._src import dispatch
 
 PLATFORMS = ("cpu", "staged", "fakegpu", "cuda")
@@ -53,14 +54,24 @@ def staged(folder: Path) -> tuple[Path, Path]:
     )
 
 
-def set_up(platform: str) -> None:
-    """Prepares this process for a platform. Must run before JAX is used."""
+def set_up(platform: str) -> ctypes.CDLL | None:
+    """Prepares this process for a platform. Must run before JAX is used.
+
+    Returns:
+      The driver of tests/fakegpu, on platforms that use it.
+    """
     if platform == "cuda":
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
+    if platform == "fakegpu":
+        if reason := fakegpus.missing():
+            raise pytest.UsageError(f"--platform fakegpu: {reason}")
+        driver = fakegpus.start()
+        fakegpus.make_arrays_on_the_host()
+        return driver
     if platform != "staged":
-        return
+        return None
     with tempfile.TemporaryDirectory() as folder:  # the libraries stay loaded
-        use_fake_driver(*staged(Path(folder)))
+        return use_fake_driver(*staged(Path(folder)))
 
 
 _DISPATCHED = "a program on a GPU has made its calls when its dispatch returns"
@@ -198,8 +209,7 @@ def use_fake_driver(driver: Path, handlers: Path) -> ctypes.CDLL:
     finally:
         jax.ffi.register_ffi_target = register
     assert not _native.cuda_missing()  # opens the driver that the environment names
-    library, wrapper = ctypes.CDLL(str(driver)), ctypes.CDLL(str(handlers))
-    library.fakeStreamCreate.restype = ctypes.c_void_p
+    library, wrapper = fakegpus.opened(driver), ctypes.CDLL(str(handlers))
     wrapper.Wrap.restype = ctypes.c_void_p
     _streams.extend(library.fakeStreamCreate() for _ in range(8))
     wrapper.SetUp(

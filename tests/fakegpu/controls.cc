@@ -67,7 +67,7 @@ EXPORT void fakeLoseAfter(long calls) {
 EXPORT void fakeSetCapturing(void* handle, int capturing) {
   Lock lock(W().mutex);
   CUstream_st* const stream = Find(lock, static_cast<CUstream_st*>(handle));
-  stream->capture = capturing != 0 ? new CUgraph_st : nullptr;
+  stream->capture = capturing != 0 ? NewGraph(lock) : nullptr;
 }
 
 EXPORT void* fakeStreamCreateOn(int device) {
@@ -84,10 +84,9 @@ EXPORT void fakeStreamDestroy(void* handle) {
   Lock lock(W().mutex);
   auto* const stream = static_cast<CUstream_st*>(handle);
   stream->capture = nullptr;
-  Wait(lock, stream);
-  W().streams.erase(stream);
-  stream->closed = true;
-  W().changed.notify_all();
+  std::thread thread = Close(lock, stream);
+  lock.unlock();
+  thread.join();
 }
 /// Waits for what is queued, and clears delays, failures and counts. Streams,
 /// events and memory stay.

@@ -1,6 +1,5 @@
 // CUDA graphs: captured from a stream, or built of nodes. Nodes run one after the
-// other. A graph that is destroyed keeps its memory, since nodes and child graphs
-// are known by their addresses.
+// other.
 #include <cstring>
 #include <utility>
 
@@ -16,11 +15,11 @@ namespace {
 
 using namespace fakegpu;
 
-CUgraph_st* Clone(const CUgraph_st* graph) {
-  auto* const clone = new CUgraph_st;
+CUgraph_st* Clone(Lock& lock, const CUgraph_st* graph) {
+  CUgraph_st* const clone = NewGraph(lock);
   for (const CUgraphNode_st* node : graph->nodes) {
-    CUgraph_st* const child = node->child ? Clone(node->child) : nullptr;
-    clone->nodes.push_back(new CUgraphNode_st{node->op, child});
+    CUgraph_st* const child = node->child ? Clone(lock, node->child) : nullptr;
+    AddNode(lock, clone, node->op, child);
   }
   return clone;
 }
@@ -31,16 +30,11 @@ void Collect(const CUgraphNode_st& node, std::vector<Op>& ops) {
   for (const CUgraphNode_st* inner : node.child->nodes) Collect(*inner, ops);
 }
 
-CUgraphNode_st* Add(CUgraph_st* graph, Op op, CUgraph_st* child = nullptr) {
-  graph->nodes.push_back(new CUgraphNode_st{std::move(op), child});
-  return graph->nodes.back();
-}
-
-void Take(CUgraphExec_st* exec, const CUgraph_st* graph) {
+void Take(Lock& lock, CUgraphExec_st* exec, const CUgraph_st* graph) {
   exec->order = graph->nodes;
   exec->now.clear();
   for (CUgraphNode_st* node : graph->nodes) {
-    exec->now[node] = {node->op, node->child ? Clone(node->child) : nullptr};
+    exec->now[node] = {node->op, node->child ? Clone(lock, node->child) : nullptr};
   }
 }
 
@@ -118,7 +112,7 @@ EXPORT int cuStreamBeginCaptureToGraph(CUstream_st* handle, CUgraph_st* graph,
 EXPORT int cuStreamBeginCapture_v2(CUstream_st* handle, int) {
   ENTER_STREAM(handle);
   stream->spoilt = false;
-  return stream->capture = new CUgraph_st, kSuccess;
+  return stream->capture = NewGraph(lock), kSuccess;
 }
 EXPORT int cuStreamEndCapture(CUstream_st* handle, CUgraph_st** graph) {
   ENTER_STREAM(handle);
@@ -132,28 +126,29 @@ EXPORT int cuStreamEndCapture(CUstream_st* handle, CUgraph_st** graph) {
 // -----------------------------------------------------------------------
 
 EXPORT int cuGraphCreate(CUgraph_st** graph, unsigned) {
-  return *graph = new CUgraph_st, kSuccess;
+  ENTER();
+  return *graph = NewGraph(lock), kSuccess;
 }
 EXPORT int cuGraphDestroy(CUgraph_st*) { return kSuccess; }
 EXPORT int cuGraphAddEmptyNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
                                size_t) {
   ENTER();
-  return *node = Add(graph, nullptr), kSuccess;
+  return *node = AddNode(lock, graph, nullptr), kSuccess;
 }
 EXPORT int cuGraphAddChildGraphNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
                                     size_t, CUgraph_st* child) {
   ENTER();
-  return *node = Add(graph, nullptr, Clone(child)), kSuccess;
+  return *node = AddNode(lock, graph, nullptr, Clone(lock, child)), kSuccess;
 }
 EXPORT int cuGraphAddMemcpyNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
                                 size_t, const CopyNode* copy, CUctx_st*) {
   ENTER();
-  return *node = Add(graph, CopyOp(*copy)), kSuccess;
+  return *node = AddNode(lock, graph, CopyOp(*copy)), kSuccess;
 }
 EXPORT int cuGraphAddMemsetNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
                                 size_t, const FillNode* fill, CUctx_st*) {
   ENTER();
-  return *node = Add(graph, FillOp(*fill)), kSuccess;
+  return *node = AddNode(lock, graph, FillOp(*fill)), kSuccess;
 }
 EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st**, CUgraph_st*, void*, size_t,
                                    void*) {
@@ -169,7 +164,8 @@ EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, vo
                              size_t, const NodeParams* params) {
   ENTER();
   if (params->kind == kChild)
-    return *node = Add(graph, nullptr, Clone(params->child)), kSuccess;
+    return *node = AddNode(lock, graph, nullptr, Clone(lock, params->child)),
+           kSuccess;
   return ++W().kernels, kNotSupported;  // a kernel, or what only goes with kernels
 }
 EXPORT int cuGraphGetNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
@@ -205,13 +201,13 @@ EXPORT int cuGraphDebugDotPrint(CUgraph_st*, const char*, unsigned) {
 EXPORT int cuGraphInstantiate(CUgraphExec_st** exec, CUgraph_st* graph, Address) {
   ENTER();
   *exec = new CUgraphExec_st;
-  return Take(*exec, graph), kSuccess;
+  return Take(lock, *exec, graph), kSuccess;
 }
 EXPORT int cuGraphInstantiateWithFlags(CUgraphExec_st** exec, CUgraph_st* graph,
                                        Address) {
   ENTER();
   *exec = new CUgraphExec_st;
-  return Take(*exec, graph), kSuccess;
+  return Take(lock, *exec, graph), kSuccess;
 }
 EXPORT int cuGraphExecDestroy(CUgraphExec_st* exec) {
   ENTER();
@@ -219,13 +215,13 @@ EXPORT int cuGraphExecDestroy(CUgraphExec_st* exec) {
 }
 EXPORT int cuGraphExecUpdate_v2(CUgraphExec_st* exec, CUgraph_st* graph, void*) {
   ENTER();
-  return Take(exec, graph), kSuccess;
+  return Take(lock, exec, graph), kSuccess;
 }
 EXPORT int cuGraphExecChildGraphNodeSetParams(CUgraphExec_st* exec,
                                               CUgraphNode_st* node,
                                               CUgraph_st* child) {
   ENTER();
-  return exec->now[node].child = Clone(child), kSuccess;
+  return exec->now[node].child = Clone(lock, child), kSuccess;
 }
 EXPORT int cuGraphExecMemcpyNodeSetParams(CUgraphExec_st* exec,
                                           CUgraphNode_st* node,
@@ -243,7 +239,7 @@ EXPORT int cuGraphExecNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
                                     const NodeParams* params) {
   ENTER();
   if (params->kind != kChild) return kNotSupported;
-  return exec->now[node].child = Clone(params->child), kSuccess;
+  return exec->now[node].child = Clone(lock, params->child), kSuccess;
 }
 EXPORT int cuGraphUpload(CUgraphExec_st*, CUstream_st*) { return kSuccess; }
 EXPORT int cuGraphLaunch(CUgraphExec_st* exec, CUstream_st* handle) {

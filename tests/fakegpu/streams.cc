@@ -15,10 +15,9 @@ EXPORT int cuStreamCreateWithPriority(CUstream_st** stream, unsigned, int) {
 }
 EXPORT int cuStreamDestroy_v2(CUstream_st* handle) {
   ENTER();
-  if (W().streams.erase(handle) == 0)
+  if (W().streams.count(handle) == 0)
     return Fault(lock, "no such stream", kInvalidHandle);
-  handle->closed = true;  // its thread does what is queued, and ends
-  return W().changed.notify_all(), kSuccess;
+  return Close(lock, handle).detach(), kSuccess;
 }
 EXPORT int cuStreamSynchronize(CUstream_st* handle) {
   ENTER_STREAM(handle);

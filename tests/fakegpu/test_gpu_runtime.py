@@ -24,7 +24,7 @@ SPEC = jax.ShapeDtypeStruct(X.shape, X.dtype)
 def driver(pytestconfig):
     if pytestconfig.getoption("--platform") != "fakegpu":
         pytest.skip("--platform fakegpu")
-    driver = pytestconfig.pluginmanager.getplugin("judge").driver
+    driver = pytestconfig.pluginmanager.getplugin("rules").driver
     yield driver
     driver.fakeReset()
 

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <unordered_map>
 
 namespace fakegpu {
@@ -94,8 +93,23 @@ CUstream_st* NewStream(Lock&, CUctx_st* context) {
   auto* stream = new CUstream_st{};
   stream->context = context;
   W().streams.insert(stream);
-  std::thread(Work, stream).detach();
+  stream->thread = std::thread(Work, stream);
   return stream;
+}
+
+std::thread Close(Lock&, CUstream_st* stream) {
+  W().streams.erase(stream);
+  std::thread thread = std::move(stream->thread);
+  stream->closed = true;
+  W().changed.notify_all();
+  return thread;
+}
+
+CUgraph_st* NewGraph(Lock&) { return &W().graphs.emplace_back(); }
+
+CUgraphNode_st* AddNode(Lock&, CUgraph_st* graph, Op op, CUgraph_st* child) {
+  W().nodes.push_back(CUgraphNode_st{std::move(op), child});
+  return graph->nodes.emplace_back(&W().nodes.back());
 }
 
 CUstream_st* Find(Lock& lock, CUstream_st* handle) {
@@ -110,9 +124,9 @@ CUstream_st* Find(Lock& lock, CUstream_st* handle) {
   return found;
 }
 
-void Enqueue(Lock&, CUstream_st* stream, Op op) {
+void Enqueue(Lock& lock, CUstream_st* stream, Op op) {
   if (stream->capture != nullptr) {
-    stream->capture->nodes.push_back(new CUgraphNode_st{std::move(op)});
+    AddNode(lock, stream->capture, std::move(op));
     return;
   }
   stream->queue.push_back(std::move(op));

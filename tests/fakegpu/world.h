@@ -13,6 +13,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "codes.h"
@@ -47,6 +48,7 @@ struct CUstream_st {
   CUgraph_st* capture = nullptr;  // what its work is recorded into
   bool spoilt = false;            // something was done that a capture forbids
   bool closed = false;
+  std::thread thread;  // does its work; frees the stream when it is closed
 };
 
 namespace fakegpu {
@@ -72,6 +74,9 @@ struct World {
   CUstream_st* default_streams[kMostDevices] = {};
   std::set<CUstream_st*> streams;
   std::map<CUevent_st*, std::shared_ptr<CUevent_st>> events;
+  // Kept when they are destroyed: nodes and child graphs are known by address.
+  std::deque<CUgraph_st> graphs;
+  std::deque<CUgraphNode_st> nodes;
   Blocks device, pinned;
   bool has_device_memory = false;  // false: all memory may stand for a device's
 
@@ -105,9 +110,14 @@ int Enter(Lock& lock, const char* function, bool xlas, bool asks);
 int Fault(Lock& lock, const std::string& what, int code);
 
 CUstream_st* NewStream(Lock& lock, CUctx_st* context);
+/// Forgets the stream. Returns its thread, which does what is queued, and ends.
+std::thread Close(Lock& lock, CUstream_st* stream);
 /// The stream of a handle; null if there is none.
 CUstream_st* Find(Lock& lock, CUstream_st* handle);
 void Enqueue(Lock& lock, CUstream_st* stream, Op op);
+CUgraphNode_st* AddNode(Lock& lock, CUgraph_st* graph, Op op,
+                        CUgraph_st* child = nullptr);
+CUgraph_st* NewGraph(Lock& lock);
 /// Waits for what is queued by now. Returns the code that says how that went.
 int Wait(Lock& lock, CUstream_st* stream);
 int WaitForAll(Lock& lock);
