@@ -77,6 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from hostcall._core import failures
     from hostcall._runtime import delivery, tap_failures
 
+    if platform in ("fakegpu", "cuda") and jax.default_backend() != "gpu":
+        raise pytest.UsageError(f"--platform {platform}: JAX starts no GPU here")
+
     # A copy from before pytest captures output, so that a hang's stacks are not lost.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
