@@ -2,6 +2,8 @@
 # make test    build, install into .venv, run the tests
 # make test-staged  the tests with the GPU's handlers, on a driver that takes the host's
 #               memory for a device's (tests/platforms.py)
+# make test-gpu-runtime  the tests in XLA's CUDA runtime, on a driver of ours instead of a
+#               GPU's (tests/fakegpu); skipped where XLA's packages can't be had
 # make test-optional  the tests and examples of bridges and executors with the packages
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
 # make test-chips  compiles every face for H100s and TPUs, without such a chip
@@ -52,11 +54,11 @@ PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 PYTHON ?=
 JAX ?=
 BIN := $(VENV)/bin
-NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc benchmarks/*.cc)
+NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*.cc tests/fakegpu/*.h benchmarks/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -69,6 +71,18 @@ test: $(VENV)/.installed
 
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged
+
+# Files whose programs mostly launch no kernel, so that they are judged.
+GPU_RUNTIME := tests/fakegpu tests/call/test_where.py tests/feed/test_feed.py
+test-gpu-runtime: $(VENV)/.installed
+	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
+	if [ $$had -eq 3 ]; then \
+	  echo "test-gpu-runtime: SKIPPED: XLA's packages for CUDA can't be had here (see above)"; \
+	elif [ $$had -ne 0 ]; then \
+	  echo "test-gpu-runtime: XLA's packages for CUDA were not installed (see above)"; exit 1; \
+	else \
+	  PYTHONPATH="$$folder" $(BIN)/python $(PYTEST) --platform fakegpu $(GPU_RUNTIME); \
+	fi
 
 test-optional: OPTIONAL := .venv-optional
 test-optional:

@@ -19,6 +19,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import compiled
+import fakegpus
 import hypothesis
 import jax
 import nursery
@@ -66,7 +67,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     global hc, _native, delivery, failures, tap_failures
-    platforms.set_up(config.getoption("--platform"))
+    platform = config.getoption("--platform")
+    driver = platforms.set_up(platform)
+    if driver is not None:
+        config.pluginmanager.register(fakegpus.Rules(driver), "rules")
+    if platform == "fakegpu":
+        config.pluginmanager.register(fakegpus.Judge(driver), "judge")
     compiled.once()
 
     # After it: hostcall registers its handlers when it is imported.
@@ -75,8 +81,15 @@ def pytest_configure(config: pytest.Config) -> None:
     from hostcall._core import failures
     from hostcall._runtime import delivery, tap_failures
 
+    if platform in ("fakegpu", "cuda") and jax.default_backend() != "gpu":
+        raise pytest.UsageError(f"--platform {platform}: JAX starts no GPU here")
+
     # A copy from before pytest captures output, so that a hang's stacks are not lost.
     config.stash[STDERR] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_report_teststatus(report: object) -> tuple[str, str, str] | None:
+    return fakegpus.status(report)
 
 
 def pytest_unconfigure() -> None:

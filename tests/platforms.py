@@ -1,10 +1,11 @@
-"""Where the tests run: `pytest --platform cpu` (the default), `staged` or `cuda`.
+"""Where the tests run: `pytest --platform cpu` (the default), `staged`, `fakegpu` or `cuda`.
 
 cpu     Programs run on XLA's CPU runtime, with the handlers for CPUs.
 staged  Programs run on XLA's CPU runtime, with the handlers for CUDA (wrapped by
-        tests/native/staged.cc) on a fake driver (tests/native/fake_cuda.cc): its device
-        memory is host memory, its streams are threads. All values go through pinned
+        tests/native/staged.cc) on the driver of tests/fakegpu: its device memory is host
+        memory, its streams are threads. All values go through pinned
         memory, as on a GPU.
+fakegpu Programs run on XLA's CUDA runtime, on a driver of this repository (fakegpus.py).
 cuda    Programs run on NVIDIA GPUs. Tests that need more devices are skipped.
 """
 
@@ -23,10 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakegpus
 import jax
+import pytest
 from jax._src import dispatch
 
-PLATFORMS = ("cpu", "staged", "cuda")
+PLATFORMS = ("cpu", "staged", "fakegpu", "cuda")
 _streams: list[int] = []
 
 
@@ -44,19 +47,31 @@ def compiled(source: str, folder: Path, *includes: str) -> Path:
 
 
 def staged(folder: Path) -> tuple[Path, Path]:
-    """Compiles the fake driver, and the handlers that use it in XLA's CPU runtime."""
+    """Compiles the driver, and the handlers that use it in XLA's CPU runtime."""
     paths = jax.ffi.include_dir(), sysconfig.get_path("include")
-    return compiled("fake_cuda.cc", folder), compiled("staged.cc", folder, *paths)
+    return fakegpus.built("staged") / "staged_driver.so", compiled(
+        "staged.cc", folder, *paths
+    )
 
 
-def set_up(platform: str) -> None:
-    """Prepares this process for a platform. Must run before JAX is used."""
+def set_up(platform: str) -> ctypes.CDLL | None:
+    """Prepares this process for a platform. Must run before JAX is used.
+
+    Returns:
+      The driver of tests/fakegpu, on platforms that use it.
+    """
     if platform == "cuda":
         os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
+    if platform == "fakegpu":
+        if reason := fakegpus.missing():
+            raise pytest.UsageError(f"--platform fakegpu: {reason}")
+        driver = fakegpus.start()
+        fakegpus.make_arrays_on_the_host()
+        return driver
     if platform != "staged":
-        return
+        return None
     with tempfile.TemporaryDirectory() as folder:  # the libraries stay loaded
-        use_fake_driver(*staged(Path(folder)))
+        return use_fake_driver(*staged(Path(folder)))
 
 
 _DISPATCHED = "a program on a GPU has made its calls when its dispatch returns"
@@ -121,15 +136,17 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
     for name in (item.path.name, item.originalname, item.name):
         if name in _CPU_ONLY:
             return _CPU_ONLY[name]
+    if item.path.parent.name == "fakegpu":
+        return None
     if "run_python" in item.fixturenames:
         return "runs in a process of its own, on the CPU"
-    if platform == "staged" and item.path.name.startswith(_ABOVE_HANDLERS):
+    if platform in ("staged", "fakegpu") and item.path.name.startswith(_ABOVE_HANDLERS):
         return "is not about the handlers"
     if hasattr(item, "callspec") and item.path.name != "test_cuda.py":
         case = item.callspec
         if "buffer" in case.id or "buffer_callback" in str(case.params):
             return "reads Buffers with NumPy"
-    if platform == "cuda" and re.match(
+    if platform != "staged" and re.match(
         r"test_dtypes_and_shapes\[u?int[24]-", item.name
     ):
         return "XLA's compiler for GPUs refuses scans of them (jax 0.11.2)"
@@ -192,8 +209,7 @@ def use_fake_driver(driver: Path, handlers: Path) -> ctypes.CDLL:
     finally:
         jax.ffi.register_ffi_target = register
     assert not _native.cuda_missing()  # opens the driver that the environment names
-    library, wrapper = ctypes.CDLL(str(driver)), ctypes.CDLL(str(handlers))
-    library.fakeStreamCreate.restype = ctypes.c_void_p
+    library, wrapper = fakegpus.opened(driver), ctypes.CDLL(str(handlers))
     wrapper.Wrap.restype = ctypes.c_void_p
     _streams.extend(library.fakeStreamCreate() for _ in range(8))
     wrapper.SetUp(

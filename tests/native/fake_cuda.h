@@ -1,5 +1,5 @@
-// The fake driver as tests use it. fake_cuda.cc says where it is stricter than the
-// real one.
+// The driver of tests/fakegpu as tests use it. Its README says where it is stricter
+// than the real one.
 #pragma once
 
 #undef NDEBUG
@@ -24,7 +24,12 @@ namespace hostcall {
   X(void, fakeSetDelayMicroseconds, (long microseconds))   \
   X(void, fakeSetCapturing, (void* stream, int capturing)) \
   X(void, fakeFailNext, (const char* function, int code))  \
+  X(void, fakeSetReordered, (int reordered))               \
+  X(void, fakeSetPinnedWaits, (int waits))                 \
+  X(void, fakeLoseAfter, (long calls))                     \
   X(long, fakeCount, (const char* function))               \
+  X(long, fakeKernels, ())                                 \
+  X(const char*, fakeTakeFaults, ())                       \
   X(size_t, fakePinnedBytes, ())                           \
   X(void, fakeReset, ())
 #define FAKE_DECLARE(type, name, parameters) inline type(*name) parameters;
@@ -77,14 +82,15 @@ inline void Trim(PinnedPool& pool) {
   pool.set_limit(limit);
 }
 
-/// Asserts that nothing is left behind: no block, no pinned memory, no current
-/// context.
+/// Asserts that no rule of CUDA was broken, and that nothing is left behind: no
+/// block, no pinned memory, no current context.
 inline void AssertClean(PinnedPool& pool) {
   fakeReset();
   Trim(pool);
   const PinnedPool::Stats stats = pool.stats();
   assert(stats.in_use_bytes == 0 && stats.pending_bytes == 0);
   assert(stats.allocated_bytes == 0 && fakePinnedBytes() == 0);
+  assert(*fakeTakeFaults() == '\0');
   CudaContext context;
   assert(Driver().cuCtxGetCurrent(&context) == 0 && context == nullptr);
 }

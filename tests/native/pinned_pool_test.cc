@@ -1,5 +1,5 @@
 // The driver that is opened at run time, and the pool of pinned memory, with the
-// fake driver (fake_cuda.cc).
+// driver of tests/fakegpu.
 #include "cuda/pinned_pool.h"
 
 #include <sys/wait.h>

@@ -2,7 +2,7 @@
 // without a GPU. Each handler here calls one of the engine's with a frame that has
 // another interface:
 //
-//   * Stream_Get answers with a stream of the fake driver (fake_cuda.cc). XLA's CPU
+//   * Stream_Get answers with a stream of the driver (tests/fakegpu). XLA's CPU
 //     runtime knows no streams.
 //   * State_Get asks for the type that plans have in the CPU runtime's registry.
 //

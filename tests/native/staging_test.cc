@@ -1,4 +1,4 @@
-// Calls and taps on streams of the fake driver (fake_cuda.cc).
+// Calls and taps on streams of the driver of tests/fakegpu.
 #include "cuda/staging.h"
 
 #include <atomic>
@@ -234,7 +234,7 @@ void FailuresLeaveNothing() {
       assert(error.empty() == !(tap ? one.tap : one.call));
       const std::string text = "hostcall: " + std::string(one.text) + " failed: ";
       assert(error.empty() || error.compare(0, text.size(), text) == 0);
-      Trim(pool);  // the fake aborts if a block is freed too early
+      Trim(pool);  // a block that is freed too early is a fault of AssertClean
       assert(Taps().Await(60));
       AssertClean(pool);
       assert(held.use_count() == 1);

@@ -2,7 +2,7 @@
 
 Each program runs on XLA's CPU runtime, with the CUDA handlers below it and a driver that
 uses host memory as a device's (tests/platforms.py); `pytest --platform staged` runs all
-other tests in this way. The fake driver itself checks that the driver's rules are kept:
+other tests in this way. The driver itself checks that CUDA's rules are kept:
 pinned memory only, no call from a host function, nothing overwritten early.
 """
 
@@ -30,10 +30,12 @@ import platforms
 fake = platforms.use_fake_driver(*map(Path, os.environ["STAGED"].split(os.pathsep)))
 import hostcall as hc
 from hostcall import _native
-fake.fakeCount.restype = ctypes.c_long
-fake.fakePinnedBytes.restype = ctypes.c_size_t
 count = lambda name: fake.fakeCount(name.encode())
 spec = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
+"""
+TAIL = """
+broken = fake.fakeTakeFaults().decode()
+assert not broken, broken
 """
 
 
@@ -46,7 +48,7 @@ def driver(tmp_path_factory):
 def run(run_python, driver):
     tests = str(Path(__file__).parents[1])
     env = {"STAGED": os.pathsep.join(map(str, driver)), "TESTS": tests}
-    return lambda program: run_python(HEAD + program, env=env).stdout
+    return lambda program: run_python(HEAD + program + TAIL, env=env).stdout
 
 
 # --- Calls ---------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+// What XLA asks of three libraries beside the driver: libnvidia-ml.so.1,
+// libcudart.so.12 and libcublas.so.12. Only versions and errors; a missing function
+// is an error to XLA, and not a crash, unless it returns a text.
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int nvmlInit() { return 0; }
+EXPORT int nvmlInit_v2() { return 0; }
+EXPORT int nvmlShutdown() { return 0; }
+EXPORT const char* nvmlErrorString(int) { return "no error"; }
+EXPORT int nvmlSystemGetDriverVersion(char* version, unsigned size) {
+  return std::snprintf(version, size, "575.51.03"), 0;
+}
+
+EXPORT int cudaDriverGetVersion(int* version) { return *version = 12090, 0; }
+EXPORT int cudaRuntimeGetVersion(int* version) { return *version = 12090, 0; }
+EXPORT int cudaGetDeviceCount(int* count) {
+  const char* const text = std::getenv("FAKEGPU_DEVICES");
+  return *count = text != nullptr ? std::atoi(text) : 1, 0;
+}
+EXPORT int cudaGetLastError() { return 0; }
+EXPORT int cudaPeekAtLastError() { return 0; }
+EXPORT const char* cudaGetErrorString(int) { return "an error of no cudart"; }
+EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
+EXPORT void** __cudaRegisterFatBinary(void*) {
+  static void* handle[4];
+  return handle;
+}
+EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
+EXPORT void __cudaUnregisterFatBinary(void**) {}
+EXPORT void __cudaRegisterFunction(void**, ...) {}
+EXPORT void __cudaRegisterVar(void**, ...) {}
+
+/// A product of matrices is a kernel, too: counted and refused.
+EXPORT int cublasCreate_v2(void** handle) {
+  *handle = nullptr;
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (driver == nullptr) return 1;
+  const auto count = reinterpret_cast<void (*)()>(dlsym(driver, "fakeCountKernel"));
+  if (count != nullptr) count();
+  return 1;
+}
+EXPORT const char* cublasGetStatusName(int) {
+  return "CUBLAS_STATUS_NOT_INITIALIZED";
+}
+EXPORT const char* cublasGetStatusString(int) { return "there is no cuBLAS here"; }

@@ -1,0 +1,101 @@
+// What tests ask of the driver, and tell it.
+#include <utility>
+
+#include "world.h"
+
+using namespace fakegpu;
+
+/// Calls of a function of the driver that were not XLA's.
+EXPORT long fakeCount(const char* function) {
+  Lock lock(W().mutex);
+  return W().counts[function];
+}
+/// Kernels that were to be launched. None is run.
+EXPORT long fakeKernels() {
+  Lock lock(W().mutex);
+  return W().kernels;
+}
+EXPORT void fakeCountKernel() {
+  Lock lock(W().mutex);
+  ++W().kernels;
+}
+EXPORT long fakeGraphLaunches() {
+  Lock lock(W().mutex);
+  return W().graph_launches;
+}
+/// The rules that were broken since the last call, one a line. The text is the
+/// calling thread's until its next call.
+EXPORT const char* fakeTakeFaults() {
+  thread_local std::string taken;
+  Lock lock(W().mutex);
+  taken = std::exchange(W().faults, "");
+  return taken.c_str();
+}
+/// Pinned memory that is not XLA's.
+EXPORT size_t fakePinnedBytes() {
+  Lock lock(W().mutex);
+  size_t bytes = 0;
+  for (const auto& [at, block] : W().pinned) bytes += block.ours ? block.size : 0;
+  return bytes;
+}
+
+/// The next call of the function that is not XLA's fails.
+EXPORT void fakeFailNext(const char* function, int code) {
+  Lock lock(W().mutex);
+  W().failures[function] = code;
+}
+EXPORT void fakeSetDelayMicroseconds(long microseconds) {
+  Lock lock(W().mutex);
+  W().delay = std::chrono::microseconds(microseconds);
+}
+/// Streams overtake each other wherever events allow.
+EXPORT void fakeSetReordered(int reordered) {
+  Lock lock(W().mutex);
+  W().reordered = reordered != 0;
+}
+/// Allocating and freeing pinned memory waits for all streams.
+EXPORT void fakeSetPinnedWaits(int waits) {
+  Lock lock(W().mutex);
+  W().pinned_waits = waits != 0;
+}
+/// After so many further calls that are not XLA's, the context is lost: work that
+/// is queued is dropped, and all calls fail. That can't be undone.
+EXPORT void fakeLoseAfter(long calls) {
+  Lock lock(W().mutex);
+  W().left = calls;
+}
+EXPORT void fakeSetCapturing(void* handle, int capturing) {
+  Lock lock(W().mutex);
+  CUstream_st* const stream = Find(lock, static_cast<CUstream_st*>(handle));
+  stream->capture = capturing != 0 ? NewGraph(lock) : nullptr;
+}
+
+EXPORT void* fakeStreamCreateOn(int device) {
+  Lock lock(W().mutex);
+  return NewStream(lock, &W().contexts[device]);
+}
+EXPORT void* fakeStreamCreate() { return fakeStreamCreateOn(0); }
+EXPORT void fakeFinishAll() {
+  Lock lock(W().mutex);
+  WaitForAll(lock);
+}
+/// Returns when the stream has done what is queued.
+EXPORT void fakeStreamDestroy(void* handle) {
+  Lock lock(W().mutex);
+  auto* const stream = static_cast<CUstream_st*>(handle);
+  stream->capture = nullptr;
+  std::thread thread = Close(lock, stream);
+  lock.unlock();
+  thread.join();
+}
+/// Waits for what is queued, and clears delays, failures and counts. Streams,
+/// events and memory stay.
+EXPORT void fakeReset() {
+  Lock lock(W().mutex);
+  W().delay = std::chrono::microseconds(0);
+  W().reordered = W().pinned_waits = false;
+  WaitForAll(lock);
+  for (CUstream_st* stream : W().streams) stream->capture = nullptr;
+  W().failures.clear();
+  W().counts.clear();
+}

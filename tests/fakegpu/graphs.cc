@@ -1,0 +1,254 @@
+// CUDA graphs: captured from a stream, or built of nodes. Nodes run one after the
+// other.
+#include <cstring>
+#include <utility>
+
+#include "world.h"
+
+struct CUgraphExec_st {
+  std::vector<CUgraphNode_st*> order;
+  std::map<CUgraphNode_st*, CUgraphNode_st>
+      now;  // what each node does in this graph
+};
+
+namespace {
+
+using namespace fakegpu;
+
+CUgraph_st* Clone(Lock& lock, const CUgraph_st* graph) {
+  CUgraph_st* const clone = NewGraph(lock);
+  for (const CUgraphNode_st* node : graph->nodes) {
+    CUgraph_st* const child = node->child ? Clone(lock, node->child) : nullptr;
+    AddNode(lock, clone, node->op, child);
+  }
+  return clone;
+}
+
+void Collect(const CUgraphNode_st& node, std::vector<Op>& ops) {
+  if (node.op) ops.push_back(node.op);
+  if (node.child == nullptr) return;
+  for (const CUgraphNode_st* inner : node.child->nodes) Collect(*inner, ops);
+}
+
+void Take(Lock& lock, CUgraphExec_st* exec, const CUgraph_st* graph) {
+  exec->order = graph->nodes;
+  exec->now.clear();
+  for (CUgraphNode_st* node : graph->nodes) {
+    exec->now[node] = {node->op, node->child ? Clone(lock, node->child) : nullptr};
+  }
+}
+
+/// CUDA_MEMCPY3D, of which a row is used.
+struct CopySide {
+  size_t x, y, z, level;
+  int kind;
+  void* host;
+  Address device;
+  void *array, *reserved;
+  size_t pitch, height;
+
+  char* at() const {
+    return static_cast<char*>(device ? Pointer(device) : host) + x;
+  }
+};
+struct CopyNode {
+  CopySide from, to;
+  size_t width, height, depth;
+};
+/// CUDA_MEMSET_NODE_PARAMS.
+struct FillNode {
+  Address to;
+  size_t pitch;
+  unsigned value, element_size;
+  size_t width, height;
+};
+
+Op CopyOp(const CopyNode& node) {
+  return [node] {
+    Lock lock(W().mutex);
+    const bool gone =
+        (node.to.device && !IsDevices(lock, node.to.at(), node.width)) ||
+        (node.from.device && !IsDevices(lock, node.from.at(), node.width));
+    if (gone) {
+      Fault(lock, "a graph has a copy of memory that is gone", 0);
+    } else {
+      std::memcpy(node.to.at(), node.from.at(), node.width);
+    }
+  };
+}
+Op FillOp(const FillNode& node) {
+  return [node] {
+    const size_t bytes = node.width * node.element_size;
+    Lock lock(W().mutex);
+    if (!IsDevices(lock, Pointer(node.to), bytes)) {
+      Fault(lock, "a graph fills memory that is gone", 0);
+      return;
+    }
+    auto* const to = static_cast<char*>(Pointer(node.to));
+    for (size_t i = 0; i < bytes; i += node.element_size)
+      std::memcpy(to + i, &node.value, node.element_size);
+  };
+}
+
+/// CUgraphNodeParams, as far as it is read.
+struct NodeParams {
+  int kind;
+  int reserved[3];
+  CUgraph_st* child;
+};
+constexpr int kChild = 4;
+
+}  // namespace
+
+// --- Capture
+// ----------------------------------------------------------------------
+
+EXPORT int cuStreamBeginCaptureToGraph(CUstream_st* handle, CUgraph_st* graph,
+                                       void*, void*, size_t, int) {
+  ENTER_STREAM(handle);
+  stream->spoilt = false;
+  return stream->capture = graph, kSuccess;
+}
+EXPORT int cuStreamBeginCapture_v2(CUstream_st* handle, int) {
+  ENTER_STREAM(handle);
+  stream->spoilt = false;
+  return stream->capture = NewGraph(lock), kSuccess;
+}
+EXPORT int cuStreamEndCapture(CUstream_st* handle, CUgraph_st** graph) {
+  ENTER_STREAM(handle);
+  if (stream->capture == nullptr) return kInvalidValue;
+  CUgraph_st* const captured = std::exchange(stream->capture, nullptr);
+  if (graph != nullptr) *graph = stream->spoilt ? nullptr : captured;
+  return stream->spoilt ? kCaptureInvalidated : kSuccess;
+}
+
+// --- Graphs
+// -----------------------------------------------------------------------
+
+EXPORT int cuGraphCreate(CUgraph_st** graph, unsigned) {
+  ENTER();
+  return *graph = NewGraph(lock), kSuccess;
+}
+EXPORT int cuGraphDestroy(CUgraph_st*) { return kSuccess; }
+EXPORT int cuGraphAddEmptyNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
+                               size_t) {
+  ENTER();
+  return *node = AddNode(lock, graph, nullptr), kSuccess;
+}
+EXPORT int cuGraphAddChildGraphNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
+                                    size_t, CUgraph_st* child) {
+  ENTER();
+  return *node = AddNode(lock, graph, nullptr, Clone(lock, child)), kSuccess;
+}
+EXPORT int cuGraphAddMemcpyNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
+                                size_t, const CopyNode* copy, CUctx_st*) {
+  ENTER();
+  return *node = AddNode(lock, graph, CopyOp(*copy)), kSuccess;
+}
+EXPORT int cuGraphAddMemsetNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
+                                size_t, const FillNode* fill, CUctx_st*) {
+  ENTER();
+  return *node = AddNode(lock, graph, FillOp(*fill)), kSuccess;
+}
+EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st**, CUgraph_st*, void*, size_t,
+                                   void*) {
+  ENTER();
+  return ++W().kernels, kNotSupported;
+}
+EXPORT int cuGraphAddKernelNode(CUgraphNode_st**, CUgraph_st*, void*, size_t,
+                                void*) {
+  ENTER();
+  return ++W().kernels, kNotSupported;
+}
+EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, void*,
+                             size_t, const NodeParams* params) {
+  ENTER();
+  if (params->kind == kChild)
+    return *node = AddNode(lock, graph, nullptr, Clone(lock, params->child)),
+           kSuccess;
+  return ++W().kernels, kNotSupported;  // a kernel, or what only goes with kernels
+}
+EXPORT int cuGraphGetNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
+                           size_t* count) {
+  ENTER();
+  for (size_t i = 0; nodes != nullptr && i < *count; ++i)
+    nodes[i] = graph->nodes[i];
+  return *count = graph->nodes.size(), kSuccess;
+}
+EXPORT int cuGraphGetRootNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
+                               size_t* count) {
+  ENTER();
+  const size_t roots = graph->nodes.empty() ? 0 : 1;
+  if (nodes != nullptr && roots != 0) nodes[0] = graph->nodes[0];
+  return *count = roots, kSuccess;
+}
+EXPORT int cuGraphGetEdges(CUgraph_st*, void*, void*, size_t* count) {
+  return *count = 0, kSuccess;
+}
+EXPORT int cuGraphGetEdges_v2(CUgraph_st*, void*, void*, void*, size_t* count) {
+  return *count = 0, kSuccess;
+}
+EXPORT int cuGraphNodeGetType(CUgraphNode_st* node, int* kind) {
+  return *kind = node->child != nullptr ? kChild : 5, kSuccess;
+}
+EXPORT int cuGraphDebugDotPrint(CUgraph_st*, const char*, unsigned) {
+  return kSuccess;
+}
+
+// --- Instances
+// --------------------------------------------------------------------
+
+EXPORT int cuGraphInstantiate(CUgraphExec_st** exec, CUgraph_st* graph, Address) {
+  ENTER();
+  *exec = new CUgraphExec_st;
+  return Take(lock, *exec, graph), kSuccess;
+}
+EXPORT int cuGraphInstantiateWithFlags(CUgraphExec_st** exec, CUgraph_st* graph,
+                                       Address) {
+  ENTER();
+  *exec = new CUgraphExec_st;
+  return Take(lock, *exec, graph), kSuccess;
+}
+EXPORT int cuGraphExecDestroy(CUgraphExec_st* exec) {
+  ENTER();
+  return delete exec, kSuccess;
+}
+EXPORT int cuGraphExecUpdate_v2(CUgraphExec_st* exec, CUgraph_st* graph, void*) {
+  ENTER();
+  return Take(lock, exec, graph), kSuccess;
+}
+EXPORT int cuGraphExecChildGraphNodeSetParams(CUgraphExec_st* exec,
+                                              CUgraphNode_st* node,
+                                              CUgraph_st* child) {
+  ENTER();
+  return exec->now[node].child = Clone(lock, child), kSuccess;
+}
+EXPORT int cuGraphExecMemcpyNodeSetParams(CUgraphExec_st* exec,
+                                          CUgraphNode_st* node,
+                                          const CopyNode* copy, CUctx_st*) {
+  ENTER();
+  return exec->now[node].op = CopyOp(*copy), kSuccess;
+}
+EXPORT int cuGraphExecMemsetNodeSetParams(CUgraphExec_st* exec,
+                                          CUgraphNode_st* node,
+                                          const FillNode* fill, CUctx_st*) {
+  ENTER();
+  return exec->now[node].op = FillOp(*fill), kSuccess;
+}
+EXPORT int cuGraphExecNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
+                                    const NodeParams* params) {
+  ENTER();
+  if (params->kind != kChild) return kNotSupported;
+  return exec->now[node].child = Clone(lock, params->child), kSuccess;
+}
+EXPORT int cuGraphUpload(CUgraphExec_st*, CUstream_st*) { return kSuccess; }
+EXPORT int cuGraphLaunch(CUgraphExec_st* exec, CUstream_st* handle) {
+  ENTER_STREAM(handle);
+  ++W().graph_launches;
+  std::vector<Op> ops;  // what the graph does now, whatever is set later
+  for (CUgraphNode_st* node : exec->order) Collect(exec->now[node], ops);
+  Enqueue(lock, stream, [ops] {
+    for (const Op& op : ops) op();
+  });
+  return kSuccess;
+}

@@ -1,0 +1,171 @@
+"""`pytest --platform fakegpu`: XLA's CUDA runtime on a driver of this repository.
+
+XLA's own runtime for GPUs (the packages jax-cuda12-pjrt and jax-cuda12-plugin) runs over
+tests/fakegpu, a libcuda.so.1 that takes the host's memory for the device's. Copies, events,
+host functions and CUDA graphs are real there. Kernels are not: each is counted and refused,
+so a test whose programs launch one is "not judged". A test that breaks a rule of CUDA fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import core, hardware_utils
+
+DEVICES = 4
+PACKAGES = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
+_FOLDER = Path(__file__).parent / "fakegpu"
+_BUILT = _FOLDER.parents[1] / "build" / "fakegpu"
+_SETTINGS = {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it looks for cuBLAS, cuDNN and others
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    # One block for each array, so that the driver knows the bounds of each.
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "FAKEGPU_DEVICES": str(DEVICES),
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=4",
+}
+if jax.__version_info__ >= (0, 12):  # before it there is no such memory
+    _SETTINGS["XLA_FLAGS"] += " --xla_gpu_experimental_vmm_disabled=true"
+
+
+def missing() -> str | None:
+    """Why this platform can't be used; None if it can."""
+    if sys.platform != "linux":
+        return "XLA's CUDA runtime is for Linux"
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        return (
+            f"needs {' and '.join(PACKAGES)} {jax.__version__}: `make test-gpu-runtime`"
+            " gets them"
+        )
+    for name in PACKAGES:
+        if metadata.version(name) != jax.__version__:
+            return f"{name} is {metadata.version(name)}, and jax {jax.__version__}"
+    return None
+
+
+def built(target: str) -> Path:
+    """Builds what `make target` makes of tests/fakegpu. Returns the folder."""
+    make = ["make", "--silent", "-C", str(_FOLDER), target]
+    subprocess.run(make, check=True)
+    return _BUILT
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """Loads the driver. Its functions for tests are in tests/fakegpu/controls.cc."""
+    driver = ctypes.CDLL(str(path))
+    driver.fakeTakeFaults.restype = ctypes.c_char_p
+    driver.fakePinnedBytes.restype = ctypes.c_size_t
+    driver.fakeStreamCreate.restype = ctypes.c_void_p
+    for name in ("fakeCount", "fakeKernels", "fakeGraphLaunches"):
+        getattr(driver, name).restype = ctypes.c_long
+    return driver
+
+
+def start() -> ctypes.CDLL:
+    """Starts the driver in this process. Must run before JAX is used."""
+    folder = built("all")
+    os.environ.update(_SETTINGS)
+    for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
+        ctypes.CDLL(str(folder / name))
+    driver = opened(folder / "libcuda.so.1")
+    hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files
+    return driver
+
+
+def make_arrays_on_the_host() -> None:
+    """Arrays that tests make outside of programs come from the CPU, by a copy.
+
+    On a GPU each is a kernel's, and the test would not be judged for that alone.
+    """
+    for name in ("arange", "full", "linspace", "ones", "zeros"):
+        setattr(jnp, name, _on_the_host(getattr(jnp, name)))
+
+
+def _on_the_host(make: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> jax.Array:
+        if not core.trace_state_clean():
+            return make(*args, **kwargs)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            value = np.asarray(make(*args, **kwargs))
+        return jnp.asarray(value)
+
+    return made
+
+
+class Rules:
+    """Fails each test in which a rule of CUDA was broken, whatever else it found."""
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self.driver = driver
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # it has the last word
+    def pytest_runtest_makereport(
+        self,
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if faults := self.driver.fakeTakeFaults().decode():
+            report.outcome = "failed"
+            report.longrepr = f"rules of CUDA were broken:\n{faults}"
+        return report
+
+
+class Judge:
+    """Takes the word of no test whose programs launched a kernel."""
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self.driver = driver
+        self._before = 0
+        self._judged = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self._before = self.driver.fakeKernels()
+        self._judged = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        launched = self.driver.fakeKernels() - self._before
+        if launched and call.excinfo is not None:
+            # The test's variables, which pytest keeps with the error, hold programs (an
+            # ordered one by the traceback of an earlier error): the checks after the test
+            # would wait for a minute until they are gone.
+            traceback.clear_frames(call.excinfo.tb)
+        if launched and report.when != "teardown":
+            if not report.skipped and (report.when == "call" or report.failed):
+                report.outcome, report.not_judged = "skipped", True
+                why = f"its programs launched kernels ({launched})"
+                report.longrepr = (str(item.path), None, why)
+        elif launched and self._judged:
+            report.outcome = "failed"
+            report.longrepr = "a kernel was launched after the test had ended"
+        elif launched:  # what is left is the refused program's
+            report.outcome, report.longrepr = "passed", None
+        self._judged |= report.when == "call" and not launched
+        return report
+
+
+def status(report: Any) -> tuple[str, str, str] | None:
+    """For pytest_report_teststatus: a test that launched a kernel has not passed."""
+    if isinstance(report, pytest.TestReport) and hasattr(report, "not_judged"):
+        return "not judged", "k", "NOT JUDGED"
+    return None
