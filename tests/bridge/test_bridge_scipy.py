@@ -344,10 +344,53 @@ def test_a_singular_jacobian():
     close(root(1.0, 1.0), 1.0)
 
 
-def test_values_that_are_not_finite():
-    fit = hc.bridge.scipy.least_squares(lambda x: jnp.log(x))
-    with pytest.raises(ValueError, match="Residuals are not finite"), hc.reraise():
-        jax.block_until_ready(jax.jit(fit)(-1.0))
+NANS = {  # a first guess and an argument
+    "start": (jnp.array([0.0, jnp.nan, 0.0]), B),
+    "argument": (ZERO, jnp.array([0.0, jnp.nan, 0.0])),
+}
+
+
+@pytest.mark.parametrize(("of", "method"), [("root", None), *METHODS])
+@pytest.mark.parametrize(("x0", "b"), NANS.values(), ids=NANS)
+def test_nan_is_no_solution(of, method, x0, b):
+    """Some of SciPy's solvers call it one, and some raise an error of their own."""
+    how = {} if method is None else {"method": method, "tol": 1e-6}
+    solve = WAYS[of] if method else lambda **how: hc.bridge.scipy.root(residual, **how)
+    args = {"a": A, "b": b}
+    with (
+        pytest.raises(hc.errors.HostcallError, match="found no solution"),
+        hc.reraise(),
+    ):
+        jax.block_until_ready(jax.jit(solve(**how))(x0, args))
+    x, record = jax.jit(solve(full_output=True, **how))(x0, args)
+    assert x.shape == (3,)
+    assert not record.success
+
+
+def test_rows_with_a_nan_are_flagged():
+    fit = hc.bridge.scipy.least_squares(lambda x, c: jnp.log(x) - c, full_output=True)
+    c = jnp.array([0.0, jnp.nan, 1.0])
+    x, record = jax.jit(jax.vmap(fit, (None, 0)))(1.0, c)
+    assert record.success.tolist() == [True, False, True]
+    close(x[::2], jnp.exp(c[::2]))
+
+
+def test_an_infinite_gradient_at_a_bound_is_a_minimum():
+    least = hc.bridge.scipy.minimize(lambda x: jnp.sqrt(x).sum(), bounds=(0.0, 1.0))
+    close(least(jnp.full(2, 0.5)), jnp.zeros(2))
+
+
+def test_no_minimum():
+    falls = hc.bridge.scipy.minimize(
+        lambda x: -jnp.exp(x), method="L-BFGS-B", full_output=True
+    )
+    assert not falls(700.0)[1].success
+
+
+def test_a_wrong_option_is_not_a_failed_solve():
+    wrong = hc.bridge.scipy.least_squares(residual, options={"tr_solver": "none"})
+    with pytest.raises(ValueError, match="tr_solver"), hc.reraise():
+        jax.block_until_ready(jax.jit(wrong)(ZERO, {"a": A, "b": B}))
 
 
 REFUSED = {
@@ -452,6 +495,80 @@ def test_where_parallel_rows_and_a_limit():
     close(jax.jit(jax.vmap(masked))(b, go), jnp.array([1.0, 0.0, 3.0]))
     slopes = jax.jit(jax.vmap(jax.grad(masked)))(b, go)
     close(slopes, jnp.array([1 / 3, 0.0, 1 / 27]))
+
+
+# --- Over several devices -----------------------------------------------------------------
+
+KINDS = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_sharded_args(way, kind):
+    """Explicit axes of a mesh are part of types, which JAX's own code can't mix."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(kind,))
+    a, b = jnp.eye(4) * 3 + 0.5, jnp.arange(4.0)
+
+    def derivatives(f):
+        loss = lambda a, b: (f(jnp.zeros(4), {"a": a, "b": b}) ** 2).sum()
+
+        def run(a, b):
+            along = jax.jvp(loss, (a, b), (a, b))
+            return along, jax.grad(loss, 1)(a, b), jax.hessian(loss, 1)(a, b)
+
+        return run
+
+    want = derivatives(exact)(a, b)
+    got = derivatives(way())
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, jax.P("i"))
+        sharded = [jax.device_put(x, place) for x in (a, b)]
+        close(got(*sharded), want, 1e-3)
+        close(jax.jit(got)(*sharded), want, 1e-3)
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------
+
+WHERE = {"the main thread": "b", "a thread of XLA": "b + 0 * (m @ m)[0, 0]"}
+
+
+@pytest.mark.parametrize("b", WHERE.values(), ids=WHERE)
+def test_ctrl_c_ends_a_solve_at_its_next_evaluation(run_python, b):
+    done = run_python(
+        """
+        import os, signal, threading
+        import jax, jax.numpy as jnp, numpy as np
+        import hostcall as hc
+
+        third, seen = threading.Event(), []
+        def note(x):
+            seen.append(x)
+            if len(seen) == 3:
+                third.set()
+            elif len(seen) > 3:
+                threading.Event().wait(0.05)
+
+        def rosenbrock(x, b):  # takes thousands of evaluations
+            hc.call(note, None, jax.lax.stop_gradient(x[0]), order="unordered")
+            return (b * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
+
+        solve = hc.bridge.scipy.minimize(rosenbrock, method="CG", tol=1e-12)
+        m = jnp.ones((1000, 1000))
+        f = jax.jit(lambda x, b, m: solve(x, BASE))
+
+        def interrupt():
+            third.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            print(np.asarray(f(jnp.zeros(200), 100.0, m)))
+        except KeyboardInterrupt:
+            print("interrupted")
+        os._exit(0)
+        """.replace("BASE", b)
+    )
+    assert done.stdout.splitlines() == ["interrupted"]
 
 
 # --- JAX-only solvers -----------------------------------------------------------------------

@@ -194,7 +194,7 @@ WRONG = {
     ),
     "bwd, no tuple": (
         wrong_vjp((X, X), X),
-        r"backward rule of `f` should return a tuple of 1.*\(None for zero\)",
+        r"backward rule of `f` should return a tuple of 1.*\(None for zero\), as in `return \(x_bar,\)`",
     ),
     "bwd, count": (wrong_vjp((X, X), (X, X)), r"got PyTreeDef\(\(\*, \*\)\)"),
     "bwd, shape": (wrong_vjp((X, X), (X[:2],)), r"float32\[3\]"),

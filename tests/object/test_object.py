@@ -876,7 +876,7 @@ MESSAGES = {
     "no function": (
         declare(3),
         hc.errors.SpecError,
-        "the first argument should be a function, got 3. Write hc.Object(factory, methods={...})",
+        "the first argument should be a function, got 3. Write hc.Object(factory, methods={...}); for one that exists, lambda: it",
     ),
     "a factory of two": (
         declare(lambda a, b: Walk()),

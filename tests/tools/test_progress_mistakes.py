@@ -22,6 +22,11 @@ MISTAKES = {
         " scan over jnp.arange(n), got float32[]",
     ),
     "bool step": (lambda: hc.progress(True), "jnp.arange(n), got True"),
+    "step and total exchanged": (
+        lambda: jax.jit(lambda i: hc.progress(100, i))(3),
+        "number of steps: hc.progress(i, n). The total is a value of the loop, but the"
+        " step is not, got 100",
+    ),
     "float total": (
         lambda: hc.progress(1, 1e3),
         "total= should be an int or an integer scalar, the number of steps, or None if"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import types
@@ -52,9 +53,10 @@ def users_frame() -> types.FrameType:
     """The innermost frame of the calling thread outside hostcall and JAX.
 
     JAX's frames are skipped too, since JAX may call hostcall's functions for the user:
-    `jax.jit(env.step)(x)`.
+    `jax.jit(env.step)(x)`. So are contextlib's: some of JAX's functions are decorated
+    with a context manager.
     """
-    frame, inner = sys._getframe(1), (PACKAGE, _JAX)
+    frame, inner = sys._getframe(1), (PACKAGE, _JAX, contextlib.__file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return frame

@@ -185,7 +185,7 @@ class RuleTrees(Value):
             each = tree.tree_structure((0,) * len(positions))
             structure = (
                 f"a tuple of {len(positions)}, one value for each of the arguments"
-                f" {list(positions)} (None for zero)"
+                f" {list(positions)} (None for zero), as in `return (x_bar,)`"
             )
             self.leaves_of(each, value, what, structure)
         of = dict(zip(positions, value, strict=True))

@@ -153,6 +153,15 @@ def shard_alike(value: jax.Array, aval: _t.Aval) -> jax.Array:
     return jax.sharding.reshard(value, wanted)
 
 
+def replicated(value: jax.Array) -> jax.Array:
+    """`value`, whole on each device, if explicit mesh axes shard it."""
+    sharding = _core.typeof(value).sharding
+    if not any(sharding.spec):
+        return value
+    everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+    return jax.sharding.reshard(value, everywhere)
+
+
 def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:
     """Raises as JAX does for values that `jax_debug_nans` or `jax_debug_infs` forbids.
 

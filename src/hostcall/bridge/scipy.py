@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from hostcall import _jax
 from hostcall._core.arguments import check_function, choices, wrong
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.host_code import HostCode, TakesMask
@@ -49,8 +51,9 @@ class Outcome(NamedTuple):
     """How a solve ended (`full_output=True`), as arrays of the program.
 
     Attributes:
-        success: a bool, whether SciPy says that it found a solution.
-        status: an int32, SciPy's code for why it ended.
+        success: a bool, whether SciPy says that it found a solution, where `fun` is a
+            number.
+        status: an int32, SciPy's code for why it ended; -1 if it raised an error.
         nfev: an int32, how often SciPy evaluated the function.
     """
 
@@ -102,10 +105,13 @@ def root(
             is traced.
         HostcallError: SciPy found no solution, with SciPy's message, when the program
             runs (unless `full_output`). A root from which a Newton step is shorter than
-            `tol` (default: 1.5e-8) of x is one, though "hybr" may not say so.
+            `tol` (default: 1.5e-8) of x is one, though "hybr" may not say so. Where a
+            value is NaN or infinite is none, though SciPy may say so.
 
     Under transformations:
         jit, scan, while_loop, cond, remat, shard_map: as a pure `hc.call`.
+        jit over sharded arrays: one solve, with the whole args. The derivative needs
+            them on each device.
         vmap: one solve for each row.
         jvp, grad, jacobian, hessian, any order, both modes: one solve, and JAX code of
             the program: the Jacobian of `fun` at x, and a linear solve with it, in the
@@ -163,7 +169,8 @@ def minimize(
         As `root`: a `HostFunction`, called as `solve(x0, *args)`.
 
     Raises:
-        As `root`.
+        As `root`. A minimum from which a Newton step is shorter than 1.5e-8 of x is
+        one, though a line search that has lost its precision does not say so.
 
     Under transformations:
         As `root`, with the gradient of `fun` in place of `fun`: a derivative of x needs
@@ -390,6 +397,8 @@ class _Problem(HostCode):
         moves = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
         args, filled, _ = along(primals[1:], moves, is_operand)
         dots = pick(tree.tree_leaves(tangents[1:]), moves)
+        # JAX refuses reshapes and LUs along explicit axes of a mesh.
+        args, dots = ([*map(_jax.replicated, each)] for each in (args, dots))
         zero = self.zero(lambda z, *args: self._flat(unravel(z), *filled(args)))
         moved = jnp.zeros_like(flat)
         if args:
@@ -437,16 +446,8 @@ class _Problem(HostCode):
     def __call__(self, x0: Any, *args: Any) -> Any:
         leaves, treedef = tree.tree_flatten(x0)
         start = np.concatenate([np.ravel(leaf) for leaf in leaves])
-        limits = None if self.bounds is None else self._limits(x0)
-        template, arrays = split((x0, *args), {})
         with jax.enable_x64(True):
-            arrays = [jnp.asarray(x) for x in arrays]  # sent once, not in each step
-
-            def bound(code: Code) -> Callable[..., Any]:
-                # Copies, since SciPy may write to them.
-                return lambda z: tree.tree_map(np.array, code(template, z, *arrays))
-
-            found = self.solve(start, [*map(bound, self._codes)], limits)
+            found = self._found(start, *split((x0, *args), {}))
         if not (found.success or self.full):
             message = " ".join(found.message.split())
             raise HostcallError(
@@ -460,6 +461,62 @@ class _Problem(HostCode):
         x = treedef.unflatten([part.reshape(leaf.shape) for part, leaf in each])
         ending = Outcome(found.success, found.status, found.nfev)
         return (x, ending) if self.full else x
+
+    def _found(self, start: np.ndarray, template: Template, arrays: Arrays) -> Any:
+        """SciPy's result, which is no success where a number is NaN."""
+        (x0, *_), _ = template.fill(arrays)
+        limits = None if self.bounds is None else self._limits(x0)
+        arrays = [jnp.asarray(x) for x in arrays]  # sent once, not in each step
+        seen = _Seen(start, bool(np.isfinite(start).all()))
+
+        def bound(code: Code) -> Callable[..., Any]:
+            def run(z: np.ndarray) -> Any:
+                # Copies, since SciPy may write to them.
+                values = tree.tree_map(np.array, code(template, z, *arrays))
+                seen.note(z, values)
+                return values
+
+            return run
+
+        try:
+            found = self.solve(start, [*map(bound, self._codes)], limits)
+        except ValueError as error:
+            # Many of its solvers raise an error of their own at a NaN.
+            if seen.finite and not isinstance(error, np.linalg.LinAlgError):
+                raise
+            ended = {"success": False, "status": -1, "message": str(error)}
+            found = self.scipy.OptimizeResult(ended, x=seen.x, nfev=seen.count)
+        else:
+            whole = np.isfinite(found.x).all() and np.isfinite(found.fun).all()
+            # An infinite gradient may be right, at a bound.
+            if not whole or np.isnan(found.get("jac", 0.0)).any():
+                found.success = False
+        if not seen.finite:
+            said = found.message.rstrip(".")
+            found.message = f"{said}, and it saw NaN or infinite values (from an arg?)"
+        return found
+
+
+@dataclass
+class _Seen:
+    """What SciPy has seen in a solve.
+
+    Attributes:
+        x: where it evaluated last.
+        finite: whether all values were.
+        count: how many evaluations there were.
+    """
+
+    x: np.ndarray
+    finite: bool
+    count: int = 0
+
+    def note(self, x: np.ndarray, values: Any) -> None:
+        self.x, self.count = x, self.count + 1
+        self.finite &= all(np.isfinite(v).all() for v in tree.tree_leaves(values))
+
+
+_NEAR = 1.5e-8  # of the length of x: the root of float64's precision
 
 
 class _Root(_Problem):
@@ -475,7 +532,7 @@ class _Root(_Problem):
             # of a linear function. Its own criterion, of a Newton step from there.
             with contextlib.suppress(np.linalg.LinAlgError):
                 step = np.linalg.solve(slope(found.x), value(found.x))
-                near = (self.tol or 1.5e-8) * np.linalg.norm(found.x)
+                near = (self.tol or _NEAR) * np.linalg.norm(found.x)
                 found.success = bool(np.linalg.norm(step) <= near)
         return found
 
@@ -497,7 +554,31 @@ class _Minimize(_Problem):
             how["hess"] = bend
         if limits is not None:
             how["bounds"] = self.scipy.Bounds(*limits)
-        return self.scipy.minimize(both, start, jac=True, **how)
+        found = self.scipy.minimize(both, start, jac=True, **how)
+        if not found.success:
+            # Line searches end with a "precision loss" where values no longer differ,
+            # and that may be before the gradient is below `tol`.
+            found.success = _is_minimum(
+                found.x, both(found.x)[1], bend(found.x), limits
+            )
+        return found
+
+
+def _is_minimum(
+    x: np.ndarray, slope: np.ndarray, bend: np.ndarray, limits: Limits
+) -> bool:
+    """Whether a Newton step from `x` would not matter, of what no bound holds."""
+    free = np.ones(x.shape, bool)
+    if limits is not None:
+        low, high = limits
+        free = ~((x <= low) & (slope >= 0) | (x >= high) & (slope <= 0))
+    bend, slope = bend[free][:, free], slope[free]
+    try:
+        np.linalg.cholesky(bend)  # which fails where it is no minimum
+        step = np.linalg.solve(bend, slope)
+    except np.linalg.LinAlgError:
+        return False
+    return bool(np.linalg.norm(step) <= _NEAR * np.linalg.norm(x))
 
 
 class _LeastSquares(_Problem):

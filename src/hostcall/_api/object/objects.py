@@ -138,7 +138,7 @@ class Object:
         restore: str | Callable[[Any, Any], Any] | None = None,
     ) -> None:
         options = {each: v for each, v in dict(locals()).items() if each in OPTIONS}
-        usage = "hc.Object(factory, methods={...})"
+        usage = "hc.Object(factory, methods={...}); for one that exists, lambda: it"
         said = check_function(factory, usage, awaits=True)
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)

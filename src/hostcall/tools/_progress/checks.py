@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,6 +39,12 @@ def _rules(loop: Loop, step: object, total: object) -> Iterator[tuple[bool, str,
         "total= should be an int or an integer scalar, the number of steps, or None if"
         " it is not known",
         total,
+    )
+    yield (
+        isinstance(step, jax.core.Tracer) or not isinstance(total, jax.core.Tracer),
+        "the step should be the loop's counter, and total= the number of steps:"
+        " hc.progress(i, n). The total is a value of the loop, but the step is not",
+        step,
     )
     yield (
         type(loop.initial) is int,
