@@ -184,14 +184,15 @@ def call(
         for name, value in dict(locals()).items()
         if name in CALL and value is not None
     }
-    made, owner, code = handle(fn), None, fn
+    made, code, policy = handle(fn), fn, Policy()
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee
         fn, args, options = owner.fn, (*before, *args), own | options
+        policy = Policy.of(own, owner)
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     awaits = is_coroutine_function(fn)
     check(f"`{name}`", {**options, "on": on, "awaits": awaits}, fn=fn)
-    how, policy = CallOptions.of(options), Policy.of(options, owner)
+    how = CallOptions.of(options)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)

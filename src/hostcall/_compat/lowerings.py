@@ -20,6 +20,7 @@ from hostcall._compat.buffer_callback import make_params as buffer_params
 from hostcall._compat.callbacks import OPTIONS, trees_of
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import CallOptions
+from hostcall._core.order import Order
 from hostcall._core.source import Place, place_of
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
@@ -62,7 +63,7 @@ def _lower_buffer(
     ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
 ) -> list[_jax.Value]:
     callback, avals = given["callback"], _jax.physical_avals(ctx.avals_out)
-    order = "unordered" if given["has_side_effect"] else "pure"
+    order: Order = "unordered" if given["has_side_effect"] else "pure"
     params = buffer_params(
         callback,
         trees_of(given["in_tree"], given["out_tree"], tuple(avals)),

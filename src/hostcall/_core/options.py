@@ -212,9 +212,9 @@ class PlaceOptions:
         return cls(**own)
 
 
-@functools.cache
-def _names(cls: type[DataclassInstance]) -> list[str]:
-    return [f.name for f in fields(cls) if f.init]
+_names: Callable[[type], list[str]] = functools.cache(
+    lambda cls: [f.name for f in fields(cls) if f.init]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,8 +320,6 @@ class Policy:
     def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
         """The policy in options as `hc.host` takes them."""
         given = {name: options[name] for name in _POLICY if name in options}
-        if not given:  # most calls
-            return cls(owner=owner)
         executor, merged = given.get("executor"), given.get("coalesce")
         if executor is not None:
             given["executor"] = Static(executor)

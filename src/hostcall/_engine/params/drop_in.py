@@ -200,8 +200,8 @@ def make_params(
     if given.get("ordered"):
         order = "ordered"
     how = CallOptions.of({**given, "order": order})
-    trees = template, results, (None,) * len(results.avals)
-    callback = Callback.of(fn, trees, place or users_place(), how)
+    whole = template, results, (None,) * len(results.avals)
+    callback = Callback.of(fn, whole, place or users_place(), how)
     return DropInParams(
         callback=callback,
         avals=results.avals,
