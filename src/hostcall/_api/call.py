@@ -179,11 +179,8 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    options = {
-        name: value
-        for name, value in dict(locals()).items()
-        if name in CALL and value is not None
-    }
+    given = dict(locals())
+    options = {k: v for k, v in given.items() if k in CALL and v is not None}
     made, code, policy = handle(fn), fn, Policy()
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee

@@ -205,16 +205,11 @@ class PlaceOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Those of the options that a place has."""
-        own = {name: given[name] for name in _names(cls) if name in given}
+        own = {name: given[name] for name in cls.__dataclass_fields__ if name in given}
         if isinstance(on := given.get("on"), jax.Device):
             own["sharding"] = jax.sharding.SingleDeviceSharding(on)
             own.pop("on", None)
         return cls(**own)
-
-
-_names: Callable[[type], list[str]] = functools.cache(
-    lambda cls: [f.name for f in fields(cls) if f.init]
-)
 
 
 @dataclass(frozen=True, kw_only=True)

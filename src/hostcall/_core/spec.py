@@ -258,12 +258,10 @@ def parse_result(result: Any, name: str) -> Results:
     as arguments of a jitted function.
     """
     leaves, treedef = tree.tree_flatten(result)
-    avals, keys = [], []
-    for number, leaf in enumerate(leaves):
-        aval, key = _parse_leaf(leaf, _Which(result, number, name))
-        avals.append(aval)
-        keys.append(key)
-    return Results(treedef, tuple(avals), tuple(keys))
+    found = [
+        _parse_leaf(leaf, _Which(result, i, name)) for i, leaf in enumerate(leaves)
+    ]
+    return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 
 class _Which(NamedTuple):
