@@ -179,19 +179,17 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    options = {
-        name: value
-        for name, value in dict(locals()).items()
-        if name in CALL and value is not None
-    }
-    made, owner, code = handle(fn), None, fn
+    given = dict(locals())
+    options = {k: v for k, v in given.items() if k in CALL and v is not None}
+    made, code, policy = handle(fn), fn, Policy()
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee
         fn, args, options = owner.fn, (*before, *args), own | options
+        policy = Policy.of(own, owner)
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     awaits = is_coroutine_function(fn)
     check(f"`{name}`", {**options, "on": on, "awaits": awaits}, fn=fn)
-    how, policy = CallOptions.of(options), Policy.of(options, owner)
+    how = CallOptions.of(options)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)

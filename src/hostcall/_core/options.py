@@ -316,8 +316,6 @@ class Policy:
     def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
         """The policy in options as `hc.host` takes them."""
         given = {name: options[name] for name in _POLICY if name in options}
-        if not given:  # most calls
-            return cls(owner=owner)
         executor, merged = given.get("executor"), given.get("coalesce")
         if executor is not None:
             given["executor"] = Static(executor)

@@ -101,12 +101,10 @@ EFFECTS: dict[Order, Effect | None] = {
 }
 
 
-def effects_with(effect: Effect | None) -> set[Effect]:
+def effects_with(effect: Effect) -> set[Effect]:
     """The effects of an equation, given that which puts it in order.
 
     An ordered one has UNORDERED too: JAX runs a program that was compiled ahead of time
     on its fast path, which passes no tokens, unless it has an unordered effect.
     """
-    if effect is None:
-        return set()
     return {effect, UNORDERED} if _jax.is_ordered(effect) else {effect}

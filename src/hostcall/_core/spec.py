@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -257,13 +257,26 @@ def parse_result(result: Any, name: str) -> Results:
     Python's numbers may be leaves too. They declare scalars of the dtype that they have
     as arguments of a jitted function.
     """
-    flat, treedef = tree.tree_flatten_with_path(result)
-    leaves = ((leaf, f"result{tree.keystr(path)} of `{name}`") for path, leaf in flat)
-    found = [_parse_leaf(leaf, which) for leaf, which in leaves]
+    leaves, treedef = tree.tree_flatten(result)
+    found = [
+        _parse_leaf(leaf, _Which(result, i, name)) for i, leaf in enumerate(leaves)
+    ]
     return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 
-def _parse_leaf(leaf: Any, which: str) -> tuple[Aval, Key]:
+class _Which(NamedTuple):
+    """A leaf of `result=`, for messages."""
+
+    result: Any
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        path, _ = tree.tree_flatten_with_path(self.result)[0][self.number]
+        return f"result{tree.keystr(path)} of `{self.name}`"
+
+
+def _parse_leaf(leaf: Any, which: object) -> tuple[Aval, Key]:
     """(aval, key dtype or None) of a leaf of `result=`."""
     if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
         return _jax.ShapedArray((), jnp.result_type(leaf)), None
@@ -284,19 +297,21 @@ def _parse_leaf(leaf: Any, which: str) -> tuple[Aval, Key]:
         shape = tuple(leaf.shape)
     except TypeError:  # one size, or nothing
         shape = (None,)
-    sizes = (n for n in shape if not _jax.is_symbolic(n))
-    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in sizes):
-        raise _wrong_result(
-            which,
-            f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that are"
-            " known when the program is traced",
-        )
+    for size in shape:
+        if isinstance(size, (int, np.integer)) and size >= 0:
+            continue
+        if not _jax.is_symbolic(size):
+            raise _wrong_result(
+                which,
+                f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that"
+                " are known when the program is traced",
+            )
     dtype, key = _parse_dtype(leaf.dtype, which)
     block = () if key is None else _jax.key_data_shape(key)
     return _jax.ShapedArray(shape + block, dtype), key
 
 
-def _parse_dtype(given: Any, which: str) -> tuple[np.dtype, Key]:
+def _parse_dtype(given: Any, which: object) -> tuple[np.dtype, Key]:
     try:
         if _jax.is_key_dtype(given):
             return np.dtype(np.uint32), given
@@ -325,7 +340,7 @@ def _parse_dtype(given: Any, which: str) -> tuple[np.dtype, Key]:
     return dtype, None
 
 
-def _wrong_result(which: str, what: str) -> SpecError:
+def _wrong_result(which: object, what: str) -> SpecError:
     return SpecError(f"hostcall: {which} {what}", code="hc-result-spec")
 
 

@@ -47,16 +47,9 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     choices = _choices(info, guard, shapes, compressed)
     scouts = info.inside is Inside.ASKED
     (plain, called), traced = _called(info, choices), callback.traced
-    # A layer that reads arrays converts them afterwards.
-    converters = [None] * len(batched) if plain else choices.converters
     return _native.Plan(
         **called,
-        args=[
-            _leaf(info, dtype, shape=shape, batched=axes, convert=convert, fill=None)
-            for (shape, dtype), axes, convert in zip(
-                shapes, batched, converters, strict=True
-            )
-        ],
+        args=_arguments(info, choices, batched, plain),
         results=_results(info),
         grid=equation.grid,
         mask=mask,
@@ -150,6 +143,18 @@ def _choices(
         batch=equation.axes(),
         tally=costs.tally_of(callback).add if cached else None,
     )
+
+
+def _arguments(
+    info: CallInfo, choices: Choices, batched: list[list[bool]], plain: bool
+) -> list[_native.Leaf]:
+    # A layer that reads arrays converts them afterwards.
+    converters = [None] * len(batched) if plain else choices.converters
+    rows = zip(choices.shapes, batched, converters, strict=True)
+    return [
+        _leaf(info, dtype, shape=shape, batched=axes, convert=convert, fill=None)
+        for (shape, dtype), axes, convert in rows
+    ]
 
 
 def _results(info: CallInfo) -> list[_native.Leaf]:

@@ -18,7 +18,8 @@ from hostcall._jax.types import Aval, Dtype
 
 
 def is_key_dtype(dtype: Dtype) -> bool:
-    return bool(_dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    plain = isinstance(dtype, np.dtype)  # most are
+    return not plain and bool(_dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 _REFS = (_core.Tracer, jax.Ref)
@@ -65,8 +66,10 @@ def is_symbolic(size: object) -> bool:
 
 def has_symbolic(avals: Sequence[Aval]) -> bool:
     """Whether some of these shapes are symbolic. A token has no shape."""
-    shapes = [aval.shape for aval in avals if aval is not _core.abstract_token]
-    return any(is_symbolic(n) for shape in shapes for n in shape)
+    for aval in avals:
+        if aval is not _core.abstract_token and any(map(is_symbolic, aval.shape)):
+            return True
+    return False
 
 
 def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:

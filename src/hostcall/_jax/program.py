@@ -29,6 +29,8 @@ class Program(NamedTuple):
         automatic: the axes of that mesh over which the shard_map is not manual.
         devices: its devices, in its order; None if there is one, or if a nested manual
             region hides them.
+        every: its devices, as others are told: None if there is one, empty if they are
+            not known.
         size: how many devices it has. Outside manual regions this is known even if the
             devices themselves are not.
         local: those of its devices that belong to this process; None if `devices` or
@@ -48,6 +50,7 @@ class Program(NamedTuple):
     mesh: Mesh | None
     automatic: frozenset[object]
     devices: list[Device] | None
+    every: tuple[Device, ...] | None
     size: int
     local: list[Device] | None
     by_ordinal: dict[int, Device]
@@ -58,7 +61,7 @@ class Program(NamedTuple):
 
 def program_of(ctx: LoweringContext) -> Program:
     context = ctx.module_context.axis_context
-    of = platforms(ctx)
+    of = tuple(ctx.module_context.platforms)
     try:
         client = ctx.module_context.get_backend()
     except (RuntimeError, ValueError):
@@ -72,9 +75,12 @@ def program_of(ctx: LoweringContext) -> Program:
         size = int(context.num_devices)
     else:
         size = len(devices or (None,))
+    every: tuple[Device, ...] | None
     if devices is not None:
+        every = tuple(devices)
         across = len({device.process_index for device in devices}) > 1
     else:
+        every = None if size == 1 and mesh is None else ()
         n = size if mesh is None else mesh.size
         across = n > 1 and jax.process_count() > 1
     local, by_ordinal = None, {}
@@ -91,6 +97,7 @@ def program_of(ctx: LoweringContext) -> Program:
         mesh=mesh,
         automatic=automatic,
         devices=devices,
+        every=every,
         size=size,
         local=local,
         by_ordinal=by_ordinal,
@@ -98,13 +105,6 @@ def program_of(ctx: LoweringContext) -> Program:
         is_exported=bool(ctx.module_context.lowering_parameters.for_export),
         across=across,
     )
-
-
-def all_devices(program: Program) -> tuple[Device, ...] | None:
-    """The devices of a program; None if there is one, empty if they are not known."""
-    if program.devices is not None:
-        return tuple(program.devices)
-    return None if program.size == 1 and program.mesh is None else ()
 
 
 def ordinal(device: Device) -> int:
@@ -115,13 +115,9 @@ def ordinal(device: Device) -> int:
     return int(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
-def platforms(ctx: LoweringContext) -> tuple[str, ...]:
-    return tuple(ctx.module_context.platforms)
-
-
 def is_served(ctx: LoweringContext) -> bool:
     """Whether the program is for one platform that the engine serves."""
-    of = platforms(ctx)
+    of = ctx.module_context.platforms
     return len(of) == 1 and of[0] in SERVED
 
 

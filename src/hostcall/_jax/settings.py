@@ -83,13 +83,12 @@ def traced_here() -> Traced | None:
     """The settings of the calling thread that differ from the process's; None if none
     does.
     """
-    found = tuple(
-        (name, value)
-        for name, setting in _settings.items()
-        if (value := setting.get_local()) is not _UNSET
-        and value != setting.get_global()
-    )
-    return Traced(found) if found else None
+    found = []
+    for name, setting in _settings.items():  # in each call; most have none
+        value = setting.get_local()
+        if value is not _UNSET and value != setting.get_global():
+            found.append((name, value))
+    return Traced(tuple(found)) if found else None
 
 
 # --- Settings of a program that leaves the process -----------------------------------

@@ -57,8 +57,8 @@ def define(
 def _abstract_eval(
     *operands: Aval, params: CallParams
 ) -> tuple[list[Aval], set[Effect]]:
-    pure = params.effect is None
-    return _jax.result_avals(params.out_avals, operands, pure), params.effects
+    effects = params.effects
+    return _jax.result_avals(params.out_avals, operands, not effects), effects
 
 
 def _impl(*operands: jax.Array, params: CallParams) -> list[jax.Array]:

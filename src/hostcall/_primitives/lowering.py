@@ -193,7 +193,7 @@ def put(
             refuse_export(info.callback, why)
         return {targets.TEXT: info.text}
     key = info.params.key(avals, _jax.name_of(program))
-    info.of_program = _jax.all_devices(program)
+    info.of_program = program.every
 
     def make() -> KeptAlive:
         plan = plan_in_program(info, avals, program.client, program.platforms)
@@ -469,7 +469,7 @@ def info_through_jax(
 ) -> CallInfo:
     """The description of a call that comes from this device, if that is known."""
     info = params.info({-1: device}, program.mesh)
-    info.device, info.of_program = host_device.above(None), _jax.all_devices(program)
+    info.device, info.of_program = host_device.above(None), program.every
     return info
 
 

@@ -124,7 +124,8 @@ class Equation(abc.ABC):
 
     @property
     def effects(self) -> set[Effect]:
-        return effects_with(self.effect)
+        effect = self.effect
+        return set() if effect is None else effects_with(effect)
 
     @property
     def runs_where_dispatched(self) -> bool:
@@ -227,12 +228,12 @@ class Equation(abc.ABC):
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
         said = [*in_key(self), *in_key(self.options)]
         plain = [pair for pair in said if not callable(pair[1])]
+        # Not the line, which changes with what is written above it.
+        caller = self.callback.place.function, program
         more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
         rules = [value for _, value in said if callable(value)]
         who = names.of(function) or function
-        # Not the line, which changes with what is written above it.
-        caller = self.callback.place.function, program
-        return fingerprint((who, caller, *rules, repr((more, plain))))
+        return fingerprint((who, *rules, repr((caller, more, plain))))
 
     def __repr__(self) -> str:
         details = [self.callback.name, self.options.order, *self._details()]
