@@ -69,12 +69,13 @@ inline size_t Group() {
 }
 
 /// A count that attached threads change, and any thread may read. What a thread did
-/// before it added comes before what the reader of the sum does next.
+/// before it added comes before what the reader of the sum does next: additions
+/// release, each also what those before it released, and a reading acquires.
 class Tally {
  public:
   void Add(int64_t n) {
     if (kFreeThreads) {
-      value_.fetch_add(n, std::memory_order_acq_rel);
+      value_.fetch_add(n, std::memory_order_release);
     } else {  // a plain addition: the GIL is held, and orders everything
       value_.store(value() + n, std::memory_order_relaxed);
     }
