@@ -130,8 +130,11 @@ void FlightLines(Event* events, const char* why, const Sink& sink,
 /// Writes them to a file, from a signal handler. If two threads come at the same
 /// time, the second returns at once.
 inline void WriteFlight(int file, const char* why) {
-  static Event events[FlightRing::kSize];
-  // A lock: acquire and release, so that the next writer has `events` to itself.
+  // Bytes: an array of events, whose members have values, would lie in the module's
+  // file.
+  alignas(Event) static char room[FlightRing::kSize * sizeof(Event)];
+  auto* events = reinterpret_cast<Event*>(room);
+  // A lock: acquire and release, so that the next writer has the room to itself.
   static std::atomic<bool> writing{false};
   if (writing.exchange(true, std::memory_order_acquire)) return;
   // If nobody reads a pipe or a terminal, a write could wait for ever, and what the
