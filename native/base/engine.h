@@ -32,12 +32,8 @@ namespace hostcall {
 /// Safe to use from several threads.
 class Engine {
  public:
-  /// The engine of the process. Never destroyed: threads of XLA may still enter
-  /// while static objects are destroyed.
-  static Engine& Get() {
-    static Engine* engine = new Engine;
-    return *engine;
-  }
+  /// The engine of the process.
+  static Engine& Get() { return Immortal<Engine>(); }
 
   /// Begins a call. False: the engine is closed, and the caller must not touch
   /// Python or call Leave.
@@ -46,12 +42,12 @@ class Engine {
     if (!closed_.load()) return true;
     bool (*const admits)() = late_.load();
     if (admits != nullptr && admits()) return true;
-    // A refused call is in the count for a moment, which only delays WaitIdle.
-    in_flight_.fetch_sub(1);
+    Leave();  // it was in the count for a moment, which only delays WaitIdle
     return false;
   }
-  /// Ends a call that Enter admitted.
-  void Leave() { in_flight_.fetch_sub(1); }
+  /// Ends a call that Enter admitted. Release: WaitIdle, which reads the count,
+  /// comes behind all that the call did.
+  void Leave() { in_flight_.fetch_sub(1, std::memory_order_release); }
 
   /// Refuses calls from now on. Those in flight go on.
   void Close() { closed_.store(true); }
@@ -105,6 +101,9 @@ class Engine {
   int64_t in_flight() const { return in_flight_.load(); }
 
  private:
+  // in_flight_ and closed_ need the order that they have (above). The others have
+  // it too, though a release and an acquire would do: left_behind_ publishes
+  // ender_, and late_ and forked_ are read only by calls that are refused.
   std::atomic<bool> closed_{false};        ///< no new calls; never reset
   std::atomic<bool (*)()> late_{nullptr};  ///< OpenLate's
   std::atomic<bool> forked_{false};        ///< this is a forked child; never reset

@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 
 /// Python sees these as numbers, named in _runtime/waits.py and
@@ -67,9 +69,11 @@ inline uint64_t ThisThread() { return (uint64_t)pthread_self(); }
 /// A ring of cells, each with a number that says whose turn it is: `n` when it
 /// waits for the n-th event, `n + 1` when it has it. Pushers take a cell by a
 /// compare-and-swap on `head_`, and hand it over by a release store of the cell's
-/// number, which Take loads with acquire. There is one taker at a time (its callers
-/// hold a lock of their own). A pusher that is stopped between the two holds up the
-/// events behind it until it goes on, and loses none.
+/// number, which Take loads with acquire. Take gives the cell back in the same way,
+/// to the pusher of the next round. `head_` only hands out numbers, so it is
+/// relaxed: a pusher that reads an old one finds the cell taken. There is one taker
+/// at a time (its callers hold a lock of their own). A pusher that is stopped
+/// between the two holds up the events behind it until it goes on, and loses none.
 class EventBuffer {
  public:
   /// About 5 MB, which are allocated when the first trace begins.
@@ -77,20 +81,19 @@ class EventBuffer {
 
   explicit EventBuffer(size_t capacity = kCapacity)
       : mask_(capacity - 1), cells_(new Cell[capacity]) {
-    for (size_t i = 0; i < capacity; ++i) cells_[i].turn.store(i);
+    for (size_t i = 0; i < capacity; ++i) {
+      cells_[i].turn.store(i, std::memory_order_relaxed);  // nobody has it yet
+    }
   }
 
-  /// The buffer of the process. Never destroyed, and never freed after a trace:
-  /// threads that have seen the flag may still push.
-  static EventBuffer& Get() {
-    static EventBuffer* buffer = new EventBuffer;
-    return *buffer;
-  }
+  /// The buffer of the process. Not freed after a trace: threads that have seen the
+  /// flag may still push.
+  static EventBuffer& Get() { return Immortal<EventBuffer>(); }
   /// Whether somebody traces. Relaxed: events around the switch may be missed.
   static bool IsOn() { return g_on.load(std::memory_order_relaxed); }
   static void Switch(bool on) {
     Get();  // allocates now, not in a handler
-    g_on.store(on);
+    g_on.store(on, std::memory_order_relaxed);
   }
 
   /// Adds an event, or drops it. Safe from several threads.
@@ -136,7 +139,7 @@ class EventBuffer {
   const uint64_t mask_;
   const std::unique_ptr<Cell[]> cells_;
   alignas(64) std::atomic<uint64_t> head_{0};  ///< the next cell to write
-  std::atomic<int64_t> dropped_{0};
+  std::atomic<int64_t> dropped_{0};            ///< relaxed: it publishes nothing
   alignas(64) uint64_t tail_ = 0;  ///< the next cell to read; the taker's alone
 };
 

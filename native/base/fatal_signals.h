@@ -62,13 +62,15 @@ class FatalSignals {
                                                  "SIGFPE", "SIGILL"};
 
   static void OnFatal(int signal, siginfo_t* info, void* context) {
+    // Of several threads, the first. Which one that is needs no order.
     static std::atomic<bool> told{false}, entered[kCount]{};
     size_t i = 0;
     while (i < kCount - 1 && kSignals[i] != signal) ++i;
-    if (!told.exchange(true)) WriteFlight(STDERR_FILENO, kNames[i]);
+    if (!told.exchange(true, std::memory_order_relaxed))
+      WriteFlight(STDERR_FILENO, kNames[i]);
     const struct sigaction& before = g_before[i];
     // The handler from before is called once, since it may send the signal again.
-    const bool again = entered[i].exchange(true);
+    const bool again = entered[i].exchange(true, std::memory_order_relaxed);
     if (!again && (before.sa_flags & SA_SIGINFO) != 0) {
       before.sa_sigaction(signal, info, context);
     } else if (!again && before.sa_handler != SIG_DFL &&

@@ -7,18 +7,20 @@
 //   * A writer never waits, neither for readers nor for other writers.
 //   * A record that is under way is not overwritten: a call that hangs is still
 //     there after a million others. If a writer finds kTries such records in a row,
-//     its own event is not recorded (and counted).
+//     its own event is not recorded.
 //   * A reader never sees a mixture of two events.
 //
 // The word `lock` of each record says who may touch it: its ticket and three flags.
 //
 //   1. writer: takes the next ticket, which names a record (relaxed: tickets only
-//      have to differ)
+//      have to differ, and a reader only begins there)
 //   2. writer: a compare-and-swap sets `owned` and `busy` if neither was set.
 //      Acquire: what the previous owner wrote comes before. The record is this
 //      writer's alone until it clears `owned`.
 //   3. writer: writes the fields, then clears `busy`; the event is under way
-//   4. writer: when a call gets the GIL, sets `busy`, writes, and clears it; the
+//   4. writer: when a call gets the GIL, sets `busy` (relaxed: the fields' own
+//   stores
+//      release it), writes, and clears it; the
 //      word then has `entered`, so that it differs from the one before
 //   5. writer: at the end sets `busy`, writes the last fields, clears all but the
 //      ticket
@@ -32,7 +34,6 @@
 // no data race, only one that the reader throws away.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -150,7 +151,6 @@ class FlightRing {
       Record& record = records_[ticket % kSize];
       if (record.Begin(ticket, event)) return &record;
     }
-    lost_.fetch_add(1, std::memory_order_relaxed);
     return nullptr;
   }
 
@@ -168,14 +168,10 @@ class FlightRing {
     return found;
   }
 
-  /// Events that found no record.
-  int64_t lost() const { return lost_.load(std::memory_order_relaxed); }
-
  private:
   static constexpr int kTries = 16;
   static FlightRing g_ring;
   alignas(64) std::atomic<uint64_t> next_{0};
-  std::atomic<int64_t> lost_{0};
   Record records_[kSize];
 };
 inline FlightRing FlightRing::g_ring;

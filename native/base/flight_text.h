@@ -11,9 +11,10 @@
 
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/flight.h"
@@ -34,16 +35,11 @@ class Line {
   }
   /// A number, right-aligned.
   Line& Number(int64_t number, size_t width = 0) {
-    char digits[24];
-    size_t n = 0;
-    uint64_t rest = number < 0 ? 0 - static_cast<uint64_t>(number)
-                               : static_cast<uint64_t>(number);
-    do digits[n++] = static_cast<char>('0' + rest % 10);
-    while ((rest /= 10) != 0);
-    if (number < 0) digits[n++] = '-';
+    char digits[24] = {};  // to_chars leaves a zero behind them
+    const char* end = std::to_chars(digits, digits + sizeof digits, number).ptr;
+    const auto n = static_cast<size_t>(end - digits);
     if (width > n) Pad(size_ + width - n);
-    while (n != 0 && size_ < kMost) bytes_[size_++] = digits[--n];
-    return *this;
+    return Text(digits);
   }
   /// Seconds with six decimals, right-aligned.
   Line& Seconds(int64_t ns, size_t width) {
@@ -81,27 +77,18 @@ inline const char* NameOf(EventState state) {
   return kNames[static_cast<size_t>(state) % 4];
 }
 
-/// Room for the events, which may be too much for a signal's stack.
-struct FlightScratch {
-  Event events[FlightRing::kSize];
-  uint16_t order[FlightRing::kSize];
-};
-
 /// Hands the newest `most` events, and all that are under way, to `sink` line by
-/// line, oldest first. `why` is in the first line.
+/// line, oldest first. `why` is in the first line. `events` has room for kSize of
+/// them, which is too much for a signal's stack.
 template <typename Sink>
-void FlightLines(FlightScratch& scratch, const char* why, const Sink& sink,
+void FlightLines(Event* events, const char* why, const Sink& sink,
                  size_t most = 40) {
-  Event* events = scratch.events;
-  uint16_t* order = scratch.order;
   const int64_t now = Ticks();
   const size_t n = FlightRing::Get().Read(events);
   for (size_t i = 0; i < n; ++i) {  // an insertion sort: it is nearly sorted
-    size_t at = i;
-    for (; at > 0 && events[order[at - 1]].start > events[i].start; --at) {
-      order[at] = order[at - 1];
+    for (size_t at = i; at > 0 && events[at - 1].start > events[at].start; --at) {
+      std::swap(events[at - 1], events[at]);
     }
-    order[at] = static_cast<uint16_t>(i);
   }
   Line line;
   line.Text("hostcall flight recorder, ").Text(why).Text(": ");
@@ -117,7 +104,7 @@ void FlightLines(FlightScratch& scratch, const char* why, const Sink& sink,
     return static_cast<int64_t>(static_cast<double>(ticks) * tick_ns);
   };
   for (size_t i = 0; i < n; ++i) {
-    const Event& event = events[order[i]];
+    const Event& event = events[i];
     const bool under_way = event.end == 0;
     if (i + most < n && !under_way) continue;
     const int64_t end = under_way ? now : event.end;
@@ -143,14 +130,18 @@ void FlightLines(FlightScratch& scratch, const char* why, const Sink& sink,
 /// Writes them to a file, from a signal handler. If two threads come at the same
 /// time, the second returns at once.
 inline void WriteFlight(int file, const char* why) {
-  static FlightScratch scratch;
+  // Bytes: an array of events, whose members have values, would lie in the module's
+  // file.
+  alignas(Event) static char room[FlightRing::kSize * sizeof(Event)];
+  auto* events = reinterpret_cast<Event*>(room);
+  // A lock: acquire and release, so that the next writer has the room to itself.
   static std::atomic<bool> writing{false};
-  if (writing.exchange(true)) return;
+  if (writing.exchange(true, std::memory_order_acquire)) return;
   // If nobody reads a pipe or a terminal, a write could wait for ever, and what the
   // signal should do would not happen. A pipe that polls writable takes a line.
   constexpr int kPatienceMs = 100;
   bool stalled = false;
-  FlightLines(scratch, why, [file, &stalled](const char* bytes, size_t size) {
+  FlightLines(events, why, [file, &stalled](const char* bytes, size_t size) {
     while (size != 0 && !stalled) {
       pollfd ready{file, POLLOUT, 0};
       const int polled = poll(&ready, 1, kPatienceMs);
@@ -163,7 +154,7 @@ inline void WriteFlight(int file, const char* why) {
       size -= static_cast<size_t>(wrote);
     }
   });
-  writing.store(false);
+  writing.store(false, std::memory_order_release);
 }
 
 }  // namespace hostcall

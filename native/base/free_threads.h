@@ -15,7 +15,6 @@
 // GIL. docs/design/threads.md has the rules and the reasons.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -43,20 +42,15 @@ inline constexpr bool kFreeThreads = false;
 ///   3. third thread: waits for the holder, attached; the collector waits for it
 class AttachedMutex {
  public:
-  void lock() {
 #ifdef Py_GIL_DISABLED
-    PyMutex_Lock(&mutex_);
-#endif
-  }
-  void unlock() {
-#ifdef Py_GIL_DISABLED
-    PyMutex_Unlock(&mutex_);
-#endif
-  }
+  void lock() { PyMutex_Lock(&mutex_); }
+  void unlock() { PyMutex_Unlock(&mutex_); }
 
  private:
-#ifdef Py_GIL_DISABLED
   PyMutex mutex_ = {0};
+#else
+  void lock() {}
+  void unlock() {}
 #endif
 };
 
@@ -75,12 +69,13 @@ inline size_t Group() {
 }
 
 /// A count that attached threads change, and any thread may read. What a thread did
-/// before it added comes before what the reader of the sum does next.
+/// before it added comes before what the reader of the sum does next: additions
+/// release, each also what those before it released, and a reading acquires.
 class Tally {
  public:
   void Add(int64_t n) {
     if (kFreeThreads) {
-      value_.fetch_add(n, std::memory_order_acq_rel);
+      value_.fetch_add(n, std::memory_order_release);
     } else {  // a plain addition: the GIL is held, and orders everything
       value_.store(value() + n, std::memory_order_relaxed);
     }
@@ -152,7 +147,10 @@ inline bool DropIfLast(PyObject* object) {
 }
 
 /// An object that is kept from one call for the next, or nothing. Several threads
-/// may make the call: one gets the object, the others find nothing.
+/// may make the call: one gets the object, the others find nothing. Keep releases
+/// and Take acquires, so what the last call did with the object comes before what
+/// the next one does. A first look is relaxed: it only says that there is nothing
+/// to do.
 class Spare : NoCopy {
  public:
   ~Spare() { (void)Take(); }

@@ -10,7 +10,7 @@ HOSTCALL_HOT PyThreadState* t_made_state = nullptr;
 HOSTCALL_HOT unsigned t_group = 0;
 
 unsigned NewGroup() {
-  static std::atomic<unsigned> next{0};
+  static std::atomic<unsigned> next{0};  // relaxed: groups should only differ
   t_group = next.fetch_add(1, std::memory_order_relaxed) % kGroups + 1;
   return t_group;
 }

@@ -11,14 +11,12 @@
 #include <unistd.h>
 
 #include <cassert>
-#include <chrono>
 #include <cstdint>
 #include <utility>
 #if defined(__GLIBCXX__)
 #include <cxxabi.h>
 #endif
 
-#include "base/clock.h"
 #include "base/gil_release.h"
 #include "base/no_copy.h"
 

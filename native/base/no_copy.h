@@ -10,4 +10,12 @@ struct NoCopy {
   NoCopy& operator=(const NoCopy&) = delete;
 };
 
+/// The process's one T. Never destroyed: threads of XLA and of the CUDA driver may
+/// use it while static objects are destroyed.
+template <typename T>
+T& Immortal() {
+  static T* const one = new T;
+  return *one;
+}
+
 }  // namespace hostcall

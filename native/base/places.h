@@ -9,7 +9,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -29,9 +28,11 @@ class Places {
   /// A place with a higher number has no text here, only in Python.
   static constexpr uint32_t kMost = 1 << 13;
 
-  /// Sets the texts of a number, once. Release: a reader sees the whole text.
+  /// Sets the texts of a number, once. Release: a reader, which acquires, sees the
+  /// whole text. The look before it is relaxed, as it reads no text.
   static void Name(uint32_t number, const Place& place) {
-    if (number >= kMost || g_places[number].load() != nullptr) return;
+    if (number >= kMost) return;
+    if (g_places[number].load(std::memory_order_relaxed) != nullptr) return;
     g_places[number].store(new Place(place), std::memory_order_release);
   }
   /// The texts of a number, or null.

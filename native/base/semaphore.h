@@ -18,15 +18,15 @@
 #include <cerrno>
 #include <cstdint>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 
 #if defined(__APPLE__)
 
-class Semaphore {
+class Semaphore : NoCopy {
  public:
   Semaphore() { Make(); }
-  Semaphore(const Semaphore&) = delete;
-  Semaphore& operator=(const Semaphore&) = delete;
 
   /// Adds one. Async-signal-safe.
   void Post() {
@@ -62,17 +62,17 @@ class Semaphore {
     port_.store(made);
     owner_.store(getpid());
   }
+  // owner_ is written behind port_ and read before it, so a Post that finds the
+  // owner finds its port. (Release and acquire would do.)
   std::atomic<semaphore_t> port_{SEMAPHORE_NULL};
   std::atomic<pid_t> owner_{0};  ///< the process whose port it is
 };
 
 #else
 
-class Semaphore {
+class Semaphore : NoCopy {
  public:
   Semaphore() { sem_init(&counts_, 0, 0); }
-  Semaphore(const Semaphore&) = delete;
-  Semaphore& operator=(const Semaphore&) = delete;
 
   /// Adds one. Async-signal-safe.
   void Post() { sem_post(&counts_); }

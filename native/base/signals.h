@@ -73,6 +73,7 @@ class Signals {
   static void Keep(int64_t ticks) {
     static const auto pause =
         static_cast<int64_t>(TickNs() > 0 ? 1e5 / TickNs() : 0);
+    // Relaxed: two threads that read an old time both ask, which does no harm.
     static std::atomic<int64_t> asked{0};
     const int64_t passed = ticks - asked.load(std::memory_order_relaxed);
     if (passed >= 0 && passed < pause) return;
@@ -103,7 +104,7 @@ class Signals {
   /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
   /// a Wait that the semaphore wakes finds them.
   static void Post(int event) {
-    g_pending.fetch_or(event);
+    g_pending.fetch_or(event, std::memory_order_release);
     g_posted.Post();
   }
 
@@ -112,11 +113,11 @@ class Signals {
   static int Wait(double seconds) {
     const int64_t until = NowNs() + static_cast<int64_t>(1e9 * seconds);
     for (;;) {
-      if (const int events = g_pending.exchange(0)) return events;
+      if (const int events = TakePending()) return events;
       // The semaphore counts posts, of which one exchange may have taken several.
       // What it counts too much makes this loop look once more in vain.
       const double left = 1e-9 * static_cast<double>(until - NowNs());
-      if (left <= 0) return g_pending.exchange(0);
+      if (left <= 0) return TakePending();
       if (g_posted.Wait(left < kLookSeconds ? left : kLookSeconds)) continue;
       struct sigaction found;
       if (sigaction(SIGINT, nullptr, &found) == 0 && IsUnwatched(found)) {
@@ -126,6 +127,9 @@ class Signals {
   }
 
  private:
+  static int TakePending() {
+    return g_pending.exchange(0, std::memory_order_acquire);
+  }
   using Handler = void (*)(int);
   /// How often Wait looks at the handler of SIGINT.
   static constexpr double kLookSeconds = 0.1;
@@ -166,6 +170,10 @@ class Signals {
     }
     errno = saved;
   }
+  // Orders. Post releases and Wait acquires: what a thread did before it posted
+  // comes before what the watcher does about it, also if the watcher finds the bit
+  // before the semaphore is posted. The others are set before the handlers that
+  // read them are installed, by a system call, and have the default order.
   inline static Semaphore g_posted;  ///< one post for each call of Post
   /// The Event bits that Wait has not returned yet.
   inline static std::atomic<int> g_pending{0};

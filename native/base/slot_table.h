@@ -30,6 +30,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/no_copy.h"
+
 namespace hostcall {
 
 /// An object with a reference count, born with a count of one. When Release brings
@@ -51,6 +53,7 @@ class alignas(64) Mortal {
   /// the GIL. Asking somebody to bury it takes 20 us, since that thread and this
   /// one then want the GIL.
   void ReleaseHere() {
+    // The order is Release's.
     if (count_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
   }
 
@@ -71,15 +74,11 @@ class alignas(64) Mortal {
 /// popped, so the stack has no ABA problem.
 class Graveyard {
  public:
-  static Graveyard& Get() {
-    // Never destroyed: threads of XLA may push during static destruction.
-    static Graveyard* graveyard = new Graveyard;
-    return *graveyard;
-  }
+  static Graveyard& Get() { return Immortal<Graveyard>(); }
   /// Sets a function that gets somebody to bury. Push calls it on any thread, when
   /// nobody has been asked since the last Bury; it must not wait. Without it, the
   /// dead wait for the next thread that calls Bury for reasons of its own.
-  void AskBy(void (*ask)()) { ask_.store(ask); }
+  void AskBy(void (*ask)()) { ask_.store(ask, std::memory_order_relaxed); }
   /// Takes an object whose count is zero.
   void Push(Mortal* dead) {
     Mortal* head = head_.load(std::memory_order_relaxed);
@@ -90,7 +89,8 @@ class Graveyard {
     } while (!head_.compare_exchange_weak(head, dead, std::memory_order_acq_rel,
                                           std::memory_order_relaxed));
     auto* ask = ask_.load(std::memory_order_relaxed);
-    if (ask != nullptr && !asked_.exchange(true)) ask();
+    // Relaxed, as below: head_ orders it. The exchange only lets one pusher ask.
+    if (ask != nullptr && !asked_.exchange(true, std::memory_order_relaxed)) ask();
   }
   /// Destroys what has been pushed. The caller holds the GIL if there may be plans.
   void Bury() {
@@ -106,12 +106,11 @@ class Graveyard {
     //   1. burier: takes the stack
     //   2. pusher: pushes, finds asked_ still true, and asks nobody
     //   3. burier: resets asked_
-    // Program order alone does not forbid that: asked_ and head_ are two variables,
-    // and asked_ being sequentially consistent orders nothing about head_. The
-    // exchange of head_ releases, and a push acquires. So a push either comes
+    // Program order alone does not forbid that: asked_ and head_ are two variables.
+    // The exchange of head_ releases, and a push acquires. So a push either comes
     // before the exchange, which takes its object, or reads what the exchange (or a
     // push after it) wrote, and then sees asked_ reset, and asks.
-    asked_.store(false);
+    asked_.store(false, std::memory_order_relaxed);
     Mortal* dead = head_.exchange(nullptr, std::memory_order_acq_rel);
     while (dead != nullptr) {
       Mortal* next = dead->next_dead_;
@@ -121,9 +120,11 @@ class Graveyard {
   }
 
  private:
-  std::atomic<Mortal*> head_{nullptr};    ///< last pushed; null if empty
-  std::atomic<void (*)()> ask_{nullptr};  ///< AskBy's; null before
-  std::atomic<bool> asked_{false};        ///< Push need not ask again
+  std::atomic<Mortal*> head_{nullptr};  ///< last pushed; null if empty
+  /// AskBy's; null before. Relaxed: a function needs nothing that was written for
+  /// it.
+  std::atomic<void (*)()> ask_{nullptr};
+  std::atomic<bool> asked_{false};  ///< Push need not ask again
 };
 
 inline void Mortal::Release(int64_t times) {

@@ -46,7 +46,7 @@ nb::object PinnedState(const PinnedPool& pool) {
   const PinnedPool::Stats stats = pool.stats();
   if (stats.allocations == 0) return nb::none();
   nb::dict state;
-  state["limit"] = pool.limit();
+  state["limit"] = stats.limit;
   state["allocated"] = stats.allocated_bytes;
   state["in_use"] = stats.in_use_bytes;
   state["pending"] = stats.pending_bytes;

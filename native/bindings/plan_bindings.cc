@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/code.h"
 #include "base/engine.h"
 #include "base/flight.h"
 #include "base/no_copy.h"
@@ -78,9 +77,7 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   if (!plan.tap) throw nb::type_error("not a plan of a tap");
   const std::vector<const void*> in = Buffers(plan, operands);
   Entry entry;
-  if (!entry)
-    throw std::runtime_error(
-        "hostcall: the engine is closed" HOSTCALL_CODE("hc-closed"));
+  if (!entry) throw std::runtime_error(ClosedText());
   for (;;) {
     try {
       GilRelease unlocked;  // it may wait for the worker, which needs the GIL

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/guards.h"
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
 #include "cuda/streams.h"

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,7 +9,6 @@
 #include "base/fatal_signals.h"
 #include "base/flight.h"
 #include "base/flight_text.h"
-#include "base/guards.h"
 #include "base/places.h"
 #include "base/signals.h"
 #include "base/trace_json.h"
@@ -25,12 +23,12 @@ nb::bytes AsBytes(const std::string& text) {
   return nb::bytes(text.data(), text.size());
 }
 
-/// The recorded events as an array of structs. `lost` is how many found no record.
-nb::tuple ReadFlight() {
+/// The recorded events as an array of structs.
+nb::bytes ReadFlight() {
   std::string raw(FlightRing::kSize * sizeof(Event), '\0');
   const size_t n = FlightRing::Get().Read(reinterpret_cast<Event*>(raw.data()));
   raw.resize(n * sizeof(Event));
-  return nb::make_tuple(AsBytes(raw), FlightRing::Get().lost());
+  return AsBytes(raw);
 }
 
 /// How many events are taken at once. Making a Python object of them copies them
@@ -109,12 +107,13 @@ void InitTraces(nb::module_& m) {
   m.def(
       "flight_text",
       [](const std::string& why) {
-        auto scratch = std::make_unique<FlightScratch>();
+        std::vector<Event> events(FlightRing::kSize);
         std::string text;
-        FlightLines(*scratch, why.c_str(), [&text](const char* bytes, size_t size) {
-          text.append(bytes, size);
-        });
-        return nb::bytes(text.data(), text.size());  // a cut may split a character
+        const auto add = [&text](const char* line, size_t size) {
+          text.append(line, size);
+        };
+        FlightLines(events.data(), why.c_str(), add);
+        return AsBytes(text);  // a cut may split a character
       },
       nb::arg("why"));
   m.def("watch_fatal_signals", &FatalSignals::Watch, nb::arg("on"));

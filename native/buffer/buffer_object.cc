@@ -101,7 +101,7 @@ nb::dict CudaInterface(BufferObject& b, const ActiveCall& call) {
   made["data"] = nb::make_tuple(reinterpret_cast<uintptr_t>(data), !b.writeable);
   made["strides"] = nb::none();
   made["version"] = 3;
-  b.interface_read = true;
+  b.interface_read.store(true, std::memory_order_relaxed);
   // Who reads a stream here waits for it (CuPy does), which ends a recording. There
   // it is None: the function works on the context's stream, and need not wait.
   made["stream"] = nb::none();
@@ -228,8 +228,9 @@ bool WasChanged(BufferObject* b) {
 bool IsLent(PyObject* self) {
   BufferObject* b = AsBuffer(self);
   return IsHeld(b->array) || b->exports.value() != 0 ||
-         (b->tensors && b->tensors->load() != 0) ||
-         (b->interface_read && IsHeldElsewhere(self));
+         (b->tensors && b->tensors->load(std::memory_order_acquire) != 0) ||
+         (b->interface_read.load(std::memory_order_relaxed) &&
+          IsHeldElsewhere(self));
 }
 
 bool CloseBuffer(PyObject* self) {

@@ -116,10 +116,14 @@ struct BufferObject {
   const Leaf* leaf = nullptr;  ///< dtype and shape
   char* data = nullptr;        ///< the first element of the row, XLA's memory
   bool writeable = false;      ///< it is an output
-  std::atomic<bool> interface_read{false};  ///< __cuda_array_interface__ was read
-  Tally exports;                            ///< unreleased, of the buffer protocol
+  /// Whether __cuda_array_interface__ was read. Relaxed: the lease orders its reads
+  /// and writes.
+  std::atomic<bool> interface_read{false};
+  Tally exports;              ///< unreleased, of the buffer protocol
   PyObject* array = nullptr;  ///< what __array__ returns views of; owned, or null
   /// The number of living DLPack tensors, shared with them; null before the first.
+  /// A deleter releases and IsLent acquires, so what a consumer did with the memory
+  /// comes before the call's end. An addition is relaxed: it happens during a use.
   std::shared_ptr<std::atomic<int64_t>> tensors;
   /// A copy of an input that somebody might write to; else empty.
   std::vector<char> before;

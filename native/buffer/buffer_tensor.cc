@@ -43,7 +43,7 @@ struct VersionedManaged {
 /// destroyed on any thread, without the GIL.
 struct Export {
   ~Export() {
-    if (count) count->fetch_sub(1);
+    if (count) count->fetch_sub(1, std::memory_order_release);
   }
   Managed managed;              ///< either this is used,
   VersionedManaged versioned;   ///< or this
@@ -125,7 +125,7 @@ std::unique_ptr<Export> MakeExport(BufferObject& b, const ActiveCall& call,
     const std::lock_guard<AttachedMutex> lock(b.mutex);
     if (!b.tensors) b.tensors = std::make_shared<std::atomic<int64_t>>(0);
     made->count = b.tensors;
-    made->count->fetch_add(1);
+    made->count->fetch_add(1, std::memory_order_relaxed);
   }
   const dlpack::device device{call.on_gpu() ? kCuda : kCpu,
                               call.on_gpu() ? call.device_ordinal : 0};

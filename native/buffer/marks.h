@@ -29,7 +29,8 @@ class Marks {
         places_(bytes / unit),
         count_(std::min(places_, most)) {
     // A new pattern each time, so that what an earlier call left in the memory
-    // can't pass for a mark. Atomic: native code runs without the GIL.
+    // can't pass for a mark. Atomic, as native code runs without the GIL; relaxed,
+    // as patterns only have to differ.
     static std::atomic<uint64_t> made{1};
     const uint64_t seed =
         made.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15ull;

@@ -71,9 +71,8 @@ const CudaDriver* CudaDriver::Get(std::string* why) {
 const CudaDriver& CudaDriver::Unopened() { return g_driver; }
 
 void CudaDriver::Throw(int code, const char* function) const {
-  throw CudaError(
-      "hostcall: " + std::string(function) + " failed: " + Describe(*this, code),
-      code);
+  throw CudaError("hostcall: " + std::string(function) +
+                  " failed: " + Describe(*this, code));
 }
 
 ScopedContext::ScopedContext(const CudaDriver& driver, CudaStream stream)

@@ -38,20 +38,13 @@ using CudaHostFn = void (*)(void* data);   // runs on a thread of the driver
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaOutOfMemory = 2;
 constexpr int kCudaNotReady = 600;
-constexpr int kCudaCaptureUnsupported = 900;
 constexpr unsigned kCudaHostAllocPortable = 1;   ///< pinned for every context
 constexpr unsigned kCudaEventDisableTiming = 2;  ///< cheaper to record
 constexpr unsigned kCudaStreamNonBlocking = 1;   ///< apart from the default stream
 
 /// A call of the driver failed.
-class CudaError : public std::runtime_error {
- public:
-  CudaError(const std::string& text, int code)
-      : std::runtime_error(text), code_(code) {}
-  int code() const { return code_; }  ///< the CUresult
-
- private:
-  int code_;
+struct CudaError : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 /// The functions of the driver that hostcall uses: the exported name and the

@@ -74,7 +74,7 @@ PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
   const size_t capacity = CapacityFor(bytes);
   Lock lock(mutex_);
   // The steady state: nobody is before this request, and nothing has to be evicted.
-  if (IsNobodysTurn() && Fits(capacity) && stats_.allocated_bytes <= limit_) {
+  if (IsNobodysTurn() && Fits(capacity) && stats_.allocated_bytes <= stats_.limit) {
     if (PinnedBlock block = Reuse(capacity)) return block;
   }
   Turn turn(*this, lock, may_wait);
@@ -92,7 +92,8 @@ PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
   PinnedBlock block = Reuse(capacity);
   // Frees idle blocks first, so that the limit holds while a new one is allocated.
   // After an overrun, or below a new limit, more may be allocated than allowed.
-  Evict(lock, block ? limit_ : limit_ - std::min(limit_, capacity));
+  Evict(lock,
+        block ? stats_.limit : stats_.limit - std::min(stats_.limit, capacity));
   if (!block) block = PinnedBlock(this, Allocate(lock, capacity));
   return block;
 }
@@ -101,7 +102,7 @@ PinnedBlock PinnedPool::Acquire(size_t bytes, bool may_wait) {
 /// they are evicted when room is needed. The lock is held.
 bool PinnedPool::Fits(size_t capacity) const {
   const size_t out = stats_.in_use_bytes + stats_.pending_bytes;
-  return out == 0 || out + capacity <= limit_;
+  return out == 0 || out + capacity <= stats_.limit;
 }
 
 /// Makes an idle block of exactly this capacity the caller's; empty if there is
@@ -281,7 +282,7 @@ void PinnedPool::Free(PinnedMemory* memory) const noexcept {
 
 void PinnedPool::set_limit(size_t bytes) {
   Lock lock(mutex_);
-  limit_ = bytes;
+  stats_.limit = bytes;
   // A request that waits for a block looks again. If it has the turn it evicts,
   // too.
   ++returns_;
@@ -289,12 +290,7 @@ void PinnedPool::set_limit(size_t bytes) {
   Turn turn(*this, lock, false);
   if (!turn) return;
   Collect(lock);
-  Evict(lock, limit_);
-}
-
-size_t PinnedPool::limit() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return limit_;
+  Evict(lock, stats_.limit);
 }
 
 PinnedPool::Stats PinnedPool::stats() const {

@@ -109,6 +109,7 @@ class PinnedPool : NoCopy {
   static constexpr std::chrono::milliseconds kGrace{1000};
 
   struct Stats {
+    size_t limit = 0;            ///< bound on allocated_bytes
     size_t allocated_bytes = 0;  ///< all pinned memory, in use, pending or idle
     size_t in_use_bytes = 0;     ///< owned by a PinnedBlock, or lost
     size_t pending_bytes = 0;    ///< behind an event that was not yet seen to end
@@ -122,7 +123,9 @@ class PinnedPool : NoCopy {
   /// `driver` outlives the pool. `limit` is in bytes.
   PinnedPool(const CudaDriver& driver, size_t limit,
              std::chrono::milliseconds grace = kGrace)
-      : driver_(driver), grace_(grace), limit_(limit) {}
+      : driver_(driver), grace_(grace) {
+    stats_.limit = limit;
+  }
 
   /// Returns a block of at least `bytes`, with undefined content. Waits if the pool
   /// is full. A context must be current (ScopedContext). Throws CudaError if the
@@ -136,7 +139,6 @@ class PinnedPool : NoCopy {
   /// Sets the limit in bytes. Frees blocks above a lower limit that are neither in
   /// use nor pending, unless a request waits for a block. Needs no context.
   void set_limit(size_t bytes);
-  size_t limit() const;
   Stats stats() const;
 
   /// The capacity of a block for `bytes`: a power of two up to kStep, above it a
@@ -175,7 +177,6 @@ class PinnedPool : NoCopy {
   mutable std::mutex mutex_;
   /// Notified when a turn ends, a block comes back, the limit or full_ changes.
   std::condition_variable changed_;
-  size_t limit_;
   /// Free blocks by capacity, the last used first. Every capacity that was ever
   /// allocated keeps its entry, so that returning a block allocates nothing.
   std::map<size_t, PinnedMemory*> idle_;

@@ -47,8 +47,7 @@ void RefuseCapture(const CudaDriver& driver, CudaStream stream) {
   throw CudaError(
       "hostcall: the stream is being captured into a CUDA graph, in which the host "
       "can't be called. Keep XLA from capturing: set "
-      "XLA_FLAGS=--xla_gpu_enable_command_buffer=" HOSTCALL_CODE("hc-device"),
-      kCudaCaptureUnsupported);
+      "XLA_FLAGS=--xla_gpu_enable_command_buffer=" HOSTCALL_CODE("hc-device"));
 }
 
 /// Enqueues the copies to the host. Sets `*enqueued` before the first one, since

@@ -16,11 +16,6 @@ std::string CudaMissing() {
   return CudaDriver::Get(&why) != nullptr ? "" : why;
 }
 
-Gpus& Gpus::Get() {
-  static Gpus* const gpus = new Gpus;
-  return *gpus;
-}
-
 void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
                   std::optional<uintptr_t> made_on) {
   const CudaDriver& driver = Driver();

@@ -21,10 +21,9 @@ const CudaDriver& Driver();
 /// The reason why there is no driver; empty if there is one.
 std::string CudaMissing();
 
-/// What the process has for its GPUs. Never destroyed: the driver's threads return
-/// blocks until the process ends.
+/// What the process has for its GPUs.
 struct Gpus {
-  static Gpus& Get();
+  static Gpus& Get() { return Immortal<Gpus>(); }
 
   /// The pinned memory of calls and of taps, which use it once Driver() has
   /// returned. There are two pools because a tap holds its block until its device

@@ -33,10 +33,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame) {
-  CheckLink(frame);
-  Pointers in(frame->args, frame->args.args, 1),
-      out(frame->rets, frame->rets.rets, 1);
-  std::memcpy(out[0], in[0], sizeof(int32_t));
+  const auto [in, out] = NumbersOfLink(frame);
+  std::memcpy(out, in, sizeof(int32_t));
   return nullptr;
 }
 
@@ -85,13 +83,16 @@ XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, kBody);
 }
 
+/// The same for all kinds.
+constexpr XLA_FFI_Handler* kInstantiate = HandleInstantiate<&g_plan_type>;
+
 }  // namespace
 
-const Stages kCpuHandlers[] = {{"call", InstantiateCall, Handle<Execute>},
-                               {"tap", InstantiateCall, Handle<Tap>},
+const Stages kCpuHandlers[] = {{"call", kInstantiate, Handle<Execute>},
+                               {"tap", kInstantiate, Handle<Tap>},
                                {"link", nullptr, Handle<Link>},
-                               {"verdict", InstantiateCall, Handle<Judge>},
-                               {"buffer", InstantiateCall, Handle<Execute>},
-                               {"graph", InstantiateCall, Handle<Execute>}};
+                               {"verdict", kInstantiate, Handle<Judge>},
+                               {"buffer", kInstantiate, Handle<Execute>},
+                               {"graph", kInstantiate, Handle<Execute>}};
 
 }  // namespace hostcall

@@ -164,11 +164,9 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
 }
 
 XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, CudaStream stream) {
-  CheckLink(frame);
-  Pointers in(frame->args, frame->args.args, 1),
-      out(frame->rets, frame->rets.rets, 1);
+  const auto [in, out] = NumbersOfLink(frame);
   ScopedContext current(Driver(), stream);
-  Driver().CopyOnDevice(stream, out[0], in[0], sizeof(int32_t));
+  Driver().CopyOnDevice(stream, out, in, sizeof(int32_t));
   return nullptr;
 }
 
@@ -184,15 +182,20 @@ XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
   return Guarded(frame, body, XLA_FFI_UNKNOWN_TYPE_ID, kTraits);
 }
 
+/// Of a place that XLA may record into a command buffer.
+constexpr uint32_t kRecorded = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+/// Of all other places.
+constexpr XLA_FFI_Handler* kInstantiate = HandleInstantiate<&g_cuda_plan_type>;
+
 }  // namespace
 
 const Stages kCudaHandlers[] = {
-    {"call", InstantiateOnCuda, Handle<CallOnHost>},
-    {"tap", InstantiateOnCuda, Handle<Tap>},
+    {"call", kInstantiate, Handle<CallOnHost>},
+    {"tap", kInstantiate, Handle<Tap>},
     {"link", nullptr, Handle<Link>},
-    {"verdict", InstantiateOnCuda, Handle<Judge>},
-    {"buffer", InstantiateOnCuda, Handle<OnBuffers>},
-    {"graph", InstantiateInGraph,
-     Handle<OnBuffers, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE>}};
+    {"verdict", kInstantiate, Handle<Judge>},
+    {"buffer", kInstantiate, Handle<OnBuffers>},
+    {"graph", HandleInstantiate<&g_cuda_plan_type, kRecorded>,
+     Handle<OnBuffers, kRecorded>}};
 
 }  // namespace hostcall

@@ -14,11 +14,11 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #if defined(__GLIBCXX__)
 #include <cxxabi.h>
@@ -189,20 +189,6 @@ bool Fit(const std::vector<size_t>& bytes, const List& list, void* const* items)
   return true;
 }
 
-/// Throws XlaError unless a link has one number as operand and as result.
-inline void CheckLink(const XLA_FFI_CallFrame* frame) {
-  const std::vector<size_t> number{sizeof(int32_t)};
-  if (Fit(number, frame->args, frame->args.args) &&
-      Fit(number, frame->rets, frame->rets.rets)) {
-    return;
-  }
-  throw XlaError{
-      MakeError(frame->api,
-                "hostcall: a link has one int32 as operand and as result, and the "
-                "program passes other arrays. It was changed after hostcall made "
-                "it" HOSTCALL_CODE("hc-load"))};
-}
-
 /// The data pointers of a call's buffers, of which Fit has found `wanted`. A number
 /// or a token that only orders the call may be in front of them, and is skipped.
 class Pointers {
@@ -220,6 +206,21 @@ class Pointers {
  private:
   Few<void*, 8> data_;
 };
+
+/// The operand and the result of a link, each one number. Throws XlaError.
+inline std::pair<void*, void*> NumbersOfLink(const XLA_FFI_CallFrame* frame) {
+  const std::vector<size_t> number{sizeof(int32_t)};
+  if (Fit(number, frame->args, frame->args.args) &&
+      Fit(number, frame->rets, frame->rets.rets)) {
+    return {Pointers(frame->args, frame->args.args, 1)[0],
+            Pointers(frame->rets, frame->rets.rets, 1)[0]};
+  }
+  throw XlaError{
+      MakeError(frame->api,
+                "hostcall: a link has one int32 as operand and as result, and the "
+                "program passes other arrays. It was changed after hostcall made "
+                "it" HOSTCALL_CODE("hc-load"))};
+}
 
 /// XLA's stream on a GPU; null if the platform has none.
 inline void* StreamOf(const XLA_FFI_CallFrame* frame) {

@@ -1,6 +1,5 @@
 #include "handlers/plan_state.h"
 
-#include <string>
 #include <utility>
 
 #include "base/code.h"
@@ -91,7 +90,8 @@ const PlanState& FittingState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   return state;
 }
 
-/// Finds the plan of a place, and gives XLA a state for it.
+}  // namespace
+
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   CheckInterface(frame);
   const uint64_t count = Attribute(frame, "count");
@@ -131,19 +131,12 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   return nullptr;
 }
 
-/// The handler around it. `type` is the type of the states that it makes.
-XLA_FFI_Error* InstantiateAs(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type,
-                             uint32_t traits = 0) {
-  return Guarded(
-      frame, [type](XLA_FFI_CallFrame* f) { return Instantiate(f, type); }, *type,
-      traits);
-}
-
-}  // namespace
-
 PlanMakers g_plan_makers = {};
 
-LateState::~LateState() { delete made_.load(std::memory_order_relaxed); }
+LateState::~LateState() {
+  // Relaxed: XLA destroys a state behind all runs of its executable.
+  delete made_.load(std::memory_order_relaxed);
+}
 
 const PlanState& LateState::Get(XLA_FFI_CallFrame* frame) {
   const PlanState* state = made_.load(std::memory_order_acquire);
@@ -152,8 +145,10 @@ const PlanState& LateState::Get(XLA_FFI_CallFrame* frame) {
   Counted<Plan> plan = ReadText(frame, text_, on_cuda_, &buffers);
   CheckFit(*plan, frame);
   std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
-  // On failure `state` becomes the one that another thread has published.
-  if (made_.compare_exchange_strong(state, mine.get(), std::memory_order_acq_rel)) {
+  // On failure `state` becomes the one that another thread has published, so that
+  // acquires; success reads only null, and releases.
+  if (made_.compare_exchange_strong(state, mine.get(), std::memory_order_release,
+                                    std::memory_order_acquire)) {
     state = mine.release();
   }
   return *state;
@@ -191,17 +186,6 @@ Work::Work(XLA_FFI_CallFrame* f, bool taps, XLA_FFI_TypeId* type)
       operands(f->args, f->args.args, plan.inputs()),
       results(f->rets, f->rets.rets, plan.outputs()) {
   if (taps != plan.tap.has_value()) throw XlaError{BufferMismatch(frame)};
-}
-
-XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame) {
-  return InstantiateAs(frame, &g_plan_type);
-}
-XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame) {
-  return InstantiateAs(frame, &g_cuda_plan_type);
-}
-XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame) {
-  return InstantiateAs(frame, &g_cuda_plan_type,
-                       XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 }  // namespace hostcall

@@ -73,7 +73,9 @@ class LateState : NoCopy {
  private:
   const std::string text_;
   const bool on_cuda_;
-  std::atomic<const PlanState*> made_{nullptr};  ///< owned
+  /// Owned. Published with release and read with acquire: whoever finds the state
+  /// sees all of it.
+  std::atomic<const PlanState*> made_{nullptr};
 };
 
 /// Read by all threads that execute the place; only `fits` changes after it was
@@ -114,11 +116,15 @@ struct Work {
   Pointers results;   ///< the outcome last
 };
 
-/// The handlers that XLA calls once for each place of a program, when it compiles
-/// or loads it.
-XLA_FFI_Error* InstantiateCall(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* InstantiateOnCuda(XLA_FFI_CallFrame* frame);
-/// For a place that XLA may record into a command buffer.
-XLA_FFI_Error* InstantiateInGraph(XLA_FFI_CallFrame* frame);
+/// Finds the plan of a place, and gives XLA a state of this type for it.
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type);
+
+/// The handler that XLA calls once for each place of a program, when it compiles or
+/// loads it.
+template <XLA_FFI_TypeId* kType, uint32_t kTraits = 0>
+XLA_FFI_Error* HandleInstantiate(XLA_FFI_CallFrame* frame) {
+  const auto body = [](XLA_FFI_CallFrame* f) { return Instantiate(f, kType); };
+  return Guarded(frame, body, *kType, kTraits);
+}
 
 }  // namespace hostcall

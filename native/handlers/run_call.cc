@@ -41,7 +41,8 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
   if (InsideHostCallback()) {
     call(Lookout::kInside);
   } else if (plan.inside == Inside::kEverywhere ||
-             (xlas && (plan.inside == Inside::kXlasThreads || plan.asked))) {
+             (xlas && (plan.inside == Inside::kXlasThreads ||
+                       plan.asked.load(std::memory_order_relaxed)))) {
     inside();
   } else if (xlas && plan.scout) {
     {
@@ -49,7 +50,7 @@ void MakeInside(const Plan& plan, const CallSite& site, const Call& call) {
       call(Lookout::kScout);
       if (!ScoutLooks::HasAsked()) return;
     }
-    plan.asked = true;  // later calls start inside
+    plan.asked.store(true, std::memory_order_relaxed);  // later calls start inside
     inside();
   } else {
     call(Lookout::kGuard);

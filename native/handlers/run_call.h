@@ -2,7 +2,6 @@
 // program's other devices.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 #include "handlers/plan_state.h"

@@ -4,7 +4,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
-#include <memory>
 #include <new>
 #include <utility>
 #include <vector>

@@ -91,40 +91,28 @@ bool StoreLeaf(const Plan& plan, size_t number, PyObject* value, char* target) {
 }  // namespace
 
 bool StoreResults(const Plan& plan, PyObject* value, char* const* targets) {
-  const size_t n = plan.results.size();
-  switch (plan.form) {
-    case ResultForm::kLeaf:
-      return StoreLeaf(plan, 0, value, targets[0]);
-    case ResultForm::kTuple:
-      if (!PyTuple_CheckExact(value)) break;
-      if (static_cast<size_t>(PyTuple_GET_SIZE(value)) != n) break;
-      for (size_t i = 0; i < n; ++i) {
-        if (!StoreLeaf(plan, i, PyTuple_GET_ITEM(value, i), targets[i])) {
-          return false;
-        }
-      }
-      return true;
-    case ResultForm::kNothing:
-      if (value == Py_None) return true;
-      break;
-    case ResultForm::kIgnored:
-      return true;
-    // A list has no case of its own: other threads could change it while its items
-    // are stored. flatten returns a new list.
-    case ResultForm::kTree:
-      break;
+  if (plan.form == ResultForm::kLeaf) return StoreLeaf(plan, 0, value, targets[0]);
+  if (plan.form == ResultForm::kIgnored) return true;
+  if (plan.form == ResultForm::kNothing && value == Py_None) return true;
+  const auto n = static_cast<Py_ssize_t>(plan.results.size());
+  Ref leaves;
+  // A list has no form of its own: other threads could change it while its items
+  // are stored. flatten returns a new list.
+  if (plan.form != ResultForm::kTuple || !PyTuple_CheckExact(value) ||
+      PyTuple_GET_SIZE(value) != n) {
+    leaves = Call(plan.flatten.get(), value);
+    value = leaves.get();
+    if (value == nullptr) return false;
+    if (!PyList_CheckExact(value) || PyList_GET_SIZE(value) != n) {
+      PyErr_SetString(PyExc_SystemError,
+                      "hostcall: flatten returned a different number of leaves");
+      return false;
+    }
   }
-  Ref leaves = Call(plan.flatten.get(), value);
-  if (!leaves) return false;
-  if (!PyList_CheckExact(leaves.get()) ||
-      static_cast<size_t>(PyList_GET_SIZE(leaves.get())) != n) {
-    PyErr_SetString(PyExc_SystemError,
-                    "hostcall: flatten returned a different number of leaves");
-    return false;
-  }
-  for (size_t i = 0; i < n; ++i) {
-    Ref leaf = Ref::Borrow(PyList_GET_ITEM(leaves.get(), i));
-    if (!StoreLeaf(plan, i, leaf.get(), targets[i])) return false;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    const Ref leaf = Ref::Borrow(PySequence_Fast_GET_ITEM(value, i));
+    const auto number = static_cast<size_t>(i);
+    if (!StoreLeaf(plan, number, leaf.get(), targets[number])) return false;
   }
   return true;
 }

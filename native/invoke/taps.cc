@@ -81,7 +81,7 @@ int64_t Deliver(TapEvent& event, size_t count) {
 /// Copies the operands into the queue; false if the tap was dropped.
 bool Push(const Plan& plan, int device, int64_t run, const void* const* operands,
           bool at_once) {
-  const TapLayout& layout = plan.layout;
+  const Layout& layout = plan.layout;
   // A tap from inside a delivery would wait for space that only its own thread can
   // make; a nested one, for a worker that may wait for the program that taps.
   const bool never_waits = at_once || plan.tap->nested || t_delivers_taps;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/layout.h"
 #include "plan/run_counts.h"
 
 namespace hostcall {
@@ -42,15 +43,10 @@ class History {
   /// `sizes` are the bytes of each argument. `places` is a number of devices; more
   /// devices than that share places, and then each finds fewer of its executions.
   History(size_t keep, std::vector<size_t> sizes, size_t places = 64)
-      : keep_(keep), sizes_(std::move(sizes)), places_(places) {
-    for (size_t size : sizes_) {
-      offsets_.push_back(bytes_);
-      bytes_ += (size + 15) / 16 * 16;  // suits the alignment of every element
-    }
-  }
+      : keep_(keep), sizes_(std::move(sizes)), layout_(sizes_), places_(places) {}
 
   /// Where each argument begins in Kept::bytes.
-  const std::vector<size_t>& offsets() const { return offsets_; }
+  const std::vector<size_t>& offsets() const { return layout_.offsets; }
 
   /// Notes an execution with these arguments. If `before` is not null, first tells
   /// it what was before: executions of the same run, or if this is the first of its
@@ -96,21 +92,20 @@ class History {
 
   void Fill(Kept& kept, int device, int64_t run, int64_t step,
             const void* const* args) const {
-    kept.bytes.resize(bytes_);
+    kept.bytes.resize(layout_.bytes);
     kept.device = device;
     kept.run = run;
     kept.step = step;
     for (size_t i = 0; i < sizes_.size(); ++i) {
       if (sizes_[i] != 0) {
-        std::memcpy(kept.bytes.data() + offsets_[i], args[i], sizes_[i]);
+        std::memcpy(kept.bytes.data() + layout_.offsets[i], args[i], sizes_[i]);
       }
     }
   }
 
   const size_t keep_;
   const std::vector<size_t> sizes_;
-  std::vector<size_t> offsets_;
-  size_t bytes_ = 0;
+  const Layout layout_;
   std::vector<Place> places_;
 };
 

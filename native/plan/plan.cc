@@ -84,16 +84,12 @@ Plan::Plan(PlanFields fields) : PlanFields(std::move(fields)) {
   counts = &counters->taps;
   spares.reset(new Spare[lend == Lend::kBuffers ? 1 + results.size() + args.size()
                                                 : args.size()]);
-  std::vector<size_t> sizes;
-  for (const Leaf& leaf : args) sizes.push_back(leaf.buffer_bytes());
-  if (keep) history = std::make_unique<History>(static_cast<size_t>(*keep), sizes);
-  if (!tap) return;
-  if (masked) sizes.insert(sizes.begin(), static_cast<size_t>(mask_rows));
-  for (const size_t bytes : sizes) {
-    layout.offsets.push_back(layout.bytes);
-    // A multiple of 16 suits the alignment of every element type, up to complex128.
-    layout.bytes += (bytes + 15) / 16 * 16;
-  }
+  std::vector<size_t> sizes = InputSizes();
+  sizes.resize(operands());  // without a tap's flag `always`
+  if (tap) layout = Layout(sizes);
+  if (!keep) return;
+  if (masked) sizes.erase(sizes.begin());
+  history = std::make_unique<History>(static_cast<size_t>(*keep), sizes);
 }
 
 }  // namespace hostcall

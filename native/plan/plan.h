@@ -19,6 +19,7 @@
 #include "base/event.h"
 #include "base/free_threads.h"
 #include "base/guards.h"
+#include "base/layout.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
 #include "base/team.h"
@@ -110,6 +111,7 @@ struct Counters {
     return sum;
   }
   std::array<Part, kGroups> parts;
+  // Relaxed, as those of taps are.
   std::atomic<int64_t> masked{0};  ///< rows that `where` kept from the function
   std::atomic<int64_t> native_calls{0};  ///< rows for which native code was called
   TapCounts taps;  ///< taps that were masked, skipped, dropped
@@ -149,12 +151,6 @@ struct TapSettings {
   bool always = false;
   int64_t batch =
       0;  ///< up to this many events in one call; 0: each alone, unstacked
-};
-
-/// Where a tap's operands lie in an event of the queue.
-struct TapLayout {
-  std::vector<size_t> offsets;  ///< where each operand begins, the mask first
-  size_t bytes = 0;             ///< the payload of an event, with padding
 };
 
 /// The settings of a feed: its results are an item of a ring, and a bool that says
@@ -233,9 +229,10 @@ class Plan : public TapOwner, public PlanFields {
   int64_t mask_rows = 1;                ///< bools in the mask's buffer
   bool packed = false;                  ///< whether XLA packs some leaf's elements
   int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row
-  TapLayout layout;                     ///< empty unless the plan is a tap's
-  std::unique_ptr<History> history;     ///< null unless `keep` is set
-  /// Whether the scout has asked. A call that misses it asks again.
+  /// Where a tap's operands lie in an event of the queue, the mask first.
+  Layout layout;
+  std::unique_ptr<History> history;  ///< null unless `keep` is set
+  /// Whether the scout has asked. Relaxed: a call that misses it asks again.
   mutable std::atomic<bool> asked{false};
   mutable Failures failures;  ///< errors of recent runs; used only if `tells`
 

@@ -125,7 +125,7 @@ class Rows {
   char* const* targets() { return Point(plan_.results, view_.targets, targets_); }
   /// Fills the results of the current row in place of the function, and counts it.
   void Fill() {
-    ++plan_.counters->masked;
+    plan_.counters->masked.fetch_add(1, std::memory_order_relaxed);
     targets();
     for (size_t i = 0; i < targets_.size(); ++i) {
       FillRow(plan_.results[i], targets_[i]);

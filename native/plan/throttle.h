@@ -34,14 +34,13 @@ namespace hostcall {
 /// ones may miss their step 0.
 class Throttle : NoCopy {
  public:
-  /// Null if every execution goes through. `places` is a number of devices; more
-  /// devices than that share places.
-  static std::unique_ptr<Throttle> For(int64_t steps, int64_t ns, double share,
-                                       size_t places = 64) {
+  /// Null if every execution goes through.
+  static std::unique_ptr<Throttle> For(int64_t steps, int64_t ns, double share) {
     if (steps <= 1 && ns <= 0 && share >= 1) return {};
-    return std::make_unique<Throttle>(steps, ns, share, places);
+    return std::make_unique<Throttle>(steps, ns, share);
   }
-  Throttle(int64_t steps, int64_t ns, double share, size_t places)
+  /// `places` is a number of devices; more devices than that share places.
+  Throttle(int64_t steps, int64_t ns, double share, size_t places = 64)
       : steps_(steps), ns_(ns), share_(share), places_(places) {}
 
   /// Whether `Lets` needs the number of the run.
@@ -66,8 +65,7 @@ class Throttle : NoCopy {
             std::memory_order_relaxed);
         return false;
       }
-      // If several threads come at the same moment, one wins. Relaxed: the value is
-      // a time, and publishes no other memory.
+      // If several threads come at the same moment, one wins.
       return place.next_ns.compare_exchange_strong(next, now + ns_,
                                                    std::memory_order_relaxed);
     }
@@ -83,6 +81,7 @@ class Throttle : NoCopy {
     RunCounts runs;
     int64_t together = 0;  ///< executions of this place so far
     bool apart = false;    ///< a run came here more than `every` times; never reset
+    // Relaxed all: they are times and a number, and publish nothing.
     /// From when on the next execution may go through.
     std::atomic<int64_t> next_ns{std::numeric_limits<int64_t>::min()};
     // In ticks: when the clock was read last, and for how long it need not be read.

@@ -54,6 +54,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/layout.h"
 #include "base/no_copy.h"
 
 namespace hostcall {
@@ -87,16 +88,14 @@ class FeedRing : NoCopy {
   /// std::bad_alloc.
   FeedRing(std::vector<size_t> leaves, size_t lanes, size_t capacity)
       : leaves_(std::move(leaves)),
+        layout_(leaves_, kAlign),
         capacity_(capacity),
         taken_(lanes, 0),
         ends_(lanes, 0) {
     if (lanes == 0 || capacity == 0) throw std::invalid_argument("an empty ring");
-    for (size_t bytes : leaves_) {
-      offsets_.push_back(part_);
-      part_ += (bytes + kAlign - 1) / kAlign * kAlign;
-    }
-    memory_ = static_cast<char*>(::operator new(
-        std::max<size_t>(part_ * lanes * capacity, 1), std::align_val_t{kAlign}));
+    memory_ = static_cast<char*>(
+        ::operator new(std::max<size_t>(layout_.bytes * lanes * capacity, 1),
+                       std::align_val_t{kAlign}));
     missing_.assign(capacity, 0);
   }
   ~FeedRing() { ::operator delete(memory_, std::align_val_t{kAlign}); }
@@ -124,7 +123,7 @@ class FeedRing : NoCopy {
   char* Target(size_t lane, size_t leaf) {
     // Only the producer changes put_, apart from Clear and Drop, which run when the
     // producer is in neither step.
-    return Part(put_, lane) + offsets_[leaf];
+    return Part(put_, lane) + layout_.offsets[leaf];
   }
   /// Hands the item to the lanes. False if the ring was closed meanwhile.
   bool Commit() {
@@ -251,18 +250,19 @@ class FeedRing : NoCopy {
     const char* from = Part(item, lane);
     ++copying_;
     // Copying so little takes less time than giving the lock back and forth.
-    const bool unlocks = part_ > 1024;
+    const bool unlocks = layout_.bytes > 1024;
     if (unlocks) lock.unlock();
     for (size_t i = 0; i < leaves_.size(); ++i) {
       // A leaf without elements may have no address.
-      if (leaves_[i] != 0) std::memcpy(targets[i], from + offsets_[i], leaves_[i]);
+      if (leaves_[i] != 0)
+        std::memcpy(targets[i], from + layout_.offsets[i], leaves_[i]);
     }
     if (unlocks) lock.lock();
     Copied(item);
   }
   char* Part(int64_t item, size_t lane) const {
     const size_t slot = static_cast<size_t>(item) % capacity_;
-    return memory_ + part_ * (slot * lanes() + lane);
+    return memory_ + layout_.bytes * (slot * lanes() + lane);
   }
   /// Whether somebody asked the producer to stop waiting; asks only once.
   bool TakeWake() {
@@ -316,8 +316,7 @@ class FeedRing : NoCopy {
   }
 
   const std::vector<size_t> leaves_;
-  std::vector<size_t> offsets_;  ///< of each leaf in a lane's part of an item
-  size_t part_ = 0;              ///< bytes of a lane's part
+  const Layout layout_;  ///< of a lane's part of an item
   const size_t capacity_;
   char* memory_;  ///< capacity_ items of lanes() parts; owned
 

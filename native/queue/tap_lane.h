@@ -26,7 +26,6 @@
 // adds no more to it. An event never moves.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -34,6 +33,7 @@
 #include <limits>
 #include <mutex>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "base/slot_table.h"
@@ -97,7 +97,7 @@ class SlabPool {
       return;
     }
     lock.unlock();
-    Free(slab);
+    std::free(slab);
   }
 
   /// Bounds the bytes that the pool keeps for reuse. Frees cached slabs above that,
@@ -107,7 +107,7 @@ class SlabPool {
     most_cached_ = bytes;
     while (cached_ > bytes) {
       cached_ -= free_.back()->capacity;
-      Free(free_.back());
+      std::free(free_.back());
       free_.pop_back();
     }
   }
@@ -116,10 +116,7 @@ class SlabPool {
   /// A cache line, so that the data is aligned to one as well.
   static constexpr size_t kHeader = 64;
   static_assert(sizeof(Slab) <= kHeader, "the data starts behind the header");
-  static void Free(Slab* slab) {
-    slab->~Slab();
-    std::free(slab);
-  }
+  static_assert(std::is_trivially_destructible_v<Slab>, "it is only freed");
 
   // Guards the fields below. Devices take it when a push needs a new slab, the
   // worker when it returns one. Both may hold the lock of a lane meanwhile, so
@@ -133,7 +130,7 @@ class SlabPool {
 };
 
 /// Taps that were not delivered, by the reason. Devices and the worker add to them
-/// without a lock; they are statistics, so relaxed additions are enough.
+/// without a lock. Relaxed: each is exact by itself, and publishes nothing.
 struct TapCounts {
   std::atomic<int64_t> dropped{0};  ///< the queue was full
   std::atomic<int64_t> masked{0};   ///< `where` was False

@@ -79,6 +79,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/no_copy.h"
 #include "queue/tap_lane.h"
 
 namespace hostcall {
@@ -175,12 +176,10 @@ class TapQueue {
   static constexpr int kLanes = 64;
   static constexpr size_t kMostAtOnce = 256;
 
-  /// The queue of the process. A queue is never destroyed: threads of XLA may push
-  /// during static destruction.
-  static TapQueue& Get() {
-    static TapQueue* queue = new TapQueue;
-    return *queue;
-  }
+  /// The queue of the process.
+  static TapQueue& Get() { return Immortal<TapQueue>(); }
+  /// `awake` is how long the worker naps in vain before it sleeps.
+  explicit TapQueue(std::chrono::microseconds awake = kAwake) : awake_(awake) {}
 
   // --- For devices
 
@@ -250,7 +249,7 @@ class TapQueue {
         lock.unlock();
         return Take(most);
       }
-      if (idle < kAwake) {
+      if (idle < awake_) {
         // Hurried is asked after rest_ is set, see above. A Wake that comes in
         // between waits for the mutex, and sets rest_ once wait_for has released
         // it.
@@ -547,6 +546,13 @@ class TapQueue {
 
   TapLane lanes_[kLanes];
   SlabPool pool_;
+  // Orders. Those of bytes_, flushing_, rest_, stopped_ and lanes_used_ are
+  // sequentially consistent, for the sleep of the worker and of devices (above).
+  // sequence_, limit_ and discarded_before_ are so too, and need less: sequence_ is
+  // drawn under a lane's lock, and a mark that was set before another thread looks
+  // is seen by it, in any order. Counts are added to with relaxed order: they
+  // publish nothing.
+  //
   // Every push writes these two, so each begins a cache line. What stands behind
   // bytes_ shares its line: a push reads most of it anyway.
   alignas(64) std::atomic<int64_t> sequence_{0};  ///< of the next event
@@ -559,6 +565,7 @@ class TapQueue {
   std::atomic<int> rest_{kAwakeNow};  ///< a Rest; the worker's, and Wake's
   std::atomic<bool> stopped_{false};  ///< never reset
   std::atomic<int> lanes_used_{0};  ///< lanes from here on have never had an event
+  const std::chrono::microseconds awake_;
   /// Whether the worker's last look emptied the queue. Only the worker uses it.
   bool drained_ = false;
   std::atomic<int64_t> discarded_before_{0};  ///< the mark of the last Discard

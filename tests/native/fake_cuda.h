@@ -77,7 +77,7 @@ inline long Waits() {
 
 /// Frees the blocks that are neither in use nor pending.
 inline void Trim(PinnedPool& pool) {
-  const size_t limit = pool.limit();
+  const size_t limit = pool.stats().limit;
   pool.set_limit(0);
   pool.set_limit(limit);
 }

@@ -157,8 +157,7 @@ void ManyInFlight() {
   }
   for (std::thread& thread : threads) thread.join();
   const PinnedPool::Stats stats = pool.stats();
-  assert(stats.peak_bytes <= pool.limit() && stats.overruns == 0 &&
-         stats.waits > 0);
+  assert(stats.peak_bytes <= stats.limit && stats.overruns == 0 && stats.waits > 0);
   AssertClean(pool);
 }
 
@@ -173,7 +172,7 @@ void ACapturingStreamIsRefused() {
       StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {});
       assert(false);
     } catch (const CudaError& error) {
-      assert(std::strstr(error.what(), "CUDA graph") && error.code() == 900);
+      assert(std::strstr(error.what(), "CUDA graph"));
     }
   }
   assert(fakeCount("cuMemcpyDtoHAsync_v2") + fakeCount("cuLaunchHostFunc") == 0);
@@ -284,7 +283,8 @@ void TapsOfAStreamComeInOrder() {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  assert(pool.stats().peak_bytes <= pool.limit() && pool.stats().overruns == 0);
+  assert(pool.stats().peak_bytes <= pool.stats().limit &&
+         pool.stats().overruns == 0);
   assert(fakeCount("cuEventRecord") ==
          3 * kTaps);  // blocks come back without events
   AssertClean(pool);

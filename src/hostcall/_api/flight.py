@@ -101,7 +101,7 @@ def flight() -> Flight:
     Cost: the recorder takes about 30 ns of a call and 50 ns of a tap; this function
     about 2 ms.
     """
-    raw, _ = _native.read_flight()
+    raw = _native.read_flight()
     clock = time.time(), _native.ticks(), _native.tick_ns() * 1e-9
     events = np.frombuffer(raw, RAW)
     events = events[np.argsort(events["start"], kind="stable")]
