@@ -107,17 +107,25 @@ test-chips:
 	  jax-cuda12-pjrt==$$version jax-cuda12-plugin==$$version
 	$(CHIPS)/bin/python -m pytest tests/chips
 
-docs docs-links: SITE := .venv-docs
-docs:
+SITE := .venv-docs
+# Without README, which is a page here. The engine is built without isolation, so that
+# only what has changed is compiled: isolated builds have other paths each time.
+$(SITE)/.installed: $(filter-out README.md,$(SOURCES))
 	scripts/venv.sh "$(PYTHON)" $(SITE)
 	scripts/compiler.sh
-	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) ".[demo,test,docs]"
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) scikit-build-core nanobind \
+	  cmake ninja $$($(SITE)/bin/python -c 'import tomllib; print( \
+	  *tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
+	  --no-build-isolation -C build-dir=build/docs ".[demo,test,docs]"
+	@touch $@
+
+docs: $(SITE)/.installed
 	test -e build/static/mermaid/mermaid.esm.min.mjs || $(MAKE) build/static/mermaid
 	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" \
 	  $(SITE)/bin/python -m sphinx -W --keep-going -j 2 -b html docs build/site
 	HOSTCALL_SITE=build/site $(SITE)/bin/python -m pytest -q tests/repo/test_search.py
 
-build/static/mermaid: SITE := .venv-docs
 build/static/mermaid:
 	mkdir -p $@
 	cd build && PATH="$(CURDIR)/$(SITE)/bin:$$PATH" npm pack --silent mermaid@11

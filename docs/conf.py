@@ -123,7 +123,7 @@ python_maximum_signature_line_length = 80
 
 # --- Gallery -------------------------------------------------------------------------
 
-kept.forget_gallery(HERE / "gallery", ENGINE)
+kept.forget_gallery()
 sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
     "gallery_dirs": "gallery",
@@ -137,4 +137,5 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "write_computation_times": False,
     "reset_modules": ("matplotlib", "gallery_reset.reset"),
+    "reset_modules_order": "both",
 }
