@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -257,26 +257,19 @@ def parse_result(result: Any, name: str) -> Results:
     Python's numbers may be leaves too. They declare scalars of the dtype that they have
     as arguments of a jitted function.
     """
+
+    def which(number: int) -> str:
+        path, _ = tree.tree_flatten_with_path(result)[0][number]
+        return f"result{tree.keystr(path)} of `{name}`"
+
     leaves, treedef = tree.tree_flatten(result)
     found = [
-        _parse_leaf(leaf, _Which(result, i, name)) for i, leaf in enumerate(leaves)
+        _parse_leaf(leaf, functools.partial(which, i)) for i, leaf in enumerate(leaves)
     ]
     return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
 
 
-class _Which(NamedTuple):
-    """A leaf of `result=`, for messages."""
-
-    result: Any
-    number: int
-    name: str
-
-    def __str__(self) -> str:
-        path, _ = tree.tree_flatten_with_path(self.result)[0][self.number]
-        return f"result{tree.keystr(path)} of `{self.name}`"
-
-
-def _parse_leaf(leaf: Any, which: object) -> tuple[Aval, Key]:
+def _parse_leaf(leaf: Any, which: Callable[[], str]) -> tuple[Aval, Key]:
     """(aval, key dtype or None) of a leaf of `result=`."""
     if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
         return _jax.ShapedArray((), jnp.result_type(leaf)), None
@@ -311,7 +304,7 @@ def _parse_leaf(leaf: Any, which: object) -> tuple[Aval, Key]:
     return _jax.ShapedArray(shape + block, dtype), key
 
 
-def _parse_dtype(given: Any, which: object) -> tuple[np.dtype, Key]:
+def _parse_dtype(given: Any, which: Callable[[], str]) -> tuple[np.dtype, Key]:
     try:
         if _jax.is_key_dtype(given):
             return np.dtype(np.uint32), given
@@ -332,7 +325,7 @@ def _parse_dtype(given: Any, which: object) -> tuple[np.dtype, Key]:
         )
     if (canonical := _jax.canonical_dtype(dtype)) != dtype:
         raise SpecError(
-            f"hostcall: {which} is {dtype}, but JAX is in 32-bit mode. Declare"
+            f"hostcall: {which()} is {dtype}, but JAX is in 32-bit mode. Declare"
             f" {canonical}, or enable 64-bit types with"
             ' jax.config.update("jax_enable_x64", True)',
             code="hc-32-bit",
@@ -340,8 +333,8 @@ def _parse_dtype(given: Any, which: object) -> tuple[np.dtype, Key]:
     return dtype, None
 
 
-def _wrong_result(which: object, what: str) -> SpecError:
-    return SpecError(f"hostcall: {which} {what}", code="hc-result-spec")
+def _wrong_result(which: Callable[[], str], what: str) -> SpecError:
+    return SpecError(f"hostcall: {which()} {what}", code="hc-result-spec")
 
 
 def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:
