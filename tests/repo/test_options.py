@@ -199,7 +199,7 @@ def test_a_new_option_leaves_the_process_and_is_checked_where_it_comes_in():
 
     def read(**changed):
         text = said | {"options": said["options"] | changed}
-        return records.equation_of(CODEC.decode(text, records.Record, "a tap"))
+        return records.equation_of(CODEC.decode(text, records.CallRecord, "a tap"))
 
     assert read().options.volume == "high"
     for wrong in ({"volume": "mid"}, {"volume": 1}, {"order": "ordered"}):

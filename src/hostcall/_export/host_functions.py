@@ -23,7 +23,7 @@ from hostcall._host_function.steps import Steps
 
 
 @dataclass(frozen=True)
-class Code:
+class StepsRecord:
     """Host code of a HostFunction: its name, and what travels of its `CallSite` and of
     its `Steps`; JSON, if it was read.
     """
@@ -33,7 +33,7 @@ class Code:
     steps: Json
 
 
-def record_of(steps: Steps, _: bool) -> Code:
+def record_of(steps: Steps, _: bool) -> StepsRecord:
     site = steps.site
     name = records.name_of(
         site.function,
@@ -43,11 +43,11 @@ def record_of(steps: Steps, _: bool) -> Code:
         " program",
         site.function.fn,
     )
-    return Code(name, site, steps)
+    return StepsRecord(name, site, steps)
 
 
 def read(given: Json) -> tuple[Steps, Policy]:
-    code: Code = CODEC.decode(given, Code, "host code")
+    code: StepsRecord = CODEC.decode(given, StepsRecord, "host code")
     parts = CODEC.fields(code.steps, Steps)
     function = _function(Name(*code.registered), parts["kind"])
     place = Place("a loaded program", 0, function.__name__)

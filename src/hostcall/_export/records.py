@@ -42,7 +42,7 @@ Size = Annotated[int, range(1, 2**20)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class CallRecord:
     """What a program says of one call. The sizes of arrays may be symbolic.
 
     Attributes:
@@ -118,7 +118,7 @@ def _home(kind: str) -> ModuleType:
 # --- Writing ------------------------------------------------------------------------
 
 
-def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Record:
+def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> CallRecord:
     """The record of an equation, without what its program says. Raises NotPortable.
 
     Args:
@@ -140,7 +140,7 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Rec
             " the whole process (jax.config.update) where the program is loaded"
         )
     line = os.path.basename(place.file), place.line, place.function
-    return Record(
+    return CallRecord(
         equation=params.name,
         function=_function_of(callback, exported),
         operands=tuple(operands),
@@ -201,14 +201,14 @@ def _suggested(callback: Callback) -> str:
 # --- Reading ------------------------------------------------------------------------
 
 
-def name_in(record: Record) -> Name | None:
+def name_in(record: CallRecord) -> Name | None:
     """The registered name that a call needs."""
     kind, more = record.function
     named = more if kind == "registered" else more.get("registered")
     return Name(*named) if named else None
 
 
-def equation_of(record: Record) -> Equation:
+def equation_of(record: CallRecord) -> Equation:
     """The parameters of the equation of a record without symbolic sizes.
 
     Raises RegistryError if its function is not registered here, or lacks what is called
@@ -244,7 +244,7 @@ def equation_of(record: Record) -> Equation:
     return made
 
 
-def _options(record: Record, cls: type[Equation], params: dict[str, Any]) -> Any:
+def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) -> Any:
     """The options of the place, checked by their table."""
     given = CODEC.fields(record.options, cls.takes)
     for name, row in options.table(cls.takes).items():
@@ -273,7 +273,7 @@ def _registered(name: Sequence[Json]) -> tuple[Any, Policy]:
 
 
 def _check_policy(
-    record: Record, how: PlaceOptions, function: object, policy: Policy
+    record: CallRecord, how: PlaceOptions, function: object, policy: Policy
 ) -> None:
     """Refuses an equation that does not go with how its function is run here."""
     ours = {**policy.at_a_place(), "awaits": is_coroutine_function(function)}

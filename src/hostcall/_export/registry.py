@@ -170,7 +170,6 @@ def _check(thing: Any, name: str, version: Any) -> Name:
 
 
 def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
-    line = f"{by.file}:{by.line}"
     advice = ""
     if definitions.may_be_again(other, thing):
         advice = (
@@ -179,9 +178,9 @@ def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
             " run again as it is"
         )
     return (
-        f"hostcall: the name {key} is registered for {_said(other)} at {line}, so"
-        f" it can't be given to {_said(thing)}. Use another name, or a higher version="
-        f"{advice}"
+        f"hostcall: the name {key} is registered for {_said(other)} at {by.file}:"
+        f"{by.line}, so it can't be given to {_said(thing)}. Use another name, or a"
+        f" higher version={advice}"
     )
 
 

@@ -2,8 +2,8 @@
 
 The text of a call of registered host code stands in the program, beside the name of its
 slot (_primitives/lowering.py), or in an exported program in place of it. It says all
-that the engine must know to make the call's plan: its `Record`. XLA hands it back when
-it loads the program, here or elsewhere:
+that the engine must know to make the call's plan: its `CallRecord`. XLA hands it back
+when it loads the program, here or elsewhere:
 
     lowered here        the slot's plan is found, and its text is this one: no Python
     exported            there is no slot: `read_text`
@@ -40,7 +40,7 @@ from hostcall._engine import targets
 from hostcall._engine.info import CallInfo, Team
 from hostcall._engine.params.equation import Equation
 from hostcall._engine.plans import plan_in_program
-from hostcall._export.records import Record, equation_of, record_of
+from hostcall._export.records import CallRecord, equation_of, record_of
 from hostcall._export.structures import CODEC, FORMAT, XLAS_DTYPES, sizes_in, with_sizes
 from hostcall._jax.types import Aval, Client, Mesh
 from hostcall._runtime import context, host_device
@@ -61,7 +61,7 @@ class Call:
     text: str
     said: Json
     sizes: list[str]
-    record: Record
+    record: CallRecord
     params: Equation
 
     @classmethod
@@ -85,7 +85,7 @@ class Call:
         operands, results = self.arrays()
         return [*number, *operands], [*number, *results]
 
-    def at(self, buffers: list[list[int]]) -> tuple[Record, Equation]:
+    def at(self, buffers: list[list[int]]) -> tuple[CallRecord, Equation]:
         """The call with the sizes that these buffers of XLA's have.
 
         Raises LoadError if it describes more or less memory than XLA passes.
@@ -108,8 +108,8 @@ class Call:
         return _read(self.said, values) if self.sizes else (self.record, self.params)
 
 
-def _read(said: Json, sizes: Mapping[str, int]) -> tuple[Record, Equation]:
-    record = CODEC.decode(with_sizes(said, sizes), Record, "a call")
+def _read(said: Json, sizes: Mapping[str, int]) -> tuple[CallRecord, Equation]:
+    record = CODEC.decode(with_sizes(said, sizes), CallRecord, "a call")
     return record, equation_of(record)
 
 
@@ -151,7 +151,9 @@ def why_here(params: Equation, operands: Sequence[Aval]) -> str:
     return ""
 
 
-def _in_program(program: _jax.Program, info: CallInfo, avals: Sequence[Aval]) -> Record:
+def _in_program(
+    program: _jax.Program, info: CallInfo, avals: Sequence[Aval]
+) -> CallRecord:
     params, team = info.params, info.team
     record = record_of(params, avals, program.is_exported)
     if program.across:
@@ -167,7 +169,7 @@ def _in_program(program: _jax.Program, info: CallInfo, avals: Sequence[Aval]) ->
     return replace(record, team=team, linked=linked, mesh=_mesh_of(program.mesh))
 
 
-def _text(record: Record, params: Equation) -> str:
+def _text(record: CallRecord, params: Equation) -> str:
     said = CODEC.encode(record, "a call")
     call = Call("", said, sizes_in(said), record, params)
     known = sizes_in(list(call.arrays()))
@@ -216,11 +218,10 @@ def parse(text: str) -> Json:
             "hostcall: the program has a call whose description can't be read"
             f" ({error}). It was damaged, or not made by hostcall"
         ) from error
-    version = said["hostcall"]
-    if version != FORMAT:
+    if said["hostcall"] != FORMAT:
         raise LoadError(
-            f"hostcall: the program has a call in version {version} of hostcall's"
-            f" format, and this hostcall reads version {FORMAT}. Export it"
+            f"hostcall: the program has a call in version {said['hostcall']} of"
+            f" hostcall's format, and this hostcall reads version {FORMAT}. Export it"
             " with this version, or load it with the one that exported it"
         )
     return said
@@ -310,7 +311,7 @@ def _client(platform: str) -> Client:
     return _jax.client_of(platform)
 
 
-def _read_mesh(record: Record, client: Client) -> Mesh | None:
+def _read_mesh(record: CallRecord, client: Client) -> Mesh | None:
     if record.mesh is None:
         return None
     names, sizes, ids = record.mesh

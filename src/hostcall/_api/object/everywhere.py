@@ -109,7 +109,7 @@ _CODEC = codec.Codec({})
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Exchanged:
     """What a process gives the others."""
 
     batch: tuple[int | tuple[str, int], ...]
@@ -137,7 +137,7 @@ def decode(data: bytes, who: str, process: int) -> Snapshot:
         if told.keys() == {"error"}:
             why = _CODEC.decode(told["error"], str, "error")
         else:
-            why, found = "", _CODEC.fields({"waiting": [], **told}, _Part)
+            why, found = "", _CODEC.fields({"waiting": [], **told}, _Exchanged)
     except Exception as error:
         raise HostcallError(
             f"hostcall: what the job's store holds for {who}, process {process} was not"
