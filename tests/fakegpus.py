@@ -14,7 +14,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Generator
 from importlib import metadata
 from pathlib import Path
@@ -38,16 +37,19 @@ _SETTINGS = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "FAKEGPU_DEVICES": str(DEVICES),
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=4",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_experimental_vmm_disabled=true"
+    " --xla_force_host_platform_device_count=4",
 }
-if jax.__version_info__ >= (0, 12):  # before it there is no such memory
-    _SETTINGS["XLA_FLAGS"] += " --xla_gpu_experimental_vmm_disabled=true"
 
 
 def missing() -> str | None:
     """Why this platform can't be used; None if it can."""
     if sys.platform != "linux":
         return "XLA's CUDA runtime is for Linux"
+    if jax.__version_info__ < (0, 12):
+        return (
+            f"XLA's CUDA runtime of jax {jax.__version__} finds no GPU on this driver"
+        )
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         return (
             f"needs {' and '.join(PACKAGES)} {jax.__version__}: `make test-gpu-runtime`"
@@ -139,17 +141,16 @@ class Judge:
         self._before = self.driver.fakeKernels()
         self._judged = False
 
+    def launched(self) -> int:
+        """How many kernels the test's programs launched so far."""
+        return self.driver.fakeKernels() - self._before
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
+        self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        launched = self.driver.fakeKernels() - self._before
-        if launched and call.excinfo is not None:
-            # The test's variables, which pytest keeps with the error, hold programs (an
-            # ordered one by the traceback of an earlier error): the checks after the test
-            # would wait for a minute until they are gone.
-            traceback.clear_frames(call.excinfo.tb)
+        launched = self.launched()
         if launched and report.when != "teardown":
             if not report.skipped and (report.when == "call" or report.failed):
                 report.outcome, report.not_judged = "skipped", True
