@@ -24,8 +24,6 @@ EXPORT int cudaGetDeviceCount(int* count) {
 }
 EXPORT int cudaGetLastError() { return 0; }
 EXPORT int cudaPeekAtLastError() { return 0; }
-EXPORT const char* cudaGetErrorString(int) { return "an error of no cudart"; }
-EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
 EXPORT void** __cudaRegisterFatBinary(void*) {
   static void* handle[4];
   return handle;
@@ -35,14 +33,29 @@ EXPORT void __cudaUnregisterFatBinary(void**) {}
 EXPORT void __cudaRegisterFunction(void**, ...) {}
 EXPORT void __cudaRegisterVar(void**, ...) {}
 
+namespace {
+
+void CountKernel() {
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (driver == nullptr) return;
+  const auto count = reinterpret_cast<void (*)()>(dlsym(driver, "fakeCountKernel"));
+  if (count != nullptr) count();
+}
+
+}  // namespace
+
+/// XLA asks for the text of an error when a function is missing: what it uses of
+/// this library, apart from versions, launches kernels that XLA was built with.
+EXPORT const char* cudaGetErrorString(int) {
+  CountKernel();
+  return "an error of no cudart";
+}
+EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
+
 /// A product of matrices is a kernel, too: counted and refused.
 EXPORT int cublasCreate_v2(void** handle) {
   *handle = nullptr;
-  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (driver == nullptr) return 1;
-  const auto count = reinterpret_cast<void (*)()>(dlsym(driver, "fakeCountKernel"));
-  if (count != nullptr) count();
-  return 1;
+  return CountKernel(), 1;
 }
 EXPORT const char* cublasGetStatusName(int) {
   return "CUBLAS_STATUS_NOT_INITIALIZED";
