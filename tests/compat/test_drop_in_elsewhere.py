@@ -18,7 +18,10 @@ from hostcall import _jax
 
 @pytest.fixture(autouse=True)
 def through_jax(monkeypatch):
-    monkeypatch.setattr(_jax.program, "platforms", lambda ctx: ("elsewhere",))
+    known = _jax.program_of
+    elsewhere = lambda ctx: known(ctx)._replace(platforms=("elsewhere",))
+    monkeypatch.setattr(_jax, "program_of", elsewhere)
+    monkeypatch.setattr(_jax, "is_served", lambda ctx: False)
     jax.clear_caches()
     yield
     jax.clear_caches()

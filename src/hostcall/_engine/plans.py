@@ -184,7 +184,7 @@ def _called(info: CallInfo, choices: Choices) -> tuple[bool, dict[str, Any]]:
     """
     native = info.params.native
     if info.elsewhere:
-        called = Entries(_nothing, ResultForm.NOTHING)
+        called = Entries(_nothing, ResultForm.NOTHING, plain=True)
         native["feed"] = None  # its items are taken there
     elif (bare := info.params.bare()) is not None:
         called = Entries(bare, ResultForm.IGNORED)
