@@ -447,3 +447,26 @@ def test_a_function_that_holds_itself_has_a_fingerprint():
         return again(a - 1) if a else a
 
     assert fingerprint(again) != 0
+
+
+def test_calls_that_stand_often_in_a_program_and_in_others():
+    """Programs with other numbers of equal calls share what both have."""
+
+    def add(v):
+        return v + 1
+
+    def program(n):
+        def times(v):
+            for _ in range(n):
+                v = hc.call(add, v, v)
+            return v
+
+        return jax.jit(times)
+
+    runs = {n: program(n) for n in (3, 1, 5, 2)}
+    texts = {n: run.lower(np.float32(0)).as_text() for n, run in runs.items()}
+    assert {
+        n: text.count("custom_call @hostcall_call") for n, text in texts.items()
+    } == {n: n for n in runs}
+    for n, run in runs.items():
+        assert float(run(np.float32(0))) == n

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import jax
 import jaxlib.version as _jaxlib_version
@@ -10,6 +10,8 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
+
+_T = TypeVar("_T")
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
@@ -138,8 +140,10 @@ def keep_alive(program: Program, thing: object) -> None:
     program.ctx.module_context.add_keepalive(thing)
 
 
-def keeps_alive(program: Program, thing: object) -> bool:
-    return any(thing is one for one in program.ctx.module_context.keepalives)
+def first_kept(program: Program, kind: type[_T]) -> _T | None:
+    """The first thing of a kind that the executable keeps alive."""
+    kept = program.ctx.module_context.keepalives
+    return next((one for one in kept if isinstance(one, kind)), None)
 
 
 def name_of(program: Program) -> str:

@@ -28,7 +28,6 @@ from hostcall._core import codes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
 from hostcall._core.host_code import own
-from hostcall._core.process import Guarded
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -201,7 +200,7 @@ def put(
 
     if whole and info.of_program is None and not info.params.counts:
         of = key, info.params, info.callback.identity, tuple(avals), info.text
-        kept = _live.get(program, (*of, program.client, program.platforms), make)
+        kept = _shared(program, (*of, program.client, program.platforms), make)
     else:
         kept = make()
     _jax.keep_alive(program, kept)
@@ -264,32 +263,35 @@ class KeptAlive:
         )
 
 
-class _Live(Guarded):
-    """The slots of live programs that an equal call of another program may have too.
-
-    If programs hold the same function, the text of each is the same in whatever order
-    they are lowered: JAX's disk cache finds them again.
-    """
-
-    def __init__(self) -> None:
-        self.kept = weakref.WeakValueDictionary[object, KeptAlive]()
-        super().__init__()
-
-    def get(
-        self, program: _jax.Program, made_of: object, make: Callable[[], KeptAlive]
-    ) -> KeptAlive:
-        """The slot of an equal call that is not in this program; else a new one."""
-        n = 0
-        with self.lock:
-            while kept := self.kept.get((made_of, n)):
-                if not _jax.keeps_alive(program, kept):
-                    return kept
-                n += 1
-            kept = self.kept[made_of, n] = make()
-            return kept
+# The slots of live programs that an equal call of another program may have too, by what
+# they were made of. If programs hold the same function, the text of each is the same in
+# whatever order they are lowered: JAX's disk cache finds them again. No lock: of two
+# threads that make a slot at the same time, each may keep its own.
+_live = weakref.WeakValueDictionary[object, KeptAlive]()
 
 
-_live = _Live()
+class _Calls(dict[object, int]):
+    """How many equal calls a program has so far, by what they are made of."""
+
+    def __reduce__(self) -> tuple[type[dict[object, int]], tuple[()]]:
+        return dict, ()  # serialized with the program, which has all its calls
+
+
+def _shared(
+    program: _jax.Program, made_of: object, make: Callable[[], KeptAlive]
+) -> KeptAlive:
+    """The slot of an equal call that is not in this program; else a new one."""
+    if (calls := _jax.first_kept(program, _Calls)) is None:
+        _jax.keep_alive(program, calls := _Calls())
+    try:
+        n = calls.get(made_of, 0)
+        kept = _live.get((made_of, n))
+    except Exception:  # users' objects that can't be compared, such as data of a tree
+        return make()
+    calls[made_of] = n + 1
+    if kept is None:
+        kept = _live[made_of, n] = make()
+    return kept
 
 
 # --- The custom call ------------------------------------------------------------------
