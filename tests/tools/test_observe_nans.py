@@ -451,6 +451,31 @@ def test_nan_that_was_given_to_what_mixes_elements(f):
         assert jnp.isnan(jax.jit(f)(jnp.array([1.0, jnp.nan, 2.0, 3.0]))).any()
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        jnp.linalg.pinv,
+        lambda x: jax.lax.linalg.schur(x)[0],
+        lambda x: jax.lax.linalg.hessenberg(x)[0],
+        lambda x: jax.lax.linalg.tridiagonal(x @ x.T)[0],
+        lambda x: jax.lax.linalg.tridiagonal_solve(*jnp.ones((3, 4)), x),
+        lambda x: jax.lax.linalg.symmetric_product(x, x),
+        lambda x: jax.lax.ragged_dot(x, jnp.ones((2, 4, 4)), jnp.array([2, 2])),
+        lambda x: jax.lax.pad(x, 0.0, [(-1, 1, 0), (1, -1, 0)]),
+        lambda x: jax.lax.top_k(x, 4)[0],
+        lambda x: jax.lax.approx_max_k(x, 4)[0],
+    ],
+    ids=[
+        *("svd", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve"),
+        *("symmetric_product", "ragged_dot", "pad", "top_k", "approx_max_k"),
+    ],
+)
+def test_nan_that_was_given_to_what_mixes_elements_of_matrices(f):
+    x = (jnp.eye(4) + jnp.arange(16.0).reshape(4, 4) / 7).at[2, 1].set(jnp.nan)
+    with observe(nans=True):
+        assert jnp.isnan(jax.jit(f)(x)).any()
+
+
 def test_nan_of_an_infinity_that_was_given():
     text = raised(jax.jit(lambda x: x - x), jnp.inf)
     assert "sub made the first bad value, nan, from inf, inf" in text

@@ -169,7 +169,9 @@ _MOVE = (
     *("rev", "transpose", "sort", "reshape", "concatenate", "gather", "scatter"),
     *("dynamic_slice", "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin"),
     *("cumlogsumexp", "dot_general", "conv_general_dilated", "reduce_window", "fft"),
-    *("triangular_solve", "cholesky", "lu", "eig", "qr"),
+    *("triangular_solve", "tridiagonal", "cholesky", "lu", "eig", "qr", "geqrf"),
+    *("svd", "schur", "hessenberg", "householder_product", "symmetric_product"),
+    *("ragged_dot", "scaled_", "pad", "top_k", "approx_top_k", "select_and_"),
 )
 
 
