@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tqdm
 
 import hostcall as hc
 from hostcall._core.fingerprint import fingerprint
@@ -172,21 +173,126 @@ class Equal:
         return a + self.data
 
 
-def holding(a, held):
-    return a + held.data
+@jax.tree_util.register_pytree_node_class
+class Node:
+    """A pytree whose data beside its leaves is anything that is hashable."""
+
+    def __init__(self, leaf, aux):
+        self.leaf, self.aux = leaf, aux
+
+    def tree_flatten(self):
+        return (self.leaf,), self.aux
+
+    @classmethod
+    def tree_unflatten(cls, aux, leaves):
+        return cls(*leaves, aux)
+
+
+def show(a, held):
+    """Adds a number that differs for things that are equal."""
+    if isinstance(held, Equal):
+        return a + held.data
+    kinds = [bool, int, float, complex]
+    sign = np.copysign(1, np.real(held))
+    return a + np.float32(10 * kinds.index(type(held)) + 2 * np.real(held) + sign)
+
+
+derived = hc.host(lambda a, held: a, result=hc.results.like(0), name="derived")
+derived.defjvp(lambda p, t: show(0 * t[0], p[1]))
+pulled = hc.host(lambda a, held: a, result=hc.results.like(0), name="pulled")
+pulled.defvjp(lambda a, held: (a, held), lambda held, t: (show(0 * t, held), None))
+kept = hc.host(lambda node: node.leaf, result=np.float32(0), name="kept")
+kept.defvjp(
+    lambda node: (node.leaf, node.aux),
+    lambda aux, t: (Node(show(0 * t, aux), aux),),
+)
+
+# Where programs hold a thing that is no array: (what the user writes, for any hashable).
+HOLDERS = {
+    "an argument": (lambda v, h: hc.call(show, v, v, h), False),
+    "a keyword": (lambda v, h: hc.call(show, v, v, held=h), False),
+    "a list": (lambda v, h: hc.call(lambda a, b: show(a, b[0]), v, v, [h]), False),
+    "a jvp rule": (lambda v, h: jax.jvp(lambda x: derived(x, h), (v,), (v,))[1], False),
+    "a backward rule": (lambda v, h: jax.grad(lambda x: pulled(x, h))(v), False),
+    "the data of a tree": (
+        lambda v, h: hc.call(lambda n: show(n.leaf, n.aux), v, Node(v, h)),
+        True,
+    ),
+    "data in the data": (
+        lambda v, h: hc.call(lambda n: show(n.leaf, n.aux[0]), v, Node(v, (h,))),
+        True,
+    ),
+    "a key": (
+        lambda v, h: hc.call(lambda d: show(v_of(d), key_of(d)), v, {h: v}),
+        True,
+    ),
+    "the data in a rule": (
+        lambda v, h: jax.grad(lambda x: kept(Node(x, h)))(v),
+        True,
+    ),
+}
+EQUALS = {
+    "objects": (Equal(1), Equal(2), Equal(3)),
+    "numbers": (1, 1.0, True, 1 + 0j),
+    "zeros": (0.0, -0.0, 0),
+}
+
+
+def key_of(d):
+    return next(iter(d))
+
+
+def v_of(d):
+    return next(iter(d.values()))
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        (w, k)
+        for w, (_, any_hashable) in HOLDERS.items()
+        for k in EQUALS
+        if any_hashable or k == "objects"
+    ],  # elsewhere a number is an array
+)
+def test_live_programs_of_one_line_that_hold_equal_things_get_their_own(where, kind):
+    holder, _ = HOLDERS[where]
+    x = np.float32(0)
+    programs = [jax.jit(lambda v, h=h: holder(v, h)) for h in EQUALS[kind]]
+    compiled = [program.lower(x).compile() for program in programs]
+    want = [float(show(x, h)) for h in EQUALS[kind]]
+    assert len(set(want)) == len(want)
+    assert [float(one(x)) for one in compiled] == want
+
+
+def test_live_programs_of_one_line_have_bars_of_their_own():
+    made = []
+
+    def program(n):
+        def factory(**how):
+            made.append(n)
+            return tqdm.tqdm(**how, disable=True)
+
+        def body(i, v):
+            hc.progress(i, total=3, bar=factory, every=None)
+            return v + i
+
+        return jax.jit(lambda v: jax.lax.fori_loop(0, 3, body, v))
+
+    compiled = [program(n).lower(0).compile() for n in (1, 2)]
+    for one in compiled:
+        one(0)
+        hc.barrier()
+    assert made == [1, 2]
 
 
 def test_programs_of_equal_objects_call_their_own():
-    def of_function(held):
-        return jax.jit(lambda v: hc.call(held, v, v))
-
-    def of_argument(held):
-        return jax.jit(lambda v: hc.call(holding, v, v, held))
-
-    for make in (of_function, of_argument):
-        programs = [make(Equal(np.float32(data))) for data in (1, 2)]
-        lowered = [program.lower(np.float32(0)) for program in programs]
-        assert [float(one.compile()(np.float32(0))) for one in lowered] == [1, 2]
+    programs = [
+        jax.jit(lambda v, held=Equal(np.float32(data)): hc.call(held, v, v))
+        for data in (1, 2)
+    ]
+    lowered = [program.lower(np.float32(0)) for program in programs]
+    assert [float(one.compile()(np.float32(0))) for one in lowered] == [1, 2]
 
 
 def test_programs_that_share_a_call_outlive_each_other():
@@ -311,6 +417,12 @@ def gradient(v):
     return jax.grad(lambda v: square(v).sum())(v)
 
 
+class Adds:
+    def method(self, a):
+        return a + 1
+
+
+adds = Adds()
 square = hc.host(lambda a: a * a, result=hc.results.like(0), name="square")
 square.defvjp(lambda a: (a * a, a), lambda a, t: (2 * a * t,))
 # Each is a program of its own name, as functions have.
@@ -324,6 +436,8 @@ SHARING = {
     "a tap": lambda v: tapped(v) + 1,
     "the same tap": lambda v: tapped(v) + 2,
     "a drop-in": lambda v: hc.pure_callback(plus, v, v),
+    "a method": lambda v: hc.call(adds.method, v, v) + 1,
+    "the same method": lambda v: hc.call(adds.method, v, v) * 2,
     "a host function": lambda v: square(v) + 1,
     "its gradient": gradient,
     "more than its gradient": lambda v: gradient(v) * 2,

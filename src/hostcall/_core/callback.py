@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from hostcall import _jax
-from hostcall._core.host_code import is_coroutine_function, own
+from hostcall._core.host_code import is_coroutine_function
 from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.source import Place, name_of, source_of
-from hostcall._core.spec import NUMBERS, Results, Static, Template
-
-_PLAIN = (*NUMBERS, str, bytes, type(None))
+from hostcall._core.spec import Results, Static, Template
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -66,15 +64,6 @@ class Callback:
     @cached_property
     def function(self) -> Callable[..., Any]:
         return self.fn.value  # type: ignore[no-any-return]
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """Differs where users' objects do, though these may say that they are equal."""
-        held = [x.value for x in self.template.leaves if isinstance(x, Static)]
-        if own(self.function) is not self.function:
-            held.append(self.function)
-        ids = (id(value) for value in held if type(value) not in _PLAIN)
-        return (self.policy.owner, self.place, *ids)
 
     @cached_property
     def awaits(self) -> bool:

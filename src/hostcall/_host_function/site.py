@@ -54,6 +54,7 @@ from hostcall._jax.types import Aval, TreeDef
 from hostcall._primitives.batching import Dims, batch_by_rule
 
 
+@dataclass(frozen=True, repr=False)
 class CallSite(RuleTrees):
     """A HostFunction, called with arguments of these trees."""
 

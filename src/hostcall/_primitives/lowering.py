@@ -28,6 +28,7 @@ from hostcall._core import codes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
 from hostcall._core.host_code import own
+from hostcall._core.identity import identity
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -199,8 +200,8 @@ def put(
         return KeptAlive(_native.Slot(plan, key, program.across), info.name, why)
 
     if whole and info.of_program is None and not info.params.counts:
-        of = key, info.params, info.callback.identity, tuple(avals), info.text
-        kept = _shared(program, (*of, program.client, program.platforms), make)
+        named = key, info.text, program.client, program.platforms
+        kept = _shared(program, named, (info.params, tuple(avals), only), make)
     else:
         kept = make()
     _jax.keep_alive(program, kept)
@@ -243,7 +244,12 @@ class KeptAlive:
         name: names the call in messages.
         why: why another process can't make the call, or a function that says it; ""
             if the program has its text.
+
+    Attributes:
+        made_of: what its plan was made of, if other programs may share it.
     """
+
+    made_of: tuple[object, ...] = ()
 
     def __init__(
         self, slot: _native.Slot | None, name: str, why: Callable[[], str] | str
@@ -263,34 +269,38 @@ class KeptAlive:
         )
 
 
-# The slots of live programs that an equal call of another program may have too, by what
-# they were made of. If programs hold the same function, the text of each is the same in
-# whatever order they are lowered: JAX's disk cache finds them again. No lock: of two
-# threads that make a slot at the same time, each may keep its own.
-_live = weakref.WeakValueDictionary[object, KeptAlive]()
+# The slots of live programs that an equal call of another program may have too, by the
+# key of the call and how many with this key stand before it in its program. If programs
+# hold the same function, the text of each is the same in whatever order they are
+# lowered: JAX's disk cache finds them again. No lock: of two threads that make a slot
+# at the same time, each may keep its own.
+_live = weakref.WeakValueDictionary[Hashable, KeptAlive]()
 
 
-class _Calls(dict[object, int]):
-    """How many equal calls a program has so far, by what they are made of."""
+class _Calls(dict[Hashable, int]):
+    """How many calls a program has so far, by their keys."""
 
-    def __reduce__(self) -> tuple[type[dict[object, int]], tuple[()]]:
+    def __reduce__(self) -> tuple[type[dict[Hashable, int]], tuple[()]]:
         return dict, ()  # serialized with the program, which has all its calls
 
 
 def _shared(
-    program: _jax.Program, made_of: object, make: Callable[[], KeptAlive]
+    program: _jax.Program,
+    named: Hashable,
+    made_of: tuple[object, ...],
+    make: Callable[[], KeptAlive],
 ) -> KeptAlive:
-    """The slot of an equal call that is not in this program; else a new one."""
+    """The slot of an equal call of another program; else a new one."""
     if (calls := _jax.first_kept(program, _Calls)) is None:
         _jax.keep_alive(program, calls := _Calls())
-    try:
-        n = calls.get(made_of, 0)
-        kept = _live.get((made_of, n))
-    except Exception:  # users' objects that can't be compared, such as data of a tree
-        return make()
-    calls[made_of] = n + 1
-    if kept is None:
-        kept = _live[made_of, n] = make()
+    calls[named] = n = calls.get(named, -1) + 1
+    there = _live.get((named, n))
+    if there is not None and identity(there.made_of) == identity(made_of):
+        return there
+    kept = make()
+    kept.made_of = made_of
+    if there is None:
+        _live[named, n] = kept
     return kept
 
 
