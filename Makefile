@@ -140,7 +140,8 @@ pictures: $(VENV)/.installed
 
 bench-packages: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-	  torch wrap-torch2jax loky ray distributed diskcache jax-tqdm numpyro equinox
+	  torch wrap-torch2jax loky ray distributed diskcache jax-tqdm numpyro equinox \
+	  jax-tap jaxopt
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md --pictures docs/pictures

@@ -338,7 +338,7 @@ def test_the_type_is_the_same_under_a_debugger(flaky):
     sys.settrace(lambda frame, event, arg: None)
     try:
         with pytest.raises(JaxRuntimeError):
-            step(-1.0)
+            jax.block_until_ready(step(-1.0))
     finally:
         sys.settrace(None)
 
@@ -382,7 +382,7 @@ def test_a_value_error_made_of_a_report_stays(flaky):
     step = jax.jit(lambda x: hc.call(bad.double, F32, x))
     step(2.0)
     with pytest.raises(JaxRuntimeError) as caught:
-        step(-1.0)
+        jax.block_until_ready(step(-1.0))
     for text in [str(caught.value), f"INTERNAL: {caught.value}", "[hostcall error 0]"]:
         with pytest.raises(ValueError) as mine:
             raise ValueError(text)

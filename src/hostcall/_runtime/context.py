@@ -31,7 +31,7 @@ class Earlier:
     kwargs: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass  # frozen, it would take four times as long to make
 class Current:
     """The call that the calling thread is in (`hc.current()`).
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -21,8 +20,7 @@ from hostcall.tools._observe import labels, names
 from hostcall.tools.recorder import Recorder, Sink
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -132,12 +130,13 @@ class Values:
         if record.parts > 1:
             name += f".{record.part}"
         to: Any = self._to or _printed
+        has_devices = bool(level.meshes)
 
-        def hand(value: np.ndarray, steps: tuple[np.ndarray, ...]) -> None:
-            here = hc.current()
+        def hand(value: np.ndarray, *steps: np.ndarray) -> None:
             numbers = tuple(int(x) if not x.shape else x for x in steps)
-            device = here.device if here is not None and here.mesh_shape else None
-            to(replace(record, steps=numbers, device=device), value)
+            here = hc.current() if has_devices else None  # half of what the rest costs
+            device = None if here is None else here.device
+            to(record._replace(steps=numbers, device=device), value)
 
         def hand_column(values: np.ndarray, steps: np.ndarray | None) -> None:
             if steps is None:
@@ -156,7 +155,7 @@ class Values:
             elif isinstance(to, _SINKS):
                 hc.tap(hand_column, value, step, batch=256)
             else:
-                hc.tap(hand, value, steps)
+                hc.tap(hand, value, *steps)
 
         return Insertion(fn, [var, *level.steps], at)
 
