@@ -140,7 +140,7 @@ void WaitingSpoilsACapture() {
   Stream stream;
   void* graph = nullptr;
   assert(cuStreamBeginCapture_v2(stream, 0) == 0);
-  assert(Driver().cuStreamSynchronize(stream) == kCudaCaptureUnsupported);
+  assert(Driver().cuStreamSynchronize(stream) == kCaptureUnsupported);
   assert(cuStreamEndCapture(stream, &graph) == kCaptureInvalidated &&
          graph == nullptr);
   AssertNoFault();
