@@ -187,6 +187,32 @@ hc.barrier()
     assert sorted(printed) == ["True", "x 0.1"]
 
 
+def test_barriers_wait_for_a_serialized_executable_behind_another_program(elsewhere):
+    def f(x):
+        hc.tap(r.seen, x)
+
+    saved = serialize_executable.serialize(jax.jit(f).lower(X[0]).compile())
+    printed = elsewhere(
+        pickle.dumps(saved),
+        """
+import registered as r
+from jax.experimental import serialize_executable
+m = jax.block_until_ready(jnp.ones((400, 400)))
+body = lambda c, _: (jnp.sin(c @ c) * 0.01, None)
+slow = jax.jit(lambda m: jax.lax.scan(body, m, length=100)[0].sum() * 0)
+jax.block_until_ready(slow(m))
+loaded = serialize_executable.deserialize_and_load(
+    *pickle.loads(data), execution_devices=jax.devices()[:1]
+)
+for n in range(1, 4):
+    loaded(slow(m))
+    hc.barrier()
+    print(len(r.SEEN) == n)
+""",
+    )
+    assert printed == ["True"] * 3
+
+
 def test_a_serialized_executable_in_a_process_without_the_name(elsewhere):
     f = jax.jit(lambda x: hc.call(r.sine, x, x))
     saved = serialize_executable.serialize(f.lower(X).compile())

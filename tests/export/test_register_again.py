@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import textwrap
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,26 @@ def test_a_cell_that_runs_again_registers_its_object_again(kind):
     assert bytes(newer) == data
     run_cell(CELLS[kind], 3.0)
     np.testing.assert_allclose(hc.load(data).call(X), 3 * X)
+
+
+def test_a_program_that_runs_after_its_function_was_replaced(in_time):
+    """It calls the new one. JAX tells programs apart by the number of the old one, so
+    no other function may get that number.
+    """
+    cell = CELLS["def"].replace("again.def", "again.number")
+    call = functools.partial(hc.call, run_cell(cell, 1.0))
+    data = bytes(hc.export(lambda x: call(x, x))(X))
+    gone = weakref.ref(run_cell(cell, 1.5))
+    loaded = hc.load(data)
+    run_cell(cell, 2.0)
+    np.testing.assert_allclose(loaded.call(X), 2 * X)
+    jax.clear_caches()
+    gc.collect()
+    assert gone() is not None
+    np.testing.assert_allclose(hc.load(data).call(X), 2 * X)
+    del loaded
+    jax.clear_caches()
+    assert in_time(lambda: gone() is None)
 
 
 def test_a_feed_is_registered_again():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -293,6 +294,73 @@ def test_programs_of_equal_objects_call_their_own():
     ]
     lowered = [program.lower(np.float32(0)) for program in programs]
     assert [float(one.compile()(np.float32(0))) for one in lowered] == [1, 2]
+
+
+class Unhashable(type):
+    """Classes of it are equal only to themselves, and have no hash."""
+
+    def __eq__(cls, other):
+        return cls is other
+
+    __hash__ = None
+
+
+class Odd(metaclass=Unhashable):
+    def __call__(self, a):
+        return a + 1
+
+
+def nested(depth):
+    data = ()
+    for _ in range(depth):
+        data = (data,)
+    return data
+
+
+ODD = {
+    "a function of an unhashable class": lambda v: hc.call(ODD_ONE, v, v),
+    "an argument of one": lambda v: hc.call(lambda a, _: a + 1, v, v, ODD_ONE),
+    "data deeper than the stack": lambda v: hc.call(
+        lambda node: node.leaf + 1, v, Node(v, DEEP)
+    ),
+}
+ODD_ONE, DEEP = Odd(), nested(1500)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_live_programs_of_one_line_that_hold_odd_things(kind):
+    program = jax.jit(lambda v, n: ODD[kind](v) * n, static_argnums=1)
+    assert [float(program(np.float32(1), n)) for n in (1, 2, 3)] == [2, 4, 6]
+
+
+def test_live_programs_of_a_breakpoint_in_a_module_that_holds_itself():
+    """The breakpoint knows the globals of its module, which may be large."""
+    names = {"hc": hc}
+    names["names"] = names
+    source = """
+def stops(v, n):
+    hc.breakpoint(v=v, where=v > 1)
+    return v * n
+"""
+    exec(source, names)
+    program = jax.jit(names["stops"], static_argnums=1)
+    assert [float(program(np.float32(1), n)) for n in (1, 2)] == [1, 2]
+
+
+def test_a_class_is_freed_with_the_programs_that_call_its_object(in_time):
+    def gone():
+        class Adds:
+            def __call__(self, a):
+                return a + 1
+
+        adds = Adds()
+        program = jax.jit(lambda v, n: hc.call(adds, v, v) * n, static_argnums=1)
+        assert [float(program(np.float32(1), n)) for n in (1, 2)] == [2, 4]
+        return weakref.ref(Adds)
+
+    ref = gone()
+    jax.clear_caches()
+    assert in_time(lambda: ref() is None)
 
 
 def test_programs_that_share_a_call_outlive_each_other():

@@ -57,11 +57,11 @@ class Exported:
         )
         self.objects = objects_of(call.params.callback.function for call in calls)
         # So that JAX takes no compiled program that calls other things, if equal bytes
-        # were loaded before. Such a program keeps what it calls, so ids will do.
+        # were loaded before.
         things = [registry.find(*name) for name in self.manifest._names()]
         called = [registry.held_of(thing) for thing in things]
         called += [each._group for each in self.objects.values()]
-        self.exported = _jax.marked(exported, f"hostcall {[*map(id, called)]}")
+        self.exported = _jax.marked(exported, called)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, like the function that was exported.
@@ -225,7 +225,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         RegistryError: names that this process has not registered.
 
     Functions that were registered again (hc.register) are called by what is loaded
-    afterwards. A process may fork after loading, if it has run no JAX so far.
+    afterwards, and by what has not run so far. A process may fork after loading, if it
+    has run no JAX so far.
 
     Cost: some ms; XLA compiles the program when it is first called.
     """

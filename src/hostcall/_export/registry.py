@@ -47,9 +47,9 @@ def register(name: str, *, version: int = 1) -> Callable[[T], T]:
         `hc.feed`, or the factory of a `hc.Object`.
 
     Running a cell or a module again registers its objects anew, whatever they are.
-    What `hc.load` reads afterwards calls the new ones; programs that were loaded before
-    keep the old ones, and so does what `jax.export.deserialize` reads, until
-    jax.clear_caches().
+    What `hc.load` reads afterwards calls the new ones, and so does a program that was
+    loaded before and has not run so far. Programs that have run keep the old ones, and
+    so does what `jax.export.deserialize` reads, until jax.clear_caches().
 
     Raises:
         SpecError: the name, the version or the object can't be used.

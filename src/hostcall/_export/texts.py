@@ -248,6 +248,8 @@ def read_text(
     platform = "cuda" if on_cuda else "cpu"
     client = _client(platform)
     targets.start_on(client)
+    if not on_cuda:
+        _jax.wait_for_programs_on(client)
     call = Call.of(text)
     record, params = call.record, call.params
     if buffers is None and call.sizes:

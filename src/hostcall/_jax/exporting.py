@@ -72,18 +72,23 @@ def client_of(platform: str) -> Client:
     return _xla_bridge.get_backend(platform)
 
 
-def marked(exported: jax.export.Exported, mark: str) -> jax.export.Exported:
-    """The same program, unequal to itself with another mark or none.
+def marked(
+    exported: jax.export.Exported, calls: Sequence[object]
+) -> jax.export.Exported:
+    """The same program, unequal to itself if it calls other things.
 
     JAX keeps compiled programs by equality of what was loaded. The mark is the name of
-    a custom call that may be exported: it goes nowhere else.
+    a custom call that may be exported: it goes nowhere else. It keeps the things alive,
+    so that no other has the number of one while JAX compares with it.
     """
+    mark = f"hostcall {[*map(id, calls)]}"
     more = jax.export.DisabledSafetyCheck.custom_call(mark)
+    vars(more).update(calls=calls)
     inner = exported._get_vjp
     return dataclasses.replace(
         exported,
         disabled_safety_checks=(*exported.disabled_safety_checks, more),
-        _get_vjp=None if inner is None else lambda one: marked(inner(one), mark),
+        _get_vjp=None if inner is None else lambda one: marked(inner(one), calls),
     )
 
 

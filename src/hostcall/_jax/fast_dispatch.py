@@ -144,7 +144,7 @@ def dispatch_fast(
             and _is_for_one_cpu(args, options)
             and _are_engine_calls(jaxpr, is_ours)
         ):
-            _clients.add(args[1])
+            wait_for_programs_on(args[1])
             jaxpr = _without_effects(jaxpr)
         return plain(jaxpr, *args, **options)
 
@@ -156,7 +156,14 @@ def dispatch_fast(
 # Both need programs that do nothing, one for each CPU device: what XLA puts behind them
 # or before them is in order with all that the thread has dispatched.
 
-_clients: set[_t.Client] = set()  # those for which such programs were lowered
+_clients: set[_t.Client] = set()  # of such programs
+
+
+def wait_for_programs_on(client: _t.Client) -> None:
+    """From now on, `marks` has those of this CPU client: a program is lowered for it,
+    or comes to it from another process.
+    """
+    _clients.add(client)
 
 
 def forget_fast_dispatches() -> None:
