@@ -464,16 +464,45 @@ def test_nan_that_was_given_to_what_mixes_elements(f):
         lambda x: jax.lax.pad(x, 0.0, [(-1, 1, 0), (1, -1, 0)]),
         lambda x: jax.lax.top_k(x, 4)[0],
         lambda x: jax.lax.approx_max_k(x, 4)[0],
+        lambda x: jax.scipy.linalg.qr(x, pivoting=True)[0],
+        lambda x: jax.scipy.linalg.polar(x)[0],
     ],
     ids=[
         *("svd", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve"),
         *("symmetric_product", "ragged_dot", "pad", "top_k", "approx_max_k"),
+        *("pivoted_qr", "polar"),
     ],
 )
 def test_nan_that_was_given_to_what_mixes_elements_of_matrices(f):
     x = (jnp.eye(4) + jnp.arange(16.0).reshape(4, 4) / 7).at[2, 1].set(jnp.nan)
     with observe(nans=True):
         assert jnp.isnan(jax.jit(f)(x)).any()
+
+
+def test_nan_that_was_given_as_bits():
+    with observe(nans=True):
+        assert jnp.isnan(jax.jit(jnp.frexp)(jnp.array([1.0, jnp.nan]))[0]).any()
+
+
+def test_nan_that_was_given_beside_calls():
+    """Calls are not made again, neither those that return something more."""
+    made = []
+
+    def host(x):
+        made.append(1)
+        return x, x
+
+    @jax.jit
+    def f(x):
+        y, _ = hc.call(host, (x, x), x)
+        z = jax.jit(lambda x: hc.call(host, (x, x), x)[0])(y)
+        return z * 2
+
+    f(jnp.nan)
+    made.clear()
+    with observe(nans=True):
+        assert jnp.isnan(f(jnp.nan))
+    assert len(made) == 2
 
 
 def test_nan_of_an_infinity_that_was_given():
@@ -504,6 +533,81 @@ def test_what_the_host_makes_otherwise():
 
 def test_what_the_host_can_not_make_again():
     assert "the host can't run mine (" in raised(mine(), f32(0))
+
+
+# --- Several devices ------------------------------------------------------------------
+
+
+needs_devices = pytest.mark.skipif("jax.device_count() < 4")
+
+
+@needs_devices
+def test_a_call_that_names_shardings():
+    """The host would need all devices to make it again, which wait for the host."""
+    sharding = NamedSharding(_mesh(), P("i"))
+    named = jax.jit(logs, in_shardings=sharding, out_shardings=sharding)
+    program = jax.jit(lambda x: named(x) + 1)
+    x = jax.device_put(jnp.array([4.0, START, 5.0, 6.0]), sharding)
+    assert marked(logs) in raised(program, x)
+    with observe(nans=True):
+        assert jnp.isnan(program(x.at[1].set(jnp.nan))).any()
+
+
+@needs_devices
+def test_nan_that_was_given_to_nested_scans_with_collectives():
+    def inner(c, x):
+        return c + jax.lax.psum(x, "i"), x
+
+    def run(xs):
+        outer = lambda c, xs: jax.lax.scan(inner, c, xs)
+        return jax.lax.scan(outer, xs[0, 0] * 0, xs)[1]
+
+    each = P(None, None, "i")
+    run = jax.shard_map(run, mesh=_mesh(), in_specs=each, out_specs=each)
+    xs = jnp.ones((2, 3, 4)).at[1, 1, 2].set(jnp.nan)
+    with observe(nans=True):
+        assert jnp.isnan(jax.jit(run)(xs)).any()
+
+
+@needs_devices
+def test_a_block_in_a_callback_is_guarded():
+    """A program over the devices that wait for the callback would never run."""
+    x = jax.device_put(jnp.ones(4), NamedSharding(_mesh(), P("i")))
+    inner = jax.jit(lambda x: x * 2)
+
+    def host(value):
+        with observe(nans=True):
+            inner(x)
+        return value
+
+    with pytest.raises(hc.errors.DeadlockError), hc.reraise():
+        jax.jit(lambda x: hc.call(host, x, x) + x)(x)
+
+
+def test_devices_that_part(run_python):
+    """One device fails in its own step. The others don't wait for it for ever."""
+    run_python(
+        """
+        import jax, jax.numpy as jnp, hostcall as hc
+        from jax.sharding import PartitionSpec as P
+
+        def local(n):
+            body = lambda s: (s[0] + 1, s[1] + jnp.log(3 - s[0]))
+            step = jax.lax.while_loop(lambda s: s[0] < n[0], body, (n[0] * 0, n[0] * 0))
+            return jax.lax.cond(n[0] == 2, jnp.log, jnp.exp, step[1])[None]
+
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
+        for worst in (1.0, 5.0):
+            try:
+                with hc.observe(nans=True):
+                    f(jnp.array([1.0, 1.0, worst, 1.0]))
+                assert worst == 1
+            except FloatingPointError as error:
+                assert worst == 5 and "made the first bad" in str(error), error
+    """,
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    )
 
 
 # --- The block ------------------------------------------------------------------------

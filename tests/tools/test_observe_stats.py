@@ -83,6 +83,12 @@ def test_more_numbers_than_float32_counts():
     assert (row.size, row.zeros) == (x.size, 1)
 
 
+def test_no_finite_numbers():
+    (row,) = rows_of(jax.jit(lambda x: -x), np.float32([np.nan, np.inf])).values()
+    assert row.nonfinite == 1
+    assert np.isnan([row.min, row.max, row.mean, row.rms]).all()
+
+
 def body(c, x):
     new = c * 0.5 + x
     out = jnp.sin(new)

@@ -169,6 +169,123 @@ def test_pytrees():
         assert any(np.allclose(leaf, g, rtol=1e-5) for g in (2 * X, 3 * X**2))
 
 
+def test_an_operation_that_a_statement_has_twice():
+    def f(x):
+        y = jnp.sin(jnp.sin(x))
+        z = y + y + y
+        return z * 2
+
+    sin = np.sin(np.sin(X))
+    observed(jax.jit(f), X, names=["y", "z"]).check(y=[sin], z=[3 * sin])
+
+
+def test_statements_of_one_line():
+    def f(x):
+        # fmt: off
+        y = x + 1; z = y * 2; g = lambda x: x - 1; w = g(z)  # noqa: E702
+        # fmt: on
+        return w
+
+    got = observed(jax.jit(f), X, names=["y", "z", "w"])
+    got.check(y=[X + 1], z=[X * 2 + 2], w=[X * 2 + 1])
+
+
+def test_leaves_that_a_function_makes_one_by_one():
+    def f(p):
+        new = jax.tree.map(lambda x: x * 2, p)
+        several = [jnp.sin(x) for x in new]
+        return several
+
+    got = observed(jax.jit(f), [X, X + 1], names=["new", "several"])
+    new = [X * 2, X * 2 + 2]
+    leaves = {f"new.{i}": [x] for i, x in enumerate(new)}
+    leaves |= {f"several.{i}": [np.sin(x)] for i, x in enumerate(new)}
+    got.check(**leaves)
+
+
+def test_scopes_that_are_named_like_transformations():
+    def f(x):
+        with jax.named_scope("transpose(jvp(vmap(x)))"):
+            y = x + 1
+        return y * 2
+
+    got = observed(jax.jit(f), X, names=["y"])
+    got.check(y=[X + 1])
+    (record,) = got.records
+    assert (record.backward, record.vmaps) == (False, 0)
+
+
+def in_jit(f):
+    return jax.jit(f)
+
+
+def in_scan(f):
+    def run(x):
+        return jax.lax.scan(lambda c, _: (c, f(c)), x, None, length=1)[1].sum()
+
+    return run
+
+
+def in_carry(f):
+    def run(x):
+        body = lambda c, _: (c + f(c), None)
+        return jax.lax.scan(body, x, None, length=1)[0].sum()
+
+    return run
+
+
+@pytest.mark.parametrize("place", [in_jit, in_scan, in_carry, jax.vmap])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *(jnp.tanh, jax.nn.silu, jax.nn.softmax, jax.nn.relu, jnp.sort, jnp.cbrt),
+        *(jax.nn.logsumexp, jnp.linalg.norm, lambda x: jnp.exp(x) / 3),
+        *(lambda x: x.at[..., 0].set(x[..., 1]), lambda x: jax.lax.map(jnp.sin, x)),
+        lambda x: jax.lax.cond(x.sum() > 0, lambda: jnp.sin(x), lambda: jnp.cos(x)),
+    ],
+)
+def test_what_the_backward_pass_needs_is_no_value(place, op):
+    """The forward pass hands on slopes, masks and indices of the statement."""
+
+    def loss(x):
+        y = op(x)
+        return (y * y).sum()
+
+    f = place(loss)
+    got = observed(jax.jit(jax.grad(lambda x: f(x).sum())), X[None], names=["y"])
+    (values,) = got.values.values()
+    expected = np.ravel(op(jnp.asarray(X)))
+    for value in values:
+        np.testing.assert_allclose(value.ravel(), expected, rtol=1e-5)
+
+
+def test_a_derivative_that_is_differentiated():
+    def penalty(x):
+        slope = jax.grad(lambda x: (x**3).sum())(x)
+        return (slope**2).sum()
+
+    for f in (penalty, jax.jit(penalty)):
+        got = observed(jax.jit(jax.grad(f)), X, names=["slope"])
+        got.check(slope=[3 * X**2])
+
+
+def test_a_statement_inside_itself():
+    def power(n, x):
+        if n == 0:
+            return x
+        y = power(n - 1, x) * 2
+        return y
+
+    def f(x):
+        for _ in range(2):
+            x = jnp.tanh(x)
+        return power(3, x)
+
+    t = np.tanh(X)
+    ys = [np.tanh(t) * 2**i for i in (1, 2, 3)]
+    observed(jax.jit(f), X, names=["x", "y"]).check(x=[t, np.tanh(t)], y=ys)
+
+
 # --- Places ---------------------------------------------------------------------------
 
 
@@ -473,6 +590,26 @@ def test_nested_blocks_add_up():
         f(xs)
     outer.check(new=run_of(xs) * 2)
     inner.check(out=np.sin(run_of(xs)))
+
+
+def test_blocks_that_end_out_of_order():
+    """As those of tasks and of generators do."""
+    f, xs = scan_of(3)
+    got = {"new": Got(), "out": Got()}
+
+    def block(name):
+        with observe(name, to=got[name]):
+            yield
+
+    blocks = [block(name) for name in got]
+    for each in blocks:
+        next(each)
+    for each in blocks:
+        each.close()
+        f(xs)
+    hc.barrier()
+    got["new"].check()
+    got["out"].check(out=np.sin(run_of(xs)))
 
 
 def test_a_block_again():

@@ -87,11 +87,14 @@ class ExecutionGuard:
         self._check = check
 
     def __bool__(self) -> bool:
-        frame = sys._getframe(1)
+        self.examine(sys._getframe(1))
+        return False
+
+    def examine(self, frame: FrameType) -> None:
+        """Checks the program that JAX is about to start in this frame."""
         _refuse_across(frame)
         program = _program_that_asks(frame)
         self._check(() if program is None else program._local_devices)
-        return False
 
 
 def _program_that_asks(frame: FrameType) -> Executable | None:
@@ -170,11 +173,18 @@ class _Rewriting:
     It is the thread's value of `jax_no_execution`, which is part of the keys of JAX's
     caches. So programs that were compiled before are kept and found again after, and
     blocks with equal keys share programs.
+
+    Attributes:
+        blocks: the uses of each open block.
+        before: the value that it stands in front of; in a callback that is its guard.
     """
 
-    def __init__(self, uses: Mapping[Hashable, Use]) -> None:
-        self.uses = uses
-        self._key = tuple(uses)
+    def __init__(
+        self, blocks: Sequence[Mapping[Hashable, Use]], before: object
+    ) -> None:
+        self.blocks, self.before = blocks, before
+        self.uses = {key: use for block in blocks for key, use in block.items()}
+        self._key = before, *self.uses
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Rewriting) and self._key == other._key
@@ -185,27 +195,51 @@ class _Rewriting:
     def __bool__(self) -> bool:
         """Whether programs may not run, which JAX asks before each."""
         frame = sys._getframe(1)
+        if isinstance(self.before, ExecutionGuard):
+            self.before.examine(frame)
         _refuse_across(frame)  # this value hides that of the process
         asks_for_fast_path = frame.f_code.co_name == "_get_fastpath_data"
         return _refusal_across is not None and asks_for_fast_path
 
 
+def _rewriting_here() -> _Rewriting:
+    value = _config.no_execution.get_local()
+    return value if isinstance(value, _Rewriting) else _Rewriting((), value)
+
+
+def _set_blocks(blocks: Sequence[Mapping[Hashable, Use]]) -> None:
+    before = _rewriting_here().before
+    _config.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
+
+
 @contextlib.contextmanager
 def rewritten_by(uses: Mapping[Hashable, Use]) -> Iterator[None]:
-    """A block in which the programs that the calling thread lowers are rewritten, or
-    with no uses, left alone. Uses with equal keys put the same into a program.
+    """A block in which the programs that the calling thread lowers are rewritten, also
+    by these uses. Uses with equal keys put the same into a program.
+
+    Tasks or generators that interleave may leave blocks out of order.
     """
-    before = _config.no_execution.swap_local(_Rewriting(uses) if uses else UNSET)
+    _set_blocks((*_rewriting_here().blocks, uses))
     try:
         yield
     finally:
-        _config.no_execution.set_local(before)
+        _set_blocks([b for b in _rewriting_here().blocks if b is not uses])
+
+
+@contextlib.contextmanager
+def not_rewritten() -> Iterator[None]:
+    """A block in which the calling thread's programs are left alone."""
+    blocks = _rewriting_here().blocks
+    _set_blocks(())
+    try:
+        yield
+    finally:
+        _set_blocks(blocks)
 
 
 def uses_here() -> Mapping[Hashable, Use]:
-    """Those of the innermost block of the calling thread."""
-    value = _config.no_execution.get_local()
-    return value.uses if isinstance(value, _Rewriting) else {}
+    """Those of the calling thread's open blocks."""
+    return _rewriting_here().uses
 
 
 def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:

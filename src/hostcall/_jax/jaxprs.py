@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import effects as _effects
+from jax._src.interpreters import batching as _batching
 from jax._src.sharding_impls import UNSPECIFIED as _UNSPECIFIED
 
 from hostcall._jax import types as _t
@@ -148,6 +149,13 @@ def is_host_call(eqn: _t.JaxprEquation) -> bool:
     return eqn.primitive in ENGINE_CALLS
 
 
+def names_shardings(eqn: _t.JaxprEquation) -> bool:
+    """Whether a call says where its operands or results are."""
+    params = eqn.params
+    named = *params.get("in_shardings", ()), *params.get("out_shardings", ())
+    return any(each is not _UNSPECIFIED for each in named)
+
+
 def is_dropped(var: _t.Var) -> bool:
     return isinstance(var, _core.DropVar)
 
@@ -155,6 +163,16 @@ def is_dropped(var: _t.Var) -> bool:
 def inlined(jaxpr: _t.Jaxpr, operands: Iterable[jax.Array]) -> list[jax.Array]:
     """The results of a jaxpr, in a program that is being traced."""
     return _core.jaxpr_as_fun(jaxpr)(*operands)  # type: ignore[no-any-return]
+
+
+def is_elementwise(eqn: _t.JaxprEquation) -> bool:
+    """Whether each element of the result depends on one element of each operand.
+
+    JAX has two rules of vmap for such operations, which no others have.
+    """
+    rule = _batching.fancy_primitive_batchers.get(eqn.primitive)
+    rules = _batching.vectorized_batcher, _batching.broadcast_batcher
+    return getattr(rule, "func", None) in rules
 
 
 def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:

@@ -52,6 +52,7 @@ class Level:
             rows of a while loop have one each.
         running: under vmap, which rows of a while loop still run: (condition, its
             operands). None: all do.
+        outer: the level that the equation around it is in.
     """
 
     jaxpr: _t.Jaxpr
@@ -59,6 +60,7 @@ class Level:
     around: tuple[_t.JaxprEquation, ...] = ()
     steps: tuple[_t.Var, ...] = ()
     running: tuple[_t.Jaxpr, list[_t.Var]] | None = None
+    outer: Level | None = None
 
     @property
     def loops(self) -> list[_t.JaxprEquation]:
@@ -219,7 +221,7 @@ def _inside(
         if is_body or not rows:  # JAX would compute that condition twice a step
             place = name if is_body else "condition", (*level.around, eqn)
             steps = (*level.steps, *counter)
-            eqns = _eqns_of(Level(old, *place, steps, running), uses)
+            eqns = _eqns_of(Level(old, *place, steps, running, level), uses)
         is_same &= eqns is old.eqns
         if is_body:
             eqns, outvars = [*eqns, *count], [*nexts, *outvars]

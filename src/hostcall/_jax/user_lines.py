@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax._src.source_info_util import Transform as _Transform
 from jax._src.source_info_util import is_user_filename as is_users
 from jax._src.source_info_util import raw_frame_to_frame as raw_frame
 
@@ -68,3 +69,12 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
             differentiates = ""
         inside.append((code, at))
     return tuple(found)
+
+
+def transforms_of(eqn: _t.JaxprEquation) -> list[str]:
+    """Under which transformations JAX has made an equation: "jvp", "transpose", "vmap".
+
+    The text of its stack of names has those of the user's scopes too.
+    """
+    names = eqn.source_info.name_stack.stack
+    return [each.name for each in names if isinstance(each, _Transform)]

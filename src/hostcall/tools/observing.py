@@ -134,10 +134,9 @@ class observe:
                 code="hc-traced",
             )
         _need_programs()
-        uses = {**execution.uses_here(), **self._uses}
         with contextlib.ExitStack() as stack:
             stack.enter_context(hc.reraise())
-            stack.enter_context(execution.rewritten_by(uses))
+            stack.enter_context(execution.rewritten_by(self._uses))
             self._block = stack.pop_all()
         return self
 

@@ -50,19 +50,19 @@ def shown(eqn: JaxprEquation) -> list[str]:
     return [f"  {file}:{line} in {function}", f"    {text_in(file, line)}"]
 
 
-def transforms(*eqns: JaxprEquation) -> str:
+def transforms(*eqns: JaxprEquation) -> list[str]:
     """Under which transformations JAX has made the last of these, inside the others."""
-    return " ".join(str(eqn.source_info.name_stack) for eqn in eqns)
+    return [name for eqn in eqns for name in user_lines.transforms_of(eqn)]
 
 
 def is_backward(*eqns: JaxprEquation) -> bool:
     """Whether the last of these, inside the others, belongs to a backward pass."""
-    return "transpose(" in transforms(*eqns)
+    return "transpose" in transforms(*eqns)
 
 
 def vmaps_of(*eqns: JaxprEquation) -> int:
     """How many vmaps the last of these, inside the others, is under."""
-    return transforms(*eqns).count("vmap(")
+    return transforms(*eqns).count("vmap")
 
 
 def steps_of(around: Sequence[JaxprEquation], steps: Sequence[np.ndarray | int]) -> str:

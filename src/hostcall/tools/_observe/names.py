@@ -6,7 +6,8 @@ assigns to. The value of a variable is what leaves the equations of its statemen
 used by others, or is a result of the level.
 
 Some statements run several times in one trace, in a Python loop or in a function that
-is called twice. Then their equations form the same sequence again and again.
+is called in one. Then their equations form the same sequence again and again. Without a
+loop around, such a sequence has the leaves of one value, as `jax.tree.map` makes them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
-from hostcall._jax import JaxprEquation, Var, user_lines
+from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._observe import labels
@@ -58,26 +59,49 @@ def targets(line: SourceLine) -> list[Target]:
     if line.function.endswith(("<lambda>", "<genexpr>")):
         return []
     source = "".join(linecache.getlines(line.file))
-    around = [
-        statement
-        for statement in _statements(source)
-        if statement.lineno <= line.line <= (statement.end_lineno or 0)
-    ]
-    if not around:
-        return []
-    innermost = max(around, key=lambda s: (s.lineno, -(s.end_lineno or 0)))
-    return _targets(innermost)
+    around = [each for each in _statements(source) if _within(line, _span(each))]
+    return _targets(max(around, key=_span)) if around else []
 
 
 @functools.lru_cache(maxsize=256)
 def _statements(source: str) -> list[ast.stmt]:
     """All simple statements of a file, at any depth."""
+    statements = (n for n in _nodes(source) if isinstance(n, ast.stmt))
+    return [n for n in statements if "body" not in n._fields]
+
+
+def _nodes(source: str) -> list[ast.AST]:
     try:
-        tree = ast.parse(source)
+        return [*ast.walk(ast.parse(source))]
     except SyntaxError:  # a notebook's magics
         return []
-    statements = (n for n in ast.walk(tree) if isinstance(n, ast.stmt))
-    return [n for n in statements if "body" not in n._fields]
+
+
+_LOOPS = (
+    *(ast.For, ast.AsyncFor, ast.While),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(source: str) -> list[tuple[int, int, int, int]]:
+    """Where the loops of a file are."""
+    return [_span(node) for node in _nodes(source) if isinstance(node, _LOOPS)]
+
+
+def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
+    end = node.end_lineno or 0, node.end_col_offset or 0
+    return node.lineno, node.col_offset, *end
+
+
+_Place: TypeAlias = tuple[str, int, int]  # file, line, column
+
+
+def _is_in_loop(place: _Place) -> bool:
+    """Whether this is inside of a loop, and not its beginning."""
+    file, *at = place
+    source = "".join(linecache.getlines(file))
+    return any(span[:2] < tuple(at) <= span[2:] for span in _loops(source))
 
 
 def _targets(statement: ast.stmt) -> list[Target]:
@@ -111,9 +135,7 @@ def _named(
         return [one for each in target.elts for one in _named(each, -1, value)]
     if not isinstance(target, (ast.Name, ast.Attribute)):
         return []
-    end = value.end_lineno or 0, value.end_col_offset or 0
-    span = value.lineno, value.col_offset, *end
-    return [Target(ast.unparse(target), part, span)]
+    return [Target(ast.unparse(target), part, _span(value))]
 
 
 # --- In a level -----------------------------------------------------------------------
@@ -134,51 +156,66 @@ def variables(
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    for target, found in _statements_in(level, wanted):
-        side = _side(target, found[0].line.differentiates)
+    for (target, places), found in _statements_in(level, wanted):
+        is_in_loop = any(map(_is_in_loop, places))
+        differentiates = found[0].line.differentiates
+        side = _side(target, differentiates)
         if side is None:
             untold.add(target.name)
             continue
         runs, backward = [found], set[int]()
-        if not found[0].line.differentiates:
+        if not differentiates:
             forward = [each for each in found if not each.is_backward]
             backward = {each.at for each in found if each.is_backward}
-            runs = _runs(forward) if forward else []
+            if forward:
+                runs = _runs(forward) if is_in_loop else [forward]
+            else:
+                runs = []
         for run in runs:
             within = backward | {each.at for each in run}
+            if not is_in_loop and not differentiates:
+                # What was traced meanwhile, such as branches from elsewhere, is inside.
+                within |= {*range(run[0].at, run[-1].at)}
+            users = _Users(level, target, places, within)
             leaves = [
                 (each, v)
                 for each in run
                 if side == "both" or each.is_backward == (side == "backward")
+                if not (differentiates and _is_differentiated(level, each))
                 for v in each.eqn.outvars
-                if any(use not in within for use, _ in level.uses.get(v, ()))
+                if users.has(v)
             ]
-            leaves = _without_residuals(level, leaves)
             for part, (each, v) in enumerate(leaves):
                 yield Variable(target.name, v, each.at, each.line, part, len(leaves))
 
 
 def _statements_in(
     level: Level, wanted: Callable[[str], bool]
-) -> Iterator[tuple[Target, list[_Piece]]]:
-    """The wanted targets of a level's statements, with these statements' equations."""
-    groups: dict[tuple[Target, Hashable], list[_Piece]] = {}
-    known: dict[tuple[str, int, str], list[Target]] = {}  # files are read once a level
+) -> Iterator[tuple[tuple[Target, tuple[_Place, ...]], list[_Piece]]]:
+    """The wanted targets of a level's statements, where these and the frames around
+    them are, and their equations.
+    """
+    groups: dict[tuple[Target, tuple[_Place, ...]], list[_Piece]] = {}
+    known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines = user_lines.lines_of(eqn)
         backward = labels.is_backward(*level.around, eqn)
         for depth, line in enumerate(lines):
-            place = line.file, line.line, line.function
+            place = line[:6]
             if place not in known:
                 known[place] = targets(line)
             for target in known[place]:
                 if not wanted(target.name) or not _within(line, target.span):
                     continue
-                outer = [(x.file, x.line, x.column) for x in lines[depth + 1 :]]
-                group = groups.setdefault((target, (line.file, *outer)), [])
+                places = _places(target, lines[depth:])
+                group = groups.setdefault((target, places), [])
                 group.append(_Piece(index, eqn, line, backward))
-    for (target, _), found in groups.items():
-        yield target, found
+    yield from groups.items()
+
+
+def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
+    outer = [(x.file, x.line, x.column) for x in lines[1:]]
+    return (lines[0].file, *target.span[:2]), *outer
 
 
 def _within(line: SourceLine, span: tuple[int, int, int, int]) -> bool:
@@ -201,7 +238,7 @@ def _side(target: Target, differentiates: str) -> str | None:
 
 def _runs(found: list[_Piece]) -> list[list[_Piece]]:
     """The runs of a statement, if they all have the same equations."""
-    marks = [(each.line.inside, each.eqn.primitive) for each in found]
+    marks = [(each.line[2:6], each.line.inside, each.eqn.primitive) for each in found]
     times = marks.count(marks[0])
     size = len(found) // times
     if marks != marks[:size] * times:
@@ -209,12 +246,75 @@ def _runs(found: list[_Piece]) -> list[list[_Piece]]:
     return [found[i : i + size] for i in range(0, len(found), size)]
 
 
-def _without_residuals(
-    level: Level, leaves: list[tuple[_Piece, Var]]
-) -> list[tuple[_Piece, Var]]:
-    """Without what a level hands to its backward pass, behind its other results."""
-    if len(leaves) < 2 or "jvp(" not in labels.transforms(*level.around):
-        return leaves
-    used = [leaf for leaf in leaves if any(at >= 0 for at, _ in level.uses[leaf[1]])]
-    first = min(leaves, key=lambda leaf: level.uses[leaf[1]])  # as which result
-    return used or [first]
+def _is_differentiated(level: Level, piece: _Piece) -> bool:
+    """Whether the backward pass of a derivative around its own has made a piece."""
+    names = labels.transforms(*level.around, piece.eqn)
+    return "transpose" in [name for name in names if name != "vmap"][:-2]
+
+
+class _Users:
+    """Looks for users of a value that are not the statement itself.
+
+    The forward pass also hands the backward pass of a statement what this needs beside
+    the value, such as the slope of a `tanh`. So users are looked for in other levels
+    too: inside of calls and loops, and behind the results of the level.
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        target: Target,
+        places: tuple[_Place, ...],
+        within: set[int],
+    ) -> None:
+        """`within`: the equations of the level that are the statement's in this run."""
+        self._level, self._within = level, within
+        self._target, self._places = target, places
+
+    def has(self, var: Var) -> bool:
+        self._seen = set[tuple[int, Var]]()
+        return any(
+            self._goes_on(self._level, at, position)
+            for at, position in self._level.uses.get(var, ())
+            if at not in self._within
+        )
+
+    def _has(self, level: Level, var: Var) -> bool:
+        key = id(level.jaxpr), var
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        found = level.uses.get(var, ())
+        return any(self._goes_on(level, at, position) for at, position in found)
+
+    def _goes_on(self, level: Level, at: int, position: int) -> bool:
+        if at >= 0:
+            return self._is_user(level, level.jaxpr.eqns[at], position)
+        if level.outer is None or level.kind == "condition":
+            return True
+        loop = level.around[-1]
+        if loop.primitive.name == "scan":
+            consts, carry = jaxprs.split_of(loop)
+            carried = level.jaxpr.invars[consts : consts + carry]
+            if any(self._has(level, v) for v in carried[position : position + 1]):
+                return True
+        return self._has(level.outer, loop.outvars[position])
+
+    def _is_user(self, level: Level, eqn: JaxprEquation, position: int) -> bool:
+        lines = user_lines.lines_of(eqn)
+        if level is not self._level and any(
+            _within(line, self._target.span)
+            and _places(self._target, lines[depth:]) == self._places
+            for depth, line in enumerate(lines)
+        ):
+            return False
+        name, inners = eqn.primitive.name, jaxprs.inners(eqn)
+        if name == "cond":
+            position -= 1  # behind the number of the branch
+        if inners and name != "while" and position >= 0:
+            around = *level.around, eqn
+            levels = [Level(x.old, name, around, outer=level) for x in inners]
+            return any(self._has(x, x.jaxpr.invars[position]) for x in levels)
+        if lines or eqn.effects or inners:
+            return True
+        return any(self._has(level, v) for v in eqn.outvars)  # some step of JAX's

@@ -31,24 +31,15 @@ from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, execution, jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 from hostcall.tools._observe.replay import (
+    COLLECTIVES,
     Frame,
     Origin,
     Spot,
     is_bad,
     newly_bad,
     of_rows,
+    runs_again,
 )
-
-# Equations that can't be run again alone, beside those with effects.
-_ONCE = {
-    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all"),
-    *("all_gather", "all_gather_invariant", "reduce_scatter", "ragged_all_to_all"),
-    *("axis_index", "pvary", "pcast", "pbroadcast", "shard_map", "xla_pmap"),
-    *("sharding_constraint", "mesh_cast", "reshard", "device_put", "copy_to_host"),
-    *("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call"),
-    *("pure_callback", "io_callback", "debug_callback", "rng_bit_generator"),
-}
-
 
 _UPDATES = {  # operand 0 may be changed in place; the index of the operand that is new
     "dynamic_update_slice": 1,
@@ -57,10 +48,17 @@ _UPDATES = {  # operand 0 may be changed in place; the index of the operand that
 _READS = {"dynamic_slice", "gather"}
 
 
-def _runs_again(eqn: JaxprEquation) -> bool:
-    return not eqn.effects and not any(
-        each.primitive.name in _ONCE or jaxprs.is_host_call(each)
-        for each in jaxprs.within(eqn)
+def _may_part(level: Level) -> bool:
+    """Whether devices may reach this level separately, in their own branch or step.
+
+    What fails there fails one device. Others would wait for it at the next check.
+    """
+    outwards = reversed(level.around if level.meshes else ())
+    inside = itertools.takewhile(lambda e: e.primitive.name != "shard_map", outwards)
+    return any(
+        eqn.primitive.name in ("while", "cond")
+        and COLLECTIVES.isdisjoint(e.primitive.name for e in jaxprs.within(eqn))
+        for eqn in inside
     )
 
 
@@ -72,6 +70,8 @@ class Nans:
     """Puts the checks into programs."""
 
     def look(self, level: Level) -> Iterator[Insertion]:
+        if _may_part(level):
+            return
         if not level.loops:
             made: set[Var] = set()
             for index, eqn in enumerate(level.jaxpr.eqns):
@@ -80,7 +80,7 @@ class Nans:
                     yield from _check(level, start, upto=index)
                 made |= set(eqn.outvars)
         is_outermost = level.kind in jaxprs.LOOPS and len(level.loops) == 1
-        if not level.kind or is_outermost or not _runs_again(level.around[-1]):
+        if not level.kind or is_outermost or not runs_again(level.around[-1]):
             yield from _check(level, level.jaxpr.outvars)
 
 
@@ -128,7 +128,7 @@ def _check(
 
 def _given(jaxpr: Jaxpr, read: Iterable[Var]) -> Iterator[Var]:
     """What the host needs to run these equations again."""
-    once = [v for eqn in jaxpr.eqns if not _runs_again(eqn) for v in eqn.outvars]
+    once = [v for eqn in jaxpr.eqns if not runs_again(eqn) for v in eqn.outvars]
     for v in (*jaxpr.constvars, *jaxpr.invars, *once, *read):
         is_array = isinstance(v.aval, jax.core.ShapedArray)  # or a key
         if is_array and v.aval.dtype != jax.dtypes.float0 and not jaxprs.is_dropped(v):
@@ -215,11 +215,11 @@ class _Tell(HostCode):
         return file, line, function
 
     def __call__(self, *values: np.ndarray) -> None:
-        with execution.rewritten_by({}):
+        with execution.not_rewritten(), jax.transfer_guard("allow"):
             self._find(dict(zip(self.operands, values, strict=True)))
 
     def _find(self, known: dict[Var, np.ndarray]) -> None:
-        again = {v for e in self.jaxpr.eqns if _runs_again(e) for v in e.outvars}
+        again = {v for e in self.jaxpr.eqns if runs_again(e) for v in e.outvars}
         again &= set(self.looked_at)
         given = {v: x for v, x in known.items() if v not in again}
         spot = Spot(self.level.around, tuple(known[v] for v in self.level.steps))

@@ -27,6 +27,30 @@ from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs
 Value: TypeAlias = Any  # of a variable: an array, a number, or typed keys
 
 
+COLLECTIVES = {
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all"),
+    *("all_gather", "all_gather_invariant", "reduce_scatter", "ragged_all_to_all"),
+}
+# Equations that can't be run again alone, beside those with effects.
+_ONCE = COLLECTIVES | {
+    *("axis_index", "pvary", "pcast", "pbroadcast", "shard_map", "xla_pmap"),
+    *("sharding_constraint", "mesh_cast", "reshard", "device_put", "copy_to_host"),
+    *("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call"),
+    *("pure_callback", "io_callback", "debug_callback", "rng_bit_generator"),
+    "rng_uniform",
+}
+
+
+def runs_again(eqn: JaxprEquation) -> bool:
+    """Whether the host can run an equation again, and nobody notices."""
+    return not eqn.effects and not any(
+        each.primitive.name in _ONCE
+        or jaxprs.is_host_call(each)
+        or jaxprs.names_shardings(each)
+        for each in jaxprs.within(eqn)
+    )
+
+
 class Origin(NamedTuple):
     """How a value became bad.
 
@@ -60,7 +84,8 @@ Origins: TypeAlias = Sequence[Origin | None]
 
 
 def is_bad(value: Value) -> bool:
-    return _is_float(value) and not np.isfinite(np.asarray(value)).all()
+    is_known = value is not None and _is_float(value)
+    return is_known and not np.isfinite(np.asarray(value)).all()
 
 
 def _is_float(value: Value) -> bool:
@@ -86,10 +111,9 @@ class Frame:
         for eqn in self.jaxpr.eqns:
             operands = [self.value(atom) for atom in eqn.invars]
             results = [self.values.get(var) for var in eqn.outvars]
-            if any(x is None for x in results):
-                # Operands may be of a buffer that was left out.
-                if any(x is None for x in operands) or eqn.effects:
-                    continue
+            # Operands may be of a buffer that was left out.
+            again = runs_again(eqn) and all(x is not None for x in operands)
+            if again and any(x is None for x in results):
                 try:
                     results = jaxprs.evaluate(eqn, operands)
                 except Exception as error:  # made for another platform, for example
@@ -97,12 +121,16 @@ class Frame:
                     continue
                 self.values |= zip(eqn.outvars, results, strict=True)
             if any(map(is_bad, results)):
-                found = self._origins(eqn, operands, results)
+                origins = self.origins_of(eqn.invars)
+                own = _inside(eqn, self.spot, operands, origins) if again else []
+                found = self._origins(eqn, operands, results, origins, own)
                 pairs = zip(eqn.outvars, found, strict=True)
                 self.origins |= {var: o for var, o in pairs if o is not None}
 
     def value(self, atom: Atom) -> Value:
-        return atom.val if isinstance(atom, jex.Literal) else self.values.get(atom)
+        if isinstance(atom, jex.Literal):
+            return np.asarray(atom.val, atom.aval.dtype)  # some are Python's numbers
+        return self.values.get(atom)
 
     def origins_of(self, atoms: Iterable[Atom]) -> Origins:
         return [
@@ -110,12 +138,16 @@ class Frame:
         ]
 
     def _origins(
-        self, eqn: JaxprEquation, operands: list[Value], results: list[Value]
+        self,
+        eqn: JaxprEquation,
+        operands: list[Value],
+        results: list[Value],
+        origins: Origins,
+        own: Origins,
     ) -> Iterator[Origin | None]:
-        """For each result its origin, if it is bad and has one."""
-        origins, own = self.origins_of(eqn.invars), list[Origin | None]()
-        if all(x is not None for x in operands) and not eqn.effects:
-            own = [*_inside(eqn, self.spot, operands, origins)]
+        """For each result its origin, if it is bad and has one. `origins` are those of
+        the operands, `own` those of the results inside of a call or a loop.
+        """
         known = [origin for origin in own if origin is not None]
         for position, result in enumerate(results):
             if not is_bad(result):
@@ -136,15 +168,18 @@ class Frame:
         bad_ones = np.argwhere(is_nan if is_nan.any() else ~np.isfinite(result))
         index = tuple(map(int, bad_ones[0]))
         value, chosen = result[index], list(range(len(operands)))
+        # An element of another operation's result may depend on any of an operand.
+        keeps_places = eqn.primitive.name in ("select_n", "convert_element_type")
+        keeps_places |= jaxprs.is_elementwise(eqn)
         if eqn.primitive.name == "select_n":
             which = np.asarray(operands[0])
             chosen = [1 + int(which[index] if which.shape else which)]
         bad, given_nan = [], False
         for i in chosen:
-            if operands[i] is None or not is_bad(operands[i]):
+            if not is_bad(operands[i]):
                 continue
             x = np.asarray(operands[i])
-            if x.shape == result.shape and not _moves(eqn):
+            if x.shape == result.shape and keeps_places:
                 x = x[index]
             if not np.isfinite(x).all():
                 bad.append(i)
@@ -154,25 +189,10 @@ class Frame:
         for i in bad:
             if origins[i] is not None:
                 return Origin(eqn, self.spot, origins[i], *at)
-        if bad and (given_nan or not np.isnan(value)):
+        are_bits = eqn.primitive.name == "bitcast_convert_type"
+        if are_bits or (bad and (given_nan or not np.isnan(value))):
             return None  # it was given
         return Origin(eqn, self.spot, None, *at)
-
-
-def _moves(eqn: JaxprEquation) -> bool:
-    """Whether an element of a result may depend on other elements of an operand."""
-    is_one = len([*jaxprs.within(eqn)]) == 1
-    return not is_one or eqn.primitive.name.startswith(_MOVE)
-
-
-_MOVE = (
-    *("rev", "transpose", "sort", "reshape", "concatenate", "gather", "scatter"),
-    *("dynamic_slice", "dynamic_update_slice", "cumsum", "cumprod", "cummax", "cummin"),
-    *("cumlogsumexp", "dot_general", "conv_general_dilated", "reduce_window", "fft"),
-    *("triangular_solve", "tridiagonal", "cholesky", "lu", "eig", "qr", "geqrf"),
-    *("svd", "schur", "hessenberg", "householder_product", "symmetric_product"),
-    *("ragged_dot", "scaled_", "pad", "top_k", "approx_top_k", "select_and_"),
-)
 
 
 def _shown(x: Value, index: tuple[int, ...], shape: tuple[int, ...]) -> str:

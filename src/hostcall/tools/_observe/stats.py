@@ -10,6 +10,7 @@ are not, the others are computed too.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Stats:
         backward: whether these are values of a backward pass.
         calls: how many arrays it has computed.
         size: how many numbers these had.
-        min, max, mean, rms: of the finite numbers.
+        min, max, mean, rms: of the finite numbers; NaN if there are none.
         zeros, nonfinite: the share of numbers that are 0; NaN or infinite.
         beyond_bf16, beyond_f16: the share of finite numbers that would be infinite in
             this type; for float16 also of those that would be 0, and are not.
@@ -120,11 +121,13 @@ def _merged(rows: np.ndarray) -> np.ndarray:
 def _stats(key: Key, row: np.ndarray) -> Stats:
     low, high, total, squares, zeros, bad, *beyond, calls, size = map(float, row)
     finite = max(size - bad, 1)
-    rms = (squares / finite) ** 0.5
+    numbers = low, high, total / finite, (squares / finite) ** 0.5
+    if bad == size:
+        numbers = (math.nan,) * 4
     shares = zeros / size, bad / size, *(n / finite for n in beyond)
     text = labels.text_in(key.file, key.line)
     head = key.file, key.line, text, key.backward, int(calls), int(size)
-    return Stats(*head, low, high, total / finite, rms, *shares)
+    return Stats(*head, *numbers, *shares)
 
 
 def _values_of_lines(level: Level) -> Iterator[tuple[Key, Var]]:

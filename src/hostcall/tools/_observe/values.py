@@ -146,7 +146,8 @@ class Values:
             when = np.full(len(values), time.time())
             to({"step": steps, "time": when, name: values})
 
-        hand.__name__ = hand_column.__name__ = f"hc.observe({name})"
+        for each in (hand, hand_column):
+            each.__name__ = each.__qualname__ = f"hc.observe({name})"
 
         def fn(value: jax.Array, *steps: jax.Array) -> None:
             step = steps[-1] if steps and steps[-1].ndim == 0 else None
@@ -171,7 +172,7 @@ class Values:
                     " Give it a statement of its own"
                 )
             else:
-                near = get_close_matches(name, sorted(self._others), 3, 0.5)
+                near = get_close_matches(name, sorted(self._others - {name}), 3, 0.5)
                 text += " that were compiled in the block. "
                 if near:
                     text += f"Did you mean {' or '.join(map(repr, near))}? "
