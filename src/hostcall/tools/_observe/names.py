@@ -54,9 +54,13 @@ class Variable(NamedTuple):
     parts: int
 
 
+# Functions that are part of a statement. From Python 3.12 on comprehensions are none.
+_PARTS = "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"
+
+
 def targets(line: SourceLine) -> list[Target]:
     """What the statement of this frame assigns to."""
-    if line.function.endswith(("<lambda>", "<genexpr>")):
+    if line.function.endswith(_PARTS):
         return []
     source = "".join(linecache.getlines(line.file))
     around = [each for each in _statements(source) if _within(line, _span(each))]
