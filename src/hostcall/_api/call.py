@@ -23,7 +23,7 @@ from hostcall._core.options import (
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
@@ -199,7 +199,7 @@ def call(
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
-    callback = Callback.of(code, trees, users_place(fn), how, policy)
+    callback = Callback(Static(code), *trees, how, users_place(fn), policy)
     return results.fill(make(callback, operands, mask))
 
 
@@ -218,7 +218,7 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)
-    callback = Callback.of(fn, trees, users_place(fn), how)
+    callback = Callback(Static(fn), *trees, how, users_place(fn))
     make(callback, operands, parse_mask(where, name, fn=fn))
 
 

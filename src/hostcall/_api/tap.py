@@ -24,7 +24,7 @@ from hostcall._core.options import (
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_result, wrap_keys
+from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap.primitive import bind
 
@@ -264,7 +264,8 @@ def prepare(
     flagged = always is not None and how.thinned  # else nothing is left out
     if flagged:
         operands.append(always)
-    callback = Callback.of(fn, (template, _NO_RESULT, ()), users_place(), how)
+    trees = template, _NO_RESULT, ()
+    callback = Callback(Static(fn), *trees, how, users_place())
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jaxlib.version as _jaxlib_version
@@ -10,8 +10,6 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
-
-_T = TypeVar("_T")
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
@@ -140,10 +138,13 @@ def keep_alive(program: Program, thing: object) -> None:
     program.ctx.module_context.add_keepalive(thing)
 
 
-def first_kept(program: Program, kind: type[_T]) -> _T | None:
-    """The first thing of a kind that the executable keeps alive."""
-    kept = program.ctx.module_context.keepalives
-    return next((one for one in kept if isinstance(one, kind)), None)
+def record_of(ctx: LoweringContext, name: str) -> dict[Any, Any]:
+    """What is noted under this name about the module that is being lowered.
+
+    It is kept in a dictionary that JAX makes for the module, and ends with it.
+    """
+    records = ctx.module_context.cached_primitive_lowerings
+    return records.setdefault(f"hostcall: {name}", {})  # type: ignore[no-any-return]
 
 
 def name_of(program: Program) -> str:

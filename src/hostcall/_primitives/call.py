@@ -49,7 +49,7 @@ def define(
     primitive = _jax.Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(impl)
-    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
+    primitive.def_effectful_abstract_eval(_abstract_eval)
     _jax.run_once_in_while_loops(primitive, would_run_twice)
     return primitive
 

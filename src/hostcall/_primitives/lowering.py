@@ -277,13 +277,6 @@ class KeptAlive:
 _live = weakref.WeakValueDictionary[Hashable, KeptAlive]()
 
 
-class _Calls(dict[Hashable, int]):
-    """How many calls a program has so far, by their keys."""
-
-    def __reduce__(self) -> tuple[type[dict[Hashable, int]], tuple[()]]:
-        return dict, ()  # serialized with the program, which has all its calls
-
-
 def _shared(
     program: _jax.Program,
     named: Hashable,
@@ -291,8 +284,7 @@ def _shared(
     make: Callable[[], KeptAlive],
 ) -> KeptAlive:
     """The slot of an equal call of another program; else a new one."""
-    if (calls := _jax.first_kept(program, _Calls)) is None:
-        _jax.keep_alive(program, calls := _Calls())
+    calls = _jax.record_of(program.ctx, "equal calls")
     calls[named] = n = calls.get(named, -1) + 1
     there = _live.get((named, n))
     if there is not None and identity(there.made_of) == identity(made_of):
@@ -305,24 +297,6 @@ def _shared(
 
 
 # --- The custom call ------------------------------------------------------------------
-
-
-def _in_order(
-    ctx: LoweringContext,
-    effect: Effect | None,
-    one: Callable[[Value | None], Emitted],
-) -> list[Value]:
-    """The results of `one`, which gets a token of this effect and returns another."""
-    if effect is None:
-        results, _ = one(None)
-    elif _jax.is_ordered(effect):
-        results, token = one(_jax.ordered_token(ctx, effect))
-        _jax.set_ordered_token(ctx, effect, token)
-    else:
-        before, store = _jax.chain(ctx)
-        results, token = one(before)
-        store(token)
-    return results
 
 
 _TOKEN_ALONE = (
@@ -376,9 +350,12 @@ class EngineCall:
 
         `effect` puts it in order; None if it is pure.
         """
-        needs = effect is not None
-        given = self.program.ctx, effect
-        return _in_order(*given, lambda token: self.emit_with(token, operands, needs))
+        if effect is None:
+            return self.emit_with(None, operands, False)[0]
+        before, leave = _jax.in_order(self.program.ctx, effect)
+        results, token = self.emit_with(before, operands, True)
+        leave(token)
+        return results
 
     def emit_with(
         self, token: Value | None, operands: Sequence[Value], returns_token: bool
@@ -517,14 +494,15 @@ def emit_through_jax(
         operands, avals = [_jax.partition_id(), *operands], [PARTITION, *avals]
         called = partial(_by_number, run, devices)
 
-    def one(token: Value | None) -> Emitted:
-        given = ctx, called, token, list(operands), avals, ctx.avals_out
-        results, token, _ = _jax.emit_python_callback(
-            *given, returns_token=params.effect is not None, sharding=place, **how
-        )
-        return list(results), token
-
-    return _in_order(ctx, params.effect, one)
+    effect = params.effect
+    before, leave = (None, None) if effect is None else _jax.in_order(ctx, effect)
+    given = ctx, called, before, list(operands), avals, ctx.avals_out
+    results, token, _ = _jax.emit_python_callback(
+        *given, returns_token=effect is not None, sharding=place, **how
+    )
+    if leave is not None:
+        leave(token)
+    return list(results)
 
 
 _THROUGH_JAX = (

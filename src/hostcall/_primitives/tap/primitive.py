@@ -196,7 +196,7 @@ def _abstract_eval(
     return avals, params.effects
 
 
-_jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
+tap_p.def_effectful_abstract_eval(_abstract_eval)
 
 
 def _passed(operands: Sequence[T], equation: dict[str, TapParams]) -> Sequence[T]:
