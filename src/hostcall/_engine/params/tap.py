@@ -14,7 +14,7 @@ from hostcall._core.arguments import conflict
 from hostcall._core.options import TapOptions
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Equation, T
+from hostcall._engine.params.equation import Equation, T, Transforms
 from hostcall._jax.types import Aval, Device, Mesh
 from hostcall._runtime import delivery, tap_failures
 
@@ -78,11 +78,11 @@ class TapParams(Equation):
         return f"the tap `{self.callback.name}`"
 
     @property
-    def levels(self) -> int:
+    def levels(self) -> int:  # type: ignore[override]
         return len(self.flags)
 
     @property
-    def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+    def transforms(self) -> Transforms:  # type: ignore[override]
         dims = [
             tuple(0 if flag else None for flag in self.arguments(flags))
             for flags in self.flags
