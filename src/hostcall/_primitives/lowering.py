@@ -192,7 +192,8 @@ def put(
         if isinstance(why, str) and why:
             refuse_export(info.callback, why)
         return {targets.TEXT: info.text}
-    key = info.params.key(avals, _jax.name_of(program))
+    _native.bury()  # frees the slots of programs that died since the last lowering
+    key = info.params.key(avals, program.name)
     info.of_program = program.every
 
     def make() -> KeptAlive:
@@ -236,25 +237,22 @@ def refuse_export(callback: Callback, reason: str) -> NoReturn:
     )
 
 
+@dataclass(eq=False)
 class KeptAlive:
     """Something that an executable keeps alive, and that can't leave the process.
 
-    Args:
+    Attributes:
         slot: what is kept; None in another process.
         name: names the call in messages.
         why: why another process can't make the call, or a function that says it; ""
             if the program has its text.
-
-    Attributes:
         made_of: what its plan was made of, if other programs may share it.
     """
 
+    slot: _native.Slot | None
+    name: str
+    why: Callable[[], str] | str
     made_of: tuple[object, ...] = ()
-
-    def __init__(
-        self, slot: _native.Slot | None, name: str, why: Callable[[], str] | str
-    ) -> None:
-        self.slot, self.name, self.why = slot, name, why
 
     def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
         why = self.why
