@@ -179,8 +179,7 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    given = dict(locals())
-    options = {k: v for k, v in given.items() if k in CALL and v is not None}
+    options = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
     made, code, policy = handle(fn), fn, Policy()
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee
@@ -188,7 +187,7 @@ def call(
         policy = Policy.of(own, owner)
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**options, "on": on, "awaits": awaits}, fn=fn)
+    check(f"`{name}`", {**options, "awaits": awaits}, fn=fn)
     how = CallOptions.of(options)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()

@@ -407,7 +407,7 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
 # --- Calls ---------------------------------------------------------------------------
 
 
-_OPTIONS = frozenset({"where", "fill"})
+_OPTIONS = {"where": None, "fill": None}
 _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
