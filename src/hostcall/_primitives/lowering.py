@@ -337,12 +337,6 @@ class EngineCall:
         Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Aval]]] | None
     ) = None
 
-    @property
-    def _how(self) -> dict[str, Any]:
-        """What `_jax.custom_call` takes of it."""
-        named = "attributes", "has_side_effect", "aliases"
-        return {name: vars(self)[name] for name in named}
-
     def emit(self, operands: Sequence[Value], effect: Effect | None) -> list[Value]:
         """Emits it with the tokens that its order needs; returns the results.
 
@@ -383,7 +377,9 @@ class EngineCall:
         returns_token: bool,
     ) -> Emitted:
         """Emits the call of one device."""
-        program, reach, how = self.program, self.reach, self._how
+        program, reach = self.program, self.reach
+        how: dict[str, Any] = {"attributes": self.attributes}
+        how["has_side_effect"] = self.has_side_effect
         outs = list(program.ctx.avals_out)
         if reach is not None and reach.tells:
             outs.append(OUTCOME_AVAL)
@@ -392,7 +388,7 @@ class EngineCall:
         else:
             given = program, self.target, token, operands, avals_in, outs
             results, token = _jax.custom_call(
-                *given, returns_token=returns_token, **how
+                *given, returns_token=returns_token, aliases=self.aliases, **how
             )
         if reach is None:
             return results, token
@@ -420,19 +416,26 @@ class EngineCall:
         information. A link before it and one behind it, of known shapes, have the
         token: (token, 0) -> (token, number), and (token, number) -> (token, number).
         """
-        program, how = self.program, self._how
+        program = self.program
 
         def link(token: Value | None, number: Value) -> Emitted:
-            given = program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]
-            effect = {**how, "has_side_effect": True, "attributes": {}, "aliases": None}
-            return _jax.custom_call(*given, returns_token=True, **effect)
+            return _jax.custom_call(
+                *(program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]),
+                returns_token=True,
+                has_side_effect=True,
+                attributes={},
+            )
 
         (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
         (number,), token = link(token, zero)
-        how["aliases"] = {i + 1: o + 1 for i, o in self.aliases.items()}
         values = [number, *operands], [NUMBER, *avals_in], [NUMBER, *avals_out]
-        given = program, self.target, None, *values
-        (number, *results), _ = _jax.custom_call(*given, returns_token=False, **how)
+        (number, *results), _ = _jax.custom_call(
+            *(program, self.target, None, *values),
+            returns_token=False,
+            has_side_effect=self.has_side_effect,
+            attributes=self.attributes,
+            aliases={i + 1: o + 1 for i, o in self.aliases.items()},
+        )
         return results, link(token, number)[1]
 
 

@@ -175,12 +175,16 @@ class Equation(abc.ABC):
         return operands[: int(self.masked)]
 
     def arguments(self, operands: Sequence[T]) -> Sequence[T]:
-        """The operands that the function gets."""
-        return operands[int(self.masked) :]
+        """The operands that the function gets: without the mask, in front, and the flag
+        `always`, at the end.
+        """
+        return operands[int(self.masked) : len(operands) - self.always]
 
     def read(self, operands: Sequence[T]) -> Sequence[T]:
-        """The operands that Python reads: the mask, if any, and the arguments."""
-        return operands
+        """The operands that Python reads: the mask, if any, and the arguments. The
+        engine reads the flag `always`, and never queues it.
+        """
+        return operands[:-1] if self.always else operands
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""
