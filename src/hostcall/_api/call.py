@@ -23,7 +23,7 @@ from hostcall._core.options import (
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
+from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
@@ -179,8 +179,7 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    given = dict(locals())
-    options = {k: v for k, v in given.items() if k in CALL and v is not None}
+    options = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
     made, code, policy = handle(fn), fn, Policy()
     if made is not None and (callee := made._callee()) is not None:
         owner, code, own, before = callee
@@ -188,7 +187,7 @@ def call(
         policy = Policy.of(own, owner)
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**options, "on": on, "awaits": awaits}, fn=fn)
+    check(f"`{name}`", {**options, "awaits": awaits}, fn=fn)
     how = CallOptions.of(options)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
@@ -199,7 +198,7 @@ def call(
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
-    callback = Callback.of(code, trees, users_place(fn), how, policy)
+    callback = Callback(Static(code), *trees, how, users_place(fn), policy)
     return results.fill(make(callback, operands, mask))
 
 
@@ -218,7 +217,7 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)
-    callback = Callback.of(fn, trees, users_place(fn), how)
+    callback = Callback(Static(fn), *trees, how, users_place(fn))
     make(callback, operands, parse_mask(where, name, fn=fn))
 
 

@@ -67,7 +67,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    options = {name: v for name, v in dict(locals()).items() if name in FACE.options}
+    options = FACE.given(locals())
     check(fmt, args, kwargs, _hint)
     numpys: dict[str, Any] = dict(np.get_printoptions())
     printer = Printer(

@@ -24,7 +24,7 @@ from hostcall._core.options import (
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import flatten_arguments, parse_result, wrap_keys
+from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap.primitive import bind
 
@@ -156,7 +156,7 @@ def tap(
     values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
     no device.
     """
-    options = {name: v for name, v in dict(locals()).items() if name in FACE.options}
+    options = FACE.given(locals())
     operands, params = prepare(fn, args, kwargs, options)
     refuse_pure(params, "hc.tap returns nothing that the program could need")
     bind(*operands, params=params)
@@ -205,7 +205,7 @@ def tap_through(
     Cost: that of `hc.tap`, and a copy of `x` unless XLA can reuse its memory. In a
     jitted program over sharded arrays, `x` is gathered and the result is replicated.
     """
-    options = {name: v for name, v in dict(locals()).items() if name in FACE.options}
+    options = FACE.given(locals())
     options["order"] = "pure"
     operands, params = prepare(fn, (x,), {}, options, _FACE_OF_ONE)
     out: T = rebuilt(params, bind(*operands, params=replace(params, through=True)))
@@ -264,7 +264,8 @@ def prepare(
     flagged = always is not None and how.thinned  # else nothing is left out
     if flagged:
         operands.append(always)
-    callback = Callback.of(fn, (template, _NO_RESULT, ()), users_place(), how)
+    trees = template, _NO_RESULT, ()
+    callback = Callback(Static(fn), *trees, how, users_place())
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)
 

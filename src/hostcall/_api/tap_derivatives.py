@@ -63,7 +63,7 @@ def _seen_in_derivatives(
     name: str, primitive: Primitive, fn: Callable[..., Any], x: T, options: Any
 ) -> T:
     name = f"hc.derivatives.{name}"
-    for unknown in sorted(set(options) - FACE.options):
+    for unknown in sorted(options.keys() - FACE.options.keys()):
         told = f"Its options are those of hc.tap: {', '.join(sorted(FACE.options))}"
         raise SpecError(
             f"hostcall: {name} has no option {unknown}=. {FACE.hint(unknown) or told}",

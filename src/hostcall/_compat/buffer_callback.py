@@ -23,7 +23,7 @@ from hostcall._core.options import WHOLE, CallOptions, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
-from hostcall._core.spec import Results, Template, canonical
+from hostcall._core.spec import Results, Static, Template, canonical
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._primitives.buffer import bind
 
@@ -179,7 +179,8 @@ def make_params(
 ) -> BufferParams:
     """The parameters of an equation that calls `callback`; `others` are the rest."""
     avals = trees[1].avals
-    whole = Callback.of(callback, (*trees, (None,) * len(avals)), place, options)
+    fills = (None,) * len(avals)
+    whole = Callback(Static(callback), *trees, fills, options, place)
     return BufferParams(callback=whole, avals=avals, masked=False, **others)
 
 

@@ -285,7 +285,7 @@ def _lower(
 
 
 outside_call_p.def_impl(_impl)
-_jax.def_effectful_abstract_eval(outside_call_p, _abstract_eval)
+outside_call_p.def_effectful_abstract_eval(_abstract_eval)
 _jax.batchers[outside_call_p] = _batch
 _jax.jvps[outside_call_p] = _jvp
 _jax.transposes[outside_call_p] = _transpose

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ def check_function(
             f"hostcall: the first argument should be a function, got {fn!r}. Write"
             f" {usage}"
         )
-    for each in layers(fn):
+    plain = type(fn) is types.FunctionType  # most are
+    for each in () if plain else layers(fn):
         made = handle(each)
         if made is not None and (why := made._why_not()):
             raise SpecError(why, code="hc-result-spec")

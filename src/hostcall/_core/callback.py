@@ -14,7 +14,7 @@ from hostcall._core.source import Place, name_of, source_of
 from hostcall._core.spec import Results, Static, Template
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Callback:
     """A function, how it gets its arguments, and what it returns.
 
@@ -24,42 +24,21 @@ class Callback:
         results: the structure, shapes and dtypes of what it returns.
         fills: for each result, the bytes that a masked row gets, or None for zeros.
         options: of the place that calls it.
+        place: the user's line that wrote the call. It is not compared, so equal calls
+            on two lines trace to equal programs.
         policy: how the function is run.
         traced: the settings of JAX under which it was traced, so that the function
             runs under them on any thread; None if they were the process's own.
-        place: the user's line that wrote the call. It is not compared, so equal calls
-            on two lines trace to equal programs.
     """
 
     fn: Static
     template: Template
     results: Results
-    fills: tuple[bytes | None, ...] = ()
+    fills: tuple[bytes | None, ...]
     options: PlaceOptions
+    place: Place = field(compare=False)
     policy: Policy = Policy()
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
-    place: Place = field(compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        fn: Callable[..., Any],
-        trees: tuple[Template, Results, tuple[bytes | None, ...]],
-        place: Place,
-        options: PlaceOptions,
-        policy: Policy = Policy(),  # it is frozen
-    ) -> Callback:
-        """That of a function; `trees` are (template, results, fills)."""
-        template, results, fills = trees
-        return cls(
-            fn=Static(fn),
-            template=template,
-            results=results,
-            fills=fills,
-            options=options,
-            policy=policy,
-            place=place,
-        )
 
     @cached_property
     def function(self) -> Callable[..., Any]:

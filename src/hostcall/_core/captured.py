@@ -55,7 +55,7 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
         owner, fn = fn, vars(type(fn)).get("__call__")  # an object that can be called
     if type(fn) is not types.FunctionType:
         return
-    held = own_dictionary(owner)
+    held = None if owner is None else own_dictionary(owner)
     if held is not None and fn.__code__.co_argcount:
         for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
             yield f"uses `{path}`", path.partition(".")[2], tracer

@@ -28,16 +28,22 @@ class Face(NamedTuple):
     Attributes:
         name: its public name, such as `hc.tap`.
         form: how to call it, with places for {fn} and {args}.
-        options: its own keywords. It passes all others to the host function.
+        options: its own keywords, with their defaults. It passes all others to the host
+            function.
         jaxs: JAX's names of options, and what to write here instead.
         gone: options that it had once, and what to write instead.
     """
 
     name: str
     form: str
-    options: frozenset[str] = frozenset()
+    options: Mapping[str, object] = types.MappingProxyType({})
     jaxs: Mapping[str, str] = types.MappingProxyType({})
     gone: Mapping[str, str] = types.MappingProxyType({})
+
+    def given(self, values: Mapping[str, object]) -> dict[str, Any]:
+        """Those of its options whose value is not the default."""
+        own = self.options
+        return {k: v for k, v in values.items() if k in own and v is not own[k]}
 
     def with_argument(self, name: str, argument: str) -> str:
         return self.form.format(fn=name, args=f"..., {argument}")
@@ -60,10 +66,10 @@ class Face(NamedTuple):
         return f"Did you mean {near[0]}=?" if near else ""
 
 
-def options_of(function: Callable[..., Any], *others: str) -> frozenset[str]:
-    """The keywords that `function` takes itself, without `others`."""
-    not_own = {"args", "kwargs", *others}
-    return frozenset(inspect.signature(function).parameters) - not_own
+def options_of(function: Callable[..., Any], *others: str) -> dict[str, object]:
+    """The keywords that `function` takes itself, without `others`; their defaults."""
+    parameters = inspect.signature(function).parameters.items()
+    return {k: p.default for k, p in parameters if k not in {"args", "kwargs", *others}}
 
 
 def check(

@@ -545,7 +545,7 @@ def check(
     Args:
         of: what has them, in the words of an error.
         given: the values, and "awaits". Pairs with what is not here are not looked for.
-        options: what they may be.
+        options: what they may be; empty if only pairs are looked for.
         fn: the function, if its own keywords come with them, so that a value may have
             been meant for it.
     """
@@ -558,10 +558,5 @@ def check(
             own = "" if fn is None else own_option(fn, name, value)
             more = more.format(fn="fn" if fn is None else name_of(fn))
             raise wrong(name, of, option.wanted, value, more or own)
-    refuse_pairs(of, given)
-
-
-def refuse_pairs(of: str, given: Mapping[str, object]) -> None:
-    what = pair_refused(given)
-    if what is not None:
+    if (what := pair_refused(given)) is not None:
         raise conflict(of, what)

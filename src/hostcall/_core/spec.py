@@ -263,10 +263,13 @@ def parse_result(result: Any, name: str) -> Results:
         return f"result{tree.keystr(path)} of `{name}`"
 
     leaves, treedef = tree.tree_flatten(result)
-    found = [
-        _parse_leaf(leaf, functools.partial(which, i)) for i, leaf in enumerate(leaves)
-    ]
-    return Results(treedef, tuple(a for a, _ in found), tuple(k for _, k in found))
+    avals: list[Aval] = []
+    keys: list[Key] = []
+    for number, leaf in enumerate(leaves):
+        aval, key = _parse_leaf(leaf, functools.partial(which, number))
+        avals.append(aval)
+        keys.append(key)
+    return Results(treedef, tuple(avals), tuple(keys))
 
 
 def _parse_leaf(leaf: Any, which: Callable[[], str]) -> tuple[Aval, Key]:

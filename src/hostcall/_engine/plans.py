@@ -46,10 +46,16 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     ]
     choices = _choices(info, guard, shapes, compressed)
     scouts = info.inside is Inside.ASKED
-    (plain, called), traced = _called(info, choices), callback.traced
+    called, native, traced = _called(info, choices), equation.native, callback.traced
+    if info.elsewhere:
+        native["feed"] = None  # its items are taken there
     return _native.Plan(
-        **called,
-        args=_arguments(info, choices, batched, plain),
+        **native,
+        function=called.function,
+        form=called.form,
+        runner=called.runner,
+        sends=called.sends,
+        args=_arguments(info, choices, batched, called.plain),
         results=_results(info),
         grid=equation.grid,
         mask=mask,
@@ -57,7 +63,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
         device=info.device,
         enter=traced and traced.enter,
         leave=traced and traced.leave,
-        counters=costs.note(equation, called["lend"]),
+        counters=costs.note(equation, native["lend"]),
         place=info.number,
         tells=info.tells,
         elsewhere=info.elsewhere,
@@ -135,12 +141,12 @@ def _choices(
         avals=equation.avals,
         levels=equation.levels,
         grid=bool(equation.grid),
-        parallel=equation.parallel,
+        parallel=equation.method == "parallel",
         once=equation.effect is not None,
         compressed=compressed,
         form=equation.form(),
         tap=equation.delivers,
-        batch=equation.axes(),
+        batch=equation.axes() if compressed else (),
         tally=costs.tally_of(callback).add if cached else None,
     )
 
@@ -178,24 +184,19 @@ def _leaf(info: CallInfo, dtype: np.dtype, **how: Any) -> _native.Leaf:
     return _native.Leaf(dtype=dtype, bits=bits, is_signed=is_signed, **how)
 
 
-def _called(info: CallInfo, choices: Choices) -> tuple[bool, dict[str, Any]]:
-    """`Entries.plain`, and what the engine calls with what its kind of equation says of
-    that.
-    """
-    native = info.params.native
+def _called(info: CallInfo, choices: Choices) -> Entries:
+    """What the engine calls."""
     if info.elsewhere:
         called = Entries(_nothing, ResultForm.NOTHING, plain=True)
-        native["feed"] = None  # its items are taken there
-    elif (bare := info.params.bare()) is not None:
-        called = Entries(bare, ResultForm.IGNORED)
+    elif info.params.on_buffers:  # there can be no layers, and nothing is returned
+        called = Entries(info.params.bare(), ResultForm.IGNORED)
     else:
         called = entries(choices)
     if info.job is not None:  # refused after a failure of a program over processes
         runner = called.runner and info.job.until_failure(called.runner)
         function = info.job.until_failure(called.function)
         called = called._replace(function=function, runner=runner)
-    told = called._asdict()
-    return told.pop("plain"), {**native, **told}
+    return called
 
 
 def _tile(fill: bytes, aval: Any, levels: int) -> bytes:

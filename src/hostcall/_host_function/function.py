@@ -23,7 +23,7 @@ from hostcall._core.host_code import (
     dress,
     is_coroutine_function,
 )
-from hostcall._core.options import WHOLE, Option, check, refuse_pairs
+from hostcall._core.options import WHOLE, Option, check
 from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
@@ -433,7 +433,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                     " it a plain function",
                     code="hc-coroutine",
                 )
-            refuse_pairs(this, {**options, "awaits": True})
+            check(this, {**options, "awaits": True}, {})
         if any(isinstance(rule, HostFunction) for rule in rules):
             return "jax"
         if where == "host" and _jax.is_tracing():

@@ -124,14 +124,14 @@ class Linear(Value):
         if any(t is not None for t in tangents[n:]):
             moved = filled(operands[n:], tangents[n:])
             dots.append([*bind([*operands[:n], *moved], self)])
-        of_consts = [*tangents[:n], *(None for _ in tangents[n:])]
+        of_consts = [*tangents[:n], *(None,) * (len(tangents) - n)]
         if any(t is not None for t in of_consts):
             dots.append(_jvp_of(self.run, operands, of_consts)[1])
         return bind(operands, self), [_sum(terms) for terms in zip(*dots, strict=True)]
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         consts = known(operands[: self.n], self)
-        return [*(None for _ in consts), *self.back(consts, cotangents)]
+        return [*(None,) * len(consts), *self.back(consts, cotangents)]
 
 
 class Pair(Value):
@@ -171,7 +171,7 @@ class Pair(Value):
         _, consts, linear = self.start(args, True)
         given = [*consts, *operands[self.n :]]
         back = linear.transposed(given, cotangents[len(self.value.avals) :])
-        return [*(None for _ in args), *back[len(consts) :]]
+        return [*(None,) * len(args), *back[len(consts) :]]
 
     def narrowed(self, used: Sequence[bool]) -> Value | None:
         """The function itself, if nothing uses the tangents."""
@@ -279,7 +279,7 @@ class Batched(Value):
             rows = jax.vmap(f, dims, axis_size=self.size)
             return rows(*lists)
         # jax.vmap wants at least one batched argument.
-        rows = jax.vmap(lambda _, *xs: f(*xs), (0, *(None for _ in lists)))
+        rows = jax.vmap(lambda _, *xs: f(*xs), (0, *(None,) * len(lists)))
         return rows(jnp.zeros(self.size), *lists)
 
 
@@ -309,7 +309,7 @@ class BatchedPair(Pair, Batched):
             return outs, consts
 
         outs, consts = self._each(row, (args, self.dims[: self.n]))
-        dims = (*(0 for _ in consts), *self.dims[self.n :])
+        dims = (*(0,) * len(consts), *self.dims[self.n :])
         return outs, consts, Batched(found[-1], self.size, dims)
 
 
@@ -379,9 +379,9 @@ def _batch(
         return outs, [0] * len(outs)
     # The rows differ only in their tangents (jax.jacfwd), and share one value.
     outs, consts, linear = what.start(args, False)
-    wide = Batched(linear, size, (*(None for _ in consts), *dims[n:]))
+    wide = Batched(linear, size, (*(None,) * len(consts), *dims[n:]))
     touts = bind([*consts, *tangents], wide)
-    return [*outs, *touts], [*(None for _ in outs), *(0 for _ in touts)]
+    return [*outs, *touts], [*(None,) * len(outs), *(0,) * len(touts)]
 
 
 def _narrow(

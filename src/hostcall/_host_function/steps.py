@@ -27,7 +27,13 @@ from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
 from hostcall._core.source import name_of, source_of
-from hostcall._core.spec import Results, Template, flatten_arguments, wrap_keys
+from hostcall._core.spec import (
+    Results,
+    Static,
+    Template,
+    flatten_arguments,
+    wrap_keys,
+)
 from hostcall._host_function import sendable
 from hostcall._host_function.primitives import Arrays, Tangents, Value, bind
 from hostcall._host_function.residuals import store
@@ -102,7 +108,7 @@ class Steps(HostCode, Value):
             operands = aligned(operands, site, self.kind, options)
         trees = *self._trees(len(operands)), self.fills
         how, policy = CallOptions.of(options), Policy.of(options, site.function)
-        callback = Callback.of(self, trees, site.place, how, policy)
+        callback = Callback(Static(self), *trees, how, site.place, policy)
         return make(callback, operands, mask)
 
     def _trees(self, n: int) -> tuple[Template, Results]:
@@ -111,9 +117,9 @@ class Steps(HostCode, Value):
         if self.kind == "value":
             return site.template, site.results
         keys = site.results.keys if self.kind in ("both", "forward") else ()
-        keys = (*keys, *(None for _ in self.avals[len(keys) :]))
+        keys += (None,) * (len(self.avals) - len(keys))
         marks = site.template.keys[: self.n]
-        template = Template.flat(*marks, *(None for _ in range(n - self.n)))
+        template = Template.flat(*marks, *(None,) * (n - len(marks)))
         return template, Results.flat(self.avals, keys)
 
     def options(self) -> Options:
@@ -194,7 +200,7 @@ class Steps(HostCode, Value):
     def fills(self) -> tuple[bytes | None, ...]:
         """For each result of a masked row, what it gets; None for zeros."""
         own = (self.kind in ("value", "both", "forward") and self.site.fills) or ()
-        return (*own, *(None for _ in self.avals[len(own) :]))
+        return own + (None,) * (len(self.avals) - len(own))
 
     def unmasked(self, operands: Arrays) -> tuple[Arrays, jax.Array | None]:
         """(the operands without the mask, the mask or None)."""

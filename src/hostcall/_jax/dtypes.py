@@ -30,9 +30,8 @@ def is_ref(value: object) -> bool:
     return isinstance(value, _REFS) and type(value.aval) is _AbstractRef
 
 
-def canonical_dtype(dtype: Dtype) -> Dtype:
-    """The dtype that JAX uses for this one under the current x64 setting."""
-    return _dtypes.canonicalize_dtype(dtype)
+# The dtype that JAX uses for this one under the current x64 setting.
+canonical_dtype = _dtypes.canonicalize_dtype
 
 
 def key_data_shape(dtype: Dtype) -> tuple[int, ...]:

@@ -106,14 +106,12 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
             yield from _makers(each, effects)
 
 
-def _is_for_one_cpu(args: Sequence[object], options: Mapping[str, object]) -> bool:
-    """Whether a program is lowered to run on one CPU device here.
+def _is_for_one_cpu(args: Sequence[object]) -> bool:
+    """Whether a program is lowered to run on one CPU device.
 
-    `args` and `options` are those of `_cached_lowering_to_hlo`, which has no signature
-    to ask: of the two integers among them, the second is the number of devices.
+    `args` are those of `_cached_lowering_to_hlo`, which has no signature to ask: of the
+    two integers among them, the second is the number of devices.
     """
-    if _is_for_export(options):
-        return False
     numbers = [arg for arg in args if type(arg) is int]
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
@@ -137,13 +135,11 @@ def dispatch_fast(
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
-        if not _is_for_export(options):
-            jaxpr = rewritten(jaxpr)
-        if (
-            jaxpr.effects
-            and _is_for_one_cpu(args, options)
-            and _are_engine_calls(jaxpr, is_ours)
-        ):
+        if _is_for_export(options):
+            return plain(jaxpr, *args, **options)
+        jaxpr = rewritten(jaxpr)
+        one = jaxpr.effects and _is_for_one_cpu(args)
+        if one and _are_engine_calls(jaxpr, is_ours):
             wait_for_programs_on(args[1])
             jaxpr = _without_effects(jaxpr)
         return plain(jaxpr, *args, **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import xla_client as _xla_client
@@ -13,6 +15,7 @@ from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
+from hostcall._jax.program import record_of
 
 
 def register_lowering(
@@ -43,36 +46,26 @@ def register_lowering(
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-_CHAIN = "hostcall: last token of each block"
-
-
-def chain(
-    ctx: _t.LoweringContext,
+def in_order(
+    ctx: _t.LoweringContext, effect: _t.Effect
 ) -> tuple[_t.Value | None, Callable[[_t.Value | None], None]]:
-    """The token of the previous chained call in the same block, and a setter.
+    """The token that an equation with this effect takes, and a setter of the one that
+    it leaves.
 
-    Calls in one MLIR block are straight-line code. Each takes the token of the call
-    before it, so XLA sees that they depend on each other. The record is kept in a
-    dictionary that JAX makes for the lowering of one module, and ends with it.
+    An ordered effect has JAX's token. With another one, the token is that of the
+    previous equation in the same MLIR block, which is straight-line code: XLA then sees
+    that they depend on each other.
     """
-    record = ctx.module_context.cached_primitive_lowerings.setdefault(_CHAIN, {})
+    if _effects.ordered_effects.contains(effect):
+
+        def leave(token: _t.Value | None) -> None:
+            left = _mlir.TokenSet({effect: token})
+            ctx.set_tokens_out(ctx.tokens_in.update_tokens(left))
+
+        return ctx.tokens_in.get(effect), leave
+    record = record_of(ctx, "last token of each block")
     block = _ir.InsertionPoint.current.block
-
-    def store(token: _t.Value | None) -> None:
-        record[block] = token
-
-    return record.get(block), store
-
-
-def ordered_token(ctx: _t.LoweringContext, effect: _t.Effect) -> _t.Value:
-    return ctx.tokens_in.get(effect)
-
-
-def set_ordered_token(
-    ctx: _t.LoweringContext, effect: _t.Effect, token: _t.Value | None
-) -> None:
-    tokens = _mlir.TokenSet({effect: token})
-    ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens))
+    return record.get(block), partial(record.__setitem__, block)
 
 
 def host_callback_handler() -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jaxlib.version as _jaxlib_version
@@ -10,8 +10,6 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
-
-_T = TypeVar("_T")
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
@@ -24,6 +22,7 @@ class Program(NamedTuple):
 
     Attributes:
         ctx: JAX's lowering context of the equation.
+        name: its name, which JAX makes of that of the jitted function.
         platforms: the platforms that it is lowered for.
         client: the client for which it is lowered; None if its platform has none here,
             as when a program is exported for another platform.
@@ -47,6 +46,7 @@ class Program(NamedTuple):
     """
 
     ctx: LoweringContext
+    name: str
     platforms: tuple[str, ...]
     client: Client | None
     mesh: Mesh | None
@@ -62,10 +62,11 @@ class Program(NamedTuple):
 
 
 def program_of(ctx: LoweringContext) -> Program:
-    context = ctx.module_context.axis_context
-    of = tuple(ctx.module_context.platforms)
+    module = ctx.module_context
+    context, of = module.axis_context, tuple(module.platforms)
+    attributes = module.module.operation.attributes
     try:
-        client = ctx.module_context.get_backend()
+        client = module.get_backend()
     except (RuntimeError, ValueError):
         client = None
     mesh, automatic = None, frozenset[object]()
@@ -94,6 +95,7 @@ def program_of(ctx: LoweringContext) -> Program:
             local = [d for d in devices if d.process_index == here]
     return Program(
         ctx=ctx,
+        name=str(_ir.StringAttr(attributes["sym_name"]).value),
         platforms=of,
         client=client,
         mesh=mesh,
@@ -104,7 +106,7 @@ def program_of(ctx: LoweringContext) -> Program:
         local=local,
         by_ordinal=by_ordinal,
         is_partitioned=devices is not None and mesh is None,
-        is_exported=bool(ctx.module_context.lowering_parameters.for_export),
+        is_exported=bool(module.lowering_parameters.for_export),
         across=across,
     )
 
@@ -140,16 +142,13 @@ def keep_alive(program: Program, thing: object) -> None:
     program.ctx.module_context.add_keepalive(thing)
 
 
-def first_kept(program: Program, kind: type[_T]) -> _T | None:
-    """The first thing of a kind that the executable keeps alive."""
-    kept = program.ctx.module_context.keepalives
-    return next((one for one in kept if isinstance(one, kind)), None)
+def record_of(ctx: LoweringContext, name: str) -> dict[Any, Any]:
+    """What is noted under this name about the module that is being lowered.
 
-
-def name_of(program: Program) -> str:
-    """The name of the program, which JAX makes of that of the jitted function."""
-    attributes = program.ctx.module_context.module.operation.attributes
-    return str(_ir.StringAttr(attributes["sym_name"]).value)
+    It is kept in a dictionary that JAX makes for the module, and ends with it.
+    """
+    records = ctx.module_context.cached_primitive_lowerings
+    return records.setdefault(f"hostcall: {name}", {})  # type: ignore[no-any-return]
 
 
 def run_where_dispatched(program: Program) -> None:

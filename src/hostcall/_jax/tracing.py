@@ -89,13 +89,6 @@ def hold_weakly_in_caches(parameter_type: type) -> None:
     _util.weakref_cache_key_types.add(parameter_type)
 
 
-def def_effectful_abstract_eval(
-    primitive: _t.Primitive, rule: Callable[..., object]
-) -> None:
-    """Registers `rule`, which returns (result avals, effects)."""
-    primitive.def_effectful_abstract_eval(rule)
-
-
 def result_avals(
     avals: Sequence[_t.Aval], operands: Sequence[_t.Aval], pure: bool
 ) -> list[_t.Aval]:

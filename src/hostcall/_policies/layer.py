@@ -112,14 +112,14 @@ class Choices(NamedTuple):
         avals: of one row's results.
         levels: how many batch axes the function itself sees.
         grid: whether the engine may give several rows.
-        parallel: whether rows run at the same time.
+        parallel: whether rows, if there are any, run at the same time.
         once: whether no row may run twice.
         compressed: whether the function gets a batch without the rows that `where`
             drops.
         form: of what the function returns.
         tap: whether results are ignored.
-        batch: of a tap: for each vmap, the outermost first, whether each operand has
-            its axis, and its size.
+        batch: of a compressed tap: for each vmap, the outermost first, whether each
+            operand has its axis, and its size.
         tally: counts rows that a cache has, and rows that it has not; or None.
     """
 

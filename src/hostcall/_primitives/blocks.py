@@ -65,7 +65,7 @@ def _lower_link(
     return call.emit([number], effect)
 
 
-_jax.def_effectful_abstract_eval(link_p, _link_abstract_eval)
+link_p.def_effectful_abstract_eval(_link_abstract_eval)
 _jax.register_lowering(link_p, _lower_link)
 
 

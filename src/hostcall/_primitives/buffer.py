@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.callback import Callback
-from hostcall._core.options import CallOptions, refuse_pairs
+from hostcall._core.options import CallOptions, check
 from hostcall._core.spec import Static
 from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.buffer import BufferParams
@@ -61,7 +61,7 @@ def make(
     how = cast(CallOptions, callback.options)
     method = how.vmap_method
     met = {"where": mask, "on": how.sharding, **callback.policy.at_a_place()}
-    refuse_pairs(f"`{callback.name}`", {**vars(how), **met})
+    check(f"`{callback.name}`", {**vars(how), **met}, {})
     on_device = replace(
         callback,
         fn=Static(OnDevice(callback.fn, callback.results, callback.name)),

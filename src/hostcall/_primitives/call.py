@@ -49,7 +49,7 @@ def define(
     primitive = _jax.Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(impl)
-    _jax.def_effectful_abstract_eval(primitive, _abstract_eval)
+    primitive.def_effectful_abstract_eval(_abstract_eval)
     _jax.run_once_in_while_loops(primitive, would_run_twice)
     return primitive
 
@@ -198,7 +198,8 @@ def prepare(
         (what emits the call, the name by which profilers show it).
     """
     info = params.info(program.by_ordinal, program.mesh)
-    info.job = targets.start_lowering(program)
+    targets.start_on(program.client)
+    info.job = targets.failures_over(program.across)
     reach = _place(program, info, leader)
     attributes = put(program, info, avals)
     if params.runs_where_dispatched:

@@ -154,7 +154,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
             program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
-        targets.start_lowering(program)
+        targets.start_on(program.client)
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)
@@ -236,7 +236,7 @@ def _with_number(params: DropInParams) -> DropInParams:
 
 for _name, _p in PRIMITIVES.items():
     _p.def_impl(_impl)
-    _jax.def_effectful_abstract_eval(_p, _abstract_eval)
+    _p.def_effectful_abstract_eval(_abstract_eval)
     _jax.batchers[_p] = _batch
     _jax.register_lowering(_p, lower)
     if _name in REFUSALS:

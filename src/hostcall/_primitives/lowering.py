@@ -192,7 +192,8 @@ def put(
         if isinstance(why, str) and why:
             refuse_export(info.callback, why)
         return {targets.TEXT: info.text}
-    key = info.params.key(avals, _jax.name_of(program))
+    _native.bury()  # frees the slots of programs that died since the last lowering
+    key = info.params.key(avals, program.name)
     info.of_program = program.every
 
     def make() -> KeptAlive:
@@ -236,25 +237,22 @@ def refuse_export(callback: Callback, reason: str) -> NoReturn:
     )
 
 
+@dataclass(eq=False)
 class KeptAlive:
     """Something that an executable keeps alive, and that can't leave the process.
 
-    Args:
+    Attributes:
         slot: what is kept; None in another process.
         name: names the call in messages.
         why: why another process can't make the call, or a function that says it; ""
             if the program has its text.
-
-    Attributes:
         made_of: what its plan was made of, if other programs may share it.
     """
 
+    slot: _native.Slot | None
+    name: str
+    why: Callable[[], str] | str
     made_of: tuple[object, ...] = ()
-
-    def __init__(
-        self, slot: _native.Slot | None, name: str, why: Callable[[], str] | str
-    ) -> None:
-        self.slot, self.name, self.why = slot, name, why
 
     def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
         why = self.why
@@ -277,13 +275,6 @@ class KeptAlive:
 _live = weakref.WeakValueDictionary[Hashable, KeptAlive]()
 
 
-class _Calls(dict[Hashable, int]):
-    """How many calls a program has so far, by their keys."""
-
-    def __reduce__(self) -> tuple[type[dict[Hashable, int]], tuple[()]]:
-        return dict, ()  # serialized with the program, which has all its calls
-
-
 def _shared(
     program: _jax.Program,
     named: Hashable,
@@ -291,8 +282,7 @@ def _shared(
     make: Callable[[], KeptAlive],
 ) -> KeptAlive:
     """The slot of an equal call of another program; else a new one."""
-    if (calls := _jax.first_kept(program, _Calls)) is None:
-        _jax.keep_alive(program, calls := _Calls())
+    calls = _jax.record_of(program.ctx, "equal calls")
     calls[named] = n = calls.get(named, -1) + 1
     there = _live.get((named, n))
     if there is not None and identity(there.made_of) == identity(made_of):
@@ -305,24 +295,6 @@ def _shared(
 
 
 # --- The custom call ------------------------------------------------------------------
-
-
-def _in_order(
-    ctx: LoweringContext,
-    effect: Effect | None,
-    one: Callable[[Value | None], Emitted],
-) -> list[Value]:
-    """The results of `one`, which gets a token of this effect and returns another."""
-    if effect is None:
-        results, _ = one(None)
-    elif _jax.is_ordered(effect):
-        results, token = one(_jax.ordered_token(ctx, effect))
-        _jax.set_ordered_token(ctx, effect, token)
-    else:
-        before, store = _jax.chain(ctx)
-        results, token = one(before)
-        store(token)
-    return results
 
 
 _TOKEN_ALONE = (
@@ -365,20 +337,17 @@ class EngineCall:
         Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Aval]]] | None
     ) = None
 
-    @property
-    def _how(self) -> dict[str, Any]:
-        """What `_jax.custom_call` takes of it."""
-        named = "attributes", "has_side_effect", "aliases"
-        return {name: vars(self)[name] for name in named}
-
     def emit(self, operands: Sequence[Value], effect: Effect | None) -> list[Value]:
         """Emits it with the tokens that its order needs; returns the results.
 
         `effect` puts it in order; None if it is pure.
         """
-        needs = effect is not None
-        given = self.program.ctx, effect
-        return _in_order(*given, lambda token: self.emit_with(token, operands, needs))
+        if effect is None:
+            return self.emit_with(None, operands, False)[0]
+        before, leave = _jax.in_order(self.program.ctx, effect)
+        results, token = self.emit_with(before, operands, True)
+        leave(token)
+        return results
 
     def emit_with(
         self, token: Value | None, operands: Sequence[Value], returns_token: bool
@@ -408,7 +377,9 @@ class EngineCall:
         returns_token: bool,
     ) -> Emitted:
         """Emits the call of one device."""
-        program, reach, how = self.program, self.reach, self._how
+        program, reach = self.program, self.reach
+        how: dict[str, Any] = {"attributes": self.attributes}
+        how["has_side_effect"] = self.has_side_effect
         outs = list(program.ctx.avals_out)
         if reach is not None and reach.tells:
             outs.append(OUTCOME_AVAL)
@@ -417,7 +388,7 @@ class EngineCall:
         else:
             given = program, self.target, token, operands, avals_in, outs
             results, token = _jax.custom_call(
-                *given, returns_token=returns_token, **how
+                *given, returns_token=returns_token, aliases=self.aliases, **how
             )
         if reach is None:
             return results, token
@@ -445,19 +416,26 @@ class EngineCall:
         information. A link before it and one behind it, of known shapes, have the
         token: (token, 0) -> (token, number), and (token, number) -> (token, number).
         """
-        program, how = self.program, self._how
+        program = self.program
 
         def link(token: Value | None, number: Value) -> Emitted:
-            given = program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]
-            effect = {**how, "has_side_effect": True, "attributes": {}, "aliases": None}
-            return _jax.custom_call(*given, returns_token=True, **effect)
+            return _jax.custom_call(
+                *(program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]),
+                returns_token=True,
+                has_side_effect=True,
+                attributes={},
+            )
 
         (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
         (number,), token = link(token, zero)
-        how["aliases"] = {i + 1: o + 1 for i, o in self.aliases.items()}
         values = [number, *operands], [NUMBER, *avals_in], [NUMBER, *avals_out]
-        given = program, self.target, None, *values
-        (number, *results), _ = _jax.custom_call(*given, returns_token=False, **how)
+        (number, *results), _ = _jax.custom_call(
+            *(program, self.target, None, *values),
+            returns_token=False,
+            has_side_effect=self.has_side_effect,
+            attributes=self.attributes,
+            aliases={i + 1: o + 1 for i, o in self.aliases.items()},
+        )
         return results, link(token, number)[1]
 
 
@@ -517,14 +495,15 @@ def emit_through_jax(
         operands, avals = [_jax.partition_id(), *operands], [PARTITION, *avals]
         called = partial(_by_number, run, devices)
 
-    def one(token: Value | None) -> Emitted:
-        given = ctx, called, token, list(operands), avals, ctx.avals_out
-        results, token, _ = _jax.emit_python_callback(
-            *given, returns_token=params.effect is not None, sharding=place, **how
-        )
-        return list(results), token
-
-    return _in_order(ctx, params.effect, one)
+    effect = params.effect
+    before, leave = (None, None) if effect is None else _jax.in_order(ctx, effect)
+    given = ctx, called, before, list(operands), avals, ctx.avals_out
+    results, token, _ = _jax.emit_python_callback(
+        *given, returns_token=effect is not None, sharding=place, **how
+    )
+    if leave is not None:
+        leave(token)
+    return list(results)
 
 
 _THROUGH_JAX = (

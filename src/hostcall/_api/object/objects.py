@@ -44,7 +44,13 @@ from hostcall._core.host_code import HostCode, is_coroutine_function
 from hostcall._core.options import CALL, CallOptions, Option, Policy, check
 from hostcall._core.process import Owned, living
 from hostcall._core.source import name_of, users_place
-from hostcall._core.spec import Results, flatten_arguments, parse_fill, parse_result
+from hostcall._core.spec import (
+    Results,
+    Static,
+    flatten_arguments,
+    parse_fill,
+    parse_result,
+)
 from hostcall._policies.on_loop import settled
 from hostcall._primitives.make import make
 from hostcall._runtime import context, lifecycle, loop
@@ -401,7 +407,7 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
 # --- Calls ---------------------------------------------------------------------------
 
 
-_OPTIONS = frozenset({"where", "fill"})
+_OPTIONS = {"where": None, "fill": None}
 _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
@@ -428,7 +434,7 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         trees = template, results, fills
         how, policy = CallOptions.of(group.options), Policy.of(group.options)
-        callback = Callback.of(entry, trees, users_place(), how, policy)
+        callback = Callback(Static(entry), *trees, how, users_place(), policy)
         return results.fill(make(callback, operands, mask))
 
     method.__name__, method.__qualname__ = name, entry.__qualname__

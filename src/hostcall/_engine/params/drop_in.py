@@ -30,7 +30,7 @@ from hostcall._core.host_code import own
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
-from hostcall._core.spec import Results, Template
+from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
@@ -173,7 +173,7 @@ class DropInParams(CallParams):
         return True  # as for JAX's own callbacks, pure ones included
 
     @cached_property
-    def is_jaxs_own(self) -> bool:
+    def is_jaxs_own(self) -> bool:  # type: ignore[override]
         # JAX wraps the user's function of a debug callback in a function of its own.
         return self.kind != "debug" and is_jaxs(self.callback.function)
 
@@ -202,7 +202,7 @@ def make_params(
     how = CallOptions.of({**given, "order": order})
     fills: tuple[bytes | None, ...] = (None,) * len(results.avals)
     whole = template, results, fills
-    callback = Callback.of(fn, whole, place or users_place(), how)
+    callback = Callback(Static(fn), *whole, how, place or users_place())
     return DropInParams(
         callback=callback,
         avals=results.avals,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
 
 import jax
 
@@ -33,6 +33,12 @@ from hostcall._native import Lend, ResultForm
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
 T = TypeVar("T")
 _NO_PAIRS: tuple[tuple[int, int], ...] = ()
+_NATIVE = {
+    **{"lend": Lend.COPY, "out_tree": None, "keep": None, "literals": True},
+    **{"feed": None, "buffers": None},
+}
+# (JAX's name, what it was told) of each.
+Transforms: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -80,6 +86,11 @@ class Equation(abc.ABC):
     aliases = _NO_PAIRS
     # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
     devices: ClassVar[tuple[int, ...]] = ()
+    levels = 0  # how many leading batch axes the function itself sees
+    method = "sequential"  # how a batch is called: a vmap_method; "own" for a rule
+    # JAX's transformations that the function sees, in order of application.
+    transforms: ClassVar[Transforms] = ()
+    is_jaxs_own = False  # whether the function is one that JAX itself calls back
 
     @property
     def options(self) -> PlaceOptions:
@@ -98,26 +109,6 @@ class Equation(abc.ABC):
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
-    def levels(self) -> int:
-        """The number of leading batch axes that the function itself sees."""
-        return 0
-
-    @property
-    def parallel(self) -> bool:
-        """Whether it has rows, which run at the same time."""
-        return bool(self.grid) and self.method == "parallel"
-
-    @property
-    def method(self) -> str:
-        """How a batch is called: a vmap_method; "own" for the user's rule."""
-        return "sequential"
-
-    @property
-    def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """JAX's transformations that the function sees, in order of application."""
-        return ()
-
-    @property
     def effect(self) -> Effect | None:
         """The effect that puts it in order; None if it is pure."""
         return EFFECTS[self.options.order]
@@ -131,11 +122,6 @@ class Equation(abc.ABC):
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
         return self.effect is not None
-
-    @property
-    def is_jaxs_own(self) -> bool:
-        """Whether the function is one that JAX itself calls back."""
-        return False
 
     def info(
         self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
@@ -158,8 +144,7 @@ class Equation(abc.ABC):
         arrays; `keep` how many executions are kept (hc.watch); `feed` has the ring
         whose items are the results, and `buffers` is of a call on XLA's memory.
         """
-        own = {"lend": Lend.COPY, "out_tree": None, "keep": None, "literals": True}
-        return {**own, "feed": None, "buffers": None}
+        return _NATIVE.copy()
 
     def settings(
         self, only: Sequence[int] = (), nested: bool = False
@@ -171,10 +156,6 @@ class Equation(abc.ABC):
             nested: whether host code runs the program, inside another callback.
         """
         del only, nested
-        return None
-
-    def bare(self) -> Function | None:
-        """What the engine calls if there can be no layers, and nothing is returned."""
         return None
 
     @abc.abstractmethod
@@ -194,12 +175,16 @@ class Equation(abc.ABC):
         return operands[: int(self.masked)]
 
     def arguments(self, operands: Sequence[T]) -> Sequence[T]:
-        """The operands that the function gets."""
-        return operands[int(self.masked) :]
+        """The operands that the function gets: without the mask, in front, and the flag
+        `always`, at the end.
+        """
+        return operands[int(self.masked) : len(operands) - self.always]
 
     def read(self, operands: Sequence[T]) -> Sequence[T]:
-        """The operands that Python reads: the mask, if any, and the arguments."""
-        return operands
+        """The operands that Python reads: the mask, if any, and the arguments. The
+        engine reads the flag `always`, and never queues it.
+        """
+        return operands[:-1] if self.always else operands
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         """Whether the function gets a batch without the rows that `where` drops."""
@@ -277,7 +262,7 @@ class CallParams(Equation):
         return self.on_buffers or self.options.keep is not None
 
     @property
-    def method(self) -> str:
+    def method(self) -> str:  # type: ignore[override]
         method = self.options.vmap_method or "sequential"
         return method if isinstance(method, str) else "own"
 
@@ -286,7 +271,7 @@ class CallParams(Equation):
         how, tree = self.options, self.callback.results.treedef
         own = {"lend": _LENDS[how.lend], "keep": how.keep, "literals": self.literals}
         out_tree = tree.unflatten if how.lend == "out" else None
-        return {**super().native, **own, "out_tree": out_tree}
+        return {**_NATIVE, **own, "out_tree": out_tree}
 
     def form(self) -> ResultForm:
         treedef = self.callback.results.treedef

@@ -14,7 +14,7 @@ from hostcall._core.arguments import conflict
 from hostcall._core.options import TapOptions
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Equation, T
+from hostcall._engine.params.equation import Equation, Transforms
 from hostcall._jax.types import Aval, Device, Mesh
 from hostcall._runtime import delivery, tap_failures
 
@@ -78,11 +78,11 @@ class TapParams(Equation):
         return f"the tap `{self.callback.name}`"
 
     @property
-    def levels(self) -> int:
+    def levels(self) -> int:  # type: ignore[override]
         return len(self.flags)
 
     @property
-    def transforms(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+    def transforms(self) -> Transforms:  # type: ignore[override]
         dims = [
             tuple(0 if flag else None for flag in self.arguments(flags))
             for flags in self.flags
@@ -130,14 +130,6 @@ class TapParams(Equation):
             always=self.always and in_program,
             batch=how.batch or 0,
         )
-
-    def arguments(self, operands: Sequence[T]) -> Sequence[T]:
-        """The operands without the mask, in front, and the flag, at the end."""
-        return operands[int(self.masked) : len(operands) - self.always]
-
-    def read(self, operands: Sequence[T]) -> Sequence[T]:
-        # The engine reads the flag `always`, and never queues it.
-        return operands[:-1] if self.always else operands
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         compressed = super().compresses(operands)

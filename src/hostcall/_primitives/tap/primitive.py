@@ -196,7 +196,7 @@ def _abstract_eval(
     return avals, params.effects
 
 
-_jax.def_effectful_abstract_eval(tap_p, _abstract_eval)
+tap_p.def_effectful_abstract_eval(_abstract_eval)
 
 
 def _passed(operands: Sequence[T], equation: dict[str, TapParams]) -> Sequence[T]:
@@ -313,7 +313,7 @@ def lower_here(
     ctx = program.ctx
     if partitioned.serves(program, params):
         return partitioned.lower(program, operands, params)
-    targets.start_lowering(program)
+    targets.start_on(program.client)
     flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
     if flagged:
         if not params.masked:
