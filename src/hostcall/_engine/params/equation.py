@@ -102,10 +102,10 @@ class Equation(abc.ABC):
         return f"`{self.callback.name}`"
 
     @property
-    def out_avals(self) -> list[Aval]:
+    def out_avals(self) -> Sequence[Aval]:
         """The avals of the equation's results."""
         if not self.grid:
-            return list(self.avals)
+            return self.avals
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
