@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import jax
 
@@ -255,7 +255,7 @@ class CallParams(Equation):
 
     @property
     def options(self) -> CallOptions:
-        return cast(CallOptions, self.callback.options)
+        return self.callback.options  # type: ignore[return-value]
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
