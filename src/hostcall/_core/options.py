@@ -205,8 +205,7 @@ class PlaceOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Those of the options that a place has."""
-        names = [f.name for f in fields(cls) if f.init]
-        own = {name: given[name] for name in names if name in given}
+        own = {k: v for k, v in given.items() if k in cls.__dataclass_fields__}
         if isinstance(on := given.get("on"), jax.Device):
             own["sharding"] = jax.sharding.SingleDeviceSharding(on)
             own.pop("on", None)

@@ -21,7 +21,7 @@ from hostcall._host_function.difference_error import central_error, eps_of, line
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.primitives import Arrays
-from hostcall._host_function.rules import Tree
+from hostcall._host_function.rules import Tree, among
 from hostcall._runtime.reraise import reraise
 
 tree = jax.tree
@@ -80,7 +80,7 @@ class Checks:
         for n, (x, position) in enumerate(zip(self.leaves, positions, strict=True)):
             if isinstance(x, jax.Array) or is_array_like(x):
                 self.places.setdefault(position, []).append(n)
-        still = self.f.nondiff_of(len(self.args))
+        still = among(self.f.nondiff, len(self.args))
         diff = chain(*(ns for p, ns in self.places.items() if p not in still))
         self.moving = [n for n in diff if _inexact(self.leaves[n])]
         bits = {jnp.finfo(jnp.result_type(self.leaves[n])).bits for n in self.moving}

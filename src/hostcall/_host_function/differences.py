@@ -20,7 +20,7 @@ from hostcall._core.spec import is_array_like
 from hostcall._host_function import result_specs
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import P, R, Rule, Tree
+from hostcall._host_function.rules import P, R, Rule, Tree, among
 
 _STEP = float(np.finfo(np.float64).eps) ** (1 / 3)
 tree = jax.tree_util
@@ -139,7 +139,7 @@ class _Point:
         wide = tree.tree_map(_wide, tuple(args))
         self.leaves, self._tree = tree.tree_flatten(wide)
         positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
-        still = self._function.nondiff_of(len(wide))
+        still = among(self._function.nondiff, len(wide))
         self.moving = {
             n: position
             for n, (x, position) in enumerate(zip(self.leaves, positions, strict=True))

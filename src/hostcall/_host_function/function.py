@@ -40,6 +40,7 @@ from hostcall._host_function.rules import (
     Rules,
     Tree,
     Where,
+    among,
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import CallSite
@@ -199,7 +200,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if mask is not None:
             operands.append(mask)
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
-        nondiff = self.nondiff_of(len(args))
+        nondiff = among(self.nondiff, len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             method = self.rules.batch or self.options["vmap_method"]

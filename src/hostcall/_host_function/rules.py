@@ -144,22 +144,9 @@ class Ruled(Handle):
             found = next(each for each in rule.each if each is not None)
         return found
 
-    def _awaits(self, kind: Kind) -> bool:
-        """Whether host code of this kind may call a coroutine function."""
-        called = [self._code_of(kind)]
-        if kind in ("jvp", "both"):
-            called += [self.fn, *(f for f in self._rule_of(kind).each if f is not None)]
-        elif kind == "backward":  # runs it if its residual was dropped
-            called.append(self._code_of("forward"))
-        return any(map(is_coroutine_function, called))
-
     def run(self, *args: Any) -> Any:
         """Calls the function on this thread, or on the event loop and waits."""
         return call_here(self.fn, args)
-
-    def nondiff_of(self, n: int) -> tuple[int, ...]:
-        """The positions in `nondiff`, among n arguments."""
-        return among(self.nondiff, n)
 
 
 def call_here(fn: Function, args: Sequence[Tree]) -> Tree:

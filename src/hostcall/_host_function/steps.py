@@ -24,7 +24,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
-from hostcall._core.host_code import HostCode, TakesMask
+from hostcall._core.host_code import HostCode, TakesMask, is_coroutine_function
 from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
 from hostcall._core.source import name_of, source_of
 from hostcall._core.spec import (
@@ -224,7 +224,12 @@ class Steps(HostCode, Value):
         )
 
     def awaits(self) -> bool:
-        return self.site.function._awaits(self.kind)
+        function, called = self.site.function, [self.code]
+        if self.kind in ("jvp", "both"):
+            called += [function.fn, *(f for f in self.rule.each if f is not None)]
+        elif self.kind == "backward":  # runs it if its residual was dropped
+            called.append(function._code_of("forward"))
+        return any(map(is_coroutine_function, called))
 
     def lane(self) -> Function:  # the function and its rules are one
         return self.site.function.fn

@@ -212,9 +212,8 @@ def _on_each_device_gspmd(
     return list(map(leave, results, avals_out)), token
 
 
-def partition_id() -> Value:
-    """The index, among the program's devices, of the device that runs it."""
-    return _hlo.partition_id()
+# The index, among the program's devices, of the device that runs it.
+partition_id = _hlo.partition_id
 
 
 def max_over_devices(ctx: LoweringContext, value: Value, aval: Aval, n: int) -> Value:

@@ -98,7 +98,7 @@ def _abstract_eval(
     *operands: Aval, params: DropInParams
 ) -> tuple[list[Aval], set[Effect]]:
     del operands
-    return params.out_avals, params.effects
+    return list(params.out_avals), params.effects
 
 
 # --- batching ----------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hostcall._core.errors import PackageError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Static, Template, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import Rule
+from hostcall._host_function.rules import Rule, among
 from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
@@ -242,7 +242,7 @@ class LibraryFunction(OverOthers):
             self.set_rules()
 
     def _forward(self, *args: object) -> tuple[object, object]:
-        return self.fn.forward(args, self.nondiff_of(len(args)))
+        return self.fn.forward(args, among(self.nondiff, len(args)))
 
     def _push_on_host(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))

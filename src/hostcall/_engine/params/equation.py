@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import jax
 
@@ -102,10 +102,10 @@ class Equation(abc.ABC):
         return f"`{self.callback.name}`"
 
     @property
-    def out_avals(self) -> list[Aval]:
+    def out_avals(self) -> Sequence[Aval]:
         """The avals of the equation's results."""
         if not self.grid:
-            return list(self.avals)
+            return self.avals
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
@@ -255,7 +255,7 @@ class CallParams(Equation):
 
     @property
     def options(self) -> CallOptions:
-        return cast(CallOptions, self.callback.options)
+        return self.callback.options  # type: ignore[return-value]
 
     @property
     def counts(self) -> bool:  # type: ignore[override]

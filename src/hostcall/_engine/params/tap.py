@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class TapParams(Equation):
 
     @property
     def options(self) -> TapOptions:
-        return cast(TapOptions, self.callback.options)
+        return self.callback.options  # type: ignore[return-value]
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
