@@ -167,6 +167,25 @@ def test_where_taps_and_prints_run(run_python):
 
 # --- Status --------------------------------------------------------------------------
 
+AFTER_A_TAP = """
+from hostcall import _jax
+x = put(np.arange(4, dtype=np.float32), NamedSharding(Mesh(jax.devices(), "x"), P("x")))
+jax.block_until_ready(jax.jit(lambda x: (hc.tap(lambda v: None, x, on=ON), x)[1])(x))
+hc.barrier()
+if me == 1:
+    first, second = hc.monitor.status(processes="all", limit=60)
+    assert first.answered and second.answered, str(first)
+_jax.job_meet("asked", 60)
+say("answered")
+"""
+
+
+@pytest.mark.parametrize("on", ["once", "process", "shards"])
+def test_processes_that_have_only_tapped_answer(run_python, on):
+    first, second = run_job(run_python, AFTER_A_TAP.replace("ON", repr(on)))
+    assert first[-1] == second[-1] == "answered"
+
+
 STATUS = """
 from hostcall import _jax
 line = Mesh(np.array(jax.devices()), ("x",))

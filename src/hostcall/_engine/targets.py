@@ -91,6 +91,12 @@ def failures_over(program_is_across: bool) -> Failures | None:
     return job().failures
 
 
+def start_lowering(program: _jax.Program) -> Failures | None:
+    """Prepares for a call or tap of this program; returns `failures_over` it."""
+    start_on(program.client)
+    return failures_over(program.across)
+
+
 def _register() -> None:
     """Registers the handlers with XLA: each plan type, then the handlers that use it.
 

@@ -198,8 +198,7 @@ def prepare(
         (what emits the call, the name by which profilers show it).
     """
     info = params.info(program.by_ordinal, program.mesh)
-    targets.start_on(program.client)
-    info.job = targets.failures_over(program.across)
+    info.job = targets.start_lowering(program)
     reach = _place(program, info, leader)
     attributes = put(program, info, avals)
     if params.runs_where_dispatched:

@@ -154,7 +154,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
             program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
-        targets.start_on(program.client)
+        targets.start_lowering(program)
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)

@@ -110,7 +110,7 @@ def lower(
 ) -> list[Value]:
     """The lowering of a tap for which `serves` is true."""
     _refuse(params, program.ctx.avals_in)
-    targets.start_on(program.client)
+    targets.start_lowering(program)
     return lower_blocks(program, operands, TapBlocks(program, params))
 
 

@@ -313,7 +313,7 @@ def lower_here(
     ctx = program.ctx
     if partitioned.serves(program, params):
         return partitioned.lower(program, operands, params)
-    targets.start_on(program.client)
+    targets.start_lowering(program)
     flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
     if flagged:
         if not params.masked:
