@@ -538,7 +538,9 @@ def test_what_the_host_can_not_make_again():
 # --- Several devices ------------------------------------------------------------------
 
 
-needs_devices = pytest.mark.skipif("jax.device_count() < 4")
+needs_devices = pytest.mark.skipif(
+    "jax.device_count() < 4", reason="needs four devices"
+)
 
 
 @needs_devices

@@ -46,16 +46,10 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     ]
     choices = _choices(info, guard, shapes, compressed)
     scouts = info.inside is Inside.ASKED
-    called, native, traced = _called(info, choices), equation.native, callback.traced
-    if info.elsewhere:
-        native["feed"] = None  # its items are taken there
+    (plain, called), traced = _called(info, choices), callback.traced
     return _native.Plan(
-        **native,
-        function=called.function,
-        form=called.form,
-        runner=called.runner,
-        sends=called.sends,
-        args=_arguments(info, choices, batched, called.plain),
+        **called,
+        args=_arguments(info, choices, batched, plain),
         results=_results(info),
         grid=equation.grid,
         mask=mask,
@@ -63,7 +57,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
         device=info.device,
         enter=traced and traced.enter,
         leave=traced and traced.leave,
-        counters=costs.note(equation, native["lend"]),
+        counters=costs.note(equation, called["lend"]),
         place=info.number,
         tells=info.tells,
         elsewhere=info.elsewhere,
@@ -184,10 +178,14 @@ def _leaf(info: CallInfo, dtype: np.dtype, **how: Any) -> _native.Leaf:
     return _native.Leaf(dtype=dtype, bits=bits, is_signed=is_signed, **how)
 
 
-def _called(info: CallInfo, choices: Choices) -> Entries:
-    """What the engine calls."""
+def _called(info: CallInfo, choices: Choices) -> tuple[bool, dict[str, Any]]:
+    """`Entries.plain`, and what the engine calls with what its kind of equation says of
+    that.
+    """
+    native = info.params.native
     if info.elsewhere:
         called = Entries(_nothing, ResultForm.NOTHING, plain=True)
+        native["feed"] = None  # its items are taken there
     elif info.params.on_buffers:  # there can be no layers, and nothing is returned
         called = Entries(info.params.bare(), ResultForm.IGNORED)
     else:
@@ -196,7 +194,8 @@ def _called(info: CallInfo, choices: Choices) -> Entries:
         runner = called.runner and info.job.until_failure(called.runner)
         function = info.job.until_failure(called.function)
         called = called._replace(function=function, runner=runner)
-    return called
+    told = called._asdict()
+    return told.pop("plain"), {**native, **told}
 
 
 def _tile(fill: bytes, aval: Any, levels: int) -> bytes:

@@ -172,7 +172,7 @@ def is_elementwise(eqn: _t.JaxprEquation) -> bool:
     """
     rule = _batching.fancy_primitive_batchers.get(eqn.primitive)
     rules = _batching.vectorized_batcher, _batching.broadcast_batcher
-    return getattr(rule, "func", None) in rules
+    return isinstance(rule, functools.partial) and rule.func in rules
 
 
 def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:

@@ -62,35 +62,38 @@ def targets(line: SourceLine) -> list[Target]:
     """What the statement of this frame assigns to."""
     if line.function.endswith(_PARTS):
         return []
-    source = "".join(linecache.getlines(line.file))
-    around = [each for each in _statements(source) if _within(line, _span(each))]
+    around = [s for s in _code(line.file).statements if _within(line, _span(s))]
     return _targets(max(around, key=_span)) if around else []
 
 
+class _Code(NamedTuple):
+    """All simple statements of a file, at any depth, and where its loops are."""
+
+    statements: list[ast.stmt]
+    loops: list[tuple[int, int, int, int]]
+
+
+def _code(file: str) -> _Code:
+    return _parsed("".join(linecache.getlines(file)))
+
+
 @functools.lru_cache(maxsize=256)
-def _statements(source: str) -> list[ast.stmt]:
-    """All simple statements of a file, at any depth."""
-    statements = (n for n in _nodes(source) if isinstance(n, ast.stmt))
-    return [n for n in statements if "body" not in n._fields]
-
-
-def _nodes(source: str) -> list[ast.AST]:
+def _parsed(source: str) -> _Code:
     try:
-        return [*ast.walk(ast.parse(source))]
+        nodes = [*ast.walk(ast.parse(source))]
     except SyntaxError:  # a notebook's magics
-        return []
+        nodes = []
+    statements = (n for n in nodes if isinstance(n, ast.stmt))
+    return _Code(
+        [n for n in statements if "body" not in n._fields],
+        [_span(n) for n in nodes if isinstance(n, _LOOPS)],
+    )
 
 
 _LOOPS = (
     *(ast.For, ast.AsyncFor, ast.While),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
-
-
-@functools.lru_cache(maxsize=256)
-def _loops(source: str) -> list[tuple[int, int, int, int]]:
-    """Where the loops of a file are."""
-    return [_span(node) for node in _nodes(source) if isinstance(node, _LOOPS)]
 
 
 def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
@@ -104,8 +107,7 @@ _Place: TypeAlias = tuple[str, int, int]  # file, line, column
 def _is_in_loop(place: _Place) -> bool:
     """Whether this is inside of a loop, and not its beginning."""
     file, *at = place
-    source = "".join(linecache.getlines(file))
-    return any(span[:2] < tuple(at) <= span[2:] for span in _loops(source))
+    return any(span[:2] < tuple(at) <= span[2:] for span in _code(file).loops)
 
 
 def _targets(statement: ast.stmt) -> list[Target]:
