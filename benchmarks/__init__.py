@@ -8,6 +8,7 @@ rows_parallel.py parallel rows on pools
 rows_threads.py  Python code on one thread and on two
 rows_growth.py   the cost of one among many
 rows_around.py   dispatch, eager calls, import, tracing
+by_hand.py       the floor under tracing and lowering a call
 rows_tap.py      taps
 rows_feed.py     feeds
 rows_drop_in.py  the drop-ins beside JAX's callbacks

@@ -11,7 +11,12 @@ import jax
 import numpy as np
 
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import body_of, handle, is_coroutine_function, layers
+from hostcall._core.host_code import (
+    handle,
+    is_coroutine_function,
+    is_generator_function,
+    layers,
+)
 from hostcall._core.signatures import accepts, own_option, signature_of
 from hostcall._core.source import name_of
 
@@ -42,8 +47,7 @@ def check_function(
     name = name_of(fn)
     if not awaits:
         refuse_coroutines(fn)
-    body = body_of(fn)
-    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+    if is_generator_function(fn):
         instead = (
             "Make the generator outside the program, and pass a function that takes its"
             ' next value: lambda: next(generator), with order="ordered"'

@@ -18,6 +18,9 @@ from hostcall._core.spec import Results, Static, Template
 class Callback:
     """A function, how it gets its arguments, and what it returns.
 
+    Its hash is the function's, since JAX asks for it in each trace. Calls of a function
+    that differ otherwise are told apart by comparing them.
+
     Attributes:
         fn: the function, compared as `Static` compares.
         template: how to rebuild (args, kwargs) from arrays.
@@ -32,13 +35,13 @@ class Callback:
     """
 
     fn: Static
-    template: Template
-    results: Results
-    fills: tuple[bytes | None, ...]
-    options: PlaceOptions
+    template: Template = field(hash=False)
+    results: Results = field(hash=False)
+    fills: tuple[bytes | None, ...] = field(hash=False)
+    options: PlaceOptions = field(hash=False)
     place: Place = field(compare=False)
-    policy: Policy = Policy()
-    traced: _jax.Traced | None = field(default_factory=_jax.traced_here)
+    policy: Policy = field(default=Policy(), hash=False)
+    traced: _jax.Traced | None = field(default_factory=_jax.traced_here, hash=False)
 
     @cached_property
     def function(self) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ def _digest(told: Told) -> bytes:
 def _told(thing: Any, depth: int) -> Told:
     """What counts of a thing, as tuples and texts."""
     if isinstance(thing, (tuple, list)):
-        return tuple(_told(part, depth) for part in thing)
+        return tuple([_told(part, depth) for part in thing])
     if isinstance(thing, (str, bytes, int, float, type(None))):
         return thing
     if depth == 0:

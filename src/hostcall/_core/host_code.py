@@ -201,6 +201,15 @@ def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     return last  # type: ignore[no-any-return]
 
 
+def is_alone(fn: object) -> bool:
+    """Whether this is a plain function that holds nothing: no variable of a function
+    around it, and no default. (A quick look: False if that takes longer to say.)
+    """
+    if type(fn) is not types.FunctionType:
+        return False
+    return not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+
+
 _ROUTINES = (
     types.FunctionType,
     types.MethodType,
@@ -218,6 +227,17 @@ def body_of(fn: Any) -> Any:
     fn = innermost(fn)
     # By its type, since a Mock with a spec has the `__class__` of a function.
     return fn if issubclass(type(fn), _ROUTINES) else type(fn).__call__
+
+
+def is_generator_function(fn: Any) -> bool:
+    """Whether calling this function makes a generator, asynchronous or not."""
+    if type(fn) is types.FunctionType:
+        return bool(fn.__code__.co_flags & _YIELDS)
+    body = body_of(fn)
+    return inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
+
+
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 def is_coroutine_function(fn: Any) -> bool:

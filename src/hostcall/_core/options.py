@@ -13,6 +13,7 @@ A face builds one of the three dataclasses, and everything below passes it on.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -161,14 +162,16 @@ def table(*of: type) -> dict[str, Option]:
     return {f.name: f.metadata[_ROW] for f in every if _ROW in f.metadata}
 
 
-def in_key(thing: DataclassInstance) -> list[tuple[str, object]]:
-    """The fields of a dataclass that the key of a program has, and their values."""
-    return [(name, getattr(thing, name)) for name in _keyed(type(thing))]
+def in_key(thing: DataclassInstance) -> tuple[object, ...]:
+    """The values of the fields of a dataclass that the key of a program has."""
+    values: tuple[object, ...] = _keyed(type(thing))(thing)
+    return values
 
 
 @functools.cache
-def _keyed(cls: type[DataclassInstance]) -> list[str]:
-    return [f.name for f in fields(cls) if f.metadata.get(_KEY, True)]
+def _keyed(cls: type[DataclassInstance]) -> operator.attrgetter[Any]:
+    names = [f.name for f in fields(cls) if f.metadata.get(_KEY, True)]
+    return operator.attrgetter(*names)
 
 
 def that_travel(cls: type) -> Iterable[str]:

@@ -7,8 +7,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -21,8 +20,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A line of the user's program.
 
     Attributes:
@@ -89,7 +87,8 @@ def is_anonymous(fn: Function) -> bool:
 
 def place_of(fn: Function) -> Place:
     """The place where a function is defined."""
-    code = asked(innermost(fn), "__code__", types.CodeType)
+    plain = type(fn) is types.FunctionType
+    code = fn.__code__ if plain else asked(innermost(fn), "__code__", types.CodeType)
     if code is None:
         return Place("(built in)", 0, name_of(fn))
     return Place(code.co_filename, code.co_firstlineno, name_of(fn))

@@ -93,7 +93,7 @@ class Template:
     @cached_property
     def keys(self) -> tuple[Key, ...]:
         """For each array: the key dtype, or None."""
-        return tuple(leaf for leaf in self.leaves if not isinstance(leaf, Static))
+        return tuple([leaf for leaf in self.leaves if not isinstance(leaf, Static)])
 
     @cached_property
     def is_flat(self) -> bool:
@@ -307,7 +307,13 @@ def _parse_leaf(leaf: Any, which: Callable[[], str]) -> tuple[Aval, Key]:
     return _jax.ShapedArray(shape + block, dtype), key
 
 
+# The dtypes that are JAX's own whatever its settings are. Most results have them.
+_ALWAYS = frozenset(map(np.dtype, (np.bool_, np.int32, np.float32)))
+
+
 def _parse_dtype(given: Any, which: Callable[[], str]) -> tuple[np.dtype, Key]:
+    if isinstance(given, np.dtype) and given in _ALWAYS:
+        return given, None
     try:
         if _jax.is_key_dtype(given):
             return np.dtype(np.uint32), given

@@ -239,7 +239,8 @@ def not_rewritten() -> Iterator[None]:
 
 def uses_here() -> Mapping[Hashable, Use]:
     """Those of the calling thread's open blocks."""
-    return _rewriting_here().uses
+    value = _config.no_execution.get_local()  # for each program; most have none
+    return value.uses if isinstance(value, _Rewriting) else {}
 
 
 def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
@@ -250,8 +251,11 @@ def _needs_devices(plain: Callable[[Jaxpr], bool]) -> Callable[[Jaxpr], bool]:
 
     @functools.wraps(plain)
     def needs(jaxpr: Jaxpr) -> bool:
-        has_devices = sys._getframe(1).f_locals.get("device_assignment") is not None
-        return (has_devices and bool(uses_here())) or plain(jaxpr)
+        if uses_here():
+            caller = sys._getframe(1).f_locals
+            if caller.get("device_assignment") is not None:
+                return True
+        return plain(jaxpr)
 
     return needs
 

@@ -57,7 +57,7 @@ class Equation(abc.ABC):
     masked: bool
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
-    avals: tuple[Aval, ...] = field(default=(), metadata=HERE)
+    avals: tuple[Aval, ...] = field(default=(), metadata=HERE, hash=False)
 
     def __init_subclass__(cls) -> None:
         _jax.hold_weakly_in_caches(cls)
@@ -211,12 +211,12 @@ class Equation(abc.ABC):
         """
         function = self.callback.function
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
-        said = [*in_key(self), *in_key(self.options)]
-        plain = [pair for pair in said if not callable(pair[1])]
+        said = *in_key(self), *in_key(self.options)
+        plain = [value for value in said if not callable(value)]
         # Not the line, which changes with what is written above it.
         caller = self.callback.place.function, program
         more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
-        rules = [value for _, value in said if callable(value)]
+        rules = [value for value in said if callable(value)]
         who = names.of(function) or function
         return fingerprint((who, *rules, repr((caller, more, plain))))
 

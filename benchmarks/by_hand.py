@@ -1,0 +1,117 @@
+"""The floor under the lowering of a call: the same work in a row, for one kind of call.
+
+It lowers a pure function of one float32 scalar. It knows no option, mask, batch, key,
+layer or second device, shares no slot, and has no other kind of equation beside it.
+Whatever else is there, a call needs it: the checks of what the user gave, the trees,
+the place in the source, the plan, its counters, the key that JAX's disk cache wants,
+the name that profilers show, and the custom call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+
+from hostcall import _jax, _native
+from hostcall._core import arguments, signatures, source, spec
+from hostcall._core.callback import Callback
+from hostcall._core.options import CallOptions
+from hostcall._engine.counters import costs
+from hostcall._engine.info import CallInfo
+from hostcall._engine.params.equation import CallParams
+from hostcall._primitives.lowering import KeptAlive
+
+SCALAR = core.ShapedArray((), np.dtype(np.float32))
+_call_p = core.Primitive("by_hand")
+_call_p.multiple_results = True
+_call_p.def_abstract_eval(lambda x, *, params: [SCALAR])
+
+
+def call(fn: Callable[..., Any], result: Any, x: Any) -> Any:
+    name = arguments.check_function(fn, "call(fn, result, x)", awaits=True)
+    operands, template = spec.flatten_arguments((x,), {})
+    assert signatures.accepts(fn, 1, ())
+    results = spec.parse_result(result, name)
+    trees = template, results, (None,)
+    place = source.users_place(fn)
+    callback = Callback(spec.Static(fn), *trees, CallOptions(), place)
+    params = CallParams(callback=callback, avals=results.avals, masked=False)
+    return results.fill(_call_p.bind(*operands, params=params))
+
+
+def _leaf() -> _native.Leaf:
+    return _native.Leaf(
+        dtype=SCALAR.dtype,
+        bits=spec.packed_bits(SCALAR.dtype)[0],
+        is_signed=False,
+        shape=(),
+        batched=[],
+        convert=None,
+        fill=None,
+    )
+
+
+def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
+    program = _jax.program_of(ctx)
+    info = CallInfo(params, program.by_ordinal, program.mesh)
+    native = params.native
+    plan = _native.Plan(
+        **native,
+        function=params.callback.function,
+        form=params.form(),
+        runner=None,
+        sends=False,
+        args=[_leaf()],
+        results=[_leaf()],
+        grid=(),
+        mask=None,
+        info=info,
+        device=None,
+        enter=None,
+        leave=None,
+        counters=costs.note(params, native["lend"]),
+        place=info.number,
+        tells=False,
+        elsewhere=False,
+        team=None,
+        guard=None,
+        scout=None,
+        inside=_native.Inside.NEVER,
+        keeps_mesh=False,
+        tap=None,
+        text="",
+    )
+    key = params.key((SCALAR,), program.name)
+    kept = KeptAlive(_native.Slot(plan, key, False), info.name, "")
+    ctx.module_context.add_keepalive(kept)
+    number = ir.IntegerType.get_unsigned(64)
+    attributes = {"key": key, "count": kept.slot.count}
+    with _jax.named(ctx, info.label):
+        made = mlir.custom_call(
+            "hostcall_call",
+            result_types=[x.type],
+            operands=[x],
+            api_version=4,
+            backend_config={
+                k: ir.IntegerAttr.get(number, v) for k, v in attributes.items()
+            },
+            has_side_effect=False,
+            operand_layouts=[()],
+            result_layouts=[()],
+        )
+    return list(made.results)
+
+
+mlir.register_lowering(_call_p, _lowered)
+
+
+def check() -> None:
+    """That a program with such a call runs."""
+    got = jax.jit(lambda x: call(np.sin, SCALAR, x))(np.float32(1))
+    assert abs(float(got) - np.sin(1.0)) < 1e-6, got
