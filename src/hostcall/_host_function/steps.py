@@ -50,7 +50,7 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
 from hostcall._policies.layer import same
-from hostcall._primitives.make import make
+from hostcall._primitives.call import make
 
 # (function to run, its arguments, function that makes arrays of its value).
 Parts: TypeAlias = tuple[Function, Sequence[Tree], Callable[[Tree], Iterable[Tree]]]
