@@ -109,6 +109,7 @@ class Case:
     running: int = 0
     most: int = 0
     wrong: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of errors
 
     @classmethod
     def drawn(cls, draw: Draw) -> Case:
@@ -188,18 +189,18 @@ class Case:
         given = ((0,), {"y": 0})
         named = Template(jax.tree.structure(given), (None, None))
         fn = self.function()
-        made = entries(
-            choices_of(
-                fn,
-                policy=self.policy,
-                template=None if self.flat else named,
-                results=results_of((len(self.xs),) if whole else ()),
-                levels=int(whole),
-                grid=self.kind in ("sequential", "parallel"),
-                parallel=self.kind == "parallel",
-                compressed=whole and self.masked,
-            )
+        choices = choices_of(
+            fn,
+            policy=self.policy,
+            template=None if self.flat else named,
+            results=results_of((len(self.xs),) if whole else ()),
+            levels=int(whole),
+            grid=self.kind in ("sequential", "parallel"),
+            parallel=self.kind == "parallel",
+            compressed=whole and self.masked,
         )
+        self.info: Any = choices.results
+        made = entries(choices)
         assert (made.runner is not None) == (
             self.kind == "parallel"
             or (self.kind == "sequential" and self.policy.coalesce is not None)
@@ -247,12 +248,12 @@ class Case:
         for outcome in outcomes:
             if failing:
                 assert isinstance(outcome, Bad), outcome
-                if made.runner is not None and self.policy.coalesce is None:
-                    at = vars(outcome).get("hostcall_row")
-                    assert at == (failing[0],), (at, failing)
             else:
                 assert isinstance(outcome, list), repr(outcome)
                 self.compare(outcome)
+        if made.runner is not None and self.policy.coalesce is None:
+            for text in self.texts:
+                assert f", row {failing[0]}, called at " in text, (text, failing)
         assert not self.wrong, self.wrong
         if self.awaits and self.policy.concurrency:
             assert self.most <= self.policy.concurrency
@@ -297,6 +298,7 @@ class Case:
                 outcomes[number] = self.execution(made)
             except BaseException as error:
                 outcomes[number] = error
+                self.texts.append(self.info.on_error(error, None, ()))
 
         threads = [
             threading.Thread(target=contextvars.Context().run, args=(device, number))

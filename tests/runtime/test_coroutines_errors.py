@@ -92,7 +92,7 @@ def test_an_exception_without_attributes():
     async def fails(x):
         raise Odd
 
-    with pytest.raises(LookupError, match="no dict"):
+    with pytest.raises(Odd):
         hc.call(fails, F32, 1.0)
 
 

@@ -84,6 +84,16 @@ def at(*numbers):
     return Site([(n,) for n in numbers])
 
 
+class Told:
+    """Notes which rows failed."""
+
+    def __init__(self):
+        self.rows = []
+
+    def failed(self, row):
+        self.rows.append(row)
+
+
 @pytest.fixture
 def in_a_call():
     """This thread is in a call, as `hc.current()` says."""
@@ -121,11 +131,12 @@ def test_the_first_row_that_fails_is_named(kind):
         if x:
             raise Bad(x)
 
-    runs = RUNS[kind](form_of(kind, fn), None)
+    runs, told = RUNS[kind](form_of(kind, fn), None), Told()
     with pytest.raises(Bad) as caught:
-        runs.rows(rows_of(0, 1, 2), at(5, 6, 7))
+        runs.rows(rows_of(0, 1, 2), at(5, 6, 7)._replace(results=told))
     assert caught.value.args == (1,)
-    assert vars(caught.value)["hostcall_row"] == 1
+    # Only what runs rows at the same time is given those of a batch.
+    assert told.rows == ([] if kind in ("here", "thread") else [(6,)])
 
 
 def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch):
@@ -137,9 +148,10 @@ def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch):
             raise bad
 
     def number_of_the_first_that_fails(*xs):
-        with pytest.raises(Bad) as caught:
-            OnLoop(bound(fn)).rows(rows_of(*xs), Site())
-        return vars(caught.value)["hostcall_row"]
+        told = Told()
+        with pytest.raises(Bad):
+            OnLoop(bound(fn)).rows(rows_of(*xs), Site([0, 1, 2], told))
+        return told.rows[0]
 
     def wait_for_another(*args):
         done = wait(*args)
@@ -211,17 +223,6 @@ def test_trees(template, leaves, want):
     layer = Trees(inner, choices_of(print, template=template))
     assert layer.rows([leaves, leaves], Site()) == ["value"] * 2
     assert inner.given == [want] * 2
-
-
-def test_trees_turn_the_number_of_a_row_into_its_index():
-    def fails(x, y):
-        if x == 1:
-            raise Bad
-
-    for indices, want in [([(3,), (5,)], (5,)), ((), None)]:
-        with pytest.raises(Bad) as caught:
-            Trees(Here(fails), choices_of(print)).rows([(0, 0), (1, 0)], Site(indices))
-        assert vars(caught.value).get("hostcall_row") == want
 
 
 def test_collectors_see_what_a_tap_gets():

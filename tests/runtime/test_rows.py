@@ -307,6 +307,43 @@ def counts_up(x, counter):
     return counter()
 
 
+@pytest.mark.parametrize("kind", ["threads", "processes", "pool", "coroutines"])
+def test_an_exception_of_a_row_in_an_eager_vmap_is_as_it_was_raised(kind, request):
+    """It gets no attributes that the function did not give it."""
+
+    async def awaits(x, first):
+        return fails_from(x, first)
+
+    sent = kind in ("processes", "pool")
+    executor = request.getfixturevalue(kind) if sent else None
+    fn = awaits if kind == "coroutines" else fails_from
+    with pytest.raises(LookupError, match="no 3") as caught:
+        jax.vmap(parallel(fn, executor), in_axes=(0, None))(X[:8], np.float32(3))
+    assert vars(caught.value).keys() <= {"__notes__"}
+
+
+def test_rows_of_two_calls_that_raise_one_exception():
+    """As a library that keeps its errors does: each call says which of its rows failed,
+    though the others' has said so before.
+    """
+    bad = LookupError("no")
+
+    def host(x, first):
+        if x >= first:
+            raise bad
+        return x
+
+    f = jax.jit(jax.vmap(parallel(host, None), in_axes=(0, None)))
+    for first in (1, 0, 2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"row {first}, called"):
+            jax.block_until_ready(f(X[:4], np.float32(first)))
+    with pytest.raises(LookupError):
+        jax.vmap(parallel(host, None), in_axes=(0, None))(X[:4], np.float32(3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="`.*host`, called"):
+        jax.block_until_ready(jax.jit(parallel(host, None))(X[0], np.float32(0)))
+    bad.with_traceback(None)  # the function holds it, and its frames the programs
+
+
 def test_rows_of_a_chunk_share_nothing(processes):
     """Each row behaves as a task of its own."""
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -97,6 +98,7 @@ class CallInfo:
         self.number = places.number_of(self.callback)  # in the engine's events
         self.devices = devices  # by ordinal; an eager call has one, at -1
         self.mesh = mesh
+        self._failed: dict[int, tuple[int, ...]] = {}  # rows, by the call's thread
 
     def __repr__(self) -> str:
         return f"<call of {self.name} at {self.place}>"
@@ -159,10 +161,13 @@ class CallInfo:
         """
         return own(self.callback.function).result_words(number)
 
+    def failed(self, row: tuple[int, ...]) -> None:
+        """Notes which row failed, until `on_error` on this thread."""
+        self._failed[threading.get_ident()] = row
+
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
-        at = vars(error).pop("hostcall_row", ())
-        row = row or (at if isinstance(at, tuple) else ())
+        row = row or self._failed.pop(threading.get_ident(), ())
         hint = self.hint(error)
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         has_token = self.of_program is not None or self.mesh is not None

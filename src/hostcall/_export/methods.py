@@ -11,7 +11,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from hostcall._api.object.objects import Entry, Group, Object
 from hostcall._core.codec import Json, Malformed, NotPortable
@@ -28,19 +29,6 @@ _HOOKS = ("close", "save", "restore")
 
 
 @dataclass(frozen=True)
-class Declared:
-    """How an `hc.Object` was declared, as far as that leaves the process."""
-
-    name: str
-    order: str
-    vmap_method: str
-    concurrency: int | None
-    close: str | None
-    save: str | None
-    restore: str | None
-
-
-@dataclass(frozen=True)
 class MethodCall:
     """A method that a program calls.
 
@@ -49,14 +37,14 @@ class MethodCall:
         object: the number of the `hc.Object`.
         method: the name of the method.
         methods: what its methods return.
-        declared: the rest.
+        declared: how the `hc.Object` was declared otherwise.
     """
 
     registered: tuple[str, int]
     object: str
     method: str
     methods: dict[str, Results]
-    declared: Declared
+    declared: dict[str, str | int | None]
 
 
 def record_of(entry: Entry, exported: bool) -> MethodCall:
@@ -84,8 +72,8 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
         )
     with _lock:
         group.number = group.number or secrets.token_hex(8)
-    given = {"name": group.name, **group.options}
-    declared = Declared(**{each.name: given[each.name] for each in fields(Declared)})
+    declared = {"name": group.name, **group.options}
+    del declared["executor"]
     methods = dict(group.methods)
     return MethodCall(name, group.number, entry.name, methods, declared)
 
@@ -93,7 +81,8 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
 def read(given: Json) -> tuple[Entry, Policy]:
     """The method; its host object is made when it is called."""
     record: MethodCall = CODEC.decode(given, MethodCall, "a method")
-    declared, method = vars(record.declared), record.method
+    declared: dict[str, Any] = record.declared
+    method = record.method
     if method not in record.methods:
         raise Malformed(f"the method {method!r}, which is not declared")
     for hook in _HOOKS:

@@ -56,6 +56,23 @@ def is_of_processes(given: Any) -> bool:
     return by_name(given) or "loky" in type(given).__module__.split(".")
 
 
+class FailedRow(Exception):
+    """What a chunk raises: the exception of a row, and which row of the chunk it was.
+
+    Its text is short, since some executors cut the arguments of exceptions with a long
+    one.
+    """
+
+    def __init__(self, error: Exception, row: int) -> None:
+        super().__init__(error, row)
+        self.error, self.row = error, row
+        if error.__traceback__ is not None:  # for those that pickle this
+            self.__traceback__ = error.__traceback__.tb_next
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__} in row {self.row} of a chunk"
+
+
 class Workers:
     """An Executor: of threads, of processes, or of anything else.
 
@@ -307,9 +324,9 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
     """
     try:
         return fn(*args)
-    except Exception as error:
-        trace = traceback.format_exc().rstrip()
-        error.add_note(f"hostcall: the traceback in the worker:\n{trace}")
+    except FailedRow as failed:
+        trace = "".join(traceback.format_exception(failed.error)).rstrip()
+        failed.error.add_note(f"hostcall: the traceback in the worker:\n{trace}")
         raise
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hostcall._core.daemon import limited
 from hostcall._core.source import PACKAGE
 from hostcall._core.wait import ended, wait
-from hostcall._policies.layer import Bound, Row, Site, run_each
+from hostcall._policies.layer import Bound, Row, Site
 from hostcall._runtime import workers
 
 
@@ -27,7 +27,7 @@ class Here:
         self._fn = fn
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
-        return run_each(self._fn, rows)
+        return [self._fn(*args, **kwargs) for args, kwargs in rows]
 
 
 class OnThread:
@@ -47,14 +47,14 @@ class OnThread:
         worker = list[int]()
         context = contextvars.copy_context()
 
-        def each() -> Iterator[Row]:
-            for number, row in enumerate(rows):
+        def each() -> Iterator[Any]:
+            for number, (args, kwargs) in enumerate(rows):
                 workers.answer_here(functools.partial(here, number))
-                yield row
+                yield bound.fn(*args, **kwargs)
 
         def job() -> list[Any]:
             worker.append(threading.get_ident())
-            return bound.settings.run(context.run, run_each, bound.fn, each())  # type: ignore[no-any-return]
+            return bound.settings.run(context.run, list, each())  # type: ignore[no-any-return]
 
         waiting = threading.get_ident()
         # Before the function begins: from then on hc.monitor.status() shows its stack.

@@ -6,9 +6,8 @@ executor), and leaves the rest to the layer inside it. `stack.entries` puts them
 together.
 
 What holds for each layer
-  * An error is the first failing row's, by row order. Its attribute `hostcall_row` says
-    which that was: up to `Trees` by its number among the rows that were given, from
-    there on by its index in the batch (`Site.failed`).
+  * An error is the first failing row's, by row order. What runs rows at the same time
+    tells the site which that was (`Site.failed`).
   * No row is kept: rows may be views of XLA's memory.
   * A layer does not change once it is made: several threads are in it at the same time.
     What belongs to one execution is in locals and in its `Site`.
@@ -16,7 +15,9 @@ What holds for each layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -26,6 +27,7 @@ from hostcall._core.callback import Callback
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.host_code import own
+from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._native import ResultForm
 from hostcall._runtime import context, flights
@@ -64,9 +66,11 @@ class Site(NamedTuple):
 
     Attributes:
         indices: of the rows in their batch; empty for one row that has none of its own.
+        results: is told which row failed.
     """
 
     indices: Sequence[Index] = ()
+    results: ChecksResults | None = None
 
     def here(self) -> Current:
         """What `hc.current()` answers in each row. To be asked on the call's thread."""
@@ -75,20 +79,23 @@ class Site(NamedTuple):
 
     def only(self, which: Sequence[int]) -> Site:
         """The site of some of its rows."""
-        return Site([self.indices[i] for i in which] if self.indices else ())
+        return self._replace(indices=[self.indices[i] for i in which if self.indices])
 
-    def failed(self, error: BaseException) -> None:
-        """Turns the number of the row that failed into its index (`on_error`)."""
-        row = vars(error).pop("hostcall_row", None)
-        # Calls of other threads may fail with the same object at the same time.
-        if isinstance(row, int) and self.indices:
-            vars(error)["hostcall_row"] = self.indices[row]
+    def failed(self, row: int) -> None:
+        """Notes which row failed, on the thread that is in the call.
+
+        Not on the exception: rows of several calls may fail with one object.
+        """
+        if self.results is not None:
+            self.results.failed(self.indices[row])
 
 
 class ChecksResults(Protocol):
     """What checks the results of a call: its `CallInfo`."""
 
     name: str
+
+    def failed(self, row: Index) -> None: ...
 
     def flatten(self, value: Any) -> list[Any]: ...
 
@@ -139,6 +146,24 @@ class Choices(NamedTuple):
     tap: bool = False
     batch: Sequence[tuple[Sequence[bool], int]] = ()
     tally: Callable[[int, int], object] | None = None
+
+
+class Shared(Owned):
+    """What several calls share (meetings, turns, lanes), while one of them has it."""
+
+    def __init__(self) -> None:
+        # Two programs may be lowered at once, and a destructor may lower a third.
+        self._lock = threading.RLock()
+        self.things: weakref.WeakValueDictionary[Any, Any]
+        self.things = weakref.WeakValueDictionary()
+        super().__init__()
+
+    def one(self, key: Any, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            return self.things.get(key) or self.things.setdefault(key, make())
+
+
+shared = Shared()
 
 
 # --- What the layers share in which the function runs ---------------------------------
@@ -192,20 +217,3 @@ def same(value: Any) -> Any:
 
 def apply(part: Callable[..., Any], *args: Any) -> Any:
     return part(*args)
-
-
-def run_each(fn: Callable[..., Any], rows: Iterable[Row]) -> list[Any]:
-    """Calls `fn` for one row after the other, on this thread.
-
-    `rows` may do what comes before each row. The exception of a row that fails gets its
-    number, with which it can be pickled.
-    """
-    values: list[Any] = []
-    try:
-        for args, kwargs in rows:
-            values.append(fn(*args, **kwargs))
-    except BaseException as error:
-        # Through `__dict__`, since some exceptions refuse to have attributes set.
-        error.__dict__["hostcall_row"] = len(values)
-        raise
-    return values

@@ -42,15 +42,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hostcall._core.process import Owned
 from hostcall._core.wait import SLOW, wait
-from hostcall._policies.layer import Choices, Flat, Inner, Leaves, Site
+from hostcall._policies.layer import Choices, Flat, Inner, Leaves, Site, shared
 from hostcall._policies.on_loop import free_loop
 
 
@@ -74,26 +72,6 @@ class _Meeting:
 
 
 Parts = list[tuple[_Batch, range]]  # batches, and where a call's entries are in each
-
-
-class _Shared(Owned):
-    """What calls share, while a program has such a call: meetings, and turns."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # two programs may be lowered at once
-        self.things: weakref.WeakValueDictionary[Any, Any]
-        self.things = weakref.WeakValueDictionary()
-        super().__init__()
-
-    def one(self, key: Any, make: Callable[[], Any]) -> Any:
-        with self._lock:
-            found = self.things.get(key)
-            if found is None:
-                found = self.things[key] = make()
-            return found
-
-
-shared = _Shared()
 
 
 class _Turn:

@@ -25,7 +25,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NoReturn
 
@@ -40,7 +40,7 @@ from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
-from hostcall._policies.layer import Bound, Current, Row, Site, run_each
+from hostcall._policies.layer import Bound, Row, Site
 from hostcall._runtime import waits, workers
 
 _CHUNKS = 4  # for each worker
@@ -79,13 +79,13 @@ class OnExecutor:
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
         executor = _default if self.executor is None else self.executor
         if executor is not _default or not _thread.in_pool:
-            return _RowsThere(self, executor, rows, site.here()).values()
+            return _RowsThere(self, executor, rows, site).values()
         # A row on a thread of the pool makes this call and waits for it. Rows in the
         # same pool could wait for a free thread forever, so they get a pool of their
         # own.
         own = _pool(len(rows))
         try:
-            return _RowsThere(self, own, rows, site.here()).values()
+            return _RowsThere(self, own, rows, site).values()
         finally:
             own.shutdown()
 
@@ -113,13 +113,14 @@ class _RowsThere:
     """
 
     def __init__(
-        self, of: OnExecutor, executor: Any, rows: Sequence[Row], here: Current
+        self, of: OnExecutor, executor: Any, rows: Sequence[Row], site: Site
     ) -> None:
         self._of, self._bound, self._executor = of, of.bound, executor
         self._first = rows[0]  # whose shapes messages have
         self._fn, self._rows, self._finish = of.bound.split(rows)
         self._workers = executors.workers_of(executor, of.once)
-        self._here, self._place = here, workers.place_here()
+        self._site, self._here = site, site.here()
+        self._place = workers.place_here()
         self._context = contextvars.copy_context()  # for rows on threads
         self.until = self._at_once = n = len(rows)
         self.over = False
@@ -270,7 +271,7 @@ class _RowsThere:
         started = _native.ticks()
         context = self._context.copy()  # since no two threads may be in one context
         try:
-            return self._bound.settings.run(context.run, run_each, self._fn, each())
+            return self._bound.settings.run(context.run, _run_each, self._fn, each())
         except BaseException:
             # At once: the waiting thread may take a while to notice.
             self.until = min(self.until, start)
@@ -294,12 +295,12 @@ class _RowsThere:
             )
 
     def _raise(self, chunk: range, error: Any) -> NoReturn:
-        row = vars(error).pop("hostcall_row", None)
-        rows = chunk[row : row + 1] if isinstance(row, int) else chunk
+        error, row = _as_raised(error)
+        rows = chunk if row is None else chunk[row : row + 1]
         which = self._rows_of(rows)
         try:
             if len(rows) == 1:
-                error.__dict__["hostcall_row"] = rows.start
+                self._site.failed(rows.start)
             if isinstance(error, Exception):
                 sent = (self._fn, self._rows[rows.start])
                 executors.explain(error, self._executor, self._of.name, which, sent)
@@ -366,10 +367,36 @@ def run_chunk(
 
     before = None if traced is None else traced.enter()
     try:
-        return run_each(fn, each())
+        return _run_each(fn, each())
     finally:
         if traced is not None and before is not None:
             traced.leave(before)
+
+
+def _run_each(fn: Callable[..., Any], rows: Iterable[Row]) -> list[Any]:
+    """Calls `fn` for one row after the other, on this thread.
+
+    `rows` may do what comes before each row.
+    """
+    values: list[Any] = []
+    try:
+        for args, kwargs in rows:
+            values.append(fn(*args, **kwargs))
+    except Exception as error:  # any other may end a worker, so it stays what it is
+        raise executors.FailedRow(error, len(values)) from None
+    return values
+
+
+def _as_raised(error: BaseException) -> tuple[BaseException, int | None]:
+    """The exception that a row raised, as if it had been sent by itself, and which row
+    of its chunk that was, if it is known.
+    """
+    if not isinstance(error, executors.FailedRow):
+        return error, None
+    error.error.with_traceback(error.__traceback__)
+    if error.__cause__ is not None:  # the traceback in another process, as text
+        error.error.__cause__ = error.__cause__
+    return error.error, error.row
 
 
 def _dropped() -> Exception:

@@ -38,11 +38,10 @@ from typing import TYPE_CHECKING, Any
 from hostcall import _native
 from hostcall._core.errors import DeadlockError, HostcallError
 from hostcall._core.host_code import own
-from hostcall._core.process import Owned
 from hostcall._core.source import PACKAGE, name_of
 from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
-from hostcall._policies.layer import Bound, Current, Row, Site, apply
+from hostcall._policies.layer import Bound, Current, Row, Site, apply, shared
 from hostcall._runtime import loop as loops
 from hostcall._runtime import waits, workers
 
@@ -88,7 +87,7 @@ class OnLoop:
                 others = enumerate(rows[1:], 1)
                 entered = [first, *(enter(here(i), held, *row) for i, row in others)]
                 part, there = apply, [((entry,), {}) for entry in entered]
-            values = _RowTasks(self, loop, part, there, here).wait(rows[0])
+            values = _RowTasks(self, loop, part, there, here).wait(rows[0], site)
         return [end(value) for end, value in zip(finish, values, strict=True)]
 
 
@@ -131,24 +130,13 @@ def settled(value: Any) -> Any:
 
 
 class Lane:
-    """The rows of one function on one loop: how many run, and which wait."""
+    """The rows of one function on one loop: how many run, and which wait. It exists
+    while a call has it, and only the thread of the loop touches it.
+    """
 
     def __init__(self) -> None:
         self.running = 0
         self.waiting: deque[tuple[_RowTasks, int]] = deque()
-
-
-class _Lanes(Owned):
-    """The lanes of each loop, by function. A lane exists while it has rows. Only the
-    thread of its loop touches the inner dict.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[asyncio.AbstractEventLoop, dict[Any, Lane]] = {}
-        super().__init__()
-
-
-lanes = _Lanes()
 
 
 class _RowTasks:
@@ -172,7 +160,8 @@ class _RowTasks:
         # lane for each depth, and places are only waited for by rows of the same depth,
         # which end without a place of it. Two functions that call each other would wait
         # in a circle if each had one lane for itself.
-        self._key, self.limit = (of.lane, len(above)), of.limit
+        self._lane: Lane = shared.one((Lane, loop, of.lane, len(above)), Lane)
+        self.limit = of.limit
         self._bound, self._name = of.bound, name_of(of.bound.fn)
         self._loop, self._fn, self._rows, self._here = loop, fn, rows, here
         self._place = workers.place_here()
@@ -189,7 +178,7 @@ class _RowTasks:
 
     # --- On the waiting thread -------------------------------------------------------
 
-    def wait(self, first: Row) -> list[Any]:
+    def wait(self, first: Row, site: Site) -> list[Any]:
         try:
             self._post(self._begin)
             seconds = self._bound.timeout
@@ -198,9 +187,8 @@ class _RowTasks:
             if self._failed is None:
                 return self._values
             number, error = self._failed
+            site.failed(number)
             try:
-                # Not on the loop: rows of other calls may have failed with this object.
-                error.__dict__["hostcall_row"] = number
                 raise error
             finally:
                 del error
@@ -255,8 +243,6 @@ class _RowTasks:
         try:
             self._loop.call_soon_threadsafe(step)
         except RuntimeError as error:
-            # Nothing runs on a closed loop, so nobody else uses its lanes any more.
-            lanes.of.pop(self._loop, None)
             raise self._closed() from error
 
     def _late(self) -> str:
@@ -275,8 +261,6 @@ class _RowTasks:
         self._begun = True
         if self.over:
             return
-        mine = lanes.of.setdefault(self._loop, {})
-        self._lane = mine.setdefault(self._key, Lane())
         self._lane.waiting.extend((self, number) for number in range(self._left))
         self._fill()
 
@@ -290,12 +274,6 @@ class _RowTasks:
             if not run.over:
                 lane.running += 1
                 run._start(number)
-        if not lane.running:
-            mine = lanes.of.get(self._loop, {})
-            if mine.get(self._key) is lane:
-                del mine[self._key]
-            if not mine:
-                lanes.of.pop(self._loop, None)
 
     def _start(self, number: int) -> None:
         context = self._context.copy()

@@ -80,7 +80,7 @@ def entries(choices: Choices) -> Entries:
         return layer.rows((leaves,), Site())[0]
 
     def runner(rows: list[Leaves], indices: Sequence[tuple[int, ...]]) -> list[Any]:
-        return layer.rows(rows, Site(indices))  # type: ignore[no-any-return]
+        return layer.rows(rows, Site(indices, choices.results))  # type: ignore[no-any-return]
 
     flat = plain and not choices.tap  # one plain array for each result
     form = ResultForm.TUPLE if flat else choices.form
@@ -125,11 +125,7 @@ class Trees:
         self._inner, self._fill = inner, filled(choices)
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
-        try:
-            return self._inner.rows([self._fill(row) for row in rows], site)
-        except BaseException as error:
-            site.failed(error)
-            raise
+        return self._inner.rows([self._fill(row) for row in rows], site)
 
 
 def filled(choices: Choices) -> Callable[[Leaves], Row]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Results, Static, Template, flatten_arguments
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.drop_in import DropInParams
@@ -73,22 +73,12 @@ def _open_keys(
     A debug callback gets typed keys when it is called eagerly. In a program it gets
     their blocks.
     """
-    keys = [
-        x.dtype if isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) else None
-        for x in operands
-    ]
-    if not any(keys):
+    if not any(
+        isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in operands
+    ):
         return list(operands), params
-    template, rest = params.callback.template, iter(keys)
-    leaves = tuple(
-        leaf if isinstance(leaf, Static) else next(rest) for leaf in template.leaves
-    )
-    callback = replace(params.callback, template=replace(template, leaves=leaves))
-    blocks = [
-        x if key is None else jax.random.key_data(x)
-        for x, key in zip(operands, keys, strict=True)
-    ]
-    return blocks, replace(params, callback=callback)
+    blocks, template = flatten_arguments(*params.callback.template.fill(operands))
+    return blocks, replace(params, callback=replace(params.callback, template=template))
 
 
 # --- abstract eval -----------------------------------------------------------------

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,26 +41,11 @@ Kind = Literal["pure", "io", "debug"]
 PRINT = "debug.print"  # the source of every print: statistics count them together
 
 
-class Flavour(NamedTuple):
-    """One kind of callback.
-
-    Attributes:
-        api: its name in JAX's log.
-        jax_logger: the logger to which JAX reports failures of such callbacks.
-        effects: those of unordered and of ordered calls.
-    """
-
-    api: str
-    jax_logger: logging.Logger
-    effects: Mapping[str, Effect]
-
-
-_IO = {"unordered": _jax.IO_EFFECT, "ordered": _jax.ORDERED_IO_EFFECT}
-_DEBUG = {"unordered": _jax.DEBUG_EFFECT, "ordered": _jax.ORDERED_DEBUG_EFFECT}
-FLAVOURS: dict[Kind, Flavour] = {
-    "pure": Flavour("jax.pure_callback", _jax.callback_logger, {}),
-    "io": Flavour("jax.io_callback", _jax.callback_logger, _IO),
-    "debug": Flavour("jax.debug.callback", _jax.debug_logger, _DEBUG),
+_EFFECTS: dict[tuple[Kind, Order], Effect] = {
+    ("io", "unordered"): _jax.IO_EFFECT,
+    ("io", "ordered"): _jax.ORDERED_IO_EFFECT,
+    ("debug", "unordered"): _jax.DEBUG_EFFECT,
+    ("debug", "ordered"): _jax.ORDERED_DEBUG_EFFECT,
 }
 
 
@@ -134,8 +119,10 @@ class DropInInfo(CallInfo):
         return error
 
     def log(self, error: BaseException) -> None:
-        flavour = FLAVOURS[self.params.kind]
-        flavour.jax_logger.error("%s failed", flavour.api, exc_info=error)
+        name, log = f"jax.{self.params.kind}_callback", _jax.callback_logger
+        if self.params.kind == "debug":
+            name, log = "jax.debug.callback", _jax.debug_logger
+        log.error("%s failed", name, exc_info=error)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -160,7 +147,7 @@ class DropInParams(CallParams):
 
     @property
     def effect(self) -> Effect | None:
-        return FLAVOURS[self.kind].effects.get(self.options.order)
+        return _EFFECTS.get((self.kind, self.options.order))
 
     @property
     def primitive(self) -> str:
@@ -196,13 +183,11 @@ def make_params(
     `given` are options as JAX's functions take them, and `arrays` as an engine's name.
     """
     template, results = trees
-    order: Order = "pure" if kind == "pure" else "unordered"
-    if given.get("ordered"):
-        order = "ordered"
-    how = CallOptions.of({**given, "order": order})
-    fills: tuple[bytes | None, ...] = (None,) * len(results.avals)
-    whole = template, results, fills
-    callback = Callback(Static(fn), *whole, how, place or users_place())
+    order = "ordered" if given.get("ordered") else "unordered"
+    how = CallOptions.of({**given, "order": "pure" if kind == "pure" else order})
+    fills = (None,) * len(results.avals)
+    place = place or users_place()
+    callback = Callback(Static(fn), template, results, fills, how, place)
     return DropInParams(
         callback=callback,
         avals=results.avals,
