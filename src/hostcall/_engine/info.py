@@ -167,7 +167,8 @@ class CallInfo:
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         # Rows that run together say by themselves which of them failed.
-        row = row or self._failed.pop(threading.get_ident(), ())
+        at = self._failed.pop(threading.get_ident(), ())
+        row = row or at
         hint = self.hint(error)
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         has_token = self.of_program is not None or self.mesh is not None
