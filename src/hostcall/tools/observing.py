@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
-from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -107,8 +107,6 @@ class observe:
             ("stats", self): self._stats,
             ("values", self): self._values,
         }
-        self._shows_bars = progress
-        self._taps = progress or stats or wants_values
         self._uses: dict[Hashable, rewriting.Use] = {
             key: use for key, use in uses.items() if use is not None
         }
@@ -135,27 +133,16 @@ class observe:
             )
         _need_programs()
         with contextlib.ExitStack() as stack:
+            stack.push(self._end)  # the last to end, after what may raise an error
             stack.enter_context(hc.reraise())
             stack.enter_context(execution.rewritten_by(self._uses))
             self._block = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         block, self._block = self._block, None
         assert block is not None
-        try:
-            block.__exit__(kind, error, trace)  # which may raise a program's error
-        except BaseException:
-            self._wait(is_failed=True)
-            raise
-        self._wait(is_failed=error is not None)
-        if error is None:
-            _need_programs()  # JAX may have had no devices before
+        block.__exit__(*raised)
 
     def rows(self) -> list[Stats]:
         """The statistics of all lines so far, in the order of files and lines.
@@ -180,19 +167,22 @@ class observe:
         """
         return table(self.rows())
 
-    def _wait(self, is_failed: bool) -> None:
+    def _end(self, _: object, error: BaseException | None, __: object) -> None:
         """Waits until all that the programs have tapped is delivered."""
-        if not self._taps:
-            return
-        try:
-            hc.barrier()
-        except Exception:
-            if not is_failed:  # else the block raises its own; taps have been logged
-                raise
-        if self._shows_bars:
+        if self._uses.keys() != {"nans"}:
+            try:
+                hc.barrier()
+            except Exception:
+                if (
+                    error is None
+                ):  # else the block raises its own; taps have been logged
+                    raise
+        if "progress" in self._uses:
             hc.progress.close()
-        if not is_failed and self._values is not None:
-            self._values.warn()
+        if error is None:
+            if self._values is not None:
+                self._values.warn()
+            _need_programs()  # JAX may have had no devices before
 
 
 def _need_programs() -> None:

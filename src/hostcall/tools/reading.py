@@ -10,7 +10,6 @@ import numpy as np
 
 from hostcall.errors import HostcallError, PackageError
 from hostcall.tools._recorder import arrays, arrow
-from hostcall.tools._recorder.files import only_files, reading
 
 if TYPE_CHECKING:
     import pandas
@@ -49,8 +48,8 @@ class Run:
         they lack. If the process was killed, a batch that it wrote in part is left out.
         """
         pa = PackageError.needed("pyarrow", "hc.tools.read", "hostcall[record]")
-        with reading(self.folder):
-            only_files(self.folder / "columns")
+        with arrow.reading(self.folder):
+            arrow.only_files(self.folder / "columns")
             tables = []
             for path in arrow.paths(self.folder / "columns"):
                 schema, batches = arrow.read(path)
@@ -76,8 +75,8 @@ class Run:
     @property
     def arrays(self) -> list[str]:
         """The names of the arrays."""
-        with reading(self.folder):
-            only_files(self.folder / "arrays")
+        with arrow.reading(self.folder):
+            arrow.only_files(self.folder / "arrays")
             found = self.folder.glob("arrays/*/*.arrows")
             return sorted({path.parent.name for path in found if path.stat().st_size})
 
@@ -88,7 +87,7 @@ class Run:
         pyarrow can map the file of one that does not fit into memory (the page
         "Recording a program" shows it).
         """
-        with reading(self.folder):
+        with arrow.reading(self.folder):
             names, below = self.arrays, self.folder / "arrays" / name
             found = arrays.read(below) if name in names else None
             if found is None:

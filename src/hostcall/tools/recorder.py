@@ -27,12 +27,11 @@ from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._core.host_code import text_of
-from hostcall._core.process import Owned, living
+from hostcall._core.process import living
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder.arrow import ArrowFile
-from hostcall.tools._recorder.fields import Field, fields_of, wrong
 from hostcall.tools._recorder.store import RunFolder
-from hostcall.tools._recorder.tapped import Events, Tapped
+from hostcall.tools._recorder.tapped import Events, Field, Tapped, fields_of, wrong
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
@@ -102,7 +101,7 @@ class Recorder:
         self._sinks = [self._feed(sink) for sink in sinks]
         who, write = f"the recorder of {store.folder}", self._write
         self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
-        _open.recorders.append(self)
+        _open.append(self)
 
     def __call__(
         self,
@@ -215,7 +214,7 @@ class Recorder:
             sink.close()
         self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
         with contextlib.suppress(ValueError):  # two threads may close it
-            _open.recorders.remove(self)
+            _open.remove(self)
         _raise_errors([self._store], f"closing the recorder of {self._store.folder}")
 
     def __enter__(self) -> Recorder:
@@ -272,23 +271,12 @@ def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
         raise raised[0]
 
 
-class _Open(Owned):
-    """
-    Attributes:
-        recorders: those that the end of the process closes.
-    """
-
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
-        super().__init__()
-
-
-_open = _Open()
+_open: list[Recorder] = []  # which the end of the process closes
 
 
 def _at_barrier(ending: bool) -> None:
     with contextlib.ExitStack() as stack:  # the error of one stops no other
-        for recorder in _open.recorders.copy() if ending else ():
+        for recorder in _open.copy() if ending else ():
             stack.callback(recorder.close)
     _raise_errors(living(RunFolder), "threads of recorders failed")
 

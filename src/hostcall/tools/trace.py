@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,10 @@ class trace:
             )
         self._gz = self.path.suffix == ".gz"
         self._events = monitor.events()
+        # Steps of compilations. Any thread appends; one writes the file, so that it
+        # needs no lock.
+        self._compiled = deque[dict[str, object]]()
         self._stop = threading.Event()
-        self._writes = threading.Lock()  # protects the file
         self._error: OSError | None = None
         self._thread: threading.Thread | None = None
 
@@ -134,17 +137,17 @@ class trace:
         if self not in _open or self._thread is None:
             return  # the process is ending, and the block ended before
         _open.remove(self)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
         if os.getpid() != self._process:
             return  # a forked child: the file is the parent's
-        jax.monitoring.unregister_event_duration_listener(self._on_duration)
         self._stop.set()
         wait(over(self._thread))
         self._events.__exit__()
         self._take(ending=True)
-        note = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0}
-        self._write_event({**note, "args": {"dropped": self.dropped}}, b"\n]\n")
-        with self._writes:  # a compilation may be ending on another thread
-            self._file.close()
+        args = {"dropped": self.dropped}
+        note = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0, "args": args}
+        self._write(json.dumps(note).encode() + b"\n]\n")
+        self._file.close()
 
     def _run(self) -> None:
         while not self._stop.wait(SLICE):  # what a killed process loses
@@ -154,14 +157,12 @@ class trace:
         before = self.dropped
         for block in self._events.lines(ending=ending):
             self._write(block)
+        events = [self._compiled.popleft() for _ in range(len(self._compiled))]
         if self.dropped > before:  # said where it happened, as a mark over all tracks
             mark = {"ph": "i", "s": "g", "cat": "dropped", "pid": 1, "tid": 1}
             name = f"{self.dropped - before} events are left out before this"
-            now = time.monotonic_ns() / 1000
-            self._write_event({**mark, "name": name, "ts": now})
-
-    def _write_event(self, event: dict[str, object], end: bytes = b",\n") -> None:
-        self._write(json.dumps(event).encode() + end)
+            events.append({**mark, "name": name, "ts": time.monotonic_ns() / 1000})
+        self._write("".join(f"{json.dumps(event)},\n" for event in events).encode())
 
     def _write(self, block: bytes) -> None:
         """Writes lines at once, in a member of their own if they are compressed."""
@@ -171,15 +172,14 @@ class trace:
             block = gzip.compress(block, compresslevel=1)
         view = memoryview(block)
         try:
-            with self._writes:
-                while view and not self._file.closed:
-                    view = view[self._file.write(view) :]
+            while view:
+                view = view[self._file.write(view) :]
         except OSError as error:
             self._error = error
 
     def _on_duration(self, step: str, seconds: float, **about: object) -> None:
         """Adds a step of a compilation, which has just ended on this thread."""
-        if step not in _STEPS or os.getpid() != self._process:
+        if step not in _STEPS:
             return
         what, function = _STEPS[step], about.get("fun_name")
         event = {
@@ -192,7 +192,7 @@ class trace:
             "dur": seconds * 1e6,
             "args": {key: str(value) for key, value in about.items()},
         }
-        self._write_event(event)
+        self._compiled.append(event)
 
 
 def _at_barrier(ending: bool) -> None:

@@ -220,16 +220,15 @@ class _Tell(HostCode):
 
     def _find(self, known: dict[Var, np.ndarray]) -> None:
         again = {v for e in self.jaxpr.eqns if runs_again(e) for v in e.outvars}
-        again &= set(self.looked_at)
-        given = {v: x for v, x in known.items() if v not in again}
+        computed = again.intersection(self.looked_at)
+        given = {v: x for v, x in known.items() if v not in computed}
         spot = Spot(self.level.around, tuple(known[v] for v in self.level.steps))
         frame = Frame(self.jaxpr, spot, given)
         frame.run()
         bad = [v for v in self.looked_at if is_bad(known[v])]
-        found = [frame.origins[v] for v in bad if v in frame.origins]
-        if found:
-            raise FloatingPointError(_text(found[0]))
-        if bad and not any(is_bad(frame.values[v]) for v in bad if v in frame.values):
+        for origin in filter(None, frame.origins_of(bad)):
+            raise FloatingPointError(_text(origin))
+        if bad and not any(is_bad(frame.value(v)) for v in bad):
             makers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
             raise FloatingPointError(_not_again(makers[bad[0]], frame))
 

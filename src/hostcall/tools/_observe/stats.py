@@ -193,32 +193,34 @@ def _count(flags: jax.Array) -> jax.Array:
 
 # --- The table ------------------------------------------------------------------------
 
-_HEADS = ("", "line", "calls", "min", "max", "mean", "rms")
-_SHARES = ("zeros", "non-finite", ">bf16", ">f16")
+_HEADS = (
+    *("", "line", "calls", "min", "max", "mean", "rms"),
+    *("zeros", "non-finite", ">bf16", ">f16", "text"),
+)
 _TO_THE_LEFT = ("", "line", "text")
 
 
 def table(rows: list[Stats]) -> str:
     """The rows as text."""
-    columns: list[list[str]] = [[head] for head in (*_HEADS, *_SHARES, "text")]
-    for row in rows:
-        shares = row.zeros, row.nonfinite, row.beyond_bf16, row.beyond_f16
-        cells = [
-            "<-" * row.backward,
-            f"{labels.short(row.file)}:{row.line}",
-            str(row.calls),
-            *(f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)),
-            *map(_percent, shares),
-            row.text[:40],
-        ]
-        for column, cell in zip(columns, cells, strict=True):
-            column.append(cell)
-    for column in columns:
+    columns = []
+    for column in zip(_HEADS, *map(_cells, rows), strict=True):
         width = max(map(len, column))
         side = str.ljust if column[0] in _TO_THE_LEFT else str.rjust
-        column[:] = [side(cell, width) for cell in column]
+        columns.append([side(cell, width) for cell in column])
     lines = zip(*columns, strict=True)
     return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def _cells(row: Stats) -> tuple[str, ...]:
+    shares = row.zeros, row.nonfinite, row.beyond_bf16, row.beyond_f16
+    return (
+        "<-" * row.backward,
+        f"{labels.short(row.file)}:{row.line}",
+        str(row.calls),
+        *(f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)),
+        *map(_percent, shares),
+        row.text[:40],
+    )
 
 
 def _percent(share: float) -> str:

@@ -18,25 +18,206 @@ it knows better, and opens it again where that was a mistake.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import TypeAlias
 
+import jax
 import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned
-from hostcall.tools._progress import bar as one
-from hostcall.tools._progress.bar import EAGER, Bar, DeviceSteps, Key
-from hostcall.tools._progress.drawing import BarSpec
+from hostcall.tools._progress.drawing import BarSpec, Drawn
+from hostcall.tools._values import with_all_axes
 
 # Seconds for which the steps of an inner loop are skipped after one was shown. The
 # first and last step of each run pass the engine's throttle, and an inner loop may
 # start a hundred thousand times a second.
 QUIET = 0.02
+LASTS = 0.3  # seconds after which a loop that `hc.observe` has found gets its bar
 SILENT = 1.0  # seconds that a bar may rest while another moves
 _CLOSED_AT_MOST = 64
+
+# A line of the user's, with its options.
+Key: TypeAlias = tuple[BarSpec, object]
+Total: TypeAlias = np.ndarray | int | None
+Metrics: TypeAlias = dict[str, np.ndarray | str]
+ROWS = 16  # the most bars of one loop
+EAGER = -1  # the run of a tap outside of programs
+
+clock = time.monotonic  # tests replace it
+
+
+# --- One bar --------------------------------------------------------------------------
+
+
+class DeviceSteps:
+    """What one device has delivered, with an element for each row of the batch.
+
+    Attributes:
+        done: the number of steps done.
+        total: the number of all steps, or None.
+        metrics: name -> text, or an array.
+        place: the steps done by the slowest row that still runs; without a total, by
+            the fastest. A row that has ended stays at its last step, or just beyond.
+        is_beyond: whether all rows have passed their last step before.
+    """
+
+    done: np.ndarray
+    total: np.ndarray | None
+
+    def __init__(
+        self, here: hc.typing.Current, step: np.ndarray, total: Total, metrics: Metrics
+    ) -> None:
+        leaves, tree = jax.tree.flatten((step, total, metrics))
+        arrays = [x for x in leaves if not isinstance(x, (str, int))]
+        spread = np.broadcast_arrays(*with_all_axes(arrays, here.transforms))
+        rows = (array.ravel() for array in spread)
+        leaves = [x if isinstance(x, (str, int)) else next(rows) for x in leaves]
+        step, total, self.metrics = tree.unflatten(leaves)
+        self.done = step.astype(np.int64) + 1
+        self.place, self.is_beyond, self.total = int(np.max(self.done)), False, None
+        if total is not None:
+            self.is_beyond = bool((self.done > total).all())
+            # A row that ended before the others may be beyond its last step.
+            self.done = np.minimum(self.done, total)
+            self.total = np.broadcast_to(total, self.done.shape)
+            running = self.done[self.done < self.total]
+            self.place = int(running.min() if running.size else self.done.max())
+
+
+class Bar:
+    """The bar of one loop run, or a bar for each of its rows.
+
+    Attributes:
+        key: the line that calls `hc.progress`, with its options.
+        runs: the newest runs of programs whose steps the bar has shown.
+        spans_runs: whether a Python loop drives it, run by run.
+        place: the smallest `DeviceSteps.place` of its devices.
+        is_done: whether all rows of all devices have reached the total.
+        encloses: whether inner loops start after a step of this loop is shown, so that
+            they still run after its last.
+        before: the lines of inner loops that end before a step is shown.
+        moves: how often the place has changed, the first time included.
+        moved: when it changed last.
+        began: when it, or its loop anew, began.
+        drawn: what is on the screen.
+    """
+
+    def __init__(self, key: Key, run: int, before: set[Key]) -> None:
+        self.key, self.loop, self.before = key, key[0], before
+        self.runs = deque([run], maxlen=16)
+        self.spans_runs = run == EAGER
+        self.place: int = self.loop.initial
+        self.is_done = self.encloses = False
+        self.moves, self.moved, self.longest_pause = 0, clock(), 0.0
+        self.began, self._restarts = time.perf_counter(), False
+        self._devices: dict[jax.Device | None, DeviceSteps] = {}
+        self.drawn: list[Drawn] = []
+
+    def move(self, here: hc.typing.Current, new: DeviceSteps) -> None:
+        """Takes what a device has delivered."""
+        now, before, old = clock(), self.place, self._devices.get(here.device)
+        self._devices[here.device] = new
+        parts, self._tap = self._devices.values(), here.step
+        self.place = min(part.place for part in parts)
+        # A device that delivers for the first time may be behind the others.
+        if old and new.place < old.place and self.place < before:
+            self.began, self._restarts = time.perf_counter(), True
+        if self.place != before or not self.moves:
+            if self.moves:
+                self.longest_pause = max(self.longest_pause, now - self.moved)
+            self.moves, self.moved = self.moves + 1, now
+        # Each device of a shard_map delivers, to its own process.
+        devices = math.prod(here.mesh_shape.values()) // here.processes
+        if here.mesh_shape and here.devices:
+            devices = sum(d.process_index == here.process for d in here.devices)
+        self.is_done = len(parts) >= devices and all(
+            part.total is not None and (part.done >= part.total).all() for part in parts
+        )
+
+    def has_lasted(self) -> bool:
+        """Whether it is time to draw it."""
+        if self.drawn or not self.loop.depth:
+            return True
+        return time.perf_counter() - self.began > LASTS
+
+    def draw(self) -> None:
+        lines = self._lines()
+        began = _passed(self._tap) if len(lines) > len(self.drawn) else 0.0
+        for number, (done, total, postfix) in enumerate(lines):
+            if number == len(self.drawn):
+                row = f"[{number}]" if len(lines) > 1 else None
+                name = " ".join(filter(None, (self.loop.desc, row))) or None
+                self.drawn.append(Drawn(self.loop, name, total, done, began))
+            elif self._restarts:
+                self.drawn[number].restart(done)
+            at_once = self.moves == 1 or self.is_done
+            self.drawn[number].show(done, postfix, at_once)
+        self._restarts = False
+
+    def close(self, leave: bool) -> None:
+        leave &= self.loop.depth < 2
+        with ExitStack() as stack:  # which closes all, even if one fails
+            # From the top, so that lines stay in order; but erased from the bottom, so
+            # that tqdm leaves the cursor at the beginning of the first line.
+            for drawn in reversed(self.drawn) if leave else self.drawn:
+                stack.callback(drawn.close, leave)
+
+    def _lines(self) -> list[tuple[int, int | None, str]]:
+        """(done, total, postfix) of each bar to draw."""
+        order = sorted(self._devices, key=lambda device: device.id if device else -1)
+        parts = [self._devices[device] for device in order]
+        done: np.ndarray = np.concatenate([part.done for part in parts])
+        totals = [part.total for part in parts if part.total is not None]
+        total: np.ndarray | None = np.concatenate(totals) if totals else None
+        each = self.loop.rows == "each"
+        if each:
+            shown: Iterable[int] = range(min(len(done), ROWS))
+        elif total is None:
+            shown = [int(np.argmax(done))]
+        else:
+            # Among equals the longest, which the bar's total is taken from.
+            shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1]
+        return [
+            (
+                int(done[row]),
+                None if total is None else int(total[row]),
+                _postfix(parts, slice(row, row + 1) if each else slice(None)),
+            )
+            for row in shown
+        ]
+
+
+def _passed(tap: int | None) -> float:
+    """When a device passed this tap, as `time.time()`; if that is not known, now."""
+    for record in reversed(hc.monitor.flight()):
+        if record.kind == "tap" and record.number == tap:
+            return record.start
+    return time.time()
+
+
+def _postfix(parts: list[DeviceSteps], rows: slice) -> str:
+    """The metrics of one row, or of all rows as mean and range."""
+    texts = []
+    for name, text in parts[0].metrics.items():
+        if not isinstance(text, str):
+            of_all = np.concatenate([part.metrics[name] for part in parts])
+            numbers: np.ndarray = of_all.astype(np.float64)[rows]
+            low, high = numbers.min(), numbers.max()
+            text = f"{numbers.mean():.3g}"
+            if low < high:  # else all are equal, or one is NaN, and so is their mean
+                text += f" [{low:.3g}, {high:.3g}]"
+        texts.append(f"{name}={text}")
+    return ", ".join(texts)
+
+
+# --- All bars -------------------------------------------------------------------------
 
 
 class Loop(BarSpec, HostCode):
@@ -49,9 +230,9 @@ class Loop(BarSpec, HostCode):
     )
 
     def __call__(
-        self, step: np.ndarray, total: np.ndarray | None, metrics: one.Metrics
+        self, step: np.ndarray, total: np.ndarray | None, metrics: Metrics
     ) -> None:
-        if one.clock() < _bars.quiet.get(id(self), 0.0):
+        if clock() < _bars.quiet.get(id(self), 0.0):
             return
         here = hc.current()
         assert here is not None
@@ -98,10 +279,13 @@ class Bars(Owned):
         if new.is_beyond and self._has_ended(key):
             return
         bar = self._bar_of(key, here.run, new.place)
-        bar.show(here, new)
+        bar.move(here, new)
         outer = self._around(bar)
+        if bar.has_lasted():
+            for each in (*(o for o in outer if not o.drawn), bar):
+                each.draw()
         if not all(o.is_done for o in outer):
-            self.quiet[id(loop)] = one.clock() + QUIET
+            self.quiet[id(loop)] = clock() + QUIET
         if bar.is_done and bar.encloses:
             # Its inner loops still run. It closes with their last step, which must not
             # be skipped.
@@ -109,7 +293,7 @@ class Bars(Owned):
         elif bar.is_done and all(o.is_done for o in outer):
             for done in (bar, *reversed(outer)):
                 self._close(done)
-        now = one.clock()
+        now = clock()
         for other in [b for b in self.open if here.run not in b.runs]:
             limit = max(SILENT, 10 * other.longest_pause)
             if other.moves > 1 and now - other.moved > limit:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import hostcall as hc
+from hostcall.errors import PackageError
 
 Factory: TypeAlias = Callable[..., Any]  # of a bar: tqdm's, or a user's
 
@@ -35,6 +36,9 @@ class BarSpec:
     Attributes:
         total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
             None if it is not known when the program is traced.
+        depth: of a loop that `hc.observe` has found, in how many loops it is, itself
+            included. Its bar is drawn when it has lasted, and erased if it is inside
+            another's. 0 for others.
     """
 
     total: int | None
@@ -44,6 +48,7 @@ class BarSpec:
     # A line in a Python loop may make a new function in each step.
     bar: Literal["auto"] | Factory = field(compare=False)
     rows: str
+    depth: int = 0
 
 
 class Drawn:
@@ -118,6 +123,20 @@ def factory(bar: Literal["auto"] | Factory) -> Factory:
     return functools.partial(
         tqdm, file=sys.stderr, mininterval=REDRAW, miniters=1, dynamic_ncols=True
     )
+
+
+def need_tqdm() -> None:
+    """Imports what draws the bar, so that its absence is told where it is asked for."""
+    package = PackageError.needed(
+        "tqdm",
+        "hc.progress(bar='auto')",
+        "hostcall[progress]",
+        "set HOSTCALL_PROGRESS=0 in the environment to run without bars",
+    )
+    # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
+    # late: multiprocessing, which the lock belongs to, has ended before, and from
+    # Python 3.14 on warns of a lock that is left.
+    package.tqdm.get_lock()
 
 
 def _lines() -> Factory:

@@ -24,9 +24,7 @@ import numpy as np
 from hostcall._core.process import Owned
 from hostcall.errors import HostcallError
 from hostcall.tools._recorder import arrow
-from hostcall.tools._recorder.fields import Field, text_of, wrong
-from hostcall.tools._recorder.files import foreign, only_files, reading
-from hostcall.tools._recorder.tapped import Events, Tapped
+from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, wrong
 from hostcall.tools._recorder.worker import Errors
 
 # The folder, and the columns with their types.
@@ -57,7 +55,7 @@ class RunFolder(Owned):
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder, f".{self._process}" if self._process else "")
         try:
-            with reading(folder):
+            with arrow.reading(folder):
                 self._resume()
         except BaseException:  # Ctrl-C, too
             self._lock.close()
@@ -69,8 +67,8 @@ class RunFolder(Owned):
         self.closed = True
 
     def _resume(self) -> None:
-        only_files(self.folder / "columns")
-        only_files(self.folder / "arrays")
+        arrow.only_files(self.folder / "columns")
+        arrow.only_files(self.folder / "arrays")
         folders = [self.folder / "columns", *self.folder.glob("arrays/*")]
         for path in itertools.chain(*map(arrow.paths, folders)):
             # Of the values of arrays nothing is read. Batches are those of this process
@@ -149,7 +147,7 @@ def _locked(folder: Path, tail: str) -> BinaryIO:
     """The file that is locked as long as it is open. It is never written."""
     path = folder / f".lock{tail}"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise foreign(path)
+        raise arrow.foreign(path)
     file = open(path, "ab")  # noqa: SIM115 (kept open)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
