@@ -17,6 +17,7 @@ import os
 import pdb
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,14 +55,11 @@ class UserLine:
 def users_lines() -> tuple[UserLine, ...]:
     """The frames of the calling thread outside of hostcall and JAX, innermost first."""
     found: list[UserLine] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(found) < _LINES_AT_MOST:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
-        if not code.co_filename.startswith(_SKIPPED):
-            first, line = min(code.co_firstlineno, frame.f_lineno), frame.f_lineno
-            at = code.co_filename, code.co_qualname, first, line
-            found.append(UserLine(*at, frame.f_globals))
-        frame = frame.f_back  # type: ignore[assignment]
+        if not code.co_filename.startswith(_SKIPPED) and len(found) < _LINES_AT_MOST:
+            at = code.co_filename, code.co_qualname, min(code.co_firstlineno, line)
+            found.append(UserLine(*at, line, frame.f_globals))
     return tuple(found)
 
 
@@ -78,24 +76,20 @@ def _run_in(
         "__more__": iter((True, True, False)).__next__,
         "__call__": iter((open_debugger, int)).__next__,
     }
-    step = _step(lines[0], "while __more__(): __call__()()", names, hidden)
-    for line in lines[1:]:
-        step = _step(line, "__inner__()", {}, {"__inner__": step})
+    source = "while __more__(): __call__()()"
+    for line in lines:
+        code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
+        code = code.replace(
+            co_firstlineno=line.first,
+            co_name=line.function.rpartition(".")[2],
+            co_qualname=line.function,
+        )
+        # The hidden names are builtins of this frame, so that no list of names shows
+        # them.
+        around = {**line.names, "__builtins__": {**vars(builtins), **hidden}}
+        step = functools.partial(exec, code, around, names)
+        source, names, hidden = "__inner__()", {}, {"__inner__": step}
     step()
-
-
-def _step(
-    line: UserLine, source: str, names: dict[str, Any], hidden: dict[str, Any]
-) -> Callable[[], Any]:
-    code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
-    code = code.replace(
-        co_firstlineno=line.first,
-        co_name=line.function.rpartition(".")[2],
-        co_qualname=line.function,
-    )
-    # The hidden names are builtins of this frame, so that no list of names shows them.
-    around = {**line.names, "__builtins__": {**vars(builtins), **hidden}}
-    return functools.partial(exec, code, around, names)
 
 
 # Held while a debugger is open: two that read the same terminal would take each other's

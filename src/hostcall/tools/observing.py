@@ -30,7 +30,7 @@ from hostcall.tools._observe.stats import Statistics, table
 from hostcall.tools._observe.stats import Stats as Stats
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
-from hostcall.tools._values import need
+from hostcall.tools._values import need, wrong
 
 
 class observe:
@@ -93,10 +93,9 @@ class observe:
         _check(names, select, to)
         wants_values = bool(names) or select is not None
         if to is not None and not wants_values:
-            raise SpecError(
-                "hostcall: hc.observe(to=...) has no values to hand on. Name variables,"
-                ' as in hc.observe("loss", to=...), or choose values with select=',
-                code="hc-option",
+            raise wrong(
+                "hc.observe(to=...) has no values to hand on. Name variables,"
+                ' as in hc.observe("loss", to=...), or choose values with select='
             )
         self._values = Values(names, select, to) if wants_values else None
         self._stats = Statistics() if stats else None
@@ -111,10 +110,9 @@ class observe:
             key: use for key, use in uses.items() if use is not None
         }
         if not self._uses:
-            raise SpecError(
-                "hostcall: hc.observe() observes nothing. Say what: names of variables,"
-                " nans=True, progress=True, or stats=True",
-                code="hc-option",
+            raise wrong(
+                "hc.observe() observes nothing. Say what: names of variables,"
+                " nans=True, progress=True, or stats=True"
             )
         self._block: contextlib.ExitStack | None = None
 
@@ -150,10 +148,8 @@ class observe:
         Inside the block, of what has been delivered; `hc.barrier()` waits for the rest.
         """
         if self._stats is None:
-            raise SpecError(
-                "hostcall: this hc.observe block collects no statistics. Make it with"
-                " stats=True",
-                code="hc-option",
+            raise wrong(
+                "this hc.observe block collects no statistics. Make it with stats=True"
             )
         return self._stats.rows()
 
@@ -199,14 +195,10 @@ def _need_programs() -> None:
 def _check(names: tuple[object, ...], select: object, to: object) -> None:
     for name in names:
         need(isinstance(name, str), "a name in hc.observe should be a str", name)
-    need(
-        select is None or callable(select),
-        "select= of hc.observe should be a function of a record",
-        select,
+    wanted = "select= of hc.observe should be a function of a record"
+    need(select is None or callable(select), wanted, select)
+    wanted = (
+        "to= of hc.observe should be a function of a record and a value, a hc.Recorder,"
+        " or a sink"
     )
-    need(
-        to is None or callable(to),
-        "to= of hc.observe should be a function of a record and a value, a"
-        " hc.Recorder, or a sink",
-        to,
-    )
+    need(to is None or callable(to), wanted, to)

@@ -18,10 +18,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 import hostcall as hc
-from hostcall.errors import SpecError
 from hostcall.tools._progress import bars
 from hostcall.tools._progress.drawing import Factory, need_tqdm
-from hostcall.tools._values import dtype_of, is_array, need, refuse_misspelt
+from hostcall.tools._values import dtype_of, is_array, need, refuse_misspelt, wrong
 
 Rows = Literal["batched", "each"]
 # The body of a loop, which takes and returns what the user's loop carries.
@@ -133,16 +132,7 @@ class Progress:
         edge = step == initial
         if total is not None:
             edge |= step == total - 1
-        # If the queue is full, the newest value of a bar is worth more than the oldest.
-        hc.tap(
-            loop,
-            step,
-            None if known is not None else total,
-            shown,
-            every=every,
-            always=edge,
-            when_full="drop_oldest",
-        )
+        loop.tap(step, None if known is not None else total, shown, every, edge)
 
     def scan(self, body: Body, total: ArrayLike | None = None, **options: Any) -> Body:
         """Wraps the body of a `lax.scan`, so that the scan shows a bar:
@@ -262,19 +252,17 @@ def _check_metric(name: str, value: object, total: object) -> None:
             if name in names.split():
                 shown = repr(value) if type(value) in (bool, int, float, str) else "..."
                 meant = what.format(name.replace("color", "colour"), shown)
-                raise SpecError(
-                    f"hostcall: hc.progress has no option {name}=, and keywords that it"
+                raise wrong(
+                    f"hc.progress has no option {name}=, and keywords that it"
                     f" does not know are metrics. This one is {meant}. A metric needs"
-                    " another name",
-                    code="hc-option",
+                    " another name"
                 )
     is_number = _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_)
-    need(
-        isinstance(value, str) or is_number,
+    wanted = (
         "hc.progress: keywords that are not options of hc.progress are metrics, and the"
-        f" metric {name}= should be a real scalar, such as x.mean(), or a text",
-        value,
+        f" metric {name}= should be a real scalar, such as x.mean(), or a text"
     )
+    need(isinstance(value, str) or is_number, wanted, value)
 
 
 def _is_scalar(value: Any, *kinds: Any) -> bool:

@@ -88,12 +88,8 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         flush: float = 1.0,
     ) -> None:
-        PackageError.needed(
-            "pyarrow",
-            "hc.Recorder",
-            "hostcall[record]",
-            "hand the values to a function of yours with hc.tap",
-        )
+        instead = "hand the values to a function of yours with hc.tap"
+        PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]", instead)
         need(flush >= 0, "flush= of a recorder should be seconds", flush)
         # Absolute, since the program may change its directory while the writer works.
         self._store = store = RunFolder(Path(folder).absolute())

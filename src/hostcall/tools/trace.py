@@ -27,6 +27,7 @@ import jax.monitoring
 from hostcall import errors, monitor
 from hostcall._core.daemon import daemon
 from hostcall._core.wait import SLICE, over, wait
+from hostcall.tools._values import wrong
 
 logger = logging.getLogger("hostcall")
 
@@ -90,10 +91,9 @@ class trace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.name.endswith((".json", ".json.gz")):
-            raise errors.SpecError(
-                "hostcall: hc.trace() writes JSON, and can't tell from the path"
-                f" {str(path)!r} whether to compress it. End it in .json or .json.gz",
-                code="hc-option",
+            raise wrong(
+                "hc.trace() writes JSON, and can't tell from the path"
+                f" {str(path)!r} whether to compress it. End it in .json or .json.gz"
             )
         self._gz = self.path.suffix == ".gz"
         self._events = monitor.events()

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-import hostcall as hc
 from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
@@ -45,15 +44,7 @@ class Loops:
                 step = jnp.int32(total) - 1 - step
             loop = bars.Loop(total, desc, "it", 0, "auto", "batched", depth)
             edge = (step == 0) | (step == (total or 0) - 1)
-            hc.tap(
-                loop,
-                step,
-                None,
-                {},
-                every=EVERY,
-                # Inner loops may start a million times a second.
-                always=edge if depth == 1 else None,
-                when_full="drop_oldest",
-            )
+            # Inner loops may start a million times a second.
+            loop.tap(step, None, {}, EVERY, edge if depth == 1 else None)
 
         yield Insertion(show, level.steps[-1:], -1)

@@ -146,6 +146,8 @@ def _named(
 # --- In a level -----------------------------------------------------------------------
 
 
+Wanted: TypeAlias = Callable[[str], bool]  # whether a name is
+
 # A target, where its value is computed, and where the frames around that are.
 _Statement: TypeAlias = tuple[Target, tuple[_Place, ...]]
 
@@ -159,9 +161,7 @@ class _Piece(NamedTuple):
     is_backward: bool
 
 
-def variables(
-    level: Level, wanted: Callable[[str], bool], untold: set[str]
-) -> Iterator[Variable]:
+def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variable]:
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
@@ -195,9 +195,7 @@ def variables(
                 yield Variable(target.name, v, each.at, place, part, len(leaves))
 
 
-def _statements_in(
-    level: Level, wanted: Callable[[str], bool]
-) -> dict[_Statement, list[_Piece]]:
+def _statements_in(level: Level, wanted: Wanted) -> dict[_Statement, list[_Piece]]:
     """The equations of each statement that assigns to a wanted target."""
     groups: dict[_Statement, list[_Piece]] = {}
     known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level

@@ -165,33 +165,26 @@ def _buffers(
     """
     buffers, updates, read = set[Var](), list[Atom](), list[Var]()
     for result, start in carried.items():
-        chain, new, old = _uses_in_place(level, start)
-        if len(chain) > 1 and result in chain:
-            buffers |= set(chain)
-            updates += [x for x in new if jaxprs.is_float(x)]
-            read += old
-    return buffers, updates, read
-
-
-def _uses_in_place(level: Level, start: Var) -> tuple[list[Var], list[Atom], list[Var]]:
-    """A value and what it becomes, its updates, and what is read of it; nothing if it
-    has other uses.
-    """
-    chain, updates, read = [start], list[Atom](), list[Var]()
-    for var in chain:  # which grows
-        for at, position in level.uses.get(var, ()):
+        chain, new, old = [start], list[Atom](), list[Var]()
+        uses = (use for var in chain for use in level.uses.get(var, ()))  # which grows
+        for at, position in uses:
             if at < 0:
                 continue
             eqn = level.jaxpr.eqns[at]
             name = eqn.primitive.name
             if position == 0 and name in _UPDATES:
                 chain += eqn.outvars
-                updates.append(eqn.invars[_UPDATES[name]])
+                new.append(eqn.invars[_UPDATES[name]])
             elif position == 0 and name in _READS:
-                read += eqn.outvars
+                old += eqn.outvars
             else:
-                return [], [], []
-    return chain, updates, read
+                break
+        else:  # it has no other uses
+            if len(chain) > 1 and result in chain:
+                buffers |= set(chain)
+                updates += filter(jaxprs.is_float, new)
+                read += old
+    return buffers, updates, read
 
 
 # --- On the host ----------------------------------------------------------------------

@@ -36,8 +36,8 @@ _ONCE = COLLECTIVES | {
     *("axis_index", "pvary", "pcast", "pbroadcast", "shard_map", "xla_pmap"),
     *("sharding_constraint", "mesh_cast", "reshard", "device_put", "copy_to_host"),
     *("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call"),
-    *("pure_callback", "io_callback", "debug_callback", "rng_bit_generator"),
-    "rng_uniform",
+    *("pure_callback", "io_callback", "debug_callback"),
+    *("rng_bit_generator", "rng_uniform"),
 }
 
 
@@ -122,14 +122,12 @@ class Frame:
                 self.values |= zip(eqn.outvars, results, strict=True)
             if not any(map(is_bad, results)):
                 continue
-            origins = self.origins_of(eqn.invars)
-            own = _inside(eqn, self.spot, operands, origins) if again else []
+            own = self._inside(eqn, operands) if again else []
             for n, (var, result) in enumerate(zip(eqn.outvars, results, strict=True)):
                 if is_bad(result) and own:  # without an origin, it was given
                     self.origins[var] = own[n] or next(filter(None, own), None)
                 elif is_bad(result):
-                    array = np.asarray(result)
-                    self.origins[var] = self._origin(eqn, operands, origins, array)
+                    self.origins[var] = self._origin(eqn, np.asarray(result))
 
     def value(self, atom: Atom) -> Value:
         if isinstance(atom, jex.Literal):
@@ -141,13 +139,36 @@ class Frame:
             None if isinstance(x, jex.Literal) else self.origins.get(x) for x in atoms
         ]
 
-    def _origin(
-        self,
-        eqn: JaxprEquation,
-        operands: list[Value],
-        origins: Origins,
-        result: np.ndarray,
-    ) -> Origin | None:
+    def _inside(self, eqn: JaxprEquation, operands: list[Value]) -> Origins:
+        """The origins of the results of a call, a branch or a loop; nothing if these
+        are not known, or if it is something else.
+        """
+        inners, name = jaxprs.inners(eqn), eqn.primitive.name
+        if not inners:
+            return []
+        inner = inners[int(operands[0]) if name == "cond" else -1]
+        origins = self.origins_of(eqn.invars[inner.begin :])
+        steps: _Steps = iter([((), True, operands[inner.begin :])])
+        if name in jaxprs.LOOPS:
+            steps = (_scan_steps if name == "scan" else _while_steps)(eqn, operands)
+        body, consts = jaxprs.opened(inner.jaxpr)
+        for step, is_new, values in steps:
+            if not is_new:  # the first step that makes a bad value is looked into
+                continue
+            frame = Frame(body, self.spot.inside(eqn, *step), {})
+            frame.values |= zip(body.constvars, consts, strict=True)
+            frame.values |= zip(body.invars, values, strict=True)
+            # Where a step begins with bad values, those came in with the operands.
+            frame.origins |= zip(body.invars, origins, strict=True)
+            frame.run()
+            is_known = all(frame.value(x) is not None for x in body.outvars)
+            found = frame.origins_of(body.outvars) if is_known else []
+            if any(found) or name not in jaxprs.LOOPS:
+                return found
+        return []
+
+    def _origin(self, eqn: JaxprEquation, result: np.ndarray) -> Origin | None:
+        operands = [self.value(atom) for atom in eqn.invars]
         is_nan = np.isnan(result)
         bad_ones = np.argwhere(is_nan if is_nan.any() else ~np.isfinite(result))
         index = tuple(map(int, bad_ones[0]))
@@ -166,9 +187,9 @@ class Frame:
             if not np.isfinite(x).all():
                 bad.append((not np.isnan(x).any(), i))
         at = index, value, [_shown(x, index, result.shape) for x in operands]
-        for _, i in sorted(bad):
-            if origins[i] is not None:
-                return Origin(eqn, self.spot, origins[i], *at)
+        for origin in self.origins_of(eqn.invars[i] for _, i in sorted(bad)):
+            if origin is not None:
+                return Origin(eqn, self.spot, origin, *at)
         are_bits = eqn.primitive.name == "bitcast_convert_type"
         if are_bits or (
             bad and not (all(no_nan for no_nan, _ in bad) and np.isnan(value))
@@ -194,49 +215,11 @@ def _shown(x: Value, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
     return kind
 
 
-# --- Calls and loops ------------------------------------------------------------------
-
-
-def _inside(
-    eqn: JaxprEquation, spot: Spot, operands: list[Value], origins: Origins
-) -> Origins:
-    """The origins of the results of a call, a branch or a loop; else nothing."""
-    inners, name = jaxprs.inners(eqn), eqn.primitive.name
-    if not inners:
-        return []
-    inner = inners[int(operands[0]) if name == "cond" else -1]
-    origins = origins[inner.begin :]
-    if name not in jaxprs.LOOPS:
-        values = operands[inner.begin :]
-        return _within(inner.jaxpr, spot.inside(eqn), values, origins)
-    steps = _scan_steps if name == "scan" else _while_steps
-    for step, is_new, values in steps(eqn, operands):
-        if is_new:  # the first step that makes a bad value
-            # Where a step begins with bad values, those came in with the operands.
-            found = _within(inner.jaxpr, spot.inside(eqn, step), values, origins)
-            if any(found):
-                return found
-    return []
-
-
-def _within(
-    jaxpr: Jaxpr,
-    spot: Spot,
-    operands: Iterable[Value],
-    origins: Iterable[Origin | None],
-) -> Origins:
-    """The origins of an inner jaxpr's results; nothing if these are not known."""
-    inner, consts = jaxprs.opened(jaxpr)
-    frame = Frame(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
-    frame.values |= zip(inner.invars, operands, strict=True)
-    frame.origins |= zip(inner.invars, origins, strict=True)
-    frame.run()
-    is_known = all(frame.value(x) is not None for x in inner.outvars)
-    return frame.origins_of(inner.outvars) if is_known else []
+# --- Loops ----------------------------------------------------------------------------
 
 
 # For each step its number, whether it makes a bad value, and what it gets.
-_Steps: TypeAlias = Iterator[tuple[int, bool, list[Value]]]
+_Steps: TypeAlias = Iterator[tuple[tuple[int, ...], bool, list[Value]]]
 
 
 def _scan_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
@@ -247,7 +230,7 @@ def _scan_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
         values = [*consts, *carry, *(x[i] for x in xs)]
         new = jaxprs.run_jaxpr(eqn.params["jaxpr"], values)
         is_new = _turns_bad(new[:n_carry], carry) or any(map(is_bad, new[n_carry:]))
-        yield i, is_new, values
+        yield (i,), is_new, values
         carry = new[:n_carry]
 
 
@@ -264,7 +247,7 @@ def _while_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
         if goes_on.shape:  # rows that have stopped stay as they are
             pairs = zip(new, carry, strict=True)
             new = [jnp.where(of_rows(goes_on, a), a, b) for a, b in pairs]
-        yield step, _turns_bad(new, carry), values
+        yield (step,), _turns_bad(new, carry), values
         carry = new
 
 

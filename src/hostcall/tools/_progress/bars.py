@@ -24,7 +24,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -229,9 +229,13 @@ class Loop(BarSpec, HostCode):
         " with hc.print"
     )
 
-    def __call__(
-        self, step: np.ndarray, total: np.ndarray | None, metrics: Metrics
-    ) -> None:
+    def tap(self, step: Any, total: Any, metrics: Any, every: float, edge: Any) -> None:
+        """Puts it into a program. `edge`: whether a step is shown in any case."""
+        # If the queue is full, the newest value of a bar is worth more than the oldest.
+        options = {"every": every, "always": edge, "when_full": "drop_oldest"}
+        hc.tap(self, step, total, metrics, **options)
+
+    def __call__(self, step: np.ndarray, total: Total, metrics: Metrics) -> None:
         if clock() < _bars.quiet.get(id(self), 0.0):
             return
         here = hc.current()
@@ -262,22 +266,13 @@ class Bars(Owned):
         self.quiet: dict[int, float] = {}
         super().__init__()
 
-    def renew(self) -> None:
-        """In a forked child, forgets the parent's bars: it runs no programs.
-
-        tqdm closes a bar that is garbage. In the child that would write into the
-        parent's terminal, or wait for tqdm's lock, which nobody there holds.
-        """
-        for drawn in (drawn for bar in self.open for drawn in bar.drawn):
-            drawn.bar.disable = True
-        super().renew()
-
     def move(self, loop: Loop, here: hc.typing.Current, new: DeviceSteps) -> None:
         """Shows a step that was delivered just now."""
         assert here.run is not None
         key = loop, here.place
-        if new.is_beyond and self._has_ended(key):
-            return
+        is_open = any(bar.key == key for bar in self.open)
+        if new.is_beyond and not is_open and any(k == key for k, _ in self.closed):
+            return  # its bars have ended
         bar = self._bar_of(key, here.run, new.place)
         bar.move(here, new)
         outer = self._around(bar)
@@ -307,11 +302,6 @@ class Bars(Owned):
                     # A bar that has shown one step may belong to a loop that has just
                     # begun and goes on. It is erased, and comes again if it does.
                     stack.callback(self._close, bar, ending or bar.moves > 1)
-
-    def _has_ended(self, key: Key) -> bool:
-        """Whether this line has shown bars, and none of them is open."""
-        is_open = any(bar.key == key for bar in self.open)
-        return not is_open and any(k == key for k, _ in self.closed)
 
     def _bar_of(self, key: Key, run: int, place: int) -> Bar:
         """The bar that a step moves, opened if need be."""

@@ -79,13 +79,13 @@ class Drawn:
 
     def restart(self, n: int) -> None:
         """Begins again in the same place, with `n` steps. The next `show` draws it."""
-        if not hasattr(self.bar, "reset"):
+        if hasattr(self.bar, "reset"):
+            self.bar.reset()
+            self._n = 0
+        else:
             self.bar.close()
             self.bar = self._make(initial=self._first)
             self._n = self._first
-            return
-        self.bar.reset()
-        self._n = 0
         if self._is_tqdm:
             self.bar.n = self.bar.last_print_n = self.bar.initial = self._n = n
 
@@ -127,12 +127,9 @@ def factory(bar: Literal["auto"] | Factory) -> Factory:
 
 def need_tqdm() -> None:
     """Imports what draws the bar, so that its absence is told where it is asked for."""
-    package = PackageError.needed(
-        "tqdm",
-        "hc.progress(bar='auto')",
-        "hostcall[progress]",
-        "set HOSTCALL_PROGRESS=0 in the environment to run without bars",
-    )
+    who, extra = "hc.progress(bar='auto')", "hostcall[progress]"
+    instead = "set HOSTCALL_PROGRESS=0 in the environment to run without bars"
+    package = PackageError.needed("tqdm", who, extra, instead)
     # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
     # late: multiprocessing, which the lock belongs to, has ended before, and from
     # Python 3.14 on warns of a lock that is left.

@@ -4,5 +4,4 @@ tapped      what one call stores: its fields, the tapped function, its rows and 
 worker      the threads: the writer and those of sinks, their queues and errors
 store       a run's folder, as its one writer sees it
 arrow       Arrow IPC streams in files, and no links
-arrays      arrays that grow: puts together the blocks that streams have
 """

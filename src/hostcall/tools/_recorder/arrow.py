@@ -1,7 +1,7 @@
 """Arrow IPC streams in files: a schema, then batches of columns.
 
     run/columns/0.arrows       rows of the table
-    run/arrays/<name>/0.arrows blocks of an array (arrays.py)
+    run/arrays/<name>/0.arrows blocks of an array (reading.py)
 
 Each stream has a file of its own, which nobody appends to later: a recorder that
 resumes a run begins new files, and so does each process of a job. A process that is
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hostcall.errors import HostcallError, PackageError
+from hostcall.tools._values import failed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,7 +44,7 @@ class About:
 
     Attributes:
         process: which one of a job wrote it.
-        type: of an array whose blocks it has (arrays.py), as in `Field.types`.
+        type: of an array whose blocks it has (reading.py), as in `Field.types`.
         whole: the shape of an entry of that array.
         sparse: whether blocks of an entry may never come.
     """
@@ -152,12 +152,13 @@ class ArrowFile:
 def _new(folder: Path) -> Path:
     """Makes a file with the next number. Another process may take a number first."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(len(paths(folder))):
+    number = len(paths(folder))
+    while True:
         path = folder / f"{number}.arrows"
         with contextlib.suppress(FileExistsError):
             open(path, "xb").close()
             return path
-    raise AssertionError("a number is free")
+        number += 1
 
 
 # Arrays are made from their memory, and read from it: pyarrow.array and to_numpy import
@@ -241,17 +242,15 @@ def reading(folder: Path) -> Iterator[None]:
         why = "A file of it was damaged, or something else wrote it"
         if isinstance(error, MemoryError):  # a damaged file may promise any size
             why = "It does not fit into memory, or a file of it was damaged"
-        raise HostcallError(
-            f"hostcall: the run in {folder} can't be read ({type(error).__name__}:"
-            f" {error}). {why}",
-            code="hc-record",
+        raise failed(
+            f"the run in {folder} can't be read ({type(error).__name__}:"
+            f" {error}). {why}"
         ) from error
 
 
 def foreign(path: Path) -> HostcallError:
-    return HostcallError(
-        f"hostcall: {path} is a link, or no plain file. A recorder makes no such thing,"
+    return failed(
+        f"{path} is a link, or no plain file. A recorder makes no such thing,"
         " and it may lead to any file of yours, so it is not opened. Copy the run"
-        " without its links (rsync -r --no-links), or delete this one",
-        code="hc-record",
+        " without its links (rsync -r --no-links), or delete this one"
     )

@@ -1,8 +1,8 @@
 """A run's folder, as its one writer in this process sees it.
 
     run/.lock            locked while a recorder is open, also against other processes
-    run/columns/0.arrows Arrow IPC streams (stream.py)
-    run/arrays/loss/     those of arrays, a folder for each name (arrays.py)
+    run/columns/0.arrows Arrow IPC streams (arrow.py)
+    run/arrays/loss/     those of arrays, a folder for each name (reading.py)
 
 The processes of one job share the folder; process 1 locks `.lock.1`.
 
@@ -22,13 +22,13 @@ import jax
 import numpy as np
 
 from hostcall._core.process import Owned
-from hostcall.errors import HostcallError
 from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, wrong
 from hostcall.tools._recorder.worker import Errors
+from hostcall.tools._values import failed
 
 # The folder, and the columns with their types.
-_Key = tuple[Path, arrow.About, tuple[tuple[str, str], ...]]
+_Key = tuple[Path, arrow.About, tuple[object, ...]]
 
 
 class RunFolder(Owned):
@@ -110,8 +110,8 @@ class RunFolder(Owned):
             steps = self._steps(delivery)
             for name, about, columns in delivery.tables(steps, self._process):
                 folder = self.folder / (f"arrays/{name}" if name else "columns")
-                types = [(n, f"{c.dtype}{c.shape[1:]}") for n, c in columns.items()]
-                parts.setdefault((folder, about, tuple(types)), []).append(columns)
+                types = tuple((n, c.dtype, c.shape[1:]) for n, c in columns.items())
+                parts.setdefault((folder, about, types), []).append(columns)
         written = []
         for key, batches in parts.items():
             folder, about, _ = key
@@ -153,9 +153,8 @@ def _locked(folder: Path, tail: str) -> BinaryIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise HostcallError(
-            f"hostcall: another recorder, of this or another process, writes to"
-            f" {folder}. Close it, or use another folder",
-            code="hc-record",
+        raise failed(
+            f"another recorder, of this or another process, writes to"
+            f" {folder}. Close it, or use another folder"
         ) from error
     return file

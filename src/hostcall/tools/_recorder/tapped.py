@@ -23,10 +23,10 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall.errors import HostcallError, SpecError
+from hostcall.errors import SpecError
 from hostcall.tools._recorder.arrow import About, Columns
 from hostcall.tools._recorder.worker import Worker
-from hostcall.tools._values import need, with_all_axes
+from hostcall.tools._values import failed, need, with_all_axes
 
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Field:
         name: the keyword; for a leaf of a pytree, with its path behind a dot.
         shape: the shape of one event, without the axes of a vmap.
         dtype: the dtype that is stored.
-        is_array: whether it is stored as an array (arrays.py), and not in a column.
+        is_array: whether it is stored as an array (reading.py), and not in a column.
     """
 
     name: str
@@ -190,21 +190,19 @@ class Tapped(HostCode):
         elif self.step is not None and delivery.is_batched(self.step):
             what = "step= differs between the rows of a vmap"
         if what is not None:
-            raise HostcallError(
-                f"hostcall: the values {', '.join(self.numbers)} can't be recorded"
+            raise failed(
+                f"the values {', '.join(self.numbers)} can't be recorded"
                 f" where {what}. Record arrays in a call of their own, outside of the"
-                " vmap",
-                code="hc-record",
+                " vmap"
             )
         for number in self.arrays:
             name, shape = self.fields[number].name, delivery.block(number)[0]
             known = self._shapes.setdefault(name, shape)
             if shape != known:
-                raise HostcallError(
-                    f"hostcall: the array {name!r} is recorded with the shape {shape},"
+                raise failed(
+                    f"the array {name!r} is recorded with the shape {shape},"
                     f" and its earlier entries have the shape {known}: the size of a"
-                    " vmap or mesh has changed. Use another name or folder",
-                    code="hc-record",
+                    " vmap or mesh has changed. Use another name or folder"
                 )
 
 
@@ -274,10 +272,8 @@ class Events:
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
         grid, places = self._grid
         rows = len(self) * math.prod(grid)
-        out = {
-            "step": steps if len(steps) == rows else np.repeat(steps, math.prod(grid)),
-            "time": np.full(rows, self.time),
-        }
+        every = np.repeat(steps, rows // len(steps))
+        out = {"step": every, "time": np.full(rows, self.time)}
         if process is not None:
             out["process"] = np.full(rows, process, np.int32)
         if self.here.mesh_coords:

@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 from hostcall._core.daemon import daemon
 from hostcall._core.wait import SLICE
 from hostcall.errors import HostcallError
+from hostcall.tools._values import failed
 
 _logger = logging.getLogger("hostcall")
 
@@ -52,12 +53,7 @@ class Worker(Generic[T]):
     """
 
     def __init__(
-        self,
-        name: str,
-        who: str,
-        work: Work[T],
-        errors: Errors,
-        patience: float = 0.0,
+        self, name: str, who: str, work: Work[T], errors: Errors, patience: float = 0.0
     ) -> None:
         self._who, self._patience = who, patience
         self._changed = threading.Condition()
@@ -98,10 +94,8 @@ class Worker(Generic[T]):
             self._changed.notify_all()
             self._wait_until(lambda: self._done >= mark or self._ended)
             if self._error is not None:
-                raise HostcallError(
-                    f"hostcall: {self._who} could not write, and records nothing more",
-                    code="hc-record",
-                ) from self._error
+                what = f"{self._who} could not write, and records nothing more"
+                raise failed(what) from self._error
 
     def close(self) -> None:
         """Accepts nothing more, and waits until the rest is done, or has failed."""
