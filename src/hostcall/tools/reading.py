@@ -100,13 +100,16 @@ class Run:
         """
         with arrow.reading(self.folder):
             names, below = self.arrays, self.folder / "arrays" / name
-            found = _array(below) if name in names else None
-            if found is None:
+            paths = arrow.paths(below) if name in names else []
+            parts = [part for path in paths if (part := _blocks(path))]
+            if not parts:
                 raise failed(
                     f"{self.folder} has no array {name!r}. It has: "
                     + (", ".join(names) or "none")
                 )
-            return found
+            if len(parts) == 1 and parts[0].shape == parts[0].about.whole:
+                return parts[0].steps, parts[0].values
+            return _joined(parts)
 
 
 # --- Arrays ---------------------------------------------------------------------------
@@ -130,32 +133,15 @@ class _Blocks:
         return self.values.shape[1:]
 
 
-def _array(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """The steps and values of an array, without entries that lack blocks; None if
-    there is none.
-
-    Raises:
-        ValueError: no recorder wrote it.
-    """
-    parts = [part for path in arrow.paths(folder) if (part := _blocks(path))]
-    if not parts:
-        return None
-    if len(parts) == 1 and parts[0].shape == parts[0].about.whole:
-        return parts[0].steps, parts[0].values
-    return _joined(parts)
-
-
 def _blocks(path: Path) -> _Blocks | None:
     """What is in a stream; None if no row of it was written."""
     schema, batches = arrow.read(path)
     if schema is None:
         return None
-    # Room for as many rows as the file can have. What is not filled takes no memory.
-    room = 8 * path.stat().st_size // max(arrow.bits_of_row(schema), 1)
-    columns, count = _room_for(schema, room), 0
+    columns, count = _room_for(schema, path.stat().st_size), 0
     for batch in batches:
         begin, count = count, count + len(batch)
-        if count > room:  # written meanwhile
+        if count > len(columns["step"]):  # written meanwhile
             count = begin
             break
         for name in schema.names:
@@ -180,12 +166,17 @@ def _blocks(path: Path) -> _Blocks | None:
     return _Blocks(about, steps, times, corners, values)
 
 
-def _room_for(schema: pyarrow.Schema, rows: int) -> arrow.Columns:
-    """Arrays for the columns; those of complex numbers are parts of "value"."""
-    out = {}
-    for field in schema:
-        dtype, of_row = arrow.type_of(field.type)
-        out[field.name] = np.empty((rows, *of_row), dtype)
+def _room_for(schema: pyarrow.Schema, size: int) -> arrow.Columns:
+    """Arrays for the columns, with as many rows as so many bytes can have. What is not
+    filled takes no memory. Those of complex numbers are parts of "value".
+    """
+    types = {column.name: arrow.type_of(column.type) for column in schema}
+    bits = [
+        math.prod(shape) * (1 if dtype.kind == "b" else 8 * dtype.itemsize)
+        for dtype, shape in types.values()
+    ]
+    rows = 8 * size // max(sum(bits), 1)
+    out = {n: np.empty((rows, *shape), dtype) for n, (dtype, shape) in types.items()}
     if "value.real" in out:
         kind = np.result_type(out["value.real"], 1j)
         out["value"] = value = np.empty(out["value.real"].shape, kind)

@@ -22,7 +22,6 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
@@ -141,24 +140,32 @@ class Bar:
             part.total is not None and (part.done >= part.total).all() for part in parts
         )
 
-    def has_lasted(self) -> bool:
-        """Whether it is time to draw it."""
-        if self.drawn or not self.loop.depth:
-            return True
-        return time.perf_counter() - self.began > LASTS
-
     def draw(self) -> None:
-        lines = self._lines()
-        began = _passed(self._tap) if len(lines) > len(self.drawn) else 0.0
-        for number, (done, total, postfix) in enumerate(lines):
+        order = sorted(self._devices, key=lambda device: device.id if device else -1)
+        parts = [self._devices[device] for device in order]
+        done: np.ndarray = np.concatenate([part.done for part in parts])
+        totals = [part.total for part in parts if part.total is not None]
+        total: np.ndarray | None = np.concatenate(totals) if totals else None
+        each = self.loop.rows == "each"
+        if each:
+            shown = list(range(min(len(done), ROWS)))
+        elif total is None:
+            shown = [int(np.argmax(done))]
+        else:
+            # Among equals the longest, which the bar's total is taken from.
+            shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1].tolist()
+        began = _passed(self._tap) if len(shown) > len(self.drawn) else 0.0
+        for number, row in enumerate(shown):
+            n, rows = int(done[row]), slice(row, row + 1) if each else slice(None)
             if number == len(self.drawn):
-                row = f"[{number}]" if len(lines) > 1 else None
-                name = " ".join(filter(None, (self.loop.desc, row))) or None
-                self.drawn.append(Drawn(self.loop, name, total, done, began))
+                place = f"[{number}]" if len(shown) > 1 else None
+                name = " ".join(filter(None, (self.loop.desc, place))) or None
+                last = None if total is None else int(total[row])
+                self.drawn.append(Drawn(self.loop, name, last, n, began))
             elif self._restarts:
-                self.drawn[number].restart(done)
+                self.drawn[number].restart(n)
             at_once = self.moves == 1 or self.is_done
-            self.drawn[number].show(done, postfix, at_once)
+            self.drawn[number].show(n, _postfix(parts, rows), at_once)
         self._restarts = False
 
     def close(self, leave: bool) -> None:
@@ -168,30 +175,6 @@ class Bar:
             # that tqdm leaves the cursor at the beginning of the first line.
             for drawn in reversed(self.drawn) if leave else self.drawn:
                 stack.callback(drawn.close, leave)
-
-    def _lines(self) -> list[tuple[int, int | None, str]]:
-        """(done, total, postfix) of each bar to draw."""
-        order = sorted(self._devices, key=lambda device: device.id if device else -1)
-        parts = [self._devices[device] for device in order]
-        done: np.ndarray = np.concatenate([part.done for part in parts])
-        totals = [part.total for part in parts if part.total is not None]
-        total: np.ndarray | None = np.concatenate(totals) if totals else None
-        each = self.loop.rows == "each"
-        if each:
-            shown: Iterable[int] = range(min(len(done), ROWS))
-        elif total is None:
-            shown = [int(np.argmax(done))]
-        else:
-            # Among equals the longest, which the bar's total is taken from.
-            shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1]
-        return [
-            (
-                int(done[row]),
-                None if total is None else int(total[row]),
-                _postfix(parts, slice(row, row + 1) if each else slice(None)),
-            )
-            for row in shown
-        ]
 
 
 def _passed(tap: int | None) -> float:
@@ -276,7 +259,8 @@ class Bars(Owned):
         bar = self._bar_of(key, here.run, new.place)
         bar.move(here, new)
         outer = self._around(bar)
-        if bar.has_lasted():
+        is_late = bar.loop.depth and not bar.drawn
+        if not is_late or time.perf_counter() - bar.began > LASTS:
             for each in (*(o for o in outer if not o.drawn), bar):
                 each.draw()
         if not all(o.is_done for o in outer):

@@ -146,18 +146,15 @@ def _lines() -> Factory:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             del pos
-            if msg is None and self._time() >= self.due:
-                self.write_line()
-
-        def write_line(self) -> None:
-            if self.n != self.written:
+            if msg is None and self._time() >= self.due and self.n != self.written:
                 self.written, self.due = self.n, self._time() + LINE_SECONDS
                 self.fp.write(f"{self}\n")
                 self.fp.flush()
 
         def close(self) -> None:
             if self.leave and not self.disable:
-                self.write_line()
+                self.due = 0.0
+                self.display()
             self.leave = False  # or tqdm writes an empty line
             super().close()
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,13 +186,6 @@ def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
     if dtype.kind not in "biuf":
         raise ValueError(f"a recorder writes no column of the type {arrow}")
     return dtype, shape
-
-
-def bits_of_row(schema: pyarrow.Schema) -> int:
-    """How many bits of a file a row takes at least."""
-    kinds = [type_of(column.type) for column in schema]
-    sizes = [1 if dtype.kind == "b" else 8 * dtype.itemsize for dtype, _ in kinds]
-    return sum(n * math.prod(shape) for n, (_, shape) in zip(sizes, kinds, strict=True))
 
 
 def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
