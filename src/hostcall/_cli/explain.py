@@ -51,11 +51,12 @@ def _show(page: str) -> None:
 def pages() -> dict[str, str]:
     """The pages by their codes, in the order of the alphabet."""
     folder = importlib.resources.files("hostcall") / "explain"
-    return {
+    texts = {
         file.name.removesuffix(".md"): file.read_text(encoding="utf-8")
-        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        for file in folder.iterdir()
         if file.name.endswith(".md")
     }
+    return dict(sorted(texts.items()))
 
 
 def meaning(page: str) -> str:

@@ -21,7 +21,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -52,7 +52,10 @@ class UserLine:
     names: dict[str, Any] = field(compare=False, repr=False)
 
 
-def users_lines() -> tuple[UserLine, ...]:
+Lines: TypeAlias = tuple[UserLine, ...]
+
+
+def users_lines() -> Lines:
     """The frames of the calling thread outside of hostcall and JAX, innermost first."""
     found: list[UserLine] = []
     for frame, line in traceback.walk_stack(sys._getframe(1)):
@@ -63,18 +66,14 @@ def users_lines() -> tuple[UserLine, ...]:
     return tuple(found)
 
 
-def _run_in(
-    lines: tuple[UserLine, ...],
-    names: dict[str, Any],
-    open_debugger: Callable[[], object],
-) -> None:
-    """Calls `open_debugger` in the innermost of these frames, with these locals."""
+def _run_in(lines: Lines, names: dict[str, Any], opens: Callable[[], object]) -> None:
+    """Calls `opens` in the innermost of these frames, with these locals."""
     # Debuggers up to Python 3.12 stop at the next line that begins, not in the call
     # that opens them. So there is a loop on the line: it opens the debugger, goes back
     # to the line's beginning, where the debugger stops, and does nothing more.
     hidden: dict[str, Any] = {
         "__more__": iter((True, True, False)).__next__,
-        "__call__": iter((open_debugger, int)).__next__,
+        "__call__": iter((opens, int)).__next__,
     }
     source = "while __more__(): __call__()()"
     for line in lines:
@@ -101,7 +100,7 @@ _open = threading.RLock()
 _quit_runs: collections.deque[int] = collections.deque(maxlen=64)
 
 
-def stop(lines: tuple[UserLine, ...], names: dict[str, Any]) -> None:
+def stop(lines: Lines, names: dict[str, Any]) -> None:
     """Opens the debugger of the user in a frame with these lines and names.
 
     Raises:
@@ -139,7 +138,7 @@ def _pdb() -> None:
     pdb.Pdb().set_trace(sys._getframe(1))
 
 
-def _quit(lines: tuple[UserLine, ...]) -> bdb.BdbQuit:
+def _quit(lines: Lines) -> bdb.BdbQuit:
     at = f"{lines[0].file}:{lines[0].line} in {lines[0].function}"
     return bdb.BdbQuit(
         f"the debugger that hostcall opened at {at} was quit, so the program ends here."

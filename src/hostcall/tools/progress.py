@@ -247,16 +247,14 @@ def _check_metric(name: str, value: object, total: object) -> None:
         is_meant = type(value) is int and total is None
     elif name == "sample":
         is_meant = type(value) is float
-    if is_meant:
-        for what, names in _NO_METRICS.items():
-            if name in names.split():
-                shown = repr(value) if type(value) in (bool, int, float, str) else "..."
-                meant = what.format(name.replace("color", "colour"), shown)
-                raise wrong(
-                    f"hc.progress has no option {name}=, and keywords that it"
-                    f" does not know are metrics. This one is {meant}. A metric needs"
-                    " another name"
-                )
+    for what, names in _NO_METRICS.items():
+        if is_meant and name in names.split():
+            shown = repr(value) if type(value) in (bool, int, float, str) else "..."
+            meant = what.format(name.replace("color", "colour"), shown)
+            raise wrong(
+                f"hc.progress has no option {name}=, and keywords that it does not know"
+                f" are metrics. This one is {meant}. A metric needs another name"
+            )
     is_number = _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_)
     wanted = (
         "hc.progress: keywords that are not options of hc.progress are metrics, and the"

@@ -6,8 +6,8 @@
 
 Threads. The worker of taps only appends to a list (`_recorder/worker.py` states what it
 guarantees). The writer, one thread, is the only one that touches the files
-(`_recorder/store.py`). Each sink has a thread, which is told where batches lie in the
-files and reads them from there. So a sink that is slow costs no memory and delays
+(`_recorder/store.py`). Each sink has a thread, which is told of new batches and reads
+them from the files. So a sink that is slow costs no memory and delays
 nobody, and loses nothing: the disk is its queue. Batches are never changed once they
 are written. Errors of these threads are raised by the next barrier or by `close`.
 """
@@ -29,7 +29,7 @@ import hostcall as hc
 from hostcall._core.host_code import text_of
 from hostcall._core.process import living
 from hostcall.errors import HostcallError, PackageError, SpecError
-from hostcall.tools._recorder.arrow import ArrowFile
+from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.store import RunFolder
 from hostcall.tools._recorder.tapped import Events, Field, Tapped, fields_of, wrong
 from hostcall.tools._recorder.worker import Worker
@@ -231,19 +231,24 @@ class Recorder:
                 for sink in self._sinks:
                     sink.put(written)
 
-    def _feed(self, sink: Sink) -> Worker[tuple[ArrowFile, int]]:
-        """A thread that gives a sink the batches that begin there in these files."""
+    def _feed(self, sink: Sink) -> Worker[Path]:
+        """A thread that gives a sink the next batch of each stream that it gets."""
         name = text_of(sink, "__name__") or type(sink).__name__
         who = f"the sink {name}"
 
-        def run(batches: Iterator[list[tuple[ArrowFile, int]]]) -> None:
+        def run(new: Iterator[list[Path]]) -> None:
+            streams: dict[Path, Iterator[pyarrow.RecordBatch]] = {}
             try:
                 with contextlib.ExitStack() as stack:
                     close = getattr(sink, "close", None)
                     if close is not None:  # on the thread of the calls, for SQLite
                         stack.callback(close)
-                    for file, begin in itertools.chain.from_iterable(batches):
-                        sink(file.columns_at(begin))
+                    for path in itertools.chain.from_iterable(new):
+                        if path not in streams:
+                            streams[path] = arrow.read(path)[1]
+                        batch = next(streams[path])
+                        names = batch.schema.names
+                        sink({n: arrow.column(batch, n).copy() for n in names})
             except BaseException as error:
                 error.add_note(
                     f"hostcall: {who} raised this, and got nothing more."

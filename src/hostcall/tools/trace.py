@@ -42,11 +42,6 @@ _STEPS = {
     "/jax/core/compile/backend_compile_duration": "compile",
 }
 
-_HEAD = (
-    b'[\n{"ph":"M","name":"process_name","pid":%d,"tid":0,'
-    b'"args":{"name":"compilation"}},\n' % _COMPILATION
-)
-
 _open: list[trace] = []  # traces that write now; its methods are atomic
 
 
@@ -99,7 +94,9 @@ class trace:
         self._events = monitor.events()
         # Steps of compilations. Any thread appends; one writes the file, so that it
         # needs no lock.
-        self._compiled = deque[dict[str, object]]()
+        head = {"ph": "M", "name": "process_name", "pid": _COMPILATION, "tid": 0}
+        head |= {"args": {"name": "compilation"}}
+        self._compiled = deque[dict[str, object]]([head])
         self._stop = threading.Event()
         self._error: OSError | None = None
         self._thread: threading.Thread | None = None
@@ -117,7 +114,7 @@ class trace:
             )
         # Unbuffered: what is written is in the file, whatever happens to the process.
         self._file = open(self.path, "wb", buffering=0)
-        self._write(_HEAD)
+        self._write(b"[\n")
         self._process = os.getpid()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         self._thread = thread = daemon("hostcall-trace", self._run)

@@ -124,28 +124,18 @@ class ArrowFile:
     def __init__(self, folder: Path, about: About) -> None:
         self.path = _new(folder)
         self._about = about
-        self._schema: pyarrow.Schema | None = None
+        self._is_new = True
 
-    def append(self, columns: Columns) -> int:
-        """Writes a batch. Returns where it begins in the file."""
+    def append(self, columns: Columns) -> None:
+        """Writes a batch."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
         with open(self.path, "ab") as file:
-            if self._schema is None:
-                self._schema = batch.schema
+            if self._is_new:
                 told = {"hostcall": json.dumps(dataclasses.asdict(self._about))}
                 file.write(batch.schema.with_metadata(told).serialize())
-            begin: int = file.tell()
             file.write(batch.serialize())
-        return begin
-
-    def columns_at(self, begin: int) -> Columns:
-        """The columns of the batch that begins there, for any thread, to write to."""
-        pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
-        with pa.OSFile(str(self.path)) as file:
-            file.seek(begin)
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
-        return {name: column(batch, name).copy() for name in batch.schema.names}
+        self._is_new = False
 
 
 def _new(folder: Path) -> Path:

@@ -101,10 +101,8 @@ class RunFolder(Owned):
                         " another name or folder"
                     )
 
-    def write(self, deliveries: list[Events]) -> list[tuple[arrow.ArrowFile, int]]:
-        """Writes what came. Returns each new batch of the table: its stream, and where
-        it begins.
-        """
+    def write(self, deliveries: list[Events]) -> list[Path]:
+        """Writes what came. Returns the stream of each new batch of the table."""
         parts: dict[_Key, list[arrow.Columns]] = {}
         for delivery in deliveries:
             steps = self._steps(delivery)
@@ -120,9 +118,9 @@ class RunFolder(Owned):
             columns = batches[0]
             if len(batches) > 1:
                 columns = {n: np.concatenate([b[n] for b in batches]) for n in columns}
-            begin = self._streams[key].append(columns)
+            self._streams[key].append(columns)
             if not about.type:
-                written.append((self._streams[key], begin))
+                written.append(self._streams[key].path)
         return written
 
     def close(self) -> None:
