@@ -135,6 +135,15 @@ def test_tuples():
         observed(jax.jit(pair), X, names=["d"]).check()
 
 
+def test_tuples_of_tuples():
+    def f(x):
+        (a, b), c = (x + 1, x * 3), x * 4
+        return a * b - c
+
+    got = observed(jax.jit(f), X, names=["a", "b", "c"])
+    got.check(a=[X + 1], b=[X * 3], c=[X * 4])
+
+
 def test_derivatives():
     def loss_of(w):
         h = jnp.tanh(w)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._progress import bar as one
 from hostcall.tools._progress import bars
 from hostcall.tools._progress.bars import Loop
 
@@ -287,7 +286,7 @@ def test_an_outer_loop_that_is_shown_last(screen, undelayed, monkeypatch):
 
 def test_fast_inner_loops_are_drawn_now_and_then(screen, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(one, "clock", lambda: now[0])
+    monkeypatch.setattr(bars, "clock", lambda: now[0])
     loops = loops_of(screen)
     for i in range(4):
         deliver(monkeypatch, loops, [("outer", i)])
@@ -300,7 +299,7 @@ def test_fast_inner_loops_are_drawn_now_and_then(screen, monkeypatch):
 
 def test_a_line_like_that_of_an_inner_loop(screen, monkeypatch):
     """Two lines with equal options. One is drawn a moment after the other."""
-    monkeypatch.setattr(one, "clock", lambda: 100.0)
+    monkeypatch.setattr(bars, "clock", lambda: 100.0)
     hc.progress(0, 4, bar=screen, desc="outer")
     for i in range(3):
         hc.progress(i, 3, bar=screen, desc="same")
@@ -406,7 +405,7 @@ def test_a_program_that_fails_and_is_run_again(screen, undelayed):
 
 def test_a_bar_that_rests_while_another_moves(screen, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(one, "clock", lambda: now[0])
+    monkeypatch.setattr(bars, "clock", lambda: now[0])
     monkeypatch.setattr(bars, "QUIET", 0)
     with pytest.raises(ValueError, match="diverged"), hc.reraise():
         failing(screen)(0.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._recorder import files, worker
+from hostcall.tools._recorder import arrow, worker
 
 pytest.importorskip("pyarrow")
 
@@ -242,5 +242,5 @@ def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
 
 def test_a_run_that_does_not_fit_into_memory(tmp_path):
     text = "It does not fit into memory, or a file of it was damaged"
-    with pytest.raises(hc.errors.HostcallError, match=text), files.reading(tmp_path):
+    with pytest.raises(hc.errors.HostcallError, match=text), arrow.reading(tmp_path):
         raise MemoryError

@@ -170,8 +170,8 @@ def test_live_draws_a_png(tmp_path):
     assert sorted(live._lines) == ["even", "loss", "pair.0", "pair.1", "v"]
     assert sorted(live._lines["v"]) == ["row 0", "row 1", "row 2"]
     line = live._lines["loss"][""]
-    np.testing.assert_array_equal(line.steps, np.arange(0, 5000, 2))  # thinned
-    np.testing.assert_array_equal(line.values, 3 + 3 * line.steps)
+    np.testing.assert_array_equal(line.points[0], np.arange(0, 5000, 2))  # thinned
+    np.testing.assert_array_equal(line.points[1], 3 + 3 * line.points[0])
 
 
 def test_live_is_throttled(tmp_path):

@@ -29,7 +29,7 @@ def formatted(fmt: str, args: Sequence[object], kwargs: Mapping[str, object]) ->
     if "!" not in fmt:
         with contextlib.suppress(TypeError):  # NumPy's arrays take no format specs
             return fmt.format(*shown, **named)
-    return EachElement().filled(fmt, shown, named)
+    return EachElement().vformat(fmt, shown, named)
 
 
 def printable(value: object) -> object:
@@ -46,32 +46,20 @@ class EachElement(string.Formatter):
     A scalar is a number, also as {!r}: the text of an array says nothing more.
     """
 
-    def filled(
-        self,
-        fmt: str,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        unnamed: Iterator[int] | None = None,
-    ) -> str:
-        """`fmt.format(*args, **kwargs)` with the rules of this class.
+    def __init__(self) -> None:
+        self._unnamed = itertools.count()
 
-        `unnamed` has the arguments for the next fields without names.
+    def parse(self, format_string: Any) -> Iterator[Any]:
+        """Numbers fields without names, those of a spec behind its field; before Python
+        3.14 the base class numbers {} only, and not {[0]}.
         """
-        unnamed, parts = unnamed or itertools.count(), []
-        for text, field, spec, conversion in self.parse(fmt):
-            parts.append(text)
-            if field is None:
-                continue
-            if field[:1] in ("", ".", "["):
-                field = f"{next(unnamed)}{field}"
-            value, _ = self.get_field(field, args, kwargs)
-            value = self.convert_field(printable(value), conversion)
-            # Behind the name, since a width without a name is the next argument.
-            spec = self.filled(spec or "", args, kwargs, unnamed)
-            parts.append(self.format_field(value, spec))
-        return "".join(parts)
+        for text, field, spec, conversion in super().parse(format_string):
+            if field is not None and field[:1] in ("", ".", "["):
+                field = f"{next(self._unnamed)}{field}"
+            yield text, field, spec, conversion
 
     def convert_field(self, value: object, conversion: Any) -> object:
+        value = printable(value)
         if conversion and isinstance(value, np.ndarray) and not value.ndim:
             return str(value)
         return super().convert_field(value, conversion)
@@ -104,30 +92,26 @@ def check(
     used = dict.fromkeys(name for name, _ in fields)
     missing = [name for name in used if name not in given]
     if missing:
-        raise SpecError(
-            f"hostcall: hc.print({fmt!r}) has no argument for its fields"
+        raise _wrong(
+            f"hc.print({fmt!r}) has no argument for its fields"
             f" {_listed(missing)}. It got"
             f" {counted(len(args), 'positional argument')}, and the keywords"
-            f" {_listed([*kwargs])}. {_how_to_give(fmt, missing, [*used])}",
-            code="hc-arguments",
+            f" {_listed([*kwargs])}. {_how_to_give(fmt, missing, [*used])}"
         )
     unused = [name for name in given if name not in used]
     if unused:
         listed = [f"argument {n}" if isinstance(n, int) else n for n in unused]
         hints = "".join(f". {hint(n)}" for n in kwargs if n in unused and hint(n))
-        raise SpecError(
-            f"hostcall: hc.print({fmt!r}) does not use {_listed(listed)}. Each argument"
+        raise _wrong(
+            f"hc.print({fmt!r}) does not use {_listed(listed)}. Each argument"
             " needs a field in the format, and an f-string has none left. Write"
-            f" hc.print('x = {{}}', x){hints}",
-            code="hc-arguments",
+            f" hc.print('x = {{}}', x){hints}"
         )
     for name, spec in fields:
         if spec and (why := _why_not(given[name], spec)):
             which = f"argument {name}" if isinstance(name, int) else f"{name}="
-            raise SpecError(
-                f"hostcall: hc.print({fmt!r}) can't format its {which} as {{:{spec}}}:"
-                f" {why}",
-                code="hc-arguments",
+            raise _wrong(
+                f"hc.print({fmt!r}) can't format its {which} as {{:{spec}}}: {why}"
             )
 
 
@@ -141,10 +125,9 @@ def _read(fmt: object) -> tuple[tuple[int | str, str], ...]:
     try:
         fields = _fields(fmt)
     except ValueError as error:
-        raise SpecError(
-            f"hostcall: hc.print can't read the format {fmt!r}: {error}. Write literal"
-            " braces twice: {{ }}",
-            code="hc-arguments",
+        raise _wrong(
+            f"hc.print can't read the format {fmt!r}: {error}. Write literal"
+            " braces twice: {{ }}"
         ) from None
     if has_tracers_text(fmt):
         raise SpecError(
@@ -214,21 +197,19 @@ def _how_to_give(
 def _why_not(value: object, spec: str) -> str:
     """Why a value can't be formatted by a spec, as far as its type tells; or ""."""
     if isinstance(value, (bool, int, float, complex)):
-        dtype, shape = _jax.canonical_dtype(np.dtype(type(value))), ()
-    elif isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        value = np.zeros((), _jax.canonical_dtype(np.dtype(type(value))))
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         dtype, shape = value.dtype, value.shape
-    else:
-        kind: Any = type(value)
-        takes_specs = kind.__format__ is not object.__format__
-        if takes_specs or hasattr(value, "__jax_array__"):
-            return ""
-        return (
-            f"a {kind.__name__} takes no format. Give its numbers fields of"
-            " their own, as in {x[0]:.3f} and {x[name]:.3f}, or write {}"
-        )
-    if 0 in shape or _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
-        return ""  # nothing to format, or what only printing finds out
-    return _why_no_number(np.dtype(dtype), shape == (), spec)
+        if 0 in shape or _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
+            return ""  # nothing to format, or what only printing finds out
+        return _why_no_number(np.dtype(dtype), shape == (), spec)
+    kind: Any = type(value)
+    if kind.__format__ is not object.__format__ or hasattr(value, "__jax_array__"):
+        return ""
+    return (
+        f"a {kind.__name__} takes no format. Give its numbers fields of their own, as"
+        " in {x[0]:.3f} and {x[name]:.3f}, or write {}"
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -238,6 +219,10 @@ def _why_no_number(dtype: np.dtype, is_scalar: bool, spec: str) -> str:
     except (TypeError, ValueError) as error:
         return f"it is {dtype}, and Python says: {error}. Write {{:.3g}}, or {{}}"
     return ""
+
+
+def _wrong(what: str) -> SpecError:
+    return SpecError(f"hostcall: {what}", code="hc-arguments")
 
 
 def _listed(names: Sequence[object]) -> str:

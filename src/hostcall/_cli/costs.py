@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -62,21 +63,20 @@ def programs(n: int) -> Rows:
     def same(x: Any) -> Any:
         return x
 
-    def spec(x: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
 
     def loop(call: Call) -> Program:
         def body(_: object, c: Any) -> Any:
-            return call(same, spec(c), c)
+            return call(same, jax.eval_shape(same, c), c)
 
         return jax.jit(lambda x: jax.lax.fori_loop(0, n, body, x))
 
     def rows(call: Call) -> Program:
-        method = "sequential"
-        return jax.jit(jax.vmap(lambda x: call(same, spec(x), x, vmap_method=method)))
+        one = functools.partial(call, same, scalar, vmap_method="sequential")
+        return jax.jit(jax.vmap(one))
 
     def once(call: Call) -> Program:
-        return jax.jit(lambda x: call(same, spec(x), x))
+        return jax.jit(lambda x: call(same, jax.eval_shape(same, x), x))
 
     one, mib = jnp.float32(1), jnp.ones(1 << 18, jnp.float32)
     return {

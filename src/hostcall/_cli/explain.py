@@ -28,8 +28,7 @@ def main(options: argparse.Namespace) -> int:
         for name, page in found.items():
             print(f"{name:<{width}}  {meaning(page)}")
         return 0
-    name = code.strip("[]").lower()
-    name = name if name.startswith("hc-") else f"hc-{name}"
+    name = "hc-" + code.strip("[]").lower().removeprefix("hc-")
     if name not in found:
         near = difflib.get_close_matches(name, found, n=3)
         hint = f"The nearest are {', '.join(near)}. " if near else ""

@@ -17,10 +17,11 @@ import os
 import pdb
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -51,51 +52,43 @@ class UserLine:
     names: dict[str, Any] = field(compare=False, repr=False)
 
 
-def users_lines() -> tuple[UserLine, ...]:
+Lines: TypeAlias = tuple[UserLine, ...]
+
+
+def users_lines() -> Lines:
     """The frames of the calling thread outside of hostcall and JAX, innermost first."""
     found: list[UserLine] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(found) < _LINES_AT_MOST:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
-        if not code.co_filename.startswith(_SKIPPED):
-            first, line = min(code.co_firstlineno, frame.f_lineno), frame.f_lineno
-            at = code.co_filename, code.co_qualname, first, line
-            found.append(UserLine(*at, frame.f_globals))
-        frame = frame.f_back  # type: ignore[assignment]
+        if not code.co_filename.startswith(_SKIPPED) and len(found) < _LINES_AT_MOST:
+            at = code.co_filename, code.co_qualname, min(code.co_firstlineno, line)
+            found.append(UserLine(*at, line, frame.f_globals))
     return tuple(found)
 
 
-def _run_in(
-    lines: tuple[UserLine, ...],
-    names: dict[str, Any],
-    open_debugger: Callable[[], object],
-) -> None:
-    """Calls `open_debugger` in the innermost of these frames, with these locals."""
+def _run_in(lines: Lines, names: dict[str, Any], opens: Callable[[], object]) -> None:
+    """Calls `opens` in the innermost of these frames, with these locals."""
     # Debuggers up to Python 3.12 stop at the next line that begins, not in the call
     # that opens them. So there is a loop on the line: it opens the debugger, goes back
     # to the line's beginning, where the debugger stops, and does nothing more.
     hidden: dict[str, Any] = {
         "__more__": iter((True, True, False)).__next__,
-        "__call__": iter((open_debugger, int)).__next__,
+        "__call__": iter((opens, int)).__next__,
     }
-    step = _step(lines[0], "while __more__(): __call__()()", names, hidden)
-    for line in lines[1:]:
-        step = _step(line, "__inner__()", {}, {"__inner__": step})
+    source = "while __more__(): __call__()()"
+    for line in lines:
+        code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
+        code = code.replace(
+            co_firstlineno=line.first,
+            co_name=line.function.rpartition(".")[2],
+            co_qualname=line.function,
+        )
+        # The hidden names are builtins of this frame, so that no list of names shows
+        # them.
+        around = {**line.names, "__builtins__": {**vars(builtins), **hidden}}
+        step = functools.partial(exec, code, around, names)
+        source, names, hidden = "__inner__()", {}, {"__inner__": step}
     step()
-
-
-def _step(
-    line: UserLine, source: str, names: dict[str, Any], hidden: dict[str, Any]
-) -> Callable[[], Any]:
-    code = compile("\n" * (line.line - line.first) + source, line.file, "exec")
-    code = code.replace(
-        co_firstlineno=line.first,
-        co_name=line.function.rpartition(".")[2],
-        co_qualname=line.function,
-    )
-    # The hidden names are builtins of this frame, so that no list of names shows them.
-    around = {**line.names, "__builtins__": {**vars(builtins), **hidden}}
-    return functools.partial(exec, code, around, names)
 
 
 # Held while a debugger is open: two that read the same terminal would take each other's
@@ -107,7 +100,7 @@ _open = threading.RLock()
 _quit_runs: collections.deque[int] = collections.deque(maxlen=64)
 
 
-def stop(lines: tuple[UserLine, ...], names: dict[str, Any]) -> None:
+def stop(lines: Lines, names: dict[str, Any]) -> None:
     """Opens the debugger of the user in a frame with these lines and names.
 
     Raises:
@@ -145,7 +138,7 @@ def _pdb() -> None:
     pdb.Pdb().set_trace(sys._getframe(1))
 
 
-def _quit(lines: tuple[UserLine, ...]) -> bdb.BdbQuit:
+def _quit(lines: Lines) -> bdb.BdbQuit:
     at = f"{lines[0].file}:{lines[0].line} in {lines[0].function}"
     return bdb.BdbQuit(
         f"the debugger that hostcall opened at {at} was quit, so the program ends here."

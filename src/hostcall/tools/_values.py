@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from hostcall.errors import SpecError
+from hostcall.errors import HostcallError, SpecError
 
 T = TypeVar("T")
 
@@ -50,12 +50,21 @@ def with_all_axes(
     return spread
 
 
+def wrong(what: str, code: str = "hc-option") -> SpecError:
+    return SpecError(f"hostcall: {what}", code=code)
+
+
+def failed(what: str) -> HostcallError:
+    """The error for a run of a recorder that can't be written or read."""
+    return HostcallError(f"hostcall: {what}", code="hc-record")
+
+
 def need(is_right: bool, wanted: str, got: Any, code: str = "hc-option") -> None:
     """Raises a SpecError that says what was wanted, and what came."""
     if not is_right:
         has_shape = isinstance(got, (np.ndarray, jax.Array))
         shown = f"{got.dtype}{list(got.shape)}" if has_shape else repr(got)
-        raise SpecError(f"hostcall: {wanted}, got {shown}", code=code)
+        raise wrong(f"{wanted}, got {shown}", code)
 
 
 def refuse_misspelt(
@@ -76,10 +85,9 @@ def refuse_misspelt(
         if near and not any(map(is_array, jax.tree.leaves(value))):
             is_text = isinstance(value, str)
             instead = "use another name" if is_text else f"write {key}=jnp.asarray(...)"
-            raise SpecError(
-                f"hostcall: {name} has no option {key}=. Did you mean {near}=? If"
-                f" {reprlib.repr(value)} is a value with this name, {instead}",
-                code="hc-option",
+            raise wrong(
+                f"{name} has no option {key}=. Did you mean {near}=? If"
+                f" {reprlib.repr(value)} is a value with this name, {instead}"
             )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
-from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -30,7 +30,7 @@ from hostcall.tools._observe.stats import Statistics, table
 from hostcall.tools._observe.stats import Stats as Stats
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
-from hostcall.tools._values import need
+from hostcall.tools._values import need, wrong
 
 
 class observe:
@@ -93,10 +93,9 @@ class observe:
         _check(names, select, to)
         wants_values = bool(names) or select is not None
         if to is not None and not wants_values:
-            raise SpecError(
-                "hostcall: hc.observe(to=...) has no values to hand on. Name variables,"
-                ' as in hc.observe("loss", to=...), or choose values with select=',
-                code="hc-option",
+            raise wrong(
+                "hc.observe(to=...) has no values to hand on. Name variables,"
+                ' as in hc.observe("loss", to=...), or choose values with select='
             )
         self._values = Values(names, select, to) if wants_values else None
         self._stats = Statistics() if stats else None
@@ -107,16 +106,13 @@ class observe:
             ("stats", self): self._stats,
             ("values", self): self._values,
         }
-        self._shows_bars = progress
-        self._taps = progress or stats or wants_values
         self._uses: dict[Hashable, rewriting.Use] = {
             key: use for key, use in uses.items() if use is not None
         }
         if not self._uses:
-            raise SpecError(
-                "hostcall: hc.observe() observes nothing. Say what: names of variables,"
-                " nans=True, progress=True, or stats=True",
-                code="hc-option",
+            raise wrong(
+                "hc.observe() observes nothing. Say what: names of variables,"
+                " nans=True, progress=True, or stats=True"
             )
         self._block: contextlib.ExitStack | None = None
 
@@ -135,27 +131,16 @@ class observe:
             )
         _need_programs()
         with contextlib.ExitStack() as stack:
+            stack.push(self._end)  # the last to end, after what may raise an error
             stack.enter_context(hc.reraise())
             stack.enter_context(execution.rewritten_by(self._uses))
             self._block = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         block, self._block = self._block, None
         assert block is not None
-        try:
-            block.__exit__(kind, error, trace)  # which may raise a program's error
-        except BaseException:
-            self._wait(is_failed=True)
-            raise
-        self._wait(is_failed=error is not None)
-        if error is None:
-            _need_programs()  # JAX may have had no devices before
+        block.__exit__(*raised)
 
     def rows(self) -> list[Stats]:
         """The statistics of all lines so far, in the order of files and lines.
@@ -163,10 +148,8 @@ class observe:
         Inside the block, of what has been delivered; `hc.barrier()` waits for the rest.
         """
         if self._stats is None:
-            raise SpecError(
-                "hostcall: this hc.observe block collects no statistics. Make it with"
-                " stats=True",
-                code="hc-option",
+            raise wrong(
+                "this hc.observe block collects no statistics. Make it with stats=True"
             )
         return self._stats.rows()
 
@@ -180,19 +163,22 @@ class observe:
         """
         return table(self.rows())
 
-    def _wait(self, is_failed: bool) -> None:
+    def _end(self, _: object, error: BaseException | None, __: object) -> None:
         """Waits until all that the programs have tapped is delivered."""
-        if not self._taps:
-            return
-        try:
-            hc.barrier()
-        except Exception:
-            if not is_failed:  # else the block raises its own; taps have been logged
-                raise
-        if self._shows_bars:
+        if self._uses.keys() != {"nans"}:
+            try:
+                hc.barrier()
+            except Exception:
+                if (
+                    error is None
+                ):  # else the block raises its own; taps have been logged
+                    raise
+        if "progress" in self._uses:
             hc.progress.close()
-        if not is_failed and self._values is not None:
-            self._values.warn()
+        if error is None:
+            if self._values is not None:
+                self._values.warn()
+            _need_programs()  # JAX may have had no devices before
 
 
 def _need_programs() -> None:
@@ -209,14 +195,10 @@ def _need_programs() -> None:
 def _check(names: tuple[object, ...], select: object, to: object) -> None:
     for name in names:
         need(isinstance(name, str), "a name in hc.observe should be a str", name)
-    need(
-        select is None or callable(select),
-        "select= of hc.observe should be a function of a record",
-        select,
+    wanted = "select= of hc.observe should be a function of a record"
+    need(select is None or callable(select), wanted, select)
+    wanted = (
+        "to= of hc.observe should be a function of a record and a value, a hc.Recorder,"
+        " or a sink"
     )
-    need(
-        to is None or callable(to),
-        "to= of hc.observe should be a function of a record and a value, a"
-        " hc.Recorder, or a sink",
-        to,
-    )
+    need(to is None or callable(to), wanted, to)

@@ -12,13 +12,15 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 import hostcall as hc
-from hostcall.tools._progress import bars, checks
-from hostcall.tools._progress.drawing import Factory
-from hostcall.tools._values import need, refuse_misspelt
+from hostcall.tools._progress import bars
+from hostcall.tools._progress.drawing import Factory, need_tqdm
+from hostcall.tools._values import dtype_of, is_array, need, refuse_misspelt, wrong
 
 Rows = Literal["batched", "each"]
 # The body of a loop, which takes and returns what the user's loop carries.
@@ -120,7 +122,9 @@ class Progress:
         refuse_misspelt(Progress.__call__, "hc.progress", metrics)
         known = int(total) if isinstance(total, (int, np.integer)) else None
         loop = bars.Loop(known, desc, unit, initial, bar, rows)
-        checks.check(loop, step, total, metrics)
+        _check(loop, step, total)
+        for metric, value in metrics.items():
+            _check_metric(metric, value, total)
         shown = {  # as text, a number takes no operand
             name: f"{value:.3g}" if isinstance(value, (int, float)) else value
             for name, value in metrics.items()
@@ -128,16 +132,7 @@ class Progress:
         edge = step == initial
         if total is not None:
             edge |= step == total - 1
-        # If the queue is full, the newest value of a bar is worth more than the oldest.
-        hc.tap(
-            loop,
-            step,
-            None if known is not None else total,
-            shown,
-            every=every,
-            always=edge,
-            when_full="drop_oldest",
-        )
+        loop.tap(step, None if known is not None else total, shown, every, edge)
 
     def scan(self, body: Body, total: ArrayLike | None = None, **options: Any) -> Body:
         """Wraps the body of a `lax.scan`, so that the scan shows a bar:
@@ -175,3 +170,100 @@ class Progress:
 
 progress = Progress()
 progress.__doc__ = Progress.__call__.__doc__  # for help(hc.progress)
+
+
+# --- What it is given, checked while a program is traced ------------------------------
+
+
+def _check(loop: bars.Loop, step: object, total: object) -> None:
+    counter = "the x of a scan over jnp.arange(n)"
+    if step is None:
+        counter += " (that of hc.progress.scan, in place of xs=None)"
+    for is_right, wanted, got in (
+        (
+            _is_scalar(step, jnp.integer),
+            "the step should be an integer scalar, the loop's counter: the index of a"
+            f" fori_loop, or {counter}",
+            step,
+        ),
+        (
+            total is None or _is_scalar(total, jnp.integer),
+            "total= should be an int or an integer scalar, the number of steps, or None"
+            " if it is not known",
+            total,
+        ),
+        (
+            isinstance(step, jax.core.Tracer) or not isinstance(total, jax.core.Tracer),
+            "the step should be the loop's counter, and total= the number of steps:"
+            " hc.progress(i, n). The total is a value of the loop, but the step is not",
+            step,
+        ),
+        (
+            type(loop.initial) is int,
+            "initial= should be an int, the number of the first step, which is part of"
+            " the compiled program",
+            loop.initial,
+        ),
+        (
+            loop.rows in ("batched", "each"),
+            "rows= should be 'batched' (one bar for the batch) or 'each' (a bar for"
+            " each row)",
+            loop.rows,
+        ),
+        (
+            loop.bar == "auto" if isinstance(loop.bar, str) else callable(loop.bar),
+            "bar= should be 'auto' (tqdm), or a function that returns a bar",
+            loop.bar,
+        ),
+    ):
+        need(is_right, f"hc.progress: {wanted}", got)
+    if loop.bar == "auto":
+        need_tqdm()
+
+
+_EVERY = "Write every=, an interval in seconds (a float) or in steps (an int)"
+
+# Names of constants that are hardly metrics, by what they are and what to do instead.
+_NO_METRICS = {
+    "an option of hc.tap, and hc.progress can't take it. Leave it out; every= says how"
+    " often the bar is drawn": "always arrays on order remat when_full where",
+    f"an option of hc.tap. {_EVERY}": "sample",
+    "an option of tqdm. Write bar=functools.partial(tqdm.tqdm, {}={})": (
+        "ascii bar_format color colour dynamic_ncols leave ncols nrows unit_divisor"
+        " unit_scale"
+    ),
+    f"an option of tqdm. {_EVERY}": "maxinterval mininterval miniters",
+    "an option of tqdm. Set HOSTCALL_PROGRESS=0 in the environment to run without"
+    " bars": "disable",
+    "the number of steps, perhaps. Write it as the second argument, hc.progress(i,"
+    " {1})": "n",
+}
+
+
+def _check_metric(name: str, value: object, total: object) -> None:
+    # An array is a metric by any name, but for a mask.
+    is_meant = not is_array(value) or name == "where"
+    if name == "n":
+        is_meant = type(value) is int and total is None
+    elif name == "sample":
+        is_meant = type(value) is float
+    for what, names in _NO_METRICS.items():
+        if is_meant and name in names.split():
+            shown = repr(value) if type(value) in (bool, int, float, str) else "..."
+            meant = what.format(name.replace("color", "colour"), shown)
+            raise wrong(
+                f"hc.progress has no option {name}=, and keywords that it does not know"
+                f" are metrics. This one is {meant}. A metric needs another name"
+            )
+    is_number = _is_scalar(value, jnp.integer, jnp.floating, jnp.bool_)
+    wanted = (
+        "hc.progress: keywords that are not options of hc.progress are metrics, and the"
+        f" metric {name}= should be a real scalar, such as x.mean(), or a text"
+    )
+    need(isinstance(value, str) or is_number, wanted, value)
+
+
+def _is_scalar(value: Any, *kinds: Any) -> bool:
+    dtype = dtype_of(value)
+    is_scalar = dtype is not None and np.shape(value) == ()
+    return is_scalar and any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -1,16 +1,27 @@
-"""`read`: a folder that a recorder wrote, while it is written, after it, or killed."""
+"""`read`: a folder that a recorder wrote, while it is written, after it, or killed.
+
+Arrays grow by an entry a call. A row of an array's stream is a block with its step, its
+time, and its corner in the entry (`at`). A block is a whole entry, or the part of it
+that a device or a process holds. A stream has the blocks of one shape from one recorder
+in one process, and is only appended to; so nothing has to be known of blocks that come
+late, or never. They are put together here: the nth block of a step at a corner belongs
+to the nth entry of the step.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hostcall.errors import HostcallError, PackageError
-from hostcall.tools._recorder import arrays, arrow
-from hostcall.tools._recorder.files import only_files, reading
+from hostcall.errors import PackageError
+from hostcall.tools._recorder import arrow
+from hostcall.tools._values import failed
 
 if TYPE_CHECKING:
     import pandas
@@ -28,10 +39,9 @@ def read(folder: str | os.PathLike[str]) -> Run:
     """
     path = Path(folder)
     if not (path / ".lock").exists():
-        raise HostcallError(
-            f"hostcall: {path} has no run that a recorder wrote."
-            f" hc.Recorder({str(path)!r}) makes one",
-            code="hc-record",
+        raise failed(
+            f"{path} has no run that a recorder wrote."
+            f" hc.Recorder({str(path)!r}) makes one"
         )
     return Run(path.absolute())
 
@@ -49,8 +59,8 @@ class Run:
         they lack. If the process was killed, a batch that it wrote in part is left out.
         """
         pa = PackageError.needed("pyarrow", "hc.tools.read", "hostcall[record]")
-        with reading(self.folder):
-            only_files(self.folder / "columns")
+        with arrow.reading(self.folder):
+            arrow.only_files(self.folder / "columns")
             tables = []
             for path in arrow.paths(self.folder / "columns"):
                 schema, batches = arrow.read(path)
@@ -76,8 +86,8 @@ class Run:
     @property
     def arrays(self) -> list[str]:
         """The names of the arrays."""
-        with reading(self.folder):
-            only_files(self.folder / "arrays")
+        with arrow.reading(self.folder):
+            arrow.only_files(self.folder / "arrays")
             found = self.folder.glob("arrays/*/*.arrows")
             return sorted({path.parent.name for path in found if path.stat().st_size})
 
@@ -88,13 +98,131 @@ class Run:
         pyarrow can map the file of one that does not fit into memory (the page
         "Recording a program" shows it).
         """
-        with reading(self.folder):
+        with arrow.reading(self.folder):
             names, below = self.arrays, self.folder / "arrays" / name
-            found = arrays.read(below) if name in names else None
-            if found is None:
-                raise HostcallError(
-                    f"hostcall: {self.folder} has no array {name!r}. It has: "
-                    + (", ".join(names) or "none"),
-                    code="hc-record",
+            paths = arrow.paths(below) if name in names else []
+            parts = [part for path in paths if (part := _blocks(path))]
+            if not parts:
+                raise failed(
+                    f"{self.folder} has no array {name!r}. It has: "
+                    + (", ".join(names) or "none")
                 )
-            return found
+            if len(parts) == 1 and parts[0].shape == parts[0].about.whole:
+                return parts[0].steps, parts[0].values
+            return _joined(parts)
+
+
+# --- Arrays ---------------------------------------------------------------------------
+
+# How many blocks an entry may have that somebody else wrote: each is that of a device.
+_MOST_BLOCKS = 1 << 16
+
+
+@dataclass
+class _Blocks:
+    """What is in a stream: what its schema says, and an element for each block."""
+
+    about: arrow.About
+    steps: np.ndarray
+    times: np.ndarray
+    corners: np.ndarray
+    values: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape[1:]
+
+
+def _blocks(path: Path) -> _Blocks | None:
+    """What is in a stream; None if no row of it was written."""
+    schema, batches = arrow.read(path)
+    if schema is None:
+        return None
+    columns, count = _room_for(schema, path.stat().st_size), 0
+    for batch in batches:
+        begin, count = count, count + len(batch)
+        if count > len(columns["step"]):  # written meanwhile
+            count = begin
+            break
+        for name in schema.names:
+            columns[name][begin:count] = arrow.column(batch, name)
+    if not count:
+        return None
+    about = arrow.about(schema)
+    steps, times, corners, values = (
+        columns[name][:count] for name in ("step", "time", "at", "value")
+    )
+    block = values.shape[1:]
+    fits = (
+        steps.dtype.kind == corners.dtype.kind == "i"
+        and steps.ndim == times.ndim == 1
+        and corners.shape[1:] == (len(about.whole),) == (len(block),)
+        and math.prod(about.whole) <= _MOST_BLOCKS * math.prod(block)
+        and (corners >= 0).all()
+        and (corners <= np.subtract(about.whole, block)).all()
+    )
+    if not fits:
+        raise ValueError(f"no recorder wrote {path}")
+    return _Blocks(about, steps, times, corners, values)
+
+
+def _room_for(schema: pyarrow.Schema, size: int) -> arrow.Columns:
+    """Arrays for the columns, with as many rows as so many bytes can have. What is not
+    filled takes no memory. Those of complex numbers are parts of "value".
+    """
+    types = {column.name: arrow.type_of(column.type) for column in schema}
+    bits = [
+        math.prod(shape) * (1 if dtype.kind == "b" else 8 * dtype.itemsize)
+        for dtype, shape in types.values()
+    ]
+    rows = 8 * size // max(sum(bits), 1)
+    out = {n: np.empty((rows, *shape), dtype) for n, (dtype, shape) in types.items()}
+    if "value.real" in out:
+        kind = np.result_type(out["value.real"], 1j)
+        out["value"] = value = np.empty(out["value.real"].shape, kind)
+        out |= {"value.real": value.real, "value.imag": value.imag}
+    return out
+
+
+def _joined(parts: list[_Blocks]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps and values of the entries that these blocks are parts of, in time."""
+    numbers, steps = _entries(parts)
+    size = math.prod(parts[0].about.whole)
+    have, times = np.zeros(len(steps), np.int64), np.full(len(steps), np.inf)
+    for part, at in zip(parts, numbers, strict=True):
+        np.add.at(have, at, size if part.about.sparse else math.prod(part.shape))
+        np.minimum.at(times, at, part.times)
+    whole = have >= size
+    place = np.cumsum(whole) - 1
+    dtype = parts[0].values.dtype
+    fill = np.nan if dtype.kind in "fc" else 0
+    values = np.full((whole.sum(), *parts[0].about.whole), fill, dtype)
+    for part, at in zip(parts, numbers, strict=True):
+        for corner in np.unique(part.corners, axis=0):
+            mine = (part.corners == corner).all(axis=1) & whole[at]
+            inside = map(slice, corner, corner + part.shape)
+            values[place[at[mine]], *inside] = part.values[mine]
+    order = np.argsort(times[whole], kind="stable")
+    return steps[whole][order], values[order]
+
+
+def _entries(parts: list[_Blocks]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The number of the entry of each block of each stream, and the entries' steps."""
+    # What the processes of a job agree on is "the nth entry of this step".
+    entries: dict[tuple[int, int], int] = {}
+    ranks: Counter[tuple[int, int]] = Counter()
+    numbers = []
+    for part in parts:
+        seen: Counter[tuple[int, ...]] = Counter()
+        mine: dict[tuple[int, int], int] = {}
+        at = []
+        for step, *corner in np.c_[part.steps, part.corners].tolist():
+            seen[step, *corner] += 1
+            nth = (step, seen[step, *corner])
+            if nth not in mine:
+                ranks[part.about.process, step] += 1
+                key = (step, ranks[part.about.process, step])
+                mine[nth] = entries.setdefault(key, len(entries))
+            at.append(mine[nth])
+        numbers.append(np.array(at, np.int64))
+    return numbers, np.array([step for step, _ in entries], np.int64)

@@ -6,8 +6,8 @@
 
 Threads. The worker of taps only appends to a list (`_recorder/worker.py` states what it
 guarantees). The writer, one thread, is the only one that touches the files
-(`_recorder/store.py`). Each sink has a thread, which is told where batches lie in the
-files and reads them from there. So a sink that is slow costs no memory and delays
+(`_recorder/store.py`). Each sink has a thread, which is told of new batches and reads
+them from the files. So a sink that is slow costs no memory and delays
 nobody, and loses nothing: the disk is its queue. Batches are never changed once they
 are written. Errors of these threads are raised by the next barrier or by `close`.
 """
@@ -27,12 +27,11 @@ from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._core.host_code import text_of
-from hostcall._core.process import Owned, living
+from hostcall._core.process import living
 from hostcall.errors import HostcallError, PackageError, SpecError
-from hostcall.tools._recorder.arrow import ArrowFile
-from hostcall.tools._recorder.fields import Field, fields_of, wrong
+from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.store import RunFolder
-from hostcall.tools._recorder.tapped import Events, Tapped
+from hostcall.tools._recorder.tapped import Events, Field, Tapped, fields_of, wrong
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
@@ -89,12 +88,8 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         flush: float = 1.0,
     ) -> None:
-        PackageError.needed(
-            "pyarrow",
-            "hc.Recorder",
-            "hostcall[record]",
-            "hand the values to a function of yours with hc.tap",
-        )
+        instead = "hand the values to a function of yours with hc.tap"
+        PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]", instead)
         need(flush >= 0, "flush= of a recorder should be seconds", flush)
         # Absolute, since the program may change its directory while the writer works.
         self._store = store = RunFolder(Path(folder).absolute())
@@ -102,7 +97,7 @@ class Recorder:
         self._sinks = [self._feed(sink) for sink in sinks]
         who, write = f"the recorder of {store.folder}", self._write
         self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
-        _open.recorders.append(self)
+        _open.append(self)
 
     def __call__(
         self,
@@ -215,7 +210,7 @@ class Recorder:
             sink.close()
         self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
         with contextlib.suppress(ValueError):  # two threads may close it
-            _open.recorders.remove(self)
+            _open.remove(self)
         _raise_errors([self._store], f"closing the recorder of {self._store.folder}")
 
     def __enter__(self) -> Recorder:
@@ -236,19 +231,24 @@ class Recorder:
                 for sink in self._sinks:
                     sink.put(written)
 
-    def _feed(self, sink: Sink) -> Worker[tuple[ArrowFile, int]]:
-        """A thread that gives a sink the batches that begin there in these files."""
+    def _feed(self, sink: Sink) -> Worker[Path]:
+        """A thread that gives a sink the next batch of each stream that it gets."""
         name = text_of(sink, "__name__") or type(sink).__name__
         who = f"the sink {name}"
 
-        def run(batches: Iterator[list[tuple[ArrowFile, int]]]) -> None:
+        def run(new: Iterator[list[Path]]) -> None:
+            streams: dict[Path, Iterator[pyarrow.RecordBatch]] = {}
             try:
                 with contextlib.ExitStack() as stack:
                     close = getattr(sink, "close", None)
                     if close is not None:  # on the thread of the calls, for SQLite
                         stack.callback(close)
-                    for file, begin in itertools.chain.from_iterable(batches):
-                        sink(file.columns_at(begin))
+                    for path in itertools.chain.from_iterable(new):
+                        if path not in streams:
+                            streams[path] = arrow.read(path)[1]
+                        batch = next(streams[path])
+                        names = batch.schema.names
+                        sink({n: arrow.column(batch, n).copy() for n in names})
             except BaseException as error:
                 error.add_note(
                     f"hostcall: {who} raised this, and got nothing more."
@@ -272,23 +272,12 @@ def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
         raise raised[0]
 
 
-class _Open(Owned):
-    """
-    Attributes:
-        recorders: those that the end of the process closes.
-    """
-
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
-        super().__init__()
-
-
-_open = _Open()
+_open: list[Recorder] = []  # which the end of the process closes
 
 
 def _at_barrier(ending: bool) -> None:
     with contextlib.ExitStack() as stack:  # the error of one stops no other
-        for recorder in _open.recorders.copy() if ending else ():
+        for recorder in _open.copy() if ending else ():
             stack.callback(recorder.close)
     _raise_errors(living(RunFolder), "threads of recorders failed")
 

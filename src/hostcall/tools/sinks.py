@@ -220,7 +220,7 @@ class live:
             plot.set_ylabel(name)
             lines = self._lines.get(name, {})
             for label, line in sorted(lines.items()):
-                plot.plot(line.steps, line.values, label=label or None)
+                plot.plot(*line.points, label=label or None)
             if 1 < len(lines) <= 8:
                 plot.legend(fontsize="small")
         plots[-1].set_xlabel("step")
@@ -235,16 +235,15 @@ class _Curve:
     MOST = 4096
 
     def __init__(self) -> None:
-        self.steps, self.values = np.empty(0), np.empty(0)
+        self.points = np.empty((2, 0))  # steps and values
         self._stride, self._seen = 1, 0
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        kept = slice(-self._seen % self._stride, None, self._stride)
+        new = np.stack([steps, values])[:, -self._seen % self._stride :: self._stride]
+        self.points = np.concatenate([self.points, new], axis=1)
         self._seen += len(steps)
-        self.steps = np.concatenate([self.steps, steps[kept]])
-        self.values = np.concatenate([self.values, values[kept]])
-        while len(self.steps) > self.MOST:
-            self.steps, self.values = self.steps[::2], self.values[::2]
+        while self.points.shape[1] > self.MOST:
+            self.points = self.points[:, ::2]
             self._stride *= 2
 
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import jax.monitoring
 from hostcall import errors, monitor
 from hostcall._core.daemon import daemon
 from hostcall._core.wait import SLICE, over, wait
+from hostcall.tools._values import wrong
 
 logger = logging.getLogger("hostcall")
 
@@ -39,11 +41,6 @@ _STEPS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/backend_compile_duration": "compile",
 }
-
-_HEAD = (
-    b'[\n{"ph":"M","name":"process_name","pid":%d,"tid":0,'
-    b'"args":{"name":"compilation"}},\n' % _COMPILATION
-)
 
 _open: list[trace] = []  # traces that write now; its methods are atomic
 
@@ -89,15 +86,18 @@ class trace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.name.endswith((".json", ".json.gz")):
-            raise errors.SpecError(
-                "hostcall: hc.trace() writes JSON, and can't tell from the path"
-                f" {str(path)!r} whether to compress it. End it in .json or .json.gz",
-                code="hc-option",
+            raise wrong(
+                "hc.trace() writes JSON, and can't tell from the path"
+                f" {str(path)!r} whether to compress it. End it in .json or .json.gz"
             )
         self._gz = self.path.suffix == ".gz"
         self._events = monitor.events()
+        # Steps of compilations. Any thread appends; one writes the file, so that it
+        # needs no lock.
+        head = {"ph": "M", "name": "process_name", "pid": _COMPILATION, "tid": 0}
+        head |= {"args": {"name": "compilation"}}
+        self._compiled = deque[dict[str, object]]([head])
         self._stop = threading.Event()
-        self._writes = threading.Lock()  # protects the file
         self._error: OSError | None = None
         self._thread: threading.Thread | None = None
 
@@ -114,7 +114,7 @@ class trace:
             )
         # Unbuffered: what is written is in the file, whatever happens to the process.
         self._file = open(self.path, "wb", buffering=0)
-        self._write(_HEAD)
+        self._write(b"[\n")
         self._process = os.getpid()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         self._thread = thread = daemon("hostcall-trace", self._run)
@@ -134,17 +134,17 @@ class trace:
         if self not in _open or self._thread is None:
             return  # the process is ending, and the block ended before
         _open.remove(self)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
         if os.getpid() != self._process:
             return  # a forked child: the file is the parent's
-        jax.monitoring.unregister_event_duration_listener(self._on_duration)
         self._stop.set()
         wait(over(self._thread))
         self._events.__exit__()
         self._take(ending=True)
-        note = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0}
-        self._write_event({**note, "args": {"dropped": self.dropped}}, b"\n]\n")
-        with self._writes:  # a compilation may be ending on another thread
-            self._file.close()
+        args = {"dropped": self.dropped}
+        note = {"ph": "M", "name": "hostcall", "pid": 1, "tid": 0, "args": args}
+        self._write(json.dumps(note).encode() + b"\n]\n")
+        self._file.close()
 
     def _run(self) -> None:
         while not self._stop.wait(SLICE):  # what a killed process loses
@@ -154,14 +154,12 @@ class trace:
         before = self.dropped
         for block in self._events.lines(ending=ending):
             self._write(block)
+        events = [self._compiled.popleft() for _ in range(len(self._compiled))]
         if self.dropped > before:  # said where it happened, as a mark over all tracks
             mark = {"ph": "i", "s": "g", "cat": "dropped", "pid": 1, "tid": 1}
             name = f"{self.dropped - before} events are left out before this"
-            now = time.monotonic_ns() / 1000
-            self._write_event({**mark, "name": name, "ts": now})
-
-    def _write_event(self, event: dict[str, object], end: bytes = b",\n") -> None:
-        self._write(json.dumps(event).encode() + end)
+            events.append({**mark, "name": name, "ts": time.monotonic_ns() / 1000})
+        self._write("".join(f"{json.dumps(event)},\n" for event in events).encode())
 
     def _write(self, block: bytes) -> None:
         """Writes lines at once, in a member of their own if they are compressed."""
@@ -171,15 +169,14 @@ class trace:
             block = gzip.compress(block, compresslevel=1)
         view = memoryview(block)
         try:
-            with self._writes:
-                while view and not self._file.closed:
-                    view = view[self._file.write(view) :]
+            while view:
+                view = view[self._file.write(view) :]
         except OSError as error:
             self._error = error
 
     def _on_duration(self, step: str, seconds: float, **about: object) -> None:
         """Adds a step of a compilation, which has just ended on this thread."""
-        if step not in _STEPS or os.getpid() != self._process:
+        if step not in _STEPS:
             return
         what, function = _STEPS[step], about.get("fun_name")
         event = {
@@ -192,7 +189,7 @@ class trace:
             "dur": seconds * 1e6,
             "args": {key: str(value) for key, value in about.items()},
         }
-        self._write_event(event)
+        self._compiled.append(event)
 
 
 def _at_barrier(ending: bool) -> None:

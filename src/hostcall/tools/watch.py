@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -26,7 +26,7 @@ from hostcall._api.call import call_kept
 from hostcall._core.host_code import HostCode, text_of
 from hostcall.errors import SpecError, Watched, WatchError
 from hostcall.tools._debugger import UserLine, stop, users_lines
-from hostcall.tools._values import ARRAYS, need, without_derivative
+from hostcall.tools._values import ARRAYS, need, without_derivative, wrong
 
 logger = logging.getLogger("hostcall")
 
@@ -145,9 +145,9 @@ def _passes(x: Any, fired: _Fired) -> jax.Array:
         finite = [jnp.isfinite(leaf).all() for leaf in leaves if _can_be_bad(leaf)]
         if finite:
             return functools.reduce(jnp.logical_and, finite)
-        dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, ARRAYS)]
-        types = [type(leaf) for leaf in leaves if not isinstance(leaf, ARRAYS)]
-        kinds = {*map(str, dtypes), *(kind.__name__ for kind in types)}
+        kinds = {
+            str(x.dtype) if isinstance(x, ARRAYS) else type(x).__name__ for x in leaves
+        }
         raise SpecError(
             f"hostcall: nothing in hc.watch({fired.name}) can be nan or infinite: it"
             f" has {', '.join(sorted(kinds)) or 'no leaves'}. Give floating or complex"
@@ -156,19 +156,17 @@ def _passes(x: Any, fired: _Fired) -> jax.Array:
     try:
         passes = jnp.asarray(fired.check(x))
     except _WANTS_NUMBERS as error:
-        raise SpecError(
-            f"hostcall: check= of hc.watch({fired.name}) is part of the program, and"
+        raise wrong(
+            f"check= of hc.watch({fired.name}) is part of the program, and"
             f" `{fired.called}` used a traced value as a number, as bool(), float(),"
             " `if` and NumPy do. Write it with jnp, and let it return a bool scalar"
-            " that is computed: lambda x: jnp.isfinite(x).all()",
-            code="hc-option",
+            " that is computed: lambda x: jnp.isfinite(x).all()"
         ) from error
     if passes.shape != () or passes.dtype != bool:
-        raise SpecError(
-            f"hostcall: check= of hc.watch({fired.name}) should return a bool scalar,"
+        raise wrong(
+            f"check= of hc.watch({fired.name}) should return a bool scalar,"
             f" got {passes.dtype}{list(passes.shape)}. Reduce it with jnp.all, for"
-            " example",
-            code="hc-option",
+            " example"
         )
     return passes
 
@@ -182,7 +180,7 @@ _WANTS_NUMBERS = (
 
 
 def _with_cotangents(fired: _Fired, keep: int, x: T) -> T:
-    of = _Fired(f"cotangent of {fired.name}", fired.check, fired.action, fired.lines)
+    of = replace(fired, name=f"cotangent of {fired.name}")
 
     def backward(_: None, cotangent: T) -> tuple[T]:
         _look(cotangent, None, None, of, keep)
@@ -301,9 +299,9 @@ def _told(name: str, path: Any, leaf: object) -> str:
         return ""
     count = f"{array[()]}"
     if array.ndim:
-        first = tuple(np.argwhere(bad)[0].tolist())
-        count = f"{bad.sum()} of {array.size} numbers, the first is {array[first]} at"
-        count += f" {list(first)}"
+        (*first,) = np.argwhere(bad)[0].tolist()
+        value = array[(*first,)]
+        count = f"{bad.sum()} of {array.size} numbers, the first is {value} at {first}"
     kind = f"{array.dtype}{list(array.shape)}"
     return f"  {name}{jax.tree_util.keystr(path)}: {count} ({kind})"
 

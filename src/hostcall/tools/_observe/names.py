@@ -16,6 +16,7 @@ import ast
 import functools
 import linecache
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
@@ -42,14 +43,16 @@ class Variable(NamedTuple):
     """A value of a variable in a level.
 
     Attributes:
+        name: "" if it is not known.
         at: the index of the equation which computes it.
+        place: (file, function, line) of its statement.
         part, parts: which leaf of the value it is, and how many there are.
     """
 
     name: str
     var: Var
     at: int
-    line: SourceLine
+    place: tuple[str, str, int]
     part: int
     parts: int
 
@@ -112,39 +115,41 @@ def _is_in_loop(place: _Place) -> bool:
 
 def _targets(statement: ast.stmt) -> list[Target]:
     if isinstance(statement, ast.AugAssign):
-        return _named(statement.target, None, statement)  # the sum too
+        return [*_named(statement.target, statement)]  # the sum too
     if isinstance(statement, ast.Assign):
         left, value = statement.targets, statement.value
     elif isinstance(statement, ast.AnnAssign) and statement.value:
         left, value = [statement.target], statement.value
     else:
         return []
-    values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
-    found: list[Target] = []
-    for each in left:
-        if not isinstance(each, (ast.Tuple, ast.List)):
-            found += _named(each, None, value)
-            continue
-        starred = any(isinstance(x, ast.Starred) for x in (*each.elts, *values))
-        for i, one in enumerate(each.elts):
-            if len(values) == len(each.elts) and not starred:
-                found += _named(one, None, values[i])
-            else:
-                found += _named(one, -1 if starred else i, value)
-    return found
+    return [one for each in left for one in _named(each, value)]
 
 
 def _named(
-    target: ast.expr, part: int | None, value: ast.expr | ast.stmt
-) -> list[Target]:
-    if isinstance(target, (ast.Tuple, ast.List)):  # which part is which is not known
-        return [one for each in target.elts for one in _named(each, -1, value)]
-    if not isinstance(target, (ast.Name, ast.Attribute)):
-        return []
-    return [Target(ast.unparse(target), part, _span(value))]
+    target: ast.expr, value: ast.expr | ast.stmt, part: int | None = None
+) -> Iterator[Target]:
+    """The names in a target which gets a value, or that part of it; -1: some part."""
+    if isinstance(target, (ast.Name, ast.Attribute)):
+        yield Target(ast.unparse(target), part, _span(value))
+    if not isinstance(target, (ast.Tuple, ast.List)):
+        return
+    is_display = part is None and isinstance(value, (ast.Tuple, ast.List))
+    values = value.elts if is_display else []  # type: ignore[union-attr]
+    starred = any(isinstance(x, ast.Starred) for x in (*target.elts, *values))
+    for i, one in enumerate(target.elts):
+        if len(values) == len(target.elts) and not starred:
+            yield from _named(one, values[i])
+        else:
+            yield from _named(one, value, -1 if starred or part is not None else i)
 
 
 # --- In a level -----------------------------------------------------------------------
+
+
+Wanted: TypeAlias = Callable[[str], bool]  # whether a name is
+
+# A target, where its value is computed, and where the frames around that are.
+_Statement: TypeAlias = tuple[Target, tuple[_Place, ...]]
 
 
 class _Piece(NamedTuple):
@@ -156,52 +161,43 @@ class _Piece(NamedTuple):
     is_backward: bool
 
 
-def variables(
-    level: Level, wanted: Callable[[str], bool], untold: set[str]
-) -> Iterator[Variable]:
+def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variable]:
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    for (target, places), found in _statements_in(level, wanted):
+    for (target, places), found in _statements_in(level, wanted).items():
         is_in_loop = any(map(_is_in_loop, places))
         differentiates = found[0].line.differentiates
         side = _side(target, differentiates)
         if side is None:
             untold.add(target.name)
             continue
-        runs, backward = [found], set[int]()
+        backward = set[int]()
         if not differentiates:
-            forward = [each for each in found if not each.is_backward]
             backward = {each.at for each in found if each.is_backward}
-            if forward:
-                runs = _runs(forward) if is_in_loop else [forward]
-            else:
-                runs = []
-        for run in runs:
+            found = [each for each in found if not each.is_backward]
+        in_turn = found and is_in_loop and not differentiates
+        for run in _runs(found) if in_turn else filter(None, [found]):
             within = backward | {each.at for each in run}
             if not is_in_loop and not differentiates:
                 # What was traced meanwhile, such as branches from elsewhere, is inside.
                 within |= {*range(run[0].at, run[-1].at)}
-            users = _Users(level, target, places, within)
             leaves = [
                 (each, v)
                 for each in run
                 if side == "both" or each.is_backward == (side == "backward")
                 if not (differentiates and _is_differentiated(level, each))
                 for v in each.eqn.outvars
-                if users.has(v)
+                if _Users(level, target, places, within).has(v)
             ]
             for part, (each, v) in enumerate(leaves):
-                yield Variable(target.name, v, each.at, each.line, part, len(leaves))
+                place = each.line[:3]
+                yield Variable(target.name, v, each.at, place, part, len(leaves))
 
 
-def _statements_in(
-    level: Level, wanted: Callable[[str], bool]
-) -> Iterator[tuple[tuple[Target, tuple[_Place, ...]], list[_Piece]]]:
-    """The wanted targets of a level's statements, where these and the frames around
-    them are, and their equations.
-    """
-    groups: dict[tuple[Target, tuple[_Place, ...]], list[_Piece]] = {}
+def _statements_in(level: Level, wanted: Wanted) -> dict[_Statement, list[_Piece]]:
+    """The equations of each statement that assigns to a wanted target."""
+    groups: dict[_Statement, list[_Piece]] = {}
     known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level
     for index, eqn in enumerate(level.jaxpr.eqns):
         lines = user_lines.lines_of(eqn)
@@ -216,7 +212,7 @@ def _statements_in(
                 places = _places(target, lines[depth:])
                 group = groups.setdefault((target, places), [])
                 group.append(_Piece(index, eqn, line, backward))
-    yield from groups.items()
+    return groups
 
 
 def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
@@ -258,40 +254,35 @@ def _is_differentiated(level: Level, piece: _Piece) -> bool:
     return "transpose" in [name for name in names if name != "vmap"][:-2]
 
 
+@dataclass
 class _Users:
     """Looks for users of a value that are not the statement itself.
 
     The forward pass also hands the backward pass of a statement what this needs beside
     the value, such as the slope of a `tanh`. So users are looked for in other levels
     too: inside of calls and loops, and behind the results of the level.
+
+    Attributes:
+        level, target, places: those of the statement.
+        within: the equations of the level that are the statement's in this run.
+        seen: the variables that were looked at, with their jaxprs.
     """
 
-    def __init__(
-        self,
-        level: Level,
-        target: Target,
-        places: tuple[_Place, ...],
-        within: set[int],
-    ) -> None:
-        """`within`: the equations of the level that are the statement's in this run."""
-        self._level, self._within = level, within
-        self._target, self._places = target, places
+    level: Level
+    target: Target
+    places: tuple[_Place, ...]
+    within: set[int]
+    seen: set[tuple[int, Var]] = field(default_factory=set)
 
-    def has(self, var: Var) -> bool:
-        self._seen = set[tuple[int, Var]]()
-        return any(
-            self._goes_on(self._level, at, position)
-            for at, position in self._level.uses.get(var, ())
-            if at not in self._within
-        )
-
-    def _has(self, level: Level, var: Var) -> bool:
-        key = id(level.jaxpr), var
-        if key in self._seen:
+    def has(self, var: Var, level: Level | None = None) -> bool:
+        """Whether a value of a level, by default the statement's, has other users."""
+        level = level or self.level
+        if (key := (id(level.jaxpr), var)) in self.seen:
             return False
-        self._seen.add(key)
+        self.seen.add(key)
+        own = self.within if level is self.level else ()
         found = level.uses.get(var, ())
-        return any(self._goes_on(level, at, position) for at, position in found)
+        return any(self._goes_on(level, *use) for use in found if use[0] not in own)
 
     def _goes_on(self, level: Level, at: int, position: int) -> bool:
         if at >= 0:
@@ -302,15 +293,15 @@ class _Users:
         if loop.primitive.name == "scan":
             consts, carry = jaxprs.split_of(loop)
             carried = level.jaxpr.invars[consts : consts + carry]
-            if any(self._has(level, v) for v in carried[position : position + 1]):
+            if any(self.has(v, level) for v in carried[position : position + 1]):
                 return True
-        return self._has(level.outer, loop.outvars[position])
+        return self.has(loop.outvars[position], level.outer)
 
     def _is_user(self, level: Level, eqn: JaxprEquation, position: int) -> bool:
         lines = user_lines.lines_of(eqn)
-        if level is not self._level and any(
-            _within(line, self._target.span)
-            and _places(self._target, lines[depth:]) == self._places
+        if level is not self.level and any(
+            _within(line, self.target.span)
+            and _places(self.target, lines[depth:]) == self.places
             for depth, line in enumerate(lines)
         ):
             return False
@@ -320,7 +311,7 @@ class _Users:
         if inners and name != "while" and position >= 0:
             around = *level.around, eqn
             levels = [Level(x.old, name, around, outer=level) for x in inners]
-            return any(self._has(x, x.jaxpr.invars[position]) for x in levels)
+            return any(self.has(x.jaxpr.invars[position], x) for x in levels)
         if lines or eqn.effects or inners:
             return True
-        return any(self._has(level, v) for v in eqn.outvars)  # some step of JAX's
+        return any(self.has(v, level) for v in eqn.outvars)  # some step of JAX's

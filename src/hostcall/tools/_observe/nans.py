@@ -165,33 +165,26 @@ def _buffers(
     """
     buffers, updates, read = set[Var](), list[Atom](), list[Var]()
     for result, start in carried.items():
-        chain, new, old = _uses_in_place(level, start)
-        if len(chain) > 1 and result in chain:
-            buffers |= set(chain)
-            updates += [x for x in new if jaxprs.is_float(x)]
-            read += old
-    return buffers, updates, read
-
-
-def _uses_in_place(level: Level, start: Var) -> tuple[list[Var], list[Atom], list[Var]]:
-    """A value and what it becomes, its updates, and what is read of it; nothing if it
-    has other uses.
-    """
-    chain, updates, read = [start], list[Atom](), list[Var]()
-    for var in chain:  # which grows
-        for at, position in level.uses.get(var, ()):
+        chain, new, old = [start], list[Atom](), list[Var]()
+        uses = (use for var in chain for use in level.uses.get(var, ()))  # which grows
+        for at, position in uses:
             if at < 0:
                 continue
             eqn = level.jaxpr.eqns[at]
             name = eqn.primitive.name
             if position == 0 and name in _UPDATES:
                 chain += eqn.outvars
-                updates.append(eqn.invars[_UPDATES[name]])
+                new.append(eqn.invars[_UPDATES[name]])
             elif position == 0 and name in _READS:
-                read += eqn.outvars
+                old += eqn.outvars
             else:
-                return [], [], []
-    return chain, updates, read
+                break
+        else:  # it has no other uses
+            if len(chain) > 1 and result in chain:
+                buffers |= set(chain)
+                updates += filter(jaxprs.is_float, new)
+                read += old
+    return buffers, updates, read
 
 
 # --- On the host ----------------------------------------------------------------------
@@ -220,16 +213,15 @@ class _Tell(HostCode):
 
     def _find(self, known: dict[Var, np.ndarray]) -> None:
         again = {v for e in self.jaxpr.eqns if runs_again(e) for v in e.outvars}
-        again &= set(self.looked_at)
-        given = {v: x for v, x in known.items() if v not in again}
+        computed = again.intersection(self.looked_at)
+        given = {v: x for v, x in known.items() if v not in computed}
         spot = Spot(self.level.around, tuple(known[v] for v in self.level.steps))
         frame = Frame(self.jaxpr, spot, given)
         frame.run()
         bad = [v for v in self.looked_at if is_bad(known[v])]
-        found = [frame.origins[v] for v in bad if v in frame.origins]
-        if found:
-            raise FloatingPointError(_text(found[0]))
-        if bad and not any(is_bad(frame.values[v]) for v in bad if v in frame.values):
+        for origin in filter(None, frame.origins_of(bad)):
+            raise FloatingPointError(_text(origin))
+        if bad and not any(is_bad(frame.value(v)) for v in bad):
             makers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
             raise FloatingPointError(_not_again(makers[bad[0]], frame))
 

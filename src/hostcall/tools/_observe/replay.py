@@ -36,8 +36,8 @@ _ONCE = COLLECTIVES | {
     *("axis_index", "pvary", "pcast", "pbroadcast", "shard_map", "xla_pmap"),
     *("sharding_constraint", "mesh_cast", "reshard", "device_put", "copy_to_host"),
     *("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call"),
-    *("pure_callback", "io_callback", "debug_callback", "rng_bit_generator"),
-    "rng_uniform",
+    *("pure_callback", "io_callback", "debug_callback"),
+    *("rng_bit_generator", "rng_uniform"),
 }
 
 
@@ -104,7 +104,7 @@ class Frame:
     jaxpr: Jaxpr
     spot: Spot
     values: dict[Var, Value]
-    origins: dict[Var, Origin] = field(default_factory=dict)
+    origins: dict[Var, Origin | None] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
     def run(self) -> None:
@@ -120,12 +120,14 @@ class Frame:
                     self.skipped.append(f"{eqn.primitive.name} ({error})")
                     continue
                 self.values |= zip(eqn.outvars, results, strict=True)
-            if any(map(is_bad, results)):
-                origins = self.origins_of(eqn.invars)
-                own = _inside(eqn, self.spot, operands, origins) if again else []
-                found = self._origins(eqn, operands, results, origins, own)
-                pairs = zip(eqn.outvars, found, strict=True)
-                self.origins |= {var: o for var, o in pairs if o is not None}
+            if not any(map(is_bad, results)):
+                continue
+            own = self._inside(eqn, operands) if again else []
+            for n, (var, result) in enumerate(zip(eqn.outvars, results, strict=True)):
+                if is_bad(result) and own:  # without an origin, it was given
+                    self.origins[var] = own[n] or next(filter(None, own), None)
+                elif is_bad(result):
+                    self.origins[var] = self._origin(eqn, np.asarray(result))
 
     def value(self, atom: Atom) -> Value:
         if isinstance(atom, jex.Literal):
@@ -137,33 +139,36 @@ class Frame:
             None if isinstance(x, jex.Literal) else self.origins.get(x) for x in atoms
         ]
 
-    def _origins(
-        self,
-        eqn: JaxprEquation,
-        operands: list[Value],
-        results: list[Value],
-        origins: Origins,
-        own: Origins,
-    ) -> Iterator[Origin | None]:
-        """For each result its origin, if it is bad and has one. `origins` are those of
-        the operands, `own` those of the results inside of a call or a loop.
+    def _inside(self, eqn: JaxprEquation, operands: list[Value]) -> Origins:
+        """The origins of the results of a call, a branch or a loop; nothing if these
+        are not known, or if it is something else.
         """
-        known = [origin for origin in own if origin is not None]
-        for position, result in enumerate(results):
-            if not is_bad(result):
-                yield None
-            elif own:  # without an origin, it was given
-                yield own[position] or next(iter(known), None)
-            else:
-                yield self._origin(eqn, operands, origins, np.asarray(result))
+        inners, name = jaxprs.inners(eqn), eqn.primitive.name
+        if not inners:
+            return []
+        inner = inners[int(operands[0]) if name == "cond" else -1]
+        origins = self.origins_of(eqn.invars[inner.begin :])
+        steps: _Steps = iter([((), True, operands[inner.begin :])])
+        if name in jaxprs.LOOPS:
+            steps = (_scan_steps if name == "scan" else _while_steps)(eqn, operands)
+        body, consts = jaxprs.opened(inner.jaxpr)
+        for step, is_new, values in steps:
+            if not is_new:  # the first step that makes a bad value is looked into
+                continue
+            frame = Frame(body, self.spot.inside(eqn, *step), {})
+            frame.values |= zip(body.constvars, consts, strict=True)
+            frame.values |= zip(body.invars, values, strict=True)
+            # Where a step begins with bad values, those came in with the operands.
+            frame.origins |= zip(body.invars, origins, strict=True)
+            frame.run()
+            is_known = all(frame.value(x) is not None for x in body.outvars)
+            found = frame.origins_of(body.outvars) if is_known else []
+            if any(found) or name not in jaxprs.LOOPS:
+                return found
+        return []
 
-    def _origin(
-        self,
-        eqn: JaxprEquation,
-        operands: list[Value],
-        origins: Origins,
-        result: np.ndarray,
-    ) -> Origin | None:
+    def _origin(self, eqn: JaxprEquation, result: np.ndarray) -> Origin | None:
+        operands = [self.value(atom) for atom in eqn.invars]
         is_nan = np.isnan(result)
         bad_ones = np.argwhere(is_nan if is_nan.any() else ~np.isfinite(result))
         index = tuple(map(int, bad_ones[0]))
@@ -174,23 +179,21 @@ class Frame:
         if eqn.primitive.name == "select_n":
             which = np.asarray(operands[0])
             chosen = [1 + int(which[index] if which.shape else which)]
-        bad, given_nan = [], False
-        for i in chosen:
-            if not is_bad(operands[i]):
-                continue
+        bad = []  # whether an operand has no NaN there, and its number
+        for i in filter(lambda i: is_bad(operands[i]), chosen):
             x = np.asarray(operands[i])
             if x.shape == result.shape and keeps_places:
                 x = x[index]
             if not np.isfinite(x).all():
-                bad.append(i)
-                given_nan |= bool(np.isnan(x).any())
+                bad.append((not np.isnan(x).any(), i))
         at = index, value, [_shown(x, index, result.shape) for x in operands]
-        bad.sort(key=lambda i: not np.isnan(np.asarray(operands[i])).any())
-        for i in bad:
-            if origins[i] is not None:
-                return Origin(eqn, self.spot, origins[i], *at)
+        for origin in self.origins_of(eqn.invars[i] for _, i in sorted(bad)):
+            if origin is not None:
+                return Origin(eqn, self.spot, origin, *at)
         are_bits = eqn.primitive.name == "bitcast_convert_type"
-        if are_bits or (bad and (given_nan or not np.isnan(value))):
+        if are_bits or (
+            bad and not (all(no_nan for no_nan, _ in bad) and np.isnan(value))
+        ):
             return None  # it was given
         return Origin(eqn, self.spot, None, *at)
 
@@ -212,54 +215,11 @@ def _shown(x: Value, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
     return kind
 
 
-# --- Calls and loops ------------------------------------------------------------------
-
-
-def _inside(
-    eqn: JaxprEquation, spot: Spot, operands: list[Value], origins: Origins
-) -> Origins:
-    """The origins of the results of a call, a branch or a loop; else nothing."""
-    name = eqn.primitive.name
-    if name in jaxprs.CALLS:
-        called = eqn.params[jaxprs.called(eqn)]
-        return _within(called, spot.inside(eqn), operands, origins)
-    if name == "cond":
-        branch = eqn.params["branches"][int(operands[0])]
-        return _within(branch, spot.inside(eqn), operands[1:], origins[1:])
-    if name not in jaxprs.LOOPS:
-        return []
-    steps, skipped, body = _scan_steps, 0, eqn.params.get("jaxpr")
-    if name == "while":
-        steps, skipped = _while_steps, eqn.params["cond_nconsts"]
-        body = eqn.params["body_jaxpr"]
-    for step, is_new, values in steps(eqn, operands):
-        if is_new:  # the first step that makes a bad value
-            # Where a step begins with bad values, those came in with the operands.
-            found = _within(body, spot.inside(eqn, step), values, origins[skipped:])
-            if any(found):
-                return found
-    return []
-
-
-def _within(
-    jaxpr: Jaxpr,
-    spot: Spot,
-    operands: Iterable[Value],
-    origins: Iterable[Origin | None],
-) -> Origins:
-    """The origins of an inner jaxpr's results; nothing if these are not known."""
-    inner, consts = jaxprs.opened(jaxpr)
-    frame = Frame(inner, spot, dict(zip(inner.constvars, consts, strict=True)))
-    frame.values |= zip(inner.invars, operands, strict=True)
-    known = zip(inner.invars, origins, strict=True)
-    frame.origins |= {var: origin for var, origin in known if origin is not None}
-    frame.run()
-    is_known = all(frame.value(x) is not None for x in inner.outvars)
-    return frame.origins_of(inner.outvars) if is_known else []
+# --- Loops ----------------------------------------------------------------------------
 
 
 # For each step its number, whether it makes a bad value, and what it gets.
-_Steps: TypeAlias = Iterator[tuple[int, bool, list[Value]]]
+_Steps: TypeAlias = Iterator[tuple[tuple[int, ...], bool, list[Value]]]
 
 
 def _scan_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
@@ -270,7 +230,7 @@ def _scan_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
         values = [*consts, *carry, *(x[i] for x in xs)]
         new = jaxprs.run_jaxpr(eqn.params["jaxpr"], values)
         is_new = _turns_bad(new[:n_carry], carry) or any(map(is_bad, new[n_carry:]))
-        yield i, is_new, values
+        yield (i,), is_new, values
         carry = new[:n_carry]
 
 
@@ -287,7 +247,7 @@ def _while_steps(eqn: JaxprEquation, operands: list[Value]) -> _Steps:
         if goes_on.shape:  # rows that have stopped stay as they are
             pairs = zip(new, carry, strict=True)
             new = [jnp.where(of_rows(goes_on, a), a, b) for a, b in pairs]
-        yield step, _turns_bad(new, carry), values
+        yield (step,), _turns_bad(new, carry), values
         carry = new
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,7 @@ _BF16_MOST = 3.3961775e38
 _COUNTS_AS_FLOAT = 1 << 24  # so many ones can be added up in float32
 
 
-class Key(NamedTuple):
-    """A row of the table."""
-
-    file: str
-    line: int
-    backward: bool
+Key: TypeAlias = tuple[str, int, bool]  # file, line, whether backward
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,13 @@ class Statistics:
         keys, variables = zip(*found, strict=True)
         sizes = [int(np.prod(v.aval.shape)) for v in variables]
 
-        def add(found: np.ndarray) -> None:
-            self._add(keys, sizes, found)
+        def add(found: np.ndarray) -> None:  # of shape (executions, values, 8)
+            times, totals = len(found), _merged(found.astype(np.float64))
+            with self._lock:
+                for key, size, one in zip(keys, sizes, totals, strict=True):
+                    row = np.array([*one, times, times * size])
+                    both = np.stack([self._rows.get(key, _NOTHING), row])
+                    self._rows[key] = _merged(both)
 
         def tap(*values: jax.Array) -> None:
             rows = list(map(_reduced, values))
@@ -95,22 +95,14 @@ class Statistics:
 
         yield Insertion(tap, variables)
 
-    def _add(
-        self, keys: Sequence[Key], sizes: Sequence[int], found: np.ndarray
-    ) -> None:
-        """`found`: (executions, values, 8)."""
-        times, totals = len(found), _merged(found.astype(np.float64))
-        with self._lock:
-            for key, size, one in zip(keys, sizes, totals, strict=True):
-                row = np.array([*one, times, times * size])
-                before = self._rows.get(key)
-                both = row if before is None else _merged(np.stack([before, row]))
-                self._rows[key] = both
-
     def rows(self) -> list[Stats]:
         with self._lock:
             rows = sorted(self._rows.items())
         return [_stats(key, row) for key, row in rows]
+
+
+# As a row of nothing.
+_NOTHING = np.array([np.inf, -np.inf, *[0.0] * 8])
 
 
 def _merged(rows: np.ndarray) -> np.ndarray:
@@ -125,8 +117,8 @@ def _stats(key: Key, row: np.ndarray) -> Stats:
     if bad == size:
         numbers = (math.nan,) * 4
     shares = zeros / size, bad / size, *(n / finite for n in beyond)
-    text = labels.text_in(key.file, key.line)
-    head = key.file, key.line, text, key.backward, int(calls), int(size)
+    file, line, backward = key
+    head = file, line, labels.text_in(file, line), backward, int(calls), int(size)
     return Stats(*head, *numbers, *shares)
 
 
@@ -141,7 +133,7 @@ def _values_of_lines(level: Level) -> Iterator[tuple[Key, Var]]:
         for var in eqn.outvars:
             leaves = any(users[at] != place for at, _ in level.uses.get(var, ()))
             if leaves and jaxprs.is_float(var) and var.aval.size:
-                yield Key(*place, backward), var
+                yield (*place, backward), var
 
 
 # --- On the device --------------------------------------------------------------------
@@ -193,32 +185,34 @@ def _count(flags: jax.Array) -> jax.Array:
 
 # --- The table ------------------------------------------------------------------------
 
-_HEADS = ("", "line", "calls", "min", "max", "mean", "rms")
-_SHARES = ("zeros", "non-finite", ">bf16", ">f16")
+_HEADS = (
+    *("", "line", "calls", "min", "max", "mean", "rms"),
+    *("zeros", "non-finite", ">bf16", ">f16", "text"),
+)
 _TO_THE_LEFT = ("", "line", "text")
 
 
 def table(rows: list[Stats]) -> str:
     """The rows as text."""
-    columns: list[list[str]] = [[head] for head in (*_HEADS, *_SHARES, "text")]
-    for row in rows:
-        shares = row.zeros, row.nonfinite, row.beyond_bf16, row.beyond_f16
-        cells = [
-            "<-" * row.backward,
-            f"{labels.short(row.file)}:{row.line}",
-            str(row.calls),
-            *(f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)),
-            *map(_percent, shares),
-            row.text[:40],
-        ]
-        for column, cell in zip(columns, cells, strict=True):
-            column.append(cell)
-    for column in columns:
+    columns = []
+    for column in zip(_HEADS, *map(_cells, rows), strict=True):
         width = max(map(len, column))
         side = str.ljust if column[0] in _TO_THE_LEFT else str.rjust
-        column[:] = [side(cell, width) for cell in column]
+        columns.append([side(cell, width) for cell in column])
     lines = zip(*columns, strict=True)
     return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def _cells(row: Stats) -> tuple[str, ...]:
+    shares = row.zeros, row.nonfinite, row.beyond_bf16, row.beyond_f16
+    return (
+        "<-" * row.backward,
+        f"{labels.short(row.file)}:{row.line}",
+        str(row.calls),
+        *(f"{n:.3g}" for n in (row.min, row.max, row.mean, row.rms)),
+        *map(_percent, shares),
+        row.text[:40],
+    )
 
 
 def _percent(share: float) -> str:

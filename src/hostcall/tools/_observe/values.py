@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import hostcall as hc
-from hostcall._jax import JaxprEquation, Var, jaxprs
+from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
@@ -65,26 +65,23 @@ class Record(NamedTuple):
         return f"{name} ({where}{', backward' * self.backward})"
 
 
-def record_of(
-    level: Level,
-    eqn: JaxprEquation,
-    part: int,
-    parts: int,
-    of: names.Variable | None = None,
-) -> Record:
-    """What is known of a result of an equation, and of the variable that it is."""
-    at = of.line[:3] if of else labels.place_of(eqn) or ("", "", 0)
-    file, function, line = at
-    eqns = *level.around, eqn
+def _results_of(level: Level) -> Iterator[names.Variable]:
+    """All arrays that a level computes, as if they were variables."""
+    for at, eqn in enumerate(level.jaxpr.eqns):
+        place = labels.place_of(eqn) or ("", "", 0)
+        outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
+        for part, var in enumerate(outs):
+            if jaxprs.is_array(var):
+                yield names.Variable("", var, at, place, part, len(outs))
+
+
+def _record_of(level: Level, v: names.Variable) -> Record:
+    file, function, line = v.place
+    eqns = *level.around, level.jaxpr.eqns[v.at]
     return Record(
-        of.name if of else "",
-        part,
-        parts,
-        file,
-        line,
-        function,
+        *(v.name, v.part, v.parts, file, line, function),
         labels.text_in(file, line),
-        eqn.primitive.name,
+        eqns[-1].primitive.name,
         labels.is_backward(*eqns),
         labels.vmaps_of(*eqns),
         tuple(map(labels.line_of, level.loops)),
@@ -107,25 +104,20 @@ class Values:
         self._untold: set[str] = set()
 
     def look(self, level: Level) -> Iterator[Insertion]:
-        eqns = level.jaxpr.eqns
         for v in names.variables(level, self._wants, self._untold):
             self._found.add(v.name)
-            record = record_of(level, eqns[v.at], v.part, v.parts, v)
-            yield self._insertion(level, record, v.var, v.at)
+            yield self._insertion(level, _record_of(level, v), v)
         if self._select is None:
             return
-        for index, eqn in enumerate(eqns):
-            outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
-            for part, var in enumerate(outs):
-                record = record_of(level, eqn, part, len(outs))
-                if jaxprs.is_array(var) and self._select(record):
-                    yield self._insertion(level, record, var, index)
+        for v in _results_of(level):
+            if self._select(record := _record_of(level, v)):
+                yield self._insertion(level, record, v)
 
     def _wants(self, name: str) -> bool:
         self._others.add(name)
         return any(fnmatchcase(name, pattern) for pattern in self._names)
 
-    def _insertion(self, level: Level, record: Record, var: Var, at: int) -> Insertion:
+    def _insertion(self, level: Level, record: Record, v: names.Variable) -> Insertion:
         name = record.name or f"{record.function}:{record.line}"
         if record.parts > 1:
             name += f".{record.part}"
@@ -135,14 +127,11 @@ class Values:
         def hand(value: np.ndarray, *steps: np.ndarray) -> None:
             numbers = tuple(int(x) if not x.shape else x for x in steps)
             here = hc.current() if has_devices else None  # half of what the rest costs
-            device = None if here is None else here.device
-            to(record._replace(steps=numbers, device=device), value)
+            to(record._replace(steps=numbers, device=here and here.device), value)
 
         def hand_column(values: np.ndarray, steps: np.ndarray | None) -> None:
             if steps is None:
-                here = hc.current()
-                assert here is not None
-                steps = np.asarray(here.steps)
+                steps = np.asarray(hc.current().steps)  # type: ignore[union-attr]
             when = np.full(len(values), time.time())
             to({"step": steps, "time": when, name: values})
 
@@ -158,7 +147,7 @@ class Values:
             else:
                 hc.tap(hand, value, *steps)
 
-        return Insertion(fn, [var, *level.steps], at)
+        return Insertion(fn, [v.var, *level.steps], v.at)
 
     def warn(self) -> None:
         """Warns of names that were not found, at the end of the block."""
@@ -177,7 +166,7 @@ class Values:
                 if near:
                     text += f"Did you mean {' or '.join(map(repr, near))}? "
                 text += "A compiled function has to assign to it, and to use its value"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _printed(record: Record, value: np.ndarray) -> None:

@@ -18,25 +18,189 @@ it knows better, and opens it again where that was a mistake.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from contextlib import ExitStack
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned
-from hostcall.tools._progress import bar as one
-from hostcall.tools._progress.bar import EAGER, Bar, DeviceSteps, Key
-from hostcall.tools._progress.drawing import BarSpec
+from hostcall.tools._progress.drawing import BarSpec, Drawn
+from hostcall.tools._values import with_all_axes
 
 # Seconds for which the steps of an inner loop are skipped after one was shown. The
 # first and last step of each run pass the engine's throttle, and an inner loop may
 # start a hundred thousand times a second.
 QUIET = 0.02
+LASTS = 0.3  # seconds after which a loop that `hc.observe` has found gets its bar
 SILENT = 1.0  # seconds that a bar may rest while another moves
 _CLOSED_AT_MOST = 64
+
+# A line of the user's, with its options.
+Key: TypeAlias = tuple[BarSpec, object]
+Total: TypeAlias = np.ndarray | int | None
+Metrics: TypeAlias = dict[str, np.ndarray | str]
+ROWS = 16  # the most bars of one loop
+EAGER = -1  # the run of a tap outside of programs
+
+clock = time.monotonic  # tests replace it
+
+
+# --- One bar --------------------------------------------------------------------------
+
+
+class DeviceSteps:
+    """What one device has delivered, with an element for each row of the batch.
+
+    Attributes:
+        done: the number of steps done.
+        total: the number of all steps, or None.
+        metrics: name -> text, or an array.
+        place: the steps done by the slowest row that still runs; without a total, by
+            the fastest. A row that has ended stays at its last step, or just beyond.
+        is_beyond: whether all rows have passed their last step before.
+    """
+
+    done: np.ndarray
+    total: np.ndarray | None
+
+    def __init__(
+        self, here: hc.typing.Current, step: np.ndarray, total: Total, metrics: Metrics
+    ) -> None:
+        leaves, tree = jax.tree.flatten((step, total, metrics))
+        arrays = [x for x in leaves if not isinstance(x, (str, int))]
+        spread = np.broadcast_arrays(*with_all_axes(arrays, here.transforms))
+        rows = (array.ravel() for array in spread)
+        leaves = [x if isinstance(x, (str, int)) else next(rows) for x in leaves]
+        step, total, self.metrics = tree.unflatten(leaves)
+        self.done = step.astype(np.int64) + 1
+        self.place, self.is_beyond, self.total = int(np.max(self.done)), False, None
+        if total is not None:
+            self.is_beyond = bool((self.done > total).all())
+            # A row that ended before the others may be beyond its last step.
+            self.done = np.minimum(self.done, total)
+            self.total = np.broadcast_to(total, self.done.shape)
+            running = self.done[self.done < self.total]
+            self.place = int(running.min() if running.size else self.done.max())
+
+
+class Bar:
+    """The bar of one loop run, or a bar for each of its rows.
+
+    Attributes:
+        key: the line that calls `hc.progress`, with its options.
+        runs: the newest runs of programs whose steps the bar has shown.
+        spans_runs: whether a Python loop drives it, run by run.
+        place: the smallest `DeviceSteps.place` of its devices.
+        is_done: whether all rows of all devices have reached the total.
+        encloses: whether inner loops start after a step of this loop is shown, so that
+            they still run after its last.
+        before: the lines of inner loops that end before a step is shown.
+        moves: how often the place has changed, the first time included.
+        moved: when it changed last.
+        began: when it, or its loop anew, began.
+        drawn: what is on the screen.
+    """
+
+    def __init__(self, key: Key, run: int, before: set[Key]) -> None:
+        self.key, self.loop, self.before = key, key[0], before
+        self.runs = deque([run], maxlen=16)
+        self.spans_runs = run == EAGER
+        self.place: int = self.loop.initial
+        self.is_done = self.encloses = False
+        self.moves, self.moved, self.longest_pause = 0, clock(), 0.0
+        self.began, self._restarts = time.perf_counter(), False
+        self._devices: dict[jax.Device | None, DeviceSteps] = {}
+        self.drawn: list[Drawn] = []
+
+    def move(self, here: hc.typing.Current, new: DeviceSteps) -> None:
+        """Takes what a device has delivered."""
+        now, before, old = clock(), self.place, self._devices.get(here.device)
+        self._devices[here.device] = new
+        parts, self._tap = self._devices.values(), here.step
+        self.place = min(part.place for part in parts)
+        # A device that delivers for the first time may be behind the others.
+        if old and new.place < old.place and self.place < before:
+            self.began, self._restarts = time.perf_counter(), True
+        if self.place != before or not self.moves:
+            if self.moves:
+                self.longest_pause = max(self.longest_pause, now - self.moved)
+            self.moves, self.moved = self.moves + 1, now
+        # Each device of a shard_map delivers, to its own process.
+        devices = math.prod(here.mesh_shape.values()) // here.processes
+        if here.mesh_shape and here.devices:
+            devices = sum(d.process_index == here.process for d in here.devices)
+        self.is_done = len(parts) >= devices and all(
+            part.total is not None and (part.done >= part.total).all() for part in parts
+        )
+
+    def draw(self) -> None:
+        order = sorted(self._devices, key=lambda device: device.id if device else -1)
+        parts = [self._devices[device] for device in order]
+        done: np.ndarray = np.concatenate([part.done for part in parts])
+        totals = [part.total for part in parts if part.total is not None]
+        total: np.ndarray | None = np.concatenate(totals) if totals else None
+        each = self.loop.rows == "each"
+        if each:
+            shown = list(range(min(len(done), ROWS)))
+        elif total is None:
+            shown = [int(np.argmax(done))]
+        else:
+            # Among equals the longest, which the bar's total is taken from.
+            shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1].tolist()
+        began = _passed(self._tap) if len(shown) > len(self.drawn) else 0.0
+        for number, row in enumerate(shown):
+            n, rows = int(done[row]), slice(row, row + 1) if each else slice(None)
+            if number == len(self.drawn):
+                place = f"[{number}]" if len(shown) > 1 else None
+                name = " ".join(filter(None, (self.loop.desc, place))) or None
+                last = None if total is None else int(total[row])
+                self.drawn.append(Drawn(self.loop, name, last, n, began))
+            elif self._restarts:
+                self.drawn[number].restart(n)
+            at_once = self.moves == 1 or self.is_done
+            self.drawn[number].show(n, _postfix(parts, rows), at_once)
+        self._restarts = False
+
+    def close(self, leave: bool) -> None:
+        leave &= self.loop.depth < 2
+        with ExitStack() as stack:  # which closes all, even if one fails
+            # From the top, so that lines stay in order; but erased from the bottom, so
+            # that tqdm leaves the cursor at the beginning of the first line.
+            for drawn in reversed(self.drawn) if leave else self.drawn:
+                stack.callback(drawn.close, leave)
+
+
+def _passed(tap: int | None) -> float:
+    """When a device passed this tap, as `time.time()`; if that is not known, now."""
+    for record in reversed(hc.monitor.flight()):
+        if record.kind == "tap" and record.number == tap:
+            return record.start
+    return time.time()
+
+
+def _postfix(parts: list[DeviceSteps], rows: slice) -> str:
+    """The metrics of one row, or of all rows as mean and range."""
+    texts = []
+    for name, text in parts[0].metrics.items():
+        if not isinstance(text, str):
+            of_all = np.concatenate([part.metrics[name] for part in parts])
+            numbers: np.ndarray = of_all.astype(np.float64)[rows]
+            low, high = numbers.min(), numbers.max()
+            text = f"{numbers.mean():.3g}"
+            if low < high:  # else all are equal, or one is NaN, and so is their mean
+                text += f" [{low:.3g}, {high:.3g}]"
+        texts.append(f"{name}={text}")
+    return ", ".join(texts)
+
+
+# --- All bars -------------------------------------------------------------------------
 
 
 class Loop(BarSpec, HostCode):
@@ -48,10 +212,14 @@ class Loop(BarSpec, HostCode):
         " with hc.print"
     )
 
-    def __call__(
-        self, step: np.ndarray, total: np.ndarray | None, metrics: one.Metrics
-    ) -> None:
-        if one.clock() < _bars.quiet.get(id(self), 0.0):
+    def tap(self, step: Any, total: Any, metrics: Any, every: float, edge: Any) -> None:
+        """Puts it into a program. `edge`: whether a step is shown in any case."""
+        # If the queue is full, the newest value of a bar is worth more than the oldest.
+        options = {"every": every, "always": edge, "when_full": "drop_oldest"}
+        hc.tap(self, step, total, metrics, **options)
+
+    def __call__(self, step: np.ndarray, total: Total, metrics: Metrics) -> None:
+        if clock() < _bars.quiet.get(id(self), 0.0):
             return
         here = hc.current()
         assert here is not None
@@ -81,27 +249,22 @@ class Bars(Owned):
         self.quiet: dict[int, float] = {}
         super().__init__()
 
-    def renew(self) -> None:
-        """In a forked child, forgets the parent's bars: it runs no programs.
-
-        tqdm closes a bar that is garbage. In the child that would write into the
-        parent's terminal, or wait for tqdm's lock, which nobody there holds.
-        """
-        for drawn in (drawn for bar in self.open for drawn in bar.drawn):
-            drawn.bar.disable = True
-        super().renew()
-
     def move(self, loop: Loop, here: hc.typing.Current, new: DeviceSteps) -> None:
         """Shows a step that was delivered just now."""
         assert here.run is not None
         key = loop, here.place
-        if new.is_beyond and self._has_ended(key):
-            return
+        is_open = any(bar.key == key for bar in self.open)
+        if new.is_beyond and not is_open and any(k == key for k, _ in self.closed):
+            return  # its bars have ended
         bar = self._bar_of(key, here.run, new.place)
-        bar.show(here, new)
+        bar.move(here, new)
         outer = self._around(bar)
+        is_late = bar.loop.depth and not bar.drawn
+        if not is_late or time.perf_counter() - bar.began > LASTS:
+            for each in (*(o for o in outer if not o.drawn), bar):
+                each.draw()
         if not all(o.is_done for o in outer):
-            self.quiet[id(loop)] = one.clock() + QUIET
+            self.quiet[id(loop)] = clock() + QUIET
         if bar.is_done and bar.encloses:
             # Its inner loops still run. It closes with their last step, which must not
             # be skipped.
@@ -109,7 +272,7 @@ class Bars(Owned):
         elif bar.is_done and all(o.is_done for o in outer):
             for done in (bar, *reversed(outer)):
                 self._close(done)
-        now = one.clock()
+        now = clock()
         for other in [b for b in self.open if here.run not in b.runs]:
             limit = max(SILENT, 10 * other.longest_pause)
             if other.moves > 1 and now - other.moved > limit:
@@ -123,11 +286,6 @@ class Bars(Owned):
                     # A bar that has shown one step may belong to a loop that has just
                     # begun and goes on. It is erased, and comes again if it does.
                     stack.callback(self._close, bar, ending or bar.moves > 1)
-
-    def _has_ended(self, key: Key) -> bool:
-        """Whether this line has shown bars, and none of them is open."""
-        is_open = any(bar.key == key for bar in self.open)
-        return not is_open and any(k == key for k, _ in self.closed)
 
     def _bar_of(self, key: Key, run: int, place: int) -> Bar:
         """The bar that a step moves, opened if need be."""

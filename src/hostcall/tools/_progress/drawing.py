@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import hostcall as hc
+from hostcall.errors import PackageError
 
 Factory: TypeAlias = Callable[..., Any]  # of a bar: tqdm's, or a user's
 
@@ -35,6 +36,9 @@ class BarSpec:
     Attributes:
         total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
             None if it is not known when the program is traced.
+        depth: of a loop that `hc.observe` has found, in how many loops it is, itself
+            included. Its bar is drawn when it has lasted, and erased if it is inside
+            another's. 0 for others.
     """
 
     total: int | None
@@ -44,6 +48,7 @@ class BarSpec:
     # A line in a Python loop may make a new function in each step.
     bar: Literal["auto"] | Factory = field(compare=False)
     rows: str
+    depth: int = 0
 
 
 class Drawn:
@@ -74,13 +79,13 @@ class Drawn:
 
     def restart(self, n: int) -> None:
         """Begins again in the same place, with `n` steps. The next `show` draws it."""
-        if not hasattr(self.bar, "reset"):
+        if hasattr(self.bar, "reset"):
+            self.bar.reset()
+            self._n = 0
+        else:
             self.bar.close()
             self.bar = self._make(initial=self._first)
             self._n = self._first
-            return
-        self.bar.reset()
-        self._n = 0
         if self._is_tqdm:
             self.bar.n = self.bar.last_print_n = self.bar.initial = self._n = n
 
@@ -120,6 +125,17 @@ def factory(bar: Literal["auto"] | Factory) -> Factory:
     )
 
 
+def need_tqdm() -> None:
+    """Imports what draws the bar, so that its absence is told where it is asked for."""
+    who, extra = "hc.progress(bar='auto')", "hostcall[progress]"
+    instead = "set HOSTCALL_PROGRESS=0 in the environment to run without bars"
+    package = PackageError.needed("tqdm", who, extra, instead)
+    # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
+    # late: multiprocessing, which the lock belongs to, has ended before, and from
+    # Python 3.14 on warns of a lock that is left.
+    package.tqdm.get_lock()
+
+
 def _lines() -> Factory:
     """Tqdm's bar as whole lines without control codes, for files and pipes."""
     from tqdm.std import tqdm
@@ -130,18 +146,15 @@ def _lines() -> Factory:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             del pos
-            if msg is None and self._time() >= self.due:
-                self.write_line()
-
-        def write_line(self) -> None:
-            if self.n != self.written:
+            if msg is None and self._time() >= self.due and self.n != self.written:
                 self.written, self.due = self.n, self._time() + LINE_SECONDS
                 self.fp.write(f"{self}\n")
                 self.fp.flush()
 
         def close(self) -> None:
             if self.leave and not self.disable:
-                self.write_line()
+                self.due = 0.0
+                self.display()
             self.leave = False  # or tqdm writes an empty line
             super().close()
 

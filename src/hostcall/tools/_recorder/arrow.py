@@ -1,21 +1,24 @@
 """Arrow IPC streams in files: a schema, then batches of columns.
 
     run/columns/0.arrows       rows of the table
-    run/arrays/<name>/0.arrows blocks of an array (arrays.py)
+    run/arrays/<name>/0.arrows blocks of an array (reading.py)
 
 Each stream has a file of its own, which nobody appends to later: a recorder that
 resumes a run begins new files, and so does each process of a job. A process that is
 killed leaves whole messages, and perhaps a part of one at the end, which readers leave
 out. The columns of a batch are arrays of shape (rows, *shape) here.
+
+Somebody else may have made the folder. A link in it could lead a recorder, or a reader,
+to any file of the user's, and a named pipe would never end. A recorder makes neither,
+so neither is opened: a folder is looked through before its files are read, and a
+recorder writes only to files that it has made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +26,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hostcall.errors import PackageError
+from hostcall.errors import HostcallError, PackageError
+from hostcall.tools._values import failed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,7 +43,7 @@ class About:
 
     Attributes:
         process: which one of a job wrote it.
-        type: of an array whose blocks it has (arrays.py), as in `Field.types`.
+        type: of an array whose blocks it has (reading.py), as in `Field.types`.
         whole: the shape of an entry of that array.
         sparse: whether blocks of an entry may never come.
     """
@@ -120,39 +124,30 @@ class ArrowFile:
     def __init__(self, folder: Path, about: About) -> None:
         self.path = _new(folder)
         self._about = about
-        self._schema: pyarrow.Schema | None = None
+        self._is_new = True
 
-    def append(self, columns: Columns) -> int:
-        """Writes a batch. Returns where it begins in the file."""
+    def append(self, columns: Columns) -> None:
+        """Writes a batch."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
         batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
         with open(self.path, "ab") as file:
-            if self._schema is None:
-                self._schema = batch.schema
+            if self._is_new:
                 told = {"hostcall": json.dumps(dataclasses.asdict(self._about))}
                 file.write(batch.schema.with_metadata(told).serialize())
-            begin: int = file.tell()
             file.write(batch.serialize())
-        return begin
-
-    def columns_at(self, begin: int) -> Columns:
-        """The columns of the batch that begins there, for any thread, to write to."""
-        pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
-        with pa.OSFile(str(self.path)) as file:
-            file.seek(begin)
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), self._schema)
-        return {name: column(batch, name).copy() for name in batch.schema.names}
+        self._is_new = False
 
 
 def _new(folder: Path) -> Path:
     """Makes a file with the next number. Another process may take a number first."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(len(paths(folder))):
+    number = len(paths(folder))
+    while True:
         path = folder / f"{number}.arrows"
         with contextlib.suppress(FileExistsError):
             open(path, "xb").close()
             return path
-    raise AssertionError("a number is free")
+        number += 1
 
 
 # Arrays are made from their memory, and read from it: pyarrow.array and to_numpy import
@@ -183,13 +178,6 @@ def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
     return dtype, shape
 
 
-def bits_of_row(schema: pyarrow.Schema) -> int:
-    """How many bits of a file a row takes at least."""
-    kinds = [type_of(column.type) for column in schema]
-    sizes = [1 if dtype.kind == "b" else 8 * dtype.itemsize for dtype, _ in kinds]
-    return sum(n * math.prod(shape) for n, (_, shape) in zip(sizes, kinds, strict=True))
-
-
 def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
     """A column of a batch of a stream as an array of shape (rows, *shape)."""
     found = batch.column(name)
@@ -203,3 +191,48 @@ def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
         flat = np.unpackbits(packed, count=len(found), bitorder="little")
         return flat.astype(bool).reshape(shape)
     return np.frombuffer(bits, dtype, len(found)).reshape(shape)
+
+
+# --- Files of somebody else's ---------------------------------------------------------
+
+
+def only_files(folder: Path) -> None:
+    """Refuses a folder of a run if it, or what is in it, is a link, pipe or device."""
+    if folder.is_symlink():
+        raise foreign(folder)
+    if not folder.exists():
+        return
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                only_files(Path(entry.path))
+            # A file of that name may have been replaced meanwhile, and be gone.
+            elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry):
+                raise foreign(Path(entry.path))
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Says which run it was if its files can't be read. Arrow, NumPy and JSON raise
+    many kinds of exceptions for damaged files.
+    """
+    try:
+        yield
+    except (HostcallError, PermissionError):
+        raise
+    except Exception as error:
+        why = "A file of it was damaged, or something else wrote it"
+        if isinstance(error, MemoryError):  # a damaged file may promise any size
+            why = "It does not fit into memory, or a file of it was damaged"
+        raise failed(
+            f"the run in {folder} can't be read ({type(error).__name__}:"
+            f" {error}). {why}"
+        ) from error
+
+
+def foreign(path: Path) -> HostcallError:
+    return failed(
+        f"{path} is a link, or no plain file. A recorder makes no such thing,"
+        " and it may lead to any file of yours, so it is not opened. Copy the run"
+        " without its links (rsync -r --no-links), or delete this one"
+    )

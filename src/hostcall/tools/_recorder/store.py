@@ -1,8 +1,8 @@
 """A run's folder, as its one writer in this process sees it.
 
     run/.lock            locked while a recorder is open, also against other processes
-    run/columns/0.arrows Arrow IPC streams (stream.py)
-    run/arrays/loss/     those of arrays, a folder for each name (arrays.py)
+    run/columns/0.arrows Arrow IPC streams (arrow.py)
+    run/arrays/loss/     those of arrays, a folder for each name (reading.py)
 
 The processes of one job share the folder; process 1 locks `.lock.1`.
 
@@ -22,15 +22,13 @@ import jax
 import numpy as np
 
 from hostcall._core.process import Owned
-from hostcall.errors import HostcallError
 from hostcall.tools._recorder import arrow
-from hostcall.tools._recorder.fields import Field, text_of, wrong
-from hostcall.tools._recorder.files import foreign, only_files, reading
-from hostcall.tools._recorder.tapped import Events, Tapped
+from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, wrong
 from hostcall.tools._recorder.worker import Errors
+from hostcall.tools._values import failed
 
 # The folder, and the columns with their types.
-_Key = tuple[Path, arrow.About, tuple[tuple[str, str], ...]]
+_Key = tuple[Path, arrow.About, tuple[object, ...]]
 
 
 class RunFolder(Owned):
@@ -57,7 +55,7 @@ class RunFolder(Owned):
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder, f".{self._process}" if self._process else "")
         try:
-            with reading(folder):
+            with arrow.reading(folder):
                 self._resume()
         except BaseException:  # Ctrl-C, too
             self._lock.close()
@@ -69,8 +67,8 @@ class RunFolder(Owned):
         self.closed = True
 
     def _resume(self) -> None:
-        only_files(self.folder / "columns")
-        only_files(self.folder / "arrays")
+        arrow.only_files(self.folder / "columns")
+        arrow.only_files(self.folder / "arrays")
         folders = [self.folder / "columns", *self.folder.glob("arrays/*")]
         for path in itertools.chain(*map(arrow.paths, folders)):
             # Of the values of arrays nothing is read. Batches are those of this process
@@ -103,17 +101,15 @@ class RunFolder(Owned):
                         " another name or folder"
                     )
 
-    def write(self, deliveries: list[Events]) -> list[tuple[arrow.ArrowFile, int]]:
-        """Writes what came. Returns each new batch of the table: its stream, and where
-        it begins.
-        """
+    def write(self, deliveries: list[Events]) -> list[Path]:
+        """Writes what came. Returns the stream of each new batch of the table."""
         parts: dict[_Key, list[arrow.Columns]] = {}
         for delivery in deliveries:
             steps = self._steps(delivery)
             for name, about, columns in delivery.tables(steps, self._process):
                 folder = self.folder / (f"arrays/{name}" if name else "columns")
-                types = [(n, f"{c.dtype}{c.shape[1:]}") for n, c in columns.items()]
-                parts.setdefault((folder, about, tuple(types)), []).append(columns)
+                types = tuple((n, c.dtype, c.shape[1:]) for n, c in columns.items())
+                parts.setdefault((folder, about, types), []).append(columns)
         written = []
         for key, batches in parts.items():
             folder, about, _ = key
@@ -122,9 +118,9 @@ class RunFolder(Owned):
             columns = batches[0]
             if len(batches) > 1:
                 columns = {n: np.concatenate([b[n] for b in batches]) for n in columns}
-            begin = self._streams[key].append(columns)
+            self._streams[key].append(columns)
             if not about.type:
-                written.append((self._streams[key], begin))
+                written.append(self._streams[key].path)
         return written
 
     def close(self) -> None:
@@ -149,15 +145,14 @@ def _locked(folder: Path, tail: str) -> BinaryIO:
     """The file that is locked as long as it is open. It is never written."""
     path = folder / f".lock{tail}"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise foreign(path)
+        raise arrow.foreign(path)
     file = open(path, "ab")  # noqa: SIM115 (kept open)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise HostcallError(
-            f"hostcall: another recorder, of this or another process, writes to"
-            f" {folder}. Close it, or use another folder",
-            code="hc-record",
+        raise failed(
+            f"another recorder, of this or another process, writes to"
+            f" {folder}. Close it, or use another folder"
         ) from error
     return file

@@ -1,4 +1,6 @@
-"""What a tap brings: the function that a recorder taps, and the rows and blocks of it.
+"""What one call of a recorder stores, from its values to their rows and blocks.
+
+Where a program is traced, the values become fields, with the types of their columns.
 
 A delivery holds values of shape (events, *axes of vmaps, *shape). The outermost vmap is
 in front, and a value lacks the axes of vmaps that did not batch it; it is repeated
@@ -9,21 +11,126 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall.errors import HostcallError
+from hostcall.errors import SpecError
 from hostcall.tools._recorder.arrow import About, Columns
-from hostcall.tools._recorder.fields import Field, columns_of
 from hostcall.tools._recorder.worker import Worker
-from hostcall.tools._values import with_all_axes
+from hostcall.tools._values import failed, need, with_all_axes
 
 Shape = tuple[int, ...]
+
+# Values with more elements become arrays.
+MOST_IN_A_COLUMN = 16
+# Columns that the recorder adds.
+ADDED = re.compile(r"(time|process|device|row\d*)?")  # and the table's name
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value that is recorded under a name.
+
+    Attributes:
+        name: the keyword; for a leaf of a pytree, with its path behind a dot.
+        shape: the shape of one event, without the axes of a vmap.
+        dtype: the dtype that is stored.
+        is_array: whether it is stored as an array (reading.py), and not in a column.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    is_array: bool
+
+    def types(self) -> dict[str, str]:
+        """The type of each column or array as text, such as "float32[3]"."""
+        if self.is_array:
+            return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
+        parts = columns_of(self.name, np.empty(0, self.dtype)).items()
+        return {name: text_of(part.dtype, self.shape) for name, part in parts}
+
+
+def columns_of(name: str, values: np.ndarray) -> Columns:
+    """The columns with these values, of shape (rows, *shape)."""
+    if values.dtype.kind != "c":
+        return {name: values}
+    return {f"{name}.real": values.real, f"{name}.imag": values.imag}
+
+
+def text_of(dtype: np.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
+
+
+def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
+    """The fields of a call with their arrays. Pytrees are flattened: `{"w": x}` to
+    "grads.w".
+
+    Args:
+        values: the keywords.
+        in_parts: whether devices or processes tap parts of them.
+    """
+    found = {}
+    for keyword, tree in values.items():  # JAX would sort them
+        for path, leaf in jax.tree_util.tree_flatten_with_path({keyword: tree})[0]:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            array = _array(name, leaf)
+            is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
+            dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
+            found[Field(name, array.shape, dtype, is_array)] = array
+    return found
+
+
+def _array(name: str, leaf: object) -> jax.Array:
+    if ADDED.fullmatch(name) or "/" in name or name.startswith("."):
+        raise wrong(
+            f"a recorder can't store a value under the name {name!r}. It adds the"
+            " columns time, process, device and row itself, and names of arrays are"
+            " names of folders"
+        )
+    try:
+        array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    except TypeError as error:
+        raise wrong(
+            f"a recorder stores numbers and arrays, and {name}= is {leaf!r},"
+            f" {type(leaf).__name__}"
+        ) from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise wrong(f"{name}= is a PRNG key. Record jax.random.key_data(key)")
+    if not array.size:
+        raise wrong(
+            f"{name}= has the shape {array.shape}, so there is nothing to record"
+        )
+    is_step = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
+    wanted = "step= of a recorder should be an integer scalar"
+    need(name != "step" or is_step, wanted, array, "hc-record")
+    return array
+
+
+def wrong(what: str) -> SpecError:
+    return SpecError(f"hostcall: {what}", code="hc-record")
+
+
+def _stored(jax_dtype: np.dtype) -> np.dtype:
+    """The NumPy dtype that holds every value of a dtype of JAX's exactly."""
+    dtype = np.dtype(jax_dtype)
+    if dtype.isbuiltin == 1:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float32)  # bfloat16 and the eight-bit floats
+    return np.dtype(np.uint8 if dtype.name.startswith("u") else np.int8)
+
+
+# --- On the worker of taps, and the writer's thread -----------------------------------
 
 
 class Tapped(HostCode):
@@ -83,21 +190,19 @@ class Tapped(HostCode):
         elif self.step is not None and delivery.is_batched(self.step):
             what = "step= differs between the rows of a vmap"
         if what is not None:
-            raise HostcallError(
-                f"hostcall: the values {', '.join(self.numbers)} can't be recorded"
+            raise failed(
+                f"the values {', '.join(self.numbers)} can't be recorded"
                 f" where {what}. Record arrays in a call of their own, outside of the"
-                " vmap",
-                code="hc-record",
+                " vmap"
             )
         for number in self.arrays:
             name, shape = self.fields[number].name, delivery.block(number)[0]
             known = self._shapes.setdefault(name, shape)
             if shape != known:
-                raise HostcallError(
-                    f"hostcall: the array {name!r} is recorded with the shape {shape},"
+                raise failed(
+                    f"the array {name!r} is recorded with the shape {shape},"
                     f" and its earlier entries have the shape {known}: the size of a"
-                    " vmap or mesh has changed. Use another name or folder",
-                    code="hc-record",
+                    " vmap or mesh has changed. Use another name or folder"
                 )
 
 
@@ -167,10 +272,8 @@ class Events:
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
         grid, places = self._grid
         rows = len(self) * math.prod(grid)
-        out = {
-            "step": steps if len(steps) == rows else np.repeat(steps, math.prod(grid)),
-            "time": np.full(rows, self.time),
-        }
+        every = np.repeat(steps, rows // len(steps))
+        out = {"step": every, "time": np.full(rows, self.time)}
         if process is not None:
             out["process"] = np.full(rows, process, np.int32)
         if self.here.mesh_coords:

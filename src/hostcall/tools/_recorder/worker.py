@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 from hostcall._core.daemon import daemon
 from hostcall._core.wait import SLICE
 from hostcall.errors import HostcallError
+from hostcall.tools._values import failed
 
 _logger = logging.getLogger("hostcall")
 
@@ -52,20 +53,15 @@ class Worker(Generic[T]):
     """
 
     def __init__(
-        self,
-        name: str,
-        who: str,
-        work: Work[T],
-        errors: Errors,
-        patience: float = 0.0,
+        self, name: str, who: str, work: Work[T], errors: Errors, patience: float = 0.0
     ) -> None:
         self._who, self._patience = who, patience
         self._changed = threading.Condition()
         self._items: list[T] = []
         self._bytes = 0
-        self._due = 0.0  # when the oldest item has waited long enough
+        # When the oldest item has waited long enough; 0 if somebody waits for it.
+        self._due = 0.0
         self._put = self._done = 0  # items so far
-        self._wanted = 0  # a flush waits until `_done` reaches this
         self._closing = self._ended = False
         self._error: BaseException | None = None
         # The thread has these, not the worker: programs keep it after the end.
@@ -94,14 +90,12 @@ class Worker(Generic[T]):
     def flush(self) -> None:
         """Waits until everything that has been put is done."""
         with self._changed:
-            self._wanted = mark = self._put
+            mark, self._due = self._put, 0.0
             self._changed.notify_all()
             self._wait_until(lambda: self._done >= mark or self._ended)
             if self._error is not None:
-                raise HostcallError(
-                    f"hostcall: {self._who} could not write, and records nothing more",
-                    code="hc-record",
-                ) from self._error
+                what = f"{self._who} could not write, and records nothing more"
+                raise failed(what) from self._error
 
     def close(self) -> None:
         """Accepts nothing more, and waits until the rest is done, or has failed."""
@@ -132,7 +126,7 @@ class Worker(Generic[T]):
             self._changed.notify_all()
 
     def _is_urgent(self) -> bool:
-        return self._closing or self._wanted > self._done or self._bytes > ENOUGH
+        return self._closing or not self._due or self._bytes > ENOUGH
 
     def _take(self) -> list[T]:
         with self._changed:
