@@ -38,6 +38,23 @@ class TapInfo(CallInfo):
         return f"<tap of {self.name} at {self.place}>"
 
 
+def settings_of(
+    how: TapOptions, through: bool = False, always: bool = False, **place: Any
+) -> _native.TapSettings:
+    """What the engine is told of a tap; `place` as `TapParams.settings` takes it."""
+    every = how.every
+    return _native.TapSettings(
+        when_full=_native.WhenFull[how.when_full.upper()],
+        through=through,
+        every_steps=every if isinstance(every, int) else 0,
+        every_ns=int(every * 1e9) if isinstance(every, float) else 0,
+        sample=1.0 if how.sample is None else how.sample,
+        always=always,
+        batch=how.batch or 0,
+        **{"nested": False, "only": (), "linked": False, **place},
+    )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TapParams(Equation):
     """The parameters of one equation of the tap primitive.
@@ -116,20 +133,9 @@ class TapParams(Equation):
                 `always`; else Python reads the flag.
         """
         delivery.start()
-        how = self.options
-        every = how.every
-        return _native.TapSettings(
-            when_full=_native.WhenFull[how.when_full.upper()],
-            nested=nested,
-            only=only,
-            linked=linked,
-            through=self.through,
-            every_steps=every if isinstance(every, int) else 0,
-            every_ns=int(every * 1e9) if isinstance(every, float) else 0,
-            sample=1.0 if how.sample is None else how.sample,
-            always=self.always and in_program,
-            batch=how.batch or 0,
-        )
+        place = {"nested": nested, "only": only, "linked": linked}
+        always = self.always and in_program
+        return settings_of(self.options, self.through, always, **place)
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         compressed = super().compresses(operands)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax
@@ -19,16 +20,12 @@ from hostcall._core.errors import SpecError
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._jax.types import Aval, Shard, Sharding, Value
+from hostcall._jax.types import Aval, Device, Sharding, Value
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._runtime import host_device
 
 # Where a block lies in the whole array: (start, stop) along each axis.
 Box = tuple[tuple[int, int], ...]
-
-
-def whole(shape: Sequence[int]) -> Box:
-    return tuple((0, size) for size in shape)
 
 
 def box(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -99,10 +96,9 @@ class TapBlocks(Partitioned):
 
 
 def serves(program: _jax.Program, params: TapParams) -> bool:
-    """Whether the tap of this program is one of blocks."""
-    if params.options.on == "process":  # within one process the part is the whole value
-        return program.is_partitioned and program.across
-    return params.options.on == "shards" and program.is_partitioned
+    """Whether the tap of this program, which is partitioned, is one of blocks."""
+    on = params.options.on  # within one process its part is the whole value
+    return on == "shards" or (on == "process" and program.across)
 
 
 def lower(
@@ -196,18 +192,25 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
     return tiles if math.prod(tiles) == len(owners) else None
 
 
-def assembled(
-    shards: Sequence[Shard], shape: Sequence[int]
-) -> tuple[np.ndarray, Box] | None:
-    """(array, block) of the part of an array that this process's shards make.
+def part_of(x: Any, device: Device | None) -> tuple[Any, Box] | None:
+    """(array, block) of what a device holds of an eager tap's operand; with None, of
+    what all devices of this process hold together.
 
-    None if they make no single block.
+    None if their blocks make no single one.
     """
-    blocks = {box(shard.index, shape): shard.data for shard in shards}
+    blocks = {
+        box(shard.index, x.shape): shard.data
+        for shard in (x.addressable_shards if isinstance(x, jax.Array) else ())
+        if device in (None, shard.device)
+    }
+    if not blocks and (not isinstance(x, jax.Array) or x.is_fully_addressable):
+        return x, tuple((0, size) for size in np.shape(x))
     part = hull(set(blocks))
     if part is None:
         return None
-    out = np.empty([stop - start for start, stop in part], shards[0].data.dtype)
+    if len(blocks) == 1:
+        return blocks[part], part
+    out = np.empty([stop - start for start, stop in part], x.dtype)
     for block, data in blocks.items():
         each = zip(block, part, strict=True)
         at = tuple(slice(a - first, b - first) for (a, b), (first, _) in each)
@@ -245,7 +248,7 @@ def _wrong(params: TapParams, what: str, blocks: Iterable[Box]) -> SpecError:
         for block in sorted(set(blocks))[:4]
     )
     return SpecError(
-        f"hostcall: the tap `{params.callback.name}` has on='process', but {what}"
+        f"hostcall: {params.shown} has on={params.options.on!r}, but {what}"
         f"{': ' * bool(said)}{said}. Use on='shards' to tap each device's block, or a"
         " mesh in which each process's devices are neighbours along the sharded axes"
         " (jax.devices() in their own order is one for an axis that is sharded alone),"

@@ -6,10 +6,9 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from hostcall._core.options import TapOptions
 from hostcall._core.source import Place, source_of
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
-from hostcall._engine.params.tap import TapParams
+from hostcall._engine.params.tap import TapParams, settings_of
 from hostcall._jax.types import Aval, Device, Effect, JaxprEquation, Sharding, Value
 from hostcall._primitives.batching import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
@@ -51,19 +50,25 @@ bind: Callable[..., list[jax.Array]] = tap_p.bind
 def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     targets.start()
-    process.refuse(f"`{params.callback.name}` is tapped")
+    callback, options = params.callback, params.options
+    process.refuse(f"`{callback.name}` is tapped")
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     go_on_after_failures(params)
-    tap, always = params.settings(in_program=False), params.flag_of(operands)
+    always = params.flag_of(operands)
     for home, place, values in _blocks(operands, params):
-        if params.options.thinned and not _lets(params, home, tap, always):
-            continue
+        if options.thinned:
+            line = callback.place, source_of(callback.function)
+            with process.starting.lock:  # two threads may come to a new line at once
+                throttle = _throttle(*line, home.platform, home.id, options)
+            if not throttle.lets(costs.counters_of(callback), always):
+                continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
         info.places = None if place is None else {-1: partitioned.slices(place)}
-        info.tap, info.device = tap, host_device.above_here()
+        info.tap = params.settings(in_program=False)
+        info.device = host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
 
@@ -71,65 +76,58 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
 tap_p.def_impl(_impl)
 
 
+# A compiled program has native counters for every= and sample=, one for each tap and
+# device. An eager tap is no part of a program, so its counter is found by the line that
+# wrote it, with no function that it would keep alive. In a notebook each run of a cell
+# makes new lines. Beyond this number the counter that was used longest ago is dropped,
+# and its line starts counting anew.
+@lru_cache(maxsize=4096)
+def _throttle(
+    place: Place, source: str, platform: str, device: int, options: TapOptions
+) -> _native.Throttle:
+    return _native.Throttle(settings_of(options))
+
+
 # (device, block of each array, operands) of one delivery.
-Block = tuple[Device, Sequence[Box] | None, list[jax.Array]]
+Block = tuple[Device, Sequence[Box] | None, Sequence[Any]]
 
 
-def _blocks(operands: Operands, params: TapParams) -> list[Block]:
+def _blocks(operands: Operands, params: TapParams) -> Iterator[Block]:
     """The deliveries of an eager tap in this process."""
-    sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
-    on = params.options.on
-    if on == "shards" and sharded:
-        return _of_each_device(operands, sharded[0], params)
-    home = params.options.device or first_device(_devices(operands))
+    on, arrays = params.options.on, [x for x in operands if isinstance(x, jax.Array)]
+    devices: Iterable[Device] = arrays[0].devices() if arrays else ()
     if on == "once":
-        _refuse_parts(operands, params)
+        _refuse_parts(arrays, params)
+        home = params.options.device or first_device(devices)
         # Each process runs this line, and one of them delivers.
-        if home.process_index != _jax.process_of(home):
-            return []
-        return [(home, None, list(operands))]
-    found, boxes = [], []
-    for number, x in enumerate(operands):
-        box = partitioned.whole(np.shape(x))
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            part = partitioned.assembled(x.addressable_shards, x.shape)
+        if home.process_index == _jax.process_of(home):
+            yield home, None, operands
+        return
+    local = [d for d in devices if d.process_index == _jax.process_of(d)]
+    homes = [first_device(local)]
+    sharded = [x for x in arrays if len(x.devices()) > 1]
+    each = on == "shards" and bool(sharded)
+    if each:
+        homes = [shard.device for shard in sharded[0].addressable_shards]
+    seen = set()
+    for home in homes:
+        parts = []
+        for number, x in enumerate(operands):
+            part = partitioned.part_of(x, home if each else None)
             if part is None:
-                raise partitioned.apart(params, number, x.shape, _jax.process_of(home))
-            x, box = part
-        found.append(x)
-        boxes.append(box)
-    local = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
-    home = first_device(local) if local else home
-    return [(home, params.arguments(boxes), found)]
+                raise partitioned.apart(params, number, x.shape, home.process_index)
+            parts.append(part)
+        place = params.arguments(tuple(box for _, box in parts))
+        # Among devices that hold identical blocks, only the first taps.
+        if place not in seen:
+            seen.add(place)
+            yield home, place, [value for value, _ in parts]
 
 
-def _of_each_device(
-    operands: Operands, sharded: jax.Array, params: TapParams
-) -> list[Block]:
-    """Among devices that hold identical blocks, only the first taps."""
-    found: dict[tuple[Box, ...], Block] = {}
-    for device in (shard.device for shard in sharded.addressable_shards):
-        values, boxes = [], []
-        for x in operands:
-            shards = x.addressable_shards if isinstance(x, jax.Array) else ()
-            here = [shard for shard in shards if shard.device == device]
-            values.append(here[0].data if here else x)
-            shape = np.shape(x)
-            boxes.append(
-                partitioned.box(here[0].index, shape)
-                if here
-                else partitioned.whole(shape)
-            )
-        place = tuple(params.arguments(boxes))
-        found.setdefault(place, (device, place, values))
-    return list(found.values())
-
-
-def _refuse_parts(operands: Operands, params: TapParams) -> None:
+def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
     """Refuses values of which other processes hold parts: no program gathers them."""
-    for x in operands:
-        is_part = isinstance(x, jax.Array) and not x.is_fully_addressable
-        if is_part and not x.is_fully_replicated:
+    for x in arrays:
+        if not (x.is_fully_addressable or x.is_fully_replicated):
             raise SpecError(
                 f"hostcall: the tap `{params.callback.name}` was called outside of"
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
@@ -138,52 +136,6 @@ def _refuse_parts(operands: Operands, params: TapParams) -> None:
                 " on='shards' for the parts",
                 code="hc-device",
             )
-
-
-def _devices(operands: Operands) -> list[Device]:
-    """Those of the first array, which may be another process's."""
-    arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
-    return [device for array in arrays[:1] for device in array.devices()]
-
-
-# --- every= and sample= outside any program ------------------------------------------
-#
-# A compiled program has native counters for its taps, one for each tap and device. An
-# eager tap is no part of a program, so its counter is found by the line that wrote it.
-
-
-@dataclass(frozen=True)
-class _TappedLine:
-    """A user's line that taps, on one device. It keeps no function alive."""
-
-    place: Place
-    source: str
-    device: tuple[str, int]
-    options: TapOptions
-    tap: _native.TapSettings = field(compare=False)
-
-
-# How many lines keep a counter. In a notebook each run of a cell makes new lines.
-# Beyond this number the counter that was used longest ago is dropped, and its line
-# starts counting anew.
-@lru_cache(maxsize=4096)
-def _throttle(line: _TappedLine) -> _native.Throttle:
-    return _native.Throttle(line.tap)
-
-
-def _lets(
-    params: TapParams, device: Device, tap: _native.TapSettings, always: bool
-) -> bool:
-    """Whether an eager tap is delivered, on this device; `always` is its flag.
-
-    If not, `hc.monitor.stats()` counts it.
-    """
-    callback, number = params.callback, (device.platform, device.id)
-    source = source_of(callback.function)
-    line = _TappedLine(callback.place, source, number, params.options, tap)
-    with process.starting.lock:  # two threads may come to a new line at once
-        throttle = _throttle(line)
-    return throttle.lets(costs.counters_of(callback), always)
 
 
 # --- abstract eval -----------------------------------------------------------------
@@ -310,17 +262,22 @@ def lower_here(
     """The lowering for the platforms that the engine serves: a custom call that only
     copies, and a slot for its plan.
     """
-    ctx = program.ctx
-    if partitioned.serves(program, params):
+    if program.is_partitioned and partitioned.serves(program, params):
         return partitioned.lower(program, operands, params)
+    ctx, avals = program.ctx, program.ctx.avals_in
     targets.start_lowering(program)
-    flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
-    if flagged:
-        if not params.masked:
-            avals, params = [_FLAG, *avals], params.with_mask()
-        prepare = partial(_only_on_first, program, avals)
+    only: tuple[int, ...] = ()  # the ordinals of the devices that tap; empty for all
+    prepare = None
+    if program.size > 1 and program.mesh is None:  # all hold the same: one of them taps
+        if program.is_exported:
+            _refuse_device(params)
+            if not params.masked:
+                avals, params = [_FLAG, *avals], params.with_mask()
+            prepare = partial(_only_on_first, program, avals)
+        elif program.local is not None:
+            device = _tapping(program, params)
+            only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
     info = params.info(program.by_ordinal, program.mesh, avals)
-    only = () if flagged else _leader(program, params)
     info.tap = params.settings(only, host_device.is_host(program.client))
     first = int(params.masked)
     call = EngineCall(
@@ -335,20 +292,7 @@ def lower_here(
         return call.emit(operands, params.effect)
 
 
-_NONE_HERE = (-1,)  # no device has this ordinal
-
-
-def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
-    """Ordinals of the devices here that tap; empty if all do.
-
-    If all devices of the program hold the same values, one of them taps. It belongs to
-    one of the processes that run the program, and in the others no device taps.
-    """
-    local, devices = program.local, program.devices
-    if local is None or devices is None or program.mesh is not None:
-        return ()
-    device = _tapping(program, params)
-    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+_NOT_HERE = -1  # no device has this ordinal
 
 
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
@@ -375,19 +319,13 @@ def _tapping(program: _jax.Program, params: TapParams) -> Device:
 _FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
 
 
-def _is_flagged(program: _jax.Program, params: TapParams) -> bool:
-    """Whether a mask says which device taps. Else the engine knows it by its ordinal,
-    or all devices tap.
-    """
-    if not program.is_exported or program.mesh is not None or program.size == 1:
-        return False
+def _refuse_device(params: TapParams) -> None:
     if params.options.device is not None:
         refuse_export(
             params.callback,
             f"it has on={params.options.device}, and the program may run on other"
             " devices. Leave out on=: the first device of the program then taps",
         )
-    return True
 
 
 def _only_on_first(
