@@ -11,7 +11,7 @@ import numpy as np
 
 from hostcall._api.barrier import barrier
 from hostcall._core.dlpack import DLPackArray
-from hostcall._runtime.collectors import collectors
+from hostcall._runtime import delivery
 
 
 class collect:
@@ -59,14 +59,14 @@ class collect:
         barrier()
         self._seen = {}
         self._out: dict[str, Any] = {}
-        collectors.active.append(self)
+        delivery.state.collectors.append(self._take)
         return self._out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             barrier()
         finally:
-            collectors.active.remove(self)
+            delivery.state.collectors.remove(self._take)
             # Copied: if Ctrl-C ended the barrier, the worker may still add values.
             self._out.update(
                 {k: _stacked(list(v)) for k, v in dict(self._seen).items()}
@@ -82,7 +82,7 @@ class collect:
             out = self._fn(*args, **kwargs)
         return out, seen
 
-    def take(self, name: str, args: Any, kwargs: Any) -> None:
+    def _take(self, name: str, args: Any, kwargs: Any) -> None:
         alone = args[0] if len(args) == 1 else args
         value = (args, kwargs) if kwargs else alone
         self._seen.setdefault(name, []).append(jax.tree.map(_of_its_own, value))

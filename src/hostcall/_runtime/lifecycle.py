@@ -199,7 +199,7 @@ def _drain() -> None:
     watcher.watch_the_end()
     feeds.process_ends()
     _wait_for_programs()
-    delivery.flush(None, "the end of the process")
+    delivery.flush()
 
 
 def _in_a_late_handler() -> bool:

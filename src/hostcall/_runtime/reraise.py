@@ -86,29 +86,21 @@ class reraise(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         report = _close_block(waits=error is None)
-        if report is not None:
-            _raise_behind(report)
-        if isinstance(error, _jax.REPORTS):
-            found = failures.original(error)
+        told, found = report or error, None
+        if isinstance(told, _jax.REPORTS):
+            found = failures.original(told)
+            failures.tell(failures.number_in(told))
+        try:
+            if report is not None:
+                raise report
             if found is not None:
-                failures.tell(failures.number_in(error))
-                try:
-                    raise found
-                finally:  # breaks the cycle found -> traceback -> this frame -> found
-                    del found
-
-
-def _raise_behind(report: BaseException) -> None:
-    """Raises the exception behind a report, with the report as its context."""
-    found = failures.original(report)
-    try:
-        raise report
-    except _jax.REPORTS:
-        if found is None:  # too many callbacks have failed since
-            raise
-        raise found  # noqa: B904
-    finally:
-        del found, report
+                raise found
+        except _jax.REPORTS as raised:
+            if found is None or raised is found:  # too many callbacks failed since
+                raise
+            raise found  # noqa: B904
+        finally:  # breaks the cycle found -> traceback -> this frame -> found
+            del found, told, report
 
 
 # --- Blocks --------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def _after_terminate() -> None:
     """Delivers the taps, then sends SIGTERM again. Its action is the default one by
     now, so it ends the process.
     """
-    if not delivery.flush(config.EXIT_TIMEOUT, "SIGTERM"):
+    if not delivery.flush(config.EXIT_TIMEOUT):
         logger.warning(
             "SIGTERM ends the process. Not delivered within %g s, and lost: %s",
             config.EXIT_TIMEOUT,

@@ -45,7 +45,7 @@ class TapBlocks(Partitioned):
     target = targets.TAP_TARGET
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
-        self._nested = host_device.is_host(program.client)
+        self._nested = host_device.level(program.client) > 0
         info = params.info(program.by_ordinal, None)
         info.tap = params.settings((), self._nested)
         super().__init__(program, info)

@@ -278,7 +278,7 @@ def lower_here(
             device = _tapping(program, params)
             only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
     info = params.info(program.by_ordinal, program.mesh, avals)
-    info.tap = params.settings(only, host_device.is_host(program.client))
+    info.tap = params.settings(only, host_device.level(program.client) > 0)
     first = int(params.masked)
     call = EngineCall(
         program,
