@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hostcall import _jax
 from hostcall._api.barrier import barrier
 from hostcall._core.dlpack import DLPackArray
 from hostcall._runtime import delivery
@@ -92,12 +93,9 @@ def _of_its_own(leaf: Any) -> Any:
     """Copies an array to a NumPy array. Keys and static leaves stay as they are."""
     if isinstance(leaf, DLPackArray):
         return leaf.to_numpy()
-    if isinstance(leaf, np.ndarray) or (
-        isinstance(leaf, jax.Array)
-        and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    ):
-        return np.array(leaf)
-    return leaf
+    is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
+    is_array = isinstance(leaf, (np.ndarray, jax.Array))
+    return np.array(leaf) if is_array and not is_key else leaf
 
 
 def _stacked(values: list[Any]) -> Any:

@@ -99,7 +99,7 @@ class CallInfo:
         self.mesh = mesh
 
     def __repr__(self) -> str:
-        return f"<call of {self.name} at {self.place}>"
+        return f"<{self.params.word} of {self.name} at {self.place}>"
 
     @property
     def label(self) -> str:

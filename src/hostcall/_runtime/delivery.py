@@ -55,14 +55,12 @@ def start() -> None:
     if state.thread is not None or _native.closed():
         return
     with starting.lock:
-        if state.thread is None:
-            _native.set_tap_limit(config.settings.tap_queue_bytes)
-            run = _native.run_tap_worker
-            try:
-                daemon.start_of(state, "hostcall-taps", run, "a tap")
-            except HostcallError:
-                # Without a worker, the thread that taps delivers.
-                _native.stop_taps()
+        _native.set_tap_limit(config.settings.tap_queue_bytes)
+        try:
+            daemon.start_of(state, "hostcall-taps", _native.run_tap_worker, "a tap")
+        except HostcallError:
+            # Without a worker, the thread that taps delivers.
+            _native.stop_taps()
 
 
 def at_barrier(fn: Callable[[bool], object]) -> None:

@@ -34,26 +34,6 @@ class TapInfo(CallInfo):
         tap_failures.failed(self.name, self.place, error, row)
         return ""
 
-    def __repr__(self) -> str:
-        return f"<tap of {self.name} at {self.place}>"
-
-
-def settings_of(
-    how: TapOptions, through: bool = False, always: bool = False, **place: Any
-) -> _native.TapSettings:
-    """What the engine is told of a tap; `place` as `TapParams.settings` takes it."""
-    every = how.every
-    return _native.TapSettings(
-        when_full=_native.WhenFull[how.when_full.upper()],
-        through=through,
-        every_steps=every if isinstance(every, int) else 0,
-        every_ns=int(every * 1e9) if isinstance(every, float) else 0,
-        sample=1.0 if how.sample is None else how.sample,
-        always=always,
-        batch=how.batch or 0,
-        **{"nested": False, "only": (), "linked": False, **place},
-    )
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TapParams(Equation):
@@ -133,9 +113,20 @@ class TapParams(Equation):
                 `always`; else Python reads the flag.
         """
         delivery.start()
-        place = {"nested": nested, "only": only, "linked": linked}
-        always = self.always and in_program
-        return settings_of(self.options, self.through, always, **place)
+        how = self.options
+        every = how.every
+        return _native.TapSettings(
+            when_full=_native.WhenFull[how.when_full.upper()],
+            nested=nested,
+            only=only,
+            linked=linked,
+            through=self.through,
+            every_steps=every if isinstance(every, int) else 0,
+            every_ns=int(every * 1e9) if isinstance(every, float) else 0,
+            sample=1.0 if how.sample is None else how.sample,
+            always=self.always and in_program,
+            batch=how.batch or 0,
+        )
 
     def compresses(self, operands: Sequence[Any]) -> bool:
         compressed = super().compresses(operands)

@@ -7,6 +7,7 @@ taps.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -101,31 +102,26 @@ def serves(program: _jax.Program, params: TapParams) -> bool:
     return on == "shards" or (on == "process" and program.across)
 
 
+_HOLDER = {"shards": "device", "process": "process"}
+
+
 def lower(
     program: _jax.Program, operands: Sequence[Value], params: TapParams
 ) -> list[Value]:
     """The lowering of a tap for which `serves` is true."""
-    _refuse(params, program.ctx.avals_in)
-    targets.start_lowering(program)
-    return lower_blocks(program, operands, TapBlocks(program, params))
-
-
-_HOLDER = {"shards": "device", "process": "process"}
-
-
-def _refuse(params: TapParams, avals: Sequence[Aval]) -> None:
-    on = params.options.on
+    on, what = params.options.on, ""
     if params.grid:  # only rows="each" has one
         what, instead = "rows='each'", "rows='batched'"
-    elif params.masked and avals[0].ndim > 0:
+    elif params.masked and program.ctx.avals_in[0].ndim > 0:
         what, instead = "a where= that differs between rows", "jnp.where on the values"
-    else:
-        return
-    raise conflict(
-        params.shown,
-        f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
-        f" only, or parts of them: use {instead}, or on='once'",
-    )
+    if what:
+        raise conflict(
+            params.shown,
+            f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
+            f" only, or parts of them: use {instead}, or on='once'",
+        )
+    targets.start_lowering(program)
+    return lower_blocks(program, operands, TapBlocks(program, params))
 
 
 # --- The parts of processes -----------------------------------------------------------
@@ -180,16 +176,15 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
 
     XLA's tiles are equal, and each is on equally many devices.
     """
-    sizes = {tuple(stop - start for start, stop in each) for each in owners}
-    if len(sizes) > 1 or len({len(devices) for devices in owners.values()}) > 1:
+    if len({len(devices) for devices in owners.values()}) > 1:
         return None
-    (size,) = sizes
-    if any(
-        start % n for each in owners for (start, _), n in zip(each, size, strict=True)
-    ):
-        return None
-    tiles = [whole // n for whole, n in zip(shape, size, strict=True)]
-    return tiles if math.prod(tiles) == len(owners) else None
+    tiles = [len(set(ends)) for ends in zip(*owners, strict=True)]
+    every = [
+        [(i * whole // n, (i + 1) * whole // n) for i in range(n)]
+        for whole, n in zip(shape, tiles, strict=True)
+    ]
+    even = all(whole % n == 0 for whole, n in zip(shape, tiles, strict=True))
+    return tiles if even and set(owners) == set(itertools.product(*every)) else None
 
 
 def part_of(x: Any, device: Device | None) -> tuple[Any, Box] | None:

@@ -17,11 +17,10 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core import errors, process
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.options import TapOptions
-from hostcall._core.source import Place, source_of
+from hostcall._core.source import source_of
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
-from hostcall._engine.params.tap import TapParams, settings_of
+from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import Aval, Device, Effect, JaxprEquation, Sharding, Value
 from hostcall._primitives.batching import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
@@ -50,25 +49,26 @@ bind: Callable[..., list[jax.Array]] = tap_p.bind
 def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     targets.start()
-    callback, options = params.callback, params.options
+    callback = params.callback
     process.refuse(f"`{callback.name}` is tapped")
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     go_on_after_failures(params)
-    always = params.flag_of(operands)
+    tap, always = params.settings(in_program=False), params.flag_of(operands)
     for home, place, values in _blocks(operands, params):
-        if options.thinned:
-            line = callback.place, source_of(callback.function)
+        if params.options.thinned:
+            source, device = source_of(callback.function), (home.platform, home.id)
+            line = _Line((callback.place, source, device, params.options))
+            line.tap = tap
             with process.starting.lock:  # two threads may come to a new line at once
-                throttle = _throttle(*line, home.platform, home.id, options)
+                throttle = _throttle(line)
             if not throttle.lets(costs.counters_of(callback), always):
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
         info.places = None if place is None else {-1: partitioned.slices(place)}
-        info.tap = params.settings(in_program=False)
-        info.device = host_device.above_here()
+        info.tap, info.device = tap, host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
 
@@ -81,11 +81,13 @@ tap_p.def_impl(_impl)
 # wrote it, with no function that it would keep alive. In a notebook each run of a cell
 # makes new lines. Beyond this number the counter that was used longest ago is dropped,
 # and its line starts counting anew.
+class _Line(tuple[Any, ...]):
+    tap: _native.TapSettings
+
+
 @lru_cache(maxsize=4096)
-def _throttle(
-    place: Place, source: str, platform: str, device: int, options: TapOptions
-) -> _native.Throttle:
-    return _native.Throttle(settings_of(options))
+def _throttle(line: _Line) -> _native.Throttle:
+    return _native.Throttle(line.tap)
 
 
 # (device, block of each array, operands) of one delivery.
@@ -151,13 +153,7 @@ def _abstract_eval(
 tap_p.def_effectful_abstract_eval(_abstract_eval)
 
 
-def _passed(operands: Sequence[T], equation: dict[str, TapParams]) -> Sequence[T]:
-    """The operands that are the results of a tap."""
-    params = equation["params"]
-    return params.arguments(operands) if params.through else ()
-
-
-_jax.run_once_in_while_loops(tap_p, passes=_passed)
+_jax.run_once_in_while_loops(tap_p)
 
 
 # --- batching ----------------------------------------------------------------------
@@ -235,17 +231,20 @@ def _partial_eval(
     JaxprEquation | None, JaxprEquation | None, list[bool], list[bool], list[object]
 ]:
     """Known values are tapped in the forward pass. The backward pass, which computes
-    them again, taps them a second time only with remat="repeat".
+    them again, taps them a second time only with remat="repeat"; the second of two
+    loops (_jax/while_loops.py) never does.
 
     Returns (known equation, staged equation, unknown outputs, instantiated outputs,
     residuals).
     """
-    del saveable
-    n = len(eqn.outvars)
+    n, params = len(eqn.outvars), eqn.params["params"]
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
     if any(unknown):
         return None, eqn, [True] * n, [True] * n, residuals
-    if eqn.params["params"].options.remat == "repeat":
+    if saveable is _jax.in_second_loop and params.through:
+        passed = _jax.passed_on(eqn, params.arguments(eqn.invars))
+        return eqn, passed, [False] * n, [True] * n, residuals
+    if saveable is not _jax.in_second_loop and params.options.remat == "repeat":
         return eqn, eqn, [False] * n, [True] * n, residuals
     return eqn, None, [False] * n, [False] * n, []
 

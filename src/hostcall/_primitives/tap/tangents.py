@@ -99,12 +99,8 @@ _jax.transposes[cotangent_tap_p] = _cotangent_transpose
 
 
 def _is_inexact(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex)) and not isinstance(leaf, bool)
-    return not _jax.is_key_dtype(dtype) and jax.numpy.issubdtype(
-        dtype, jax.numpy.inexact
-    )
+    kind = getattr(leaf, "dtype", type(leaf))
+    return bool(jax.numpy.issubdtype(kind, jax.numpy.inexact))
 
 
 def split(x: Any) -> Any:
