@@ -109,12 +109,11 @@ def _parted(
     unknown: these and others).
     """
     inner = open_jaxpr(jaxpr)
-    known, again, unknown_outs, _, _ = _pe.partial_eval_jaxpr_custom(
+    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(
         inner, list(unknown), True, list(outs), True, in_second_loop
     )
     own = len(outs) - sum(unknown_outs)
-    # What the other loop would have to leave comes first in this one.
-    left = len(again.invars) - len(inner.invars)
+    # What the known part would have to leave comes first in the other one.
     makers = {v: eqn for eqn in known.eqns for v in eqn.outvars}
     missing = [
         _pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
@@ -178,12 +177,11 @@ def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | N
         "body_nconsts": len(of_body) - sum(of_body),
     }
     ins = [*of_cond, *of_body, *carry]
-    second = dict(params, cond_jaxpr=cond, body_jaxpr=body)
-    if whole:
-        return _Split(ins, carry, first, second, [True] * len(ins), [True] * len(carry))
-    second, used_ins, used_outs = _needed(second, carry)
+    again = dict(params, cond_jaxpr=cond, body_jaxpr=body)
+    outs = [True] * len(carry) if whole else carry
+    second, used_ins, used_outs = _needed(again, outs)
     for eqn in _eqns_in(second):
-        if eqn.primitive is _removed_p:
+        if eqn.primitive is _removed_p and not whole:
             call = next(filter(_runs_once, within(eqn.params["of"])), None)
             error = call and _once[call.primitive]
             if call is None or error is None:  # it needs something of JAX's own

@@ -330,10 +330,7 @@ def _dispatched(results: Sequence[Any], tokens: Sequence[Any]) -> None:
 
 def _dispatched_fast(function: Any, args: Any, kwargs: Any, results: Any) -> None:
     """JAX calls this after each dispatch on its fast path."""
-    if isinstance(results, jax.Array):
-        _dispatched((results,), ())
-    else:
-        _dispatched(jax.tree.leaves(results), ())
+    _dispatched(jax.tree.leaves(results), ())
     before = _thread.hook_before
     if before is None or before is _jax.UNSET:
         before = _jax.POST_HOOK.get_global()

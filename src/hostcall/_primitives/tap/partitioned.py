@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,10 @@ from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import Aval, Device, Sharding, Value
+from hostcall._primitives.batching import Operands
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
+from hostcall._primitives.eager import first_device
+from hostcall._primitives.tap.primitive import Block
 from hostcall._runtime import host_device
 
 # Where a block lies in the whole array: (start, stop) along each axis.
@@ -96,19 +99,13 @@ class TapBlocks(Partitioned):
 # --- The whole tap --------------------------------------------------------------------
 
 
-def serves(program: _jax.Program, params: TapParams) -> bool:
-    """Whether the tap of this program, which is partitioned, is one of blocks."""
-    on = params.options.on  # within one process its part is the whole value
-    return on == "shards" or (on == "process" and program.across)
-
-
 _HOLDER = {"shards": "device", "process": "process"}
 
 
 def lower(
     program: _jax.Program, operands: Sequence[Value], params: TapParams
 ) -> list[Value]:
-    """The lowering of a tap for which `serves` is true."""
+    """The lowering of a tap that delivers blocks."""
     on, what = params.options.on, ""
     if params.grid:  # only rows="each" has one
         what, instead = "rows='each'", "rows='batched'"
@@ -148,7 +145,7 @@ def tiles_of_processes(
         here = [n for n, d in enumerate(devices) if d.process_index == process]
         part = hull({blocks[n] for n in here})
         if part is None:
-            raise apart(params, number, shape, process, [blocks[n] for n in here])
+            raise _apart(params, number, shape, process, [blocks[n] for n in here])
         owners.setdefault(part, []).extend(here)
     if len(owners) == 1:
         return _jax.tiled(sharding, [], [])
@@ -187,7 +184,33 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
     return tiles if even and set(owners) == set(itertools.product(*every)) else None
 
 
-def part_of(x: Any, device: Device | None) -> tuple[Any, Box] | None:
+def blocks_here(operands: Operands, params: TapParams) -> Iterator[Block]:
+    """The deliveries of an eager tap in this process."""
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    sharded = [x for x in arrays if len(x.devices()) > 1]
+    each = params.options.on == "shards" and bool(sharded)
+    if each:
+        homes = [shard.device for shard in sharded[0].addressable_shards]
+    else:
+        devices = arrays[0].devices() if arrays else ()  # of any process
+        here = [d for d in devices if d.process_index == _jax.process_of(d)]
+        homes = [first_device(here)]
+    seen = set()
+    for home in homes:
+        parts = []
+        for number, x in enumerate(operands):
+            part = _part(x, home if each else None)
+            if part is None:
+                raise _apart(params, number, x.shape, home.process_index)
+            parts.append(part)
+        place = params.arguments(tuple(box for _, box in parts))
+        # Among devices that hold identical blocks, only the first taps.
+        if place not in seen:
+            seen.add(place)
+            yield home, slices(place), [value for value, _ in parts]
+
+
+def _part(x: Any, device: Device | None) -> tuple[Any, Box] | None:
     """(array, block) of what a device holds of an eager tap's operand; with None, of
     what all devices of this process hold together.
 
@@ -225,7 +248,7 @@ def _name(params: TapParams, number: int) -> str:
     return paths[number - first] if number - first < len(paths) else "always="
 
 
-def apart(
+def _apart(
     params: TapParams,
     number: int,
     shape: Sequence[int],

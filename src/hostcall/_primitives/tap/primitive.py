@@ -6,7 +6,7 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -32,11 +32,12 @@ from hostcall._primitives.lowering import (
     refuse_export,
     register,
 )
-from hostcall._primitives.tap import partitioned
-from hostcall._primitives.tap.partitioned import Box
 from hostcall._runtime import host_device
 
 T = TypeVar("T")
+
+# (device, the index of each array's block if there is one, operands) of one delivery.
+Block = tuple[Device, tuple[tuple[slice, ...], ...] | None, Sequence[Any]]
 
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
@@ -67,7 +68,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
-        info.places = None if place is None else {-1: partitioned.slices(place)}
+        info.places = None if place is None else {-1: place}
         info.tap, info.device = tap, host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
@@ -90,40 +91,18 @@ def _throttle(line: _Line) -> _native.Throttle:
     return _native.Throttle(line.tap)
 
 
-# (device, block of each array, operands) of one delivery.
-Block = tuple[Device, Sequence[Box] | None, Sequence[Any]]
-
-
-def _blocks(operands: Operands, params: TapParams) -> Iterator[Block]:
+def _blocks(operands: Operands, params: TapParams) -> Iterable[Block]:
     """The deliveries of an eager tap in this process."""
-    on, arrays = params.options.on, [x for x in operands if isinstance(x, jax.Array)]
-    devices: Iterable[Device] = arrays[0].devices() if arrays else ()
-    if on == "once":
-        _refuse_parts(arrays, params)
-        home = params.options.device or first_device(devices)
-        # Each process runs this line, and one of them delivers.
-        if home.process_index == _jax.process_of(home):
-            yield home, None, operands
-        return
-    local = [d for d in devices if d.process_index == _jax.process_of(d)]
-    homes = [first_device(local)]
-    sharded = [x for x in arrays if len(x.devices()) > 1]
-    each = on == "shards" and bool(sharded)
-    if each:
-        homes = [shard.device for shard in sharded[0].addressable_shards]
-    seen = set()
-    for home in homes:
-        parts = []
-        for number, x in enumerate(operands):
-            part = partitioned.part_of(x, home if each else None)
-            if part is None:
-                raise partitioned.apart(params, number, x.shape, home.process_index)
-            parts.append(part)
-        place = params.arguments(tuple(box for _, box in parts))
-        # Among devices that hold identical blocks, only the first taps.
-        if place not in seen:
-            seen.add(place)
-            yield home, place, [value for value, _ in parts]
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    if params.options.on != "once":
+        from hostcall._primitives.tap import partitioned  # most taps deliver no blocks
+
+        return partitioned.blocks_here(operands, params)
+    _refuse_parts(arrays, params)
+    home = params.options.device or first_device(arrays[0].devices() if arrays else ())
+    # Each process runs this line, and one of them delivers.
+    is_here = home.process_index == _jax.process_of(home)
+    return [(home, None, operands)] if is_here else []
 
 
 def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
@@ -261,7 +240,9 @@ def lower_here(
     """The lowering for the platforms that the engine serves: a custom call that only
     copies, and a slot for its plan.
     """
-    if program.is_partitioned and partitioned.serves(program, params):
+    if program.is_partitioned and _delivers_blocks(program, params):
+        from hostcall._primitives.tap import partitioned
+
         return partitioned.lower(program, operands, params)
     ctx, avals = program.ctx, program.ctx.avals_in
     targets.start_lowering(program)
@@ -292,6 +273,12 @@ def lower_here(
 
 
 _NOT_HERE = -1  # no device has this ordinal
+
+
+def _delivers_blocks(program: _jax.Program, params: TapParams) -> bool:
+    """Whether the tap of this program, which is partitioned, is one of blocks."""
+    on = params.options.on  # within one process its part is the whole value
+    return on == "shards" or (on == "process" and program.across)
 
 
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
@@ -388,7 +375,7 @@ def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     """
     if not program.is_partitioned:
         return None
-    if partitioned.serves(program, params):
+    if _delivers_blocks(program, params):
         raise HostcallError(
             f"hostcall: {params.shown} has on={params.options.on!r}, and is"
             f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"
