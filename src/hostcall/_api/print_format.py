@@ -29,7 +29,7 @@ def formatted(fmt: str, args: Sequence[object], kwargs: Mapping[str, object]) ->
     if "!" not in fmt:
         with contextlib.suppress(TypeError):  # NumPy's arrays take no format specs
             return fmt.format(*shown, **named)
-    return EachElement().filled(fmt, shown, named)
+    return EachElement().vformat(fmt, shown, named)
 
 
 def printable(value: object) -> object:
@@ -46,32 +46,22 @@ class EachElement(string.Formatter):
     A scalar is a number, also as {!r}: the text of an array says nothing more.
     """
 
-    def filled(
-        self,
-        fmt: str,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        unnamed: Iterator[int] | None = None,
-    ) -> str:
-        """`fmt.format(*args, **kwargs)` with the rules of this class.
+    def __init__(self) -> None:
+        self._unnamed = itertools.count()
 
-        `unnamed` has the arguments for the next fields without names.
+    def parse(self, format_string: str) -> Iterator[Any]:
+        """Numbers the fields without names, also those that begin with [ or a dot.
+
+        `vformat` asks for a spec's fields behind the field that has it, since a width
+        without a name is the next argument.
         """
-        unnamed, parts = unnamed or itertools.count(), []
-        for text, field, spec, conversion in self.parse(fmt):
-            parts.append(text)
-            if field is None:
-                continue
-            if field[:1] in ("", ".", "["):
-                field = f"{next(unnamed)}{field}"
-            value, _ = self.get_field(field, args, kwargs)
-            value = self.convert_field(printable(value), conversion)
-            # Behind the name, since a width without a name is the next argument.
-            spec = self.filled(spec or "", args, kwargs, unnamed)
-            parts.append(self.format_field(value, spec))
-        return "".join(parts)
+        for text, field, spec, conversion in super().parse(format_string):
+            if field is not None and field[:1] in ("", ".", "["):
+                field = f"{next(self._unnamed)}{field}"
+            yield text, field, spec, conversion
 
     def convert_field(self, value: object, conversion: Any) -> object:
+        value = printable(value)
         if conversion and isinstance(value, np.ndarray) and not value.ndim:
             return str(value)
         return super().convert_field(value, conversion)

@@ -27,7 +27,9 @@ class LoadedPrinter(Printer):
     """One whose format comes from a file."""
 
     def line(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return _without_controls(_OnlyItems().filled(self.fmt, args, kwargs) + self.end)
+        return _without_controls(
+            _OnlyItems().vformat(self.fmt, args, kwargs) + self.end
+        )
 
 
 def record_of(printer: Printer, _: bool) -> Printer:
