@@ -6,7 +6,7 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -60,11 +60,10 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     for home, place, values in _blocks(operands, params):
         if params.options.thinned:
             source, device = source_of(callback.function), (home.platform, home.id)
-            line = _Line((callback.place, source, device, params.options))
-            line.tap = tap
             with process.starting.lock:  # two threads may come to a new line at once
-                throttle = _throttle(line)
-            if not throttle.lets(costs.counters_of(callback), always):
+                kept = _throttle(callback.place, source, device, params.options)
+                kept[:] = kept or [_native.Throttle(tap)]
+            if not kept[0].lets(costs.counters_of(callback), always):
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
@@ -82,13 +81,9 @@ tap_p.def_impl(_impl)
 # wrote it, with no function that it would keep alive. In a notebook each run of a cell
 # makes new lines. Beyond this number the counter that was used longest ago is dropped,
 # and its line starts counting anew.
-class _Line(tuple[Any, ...]):
-    tap: _native.TapSettings
-
-
 @lru_cache(maxsize=4096)
-def _throttle(line: _Line) -> _native.Throttle:
-    return _native.Throttle(line.tap)
+def _throttle(*line: Hashable) -> list[_native.Throttle]:
+    return []
 
 
 def _blocks(operands: Operands, params: TapParams) -> Iterable[Block]:
