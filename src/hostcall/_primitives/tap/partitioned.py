@@ -25,11 +25,12 @@ from hostcall._jax.types import Aval, Device, Sharding, Value
 from hostcall._primitives.batching import Operands
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.eager import first_device
-from hostcall._primitives.tap.primitive import Block
 from hostcall._runtime import host_device
 
 # Where a block lies in the whole array: (start, stop) along each axis.
 Box = tuple[tuple[int, int], ...]
+# (device, the index of each array's block, operands) of one delivery of an eager tap.
+Block = tuple[Device, tuple[tuple[slice, ...], ...], Sequence[Any]]
 
 
 def box(index: Sequence[slice], shape: Sequence[int]) -> Box:

@@ -36,9 +36,6 @@ from hostcall._runtime import host_device
 
 T = TypeVar("T")
 
-# (device, the index of each array's block if there is one, operands) of one delivery.
-Block = tuple[Device, tuple[tuple[slice, ...], ...] | None, Sequence[Any]]
-
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
 bind: Callable[..., list[jax.Array]] = tap_p.bind
@@ -86,8 +83,12 @@ def _throttle(*line: Hashable) -> list[_native.Throttle]:
     return []
 
 
-def _blocks(operands: Operands, params: TapParams) -> Iterable[Block]:
-    """The deliveries of an eager tap in this process."""
+def _blocks(
+    operands: Operands, params: TapParams
+) -> Iterable[tuple[Device, Any, Sequence[Any]]]:
+    """The deliveries of an eager tap in this process: of each, the device, where each
+    array's block lies (None: it is whole), and the operands.
+    """
     arrays = [x for x in operands if isinstance(x, jax.Array)]
     if params.options.on != "once":
         from hostcall._primitives.tap import partitioned  # most taps deliver no blocks
