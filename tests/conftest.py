@@ -142,7 +142,7 @@ def nothing_left(
         if jax.default_backend() == "cpu":
             raise
         platforms.forget_failed_effects()
-    assert delivery.flush(30, "the end of a test"), "a tap was not delivered"
+    assert delivery.flush(30), "a tap was not delivered"
     raised, _ = tap_failures.take()
     assert not raised, "a tap failed, and the test did not take its error"
     assert hc.monitor.tap_queue().nbytes == 0

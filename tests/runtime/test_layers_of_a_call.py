@@ -33,8 +33,7 @@ from hostcall._policies.on_loop import OnLoop
 from hostcall._policies.stack import Checked, Trees, entries
 from hostcall._policies.stores import Cache, Part
 from hostcall._policies.unmasked import Unmasked, UnmaskedTap
-from hostcall._runtime import host_device, workers
-from hostcall._runtime.collectors import collectors
+from hostcall._runtime import delivery, host_device, workers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 try:
@@ -228,17 +227,15 @@ def test_trees(template, leaves, want):
 def test_collectors_see_what_a_tap_gets():
     seen = []
 
-    class Collector:
-        def take(self, tag, args, kwargs):
-            seen.append((tag, args, kwargs))
+    def take(tag, args, kwargs):
+        seen.append((tag, args, kwargs))
 
     choices = choices_of(print, template=NAMED, tap=True, tag="loss")
-    collector = Collector()
-    collectors.active.append(collector)
+    delivery.state.collectors.append(take)
     try:
         Trees(Inner(), choices).rows([(1, 2)], Site())
     finally:
-        collectors.active.remove(collector)
+        delivery.state.collectors.remove(take)
     assert seen == [("loss", (1,), {"y": 2})]
 
 

@@ -58,20 +58,16 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
 
 def _barrier(timeout: float | None, programs: bool) -> bool:
     if not programs:
-        return delivery.flush(timeout, "hc.barrier()", queued_only=True)
+        return delivery.flush(timeout, queued_only=True)
     end = None if timeout is None else time.monotonic() + timeout
     if timeout is not None and not _programs_end_in(timeout):
         return False
     failed = delivery.state.reports  # outlives this wait if Ctrl-C or the limit ends it
     failed += failures.failures_of_effects()
-    for error in failures.failures_of_arrays():
-        # Only failures of host calls, and of those none that the user has seen: a
-        # printed traceback may keep failed arrays in its frames, for long.
-        number = failures.number_in(error)
-        if number and not failures.is_surely_told(number):
-            failed.append(error)
+    # Only failures of host calls.
+    failed += filter(failures.number_in, failures.failures_of_arrays())
     left = None if end is None else max(0.0, end - time.monotonic())
-    if not delivery.flush(left, "hc.barrier()"):
+    if not delivery.flush(left):
         return False
     delivery.call_at_barrier(ending=False)
     raised = _first(failed) or failures.first_owed() or tap_failures.take_as_one()
@@ -84,7 +80,11 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
 
 
 def _first(failed: list[BaseException]) -> BaseException | None:
-    """Takes the first failure that nobody was told of. Those behind it stay."""
+    """Takes the first failure that nobody was told of. Those behind it stay.
+
+    Others are passed over: a printed traceback may keep failed arrays in its frames,
+    for long.
+    """
     while failed:
         error = failed.pop(0)
         number = failures.number_in(error)

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from hostcall import _jax
 from hostcall._api.barrier import barrier
 from hostcall._core.dlpack import DLPackArray
-from hostcall._runtime.collectors import collectors
+from hostcall._runtime import delivery
 
 
 class collect:
@@ -59,14 +60,14 @@ class collect:
         barrier()
         self._seen = {}
         self._out: dict[str, Any] = {}
-        collectors.active.append(self)
+        delivery.state.collectors.append(self._take)
         return self._out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             barrier()
         finally:
-            collectors.active.remove(self)
+            delivery.state.collectors.remove(self._take)
             # Copied: if Ctrl-C ended the barrier, the worker may still add values.
             self._out.update(
                 {k: _stacked(list(v)) for k, v in dict(self._seen).items()}
@@ -82,7 +83,7 @@ class collect:
             out = self._fn(*args, **kwargs)
         return out, seen
 
-    def take(self, name: str, args: Any, kwargs: Any) -> None:
+    def _take(self, name: str, args: Any, kwargs: Any) -> None:
         alone = args[0] if len(args) == 1 else args
         value = (args, kwargs) if kwargs else alone
         self._seen.setdefault(name, []).append(jax.tree.map(_of_its_own, value))
@@ -92,12 +93,9 @@ def _of_its_own(leaf: Any) -> Any:
     """Copies an array to a NumPy array. Keys and static leaves stay as they are."""
     if isinstance(leaf, DLPackArray):
         return leaf.to_numpy()
-    if isinstance(leaf, np.ndarray) or (
-        isinstance(leaf, jax.Array)
-        and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    ):
-        return np.array(leaf)
-    return leaf
+    is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
+    is_array = isinstance(leaf, (np.ndarray, jax.Array))
+    return np.array(leaf) if is_array and not is_key else leaf
 
 
 def _stacked(values: list[Any]) -> Any:

@@ -49,9 +49,11 @@ class EachElement(string.Formatter):
     def __init__(self) -> None:
         self._unnamed = itertools.count()
 
-    def parse(self, format_string: Any) -> Iterator[Any]:
-        """Numbers fields without names, those of a spec behind its field; before Python
-        3.14 the base class numbers {} only, and not {[0]}.
+    def parse(self, format_string: str) -> Iterator[Any]:
+        """Numbers the fields without names, also those that begin with [ or a dot.
+
+        `vformat` asks for a spec's fields behind the field that has it, since a width
+        without a name is the next argument.
         """
         for text, field, spec, conversion in super().parse(format_string):
             if field is not None and field[:1] in ("", ".", "["):

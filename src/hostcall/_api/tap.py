@@ -158,7 +158,6 @@ def tap(
     """
     options = FACE.given(locals())
     operands, params = prepare(fn, args, kwargs, options)
-    refuse_pure(params, "hc.tap returns nothing that the program could need")
     bind(*operands, params=params)
 
 
@@ -229,15 +228,6 @@ FACE = mistakes.Face(
 _FACE_OF_ONE = mistakes.Face("hc.tap_through", "hc.tap_through({fn}, ({args}))")
 
 
-def refuse_pure(params: TapParams, why: str) -> None:
-    if params.effect is None:
-        raise SpecError(
-            f"hostcall: order='pure' would drop the tap `{params.callback.name}`:"
-            f" {why}. Leave out order=, or use hc.tap_through and its result",
-            code="hc-dropped",
-        )
-
-
 def prepare(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -253,6 +243,13 @@ def prepare(
     called = check_function(fn, usage, awaits=True, returns=False)
     check(f"the tap `{called}`", options, TAP)
     how = TapParams.takes.of(options)
+    if how.order == "pure" and face is not _FACE_OF_ONE:
+        raise SpecError(
+            f"hostcall: order='pure' would drop the tap `{called}`: no result of the"
+            " program depends on it. Leave out order=, or use hc.tap_through and its"
+            " result",
+            code="hc-dropped",
+        )
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
     mistakes.warn_of_own(face, fn, **{o: options[o] for o in _NONE if o in options})

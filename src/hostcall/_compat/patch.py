@@ -62,7 +62,8 @@ def _print(_: str, /, *args: Any, _use_logging: bool = False, **kwargs: Any) -> 
 def _effects_barrier(_: str, /) -> None:
     """Also waits until queued taps are delivered."""
     _effects_barrier_of_jax()
-    delivery.flush(None, "jax.effects_barrier()")
+    delivery.refuse_inside_a_tap("jax.effects_barrier()")
+    delivery.flush()
 
 
 def _get(name: str) -> Callable[..., object]:

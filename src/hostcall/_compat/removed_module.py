@@ -223,7 +223,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     for failure in (*failures_of_effects(), *failures_of_arrays()):
         logger.debug("barrier_wait[%s]: a program failed: %s", name, failure)
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
-    delivery.flush(None, "barrier_wait()")
+    delivery.flush()
     logger.debug("barrier_wait[%s]: done", name)
     with contextlib.suppress(IndexError):  # no callback has raised
         error, text = raised.pop()
@@ -237,7 +237,8 @@ def stop_outfeed_receiver() -> None:
 
     Here there is no receiver to stop, and no outfeed to free.
     """
-    delivery.flush(None, "stop_outfeed_receiver()")
+    delivery.refuse_inside_a_tap("stop_outfeed_receiver()")
+    delivery.flush()
 
 
 def _follow_queue_flag() -> None:

@@ -101,7 +101,7 @@ class CallInfo:
         self._failed: dict[int, tuple[int, ...]] = {}  # rows, by the call's thread
 
     def __repr__(self) -> str:
-        return f"<call of {self.name} at {self.place}>"
+        return f"<{self.params.word} of {self.name} at {self.place}>"
 
     @property
     def label(self) -> str:

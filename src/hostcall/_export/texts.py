@@ -264,7 +264,7 @@ def read_text(
         team = team._replace(leader=None)
     operands = record.operands
     info = params.info(by_ordinal, mesh, operands)
-    info.tap = params.settings(record.only, host_device.is_host(client))
+    info.tap = params.settings(record.only, host_device.level(client) > 0)
     info.of_program = None if team is None else ()
     info.team, info.text = team, text
     plan = plan_in_program(info, operands, client, (platform,))
@@ -308,7 +308,7 @@ def _client(platform: str) -> Client:
     default = getattr(_jax.default_device.value, "client", None)
     # A GPU's client calls its platform "gpu" or "cuda".
     fits = default is not None and (default.platform == "cpu") == (platform == "cpu")
-    if fits and (context.current() is not None or not host_device.is_host(default)):
+    if fits and (context.current() is not None or host_device.level(default) == 0):
         return default
     return _jax.client_of(platform)
 

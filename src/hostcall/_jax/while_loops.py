@@ -7,10 +7,11 @@ jax/_src/lax/control_flow/loops.py). The same happens under remat
 (`_while_partial_eval_custom`). Equations with effects would run both times, and the
 second loop again for each tangent.
 
-The remedy: the second loop is put together from the known part of the loop, without its
-calls, and the rest. Then dead code is eliminated, since the second loop has to compute
-the known values only as far as the others need them. If it needs a result of a call,
-the loop is refused: it has nowhere to keep a number of results that is not known.
+The remedy: the second loop is what JAX's rules for remat make of the loop if it
+computes all again but calls with known operands. Then dead code is eliminated, since
+the second loop has to compute the known values only as far as the others need them. If
+it needs a result of a call, the loop is refused: it has nowhere to keep a number of
+results that is not known.
 
 Loops without such calls, and drop-ins for JAX's callbacks, keep JAX's own rules.
 """
@@ -28,155 +29,100 @@ from jax._src import core as _core
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax import types as _t
+from hostcall._jax.jaxprs import within
 from hostcall._jax.lowering_api import lower_by
-from hostcall._jax.versions import JAXPRS, changed, open_jaxpr
+from hostcall._jax.versions import changed, open_jaxpr
 
 _while_p = _loops.while_p
 
 Flags: TypeAlias = Sequence[bool]
 Atoms: TypeAlias = Sequence[_t.Atom]
-# Both work on an equation's parameters.
 Error: TypeAlias = Callable[[_t.Params], Exception]
-Passes: TypeAlias = Callable[[Atoms, _t.Params], Atoms]
 
-
-class _Once(NamedTuple):
-    """How equations of a primitive leave the second loop; see
-    `run_once_in_while_loops`.
-    """
-
-    error: Error | None
-    passes: Passes | None
-
-
-_once: dict[_t.Primitive, _Once] = {}
+# The primitives whose equations run once, and what makes the error if the second loop
+# needs a result of one.
+_once: dict[_t.Primitive, Error | None] = {}
 
 
 def run_once_in_while_loops(
-    primitive: _t.Primitive, error: Error | None = None, passes: Passes | None = None
+    primitive: _t.Primitive, error: Error | None = None
 ) -> None:
     """Equations of this primitive with effects run once in a loop that JAX splits.
 
     Args:
         primitive: the primitive.
         error: makes the error if the second loop needs a result, from the equation's
-            parameters.
-        passes: (operands, parameters) -> those operands that are the results. Then
-            equations without effects run once, too.
+            parameters. Without it, the primitive's rule for remat leaves `passed_on` in
+            the second loop, and equations without effects run once, too.
     """
-    _once[primitive] = _Once(error, passes)
+    _once[primitive] = error
 
 
 def _runs_once(eqn: _t.JaxprEquation) -> bool:
-    rule = _once.get(eqn.primitive)
-    return rule is not None and (rule.passes is not None or bool(eqn.effects))
+    if eqn.primitive not in _once:
+        return False
+    return _once[eqn.primitive] is None or bool(eqn.effects)
 
 
-def _all_eqns(jaxpr: _t.Jaxpr) -> Iterator[_t.JaxprEquation]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _core.jaxprs_in_params(eqn.params):
-            yield from _all_eqns(inner)
+def _eqns_in(loop: _t.Params) -> Iterator[_t.JaxprEquation]:
+    for key in ("cond_jaxpr", "body_jaxpr"):
+        for eqn in loop[key].eqns:
+            yield from within(eqn)
 
 
-# --- A jaxpr without its calls --------------------------------------------------------
+# --- A jaxpr without its known calls --------------------------------------------------
 
-# Stands for a call whose results may not be needed.
+# Stands for equations of the first loop whose results may not be needed.
 _removed_p = _core.Primitive("host_call_of_the_first_loop")
 _removed_p.multiple_results = True
 
 
-@_removed_p.def_abstract_eval
-def _removed_avals(*, hidden: _t.JaxprEquation) -> list[_t.Aval]:
-    return [v.aval for v in hidden.outvars]
+def in_second_loop(*_: object, **__: object) -> bool:
+    """What rules for remat get as `saveable` for the second loop: saves nothing."""
+    return False
 
 
-def _with(jaxpr: _t.Jaxpr, eqns: list[_t.JaxprEquation], **changes: Any) -> _t.Jaxpr:
-    """The same with these equations, which give it its effects, and other changes."""
-    new = changed(jaxpr, eqns=eqns, **changes)
-    inner = open_jaxpr(new)
-    parts = inner.constvars, inner.invars, inner.outvars, eqns
-    return changed(new, effects=_pe.make_jaxpr_effects(*parts))
-
-
-class _Renamed(dict[_t.Atom, _t.Atom]):
-    """Variables and what stands in their place."""
-
-    def __call__(self, atom: _t.Atom) -> _t.Atom:
-        return atom if isinstance(atom, _core.Literal) else self.get(atom, atom)
-
-
-class _Remover:
-    """Removes the calls from jaxprs, at any depth."""
-
-    def __init__(self) -> None:
-        self._gone: set[_t.Effect] = set()  # the effects of what was removed
-
-    def __call__(self, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
-        renamed, eqns = _Renamed(), []
-        for eqn in jaxpr.eqns:
-            invars = [renamed(x) for x in eqn.invars]
-            if not _runs_once(eqn):
-                eqns.append(self._inside(eqn.replace(invars=invars)))
-                continue
-            rule = _once[eqn.primitive]
-            self._gone |= set(eqn.effects)
-            if rule.passes is not None:
-                renamed.update(
-                    zip(eqn.outvars, rule.passes(invars, eqn.params), strict=True)
-                )
-            elif any(type(v) is not _core.DropVar for v in eqn.outvars):
-                new = {"primitive": _removed_p, "params": {"hidden": eqn}}
-                eqns.append(eqn.replace(invars=[], effects=set(), **new))
-        outvars = [renamed(x) for x in open_jaxpr(jaxpr).outvars]
-        return _with(jaxpr, eqns, outvars=outvars)
-
-    def _inside(self, eqn: _t.JaxprEquation) -> _t.JaxprEquation:
-        """The equation with its jaxprs changed."""
-        inner = list(_core.jaxprs_in_params(eqn.params))
-        if not any(_runs_once(each) for jaxpr in inner for each in _all_eqns(jaxpr)):
-            return eqn
-        params = {key: self._param(value) for key, value in eqn.params.items()}
-        left = [e for jaxpr in _core.jaxprs_in_params(params) for e in jaxpr.effects]
-        effects = {e for e in eqn.effects if e not in self._gone or e in left}
-        return eqn.replace(params=params, effects=effects)
-
-    def _param(self, value: object) -> object:
-        if isinstance(value, JAXPRS):
-            return self(value)
-        if isinstance(value, tuple) and any(isinstance(v, JAXPRS) for v in value):
-            return tuple(map(self._param, value))
-        return value
-
-
-def _joined(
-    whole: _t.Jaxpr, known: _t.Jaxpr, unknown: _t.Jaxpr, ins: Flags, outs: Flags
-) -> _t.Jaxpr:
-    """One jaxpr of the known and the unknown part of `whole`.
-
-    `ins` and `outs` say which inputs and outputs are unknown. The known part has its
-    outputs and then what the other part needs, which has this as its first inputs.
-    """
-    a, b = open_jaxpr(known), open_jaxpr(unknown)
-    own, passed = _util.split_list(a.outvars, [len(outs) - sum(outs)])
-    takes, others = _util.split_list(b.invars, [len(passed)])
-    renamed = _Renamed(zip(takes, passed, strict=True))
-    eqns = [
-        *a.eqns,
-        *(eqn.replace(invars=list(map(renamed, eqn.invars))) for eqn in b.eqns),
-    ]
-    return _with(
-        known,
-        eqns,
-        consts=[*known.consts, *unknown.consts],
-        constvars=[*a.constvars, *b.constvars],
-        invars=_util.merge_lists(ins, a.invars, others),
-        outvars=_util.merge_lists(outs, own, list(map(renamed, b.outvars))),
-        debug_info=open_jaxpr(whole).debug_info,
+def passed_on(eqn: _t.JaxprEquation, operands: Atoms) -> _t.JaxprEquation:
+    """An equation that only passes these operands on as the results of `eqn`."""
+    barrier = _lax.optimization_barrier_p
+    return eqn.replace(
+        primitive=barrier, invars=list(operands), params={}, effects=set()
     )
+
+
+def _with(jaxpr: _t.Jaxpr, new: _t.Jaxpr, **changes: Any) -> _t.Jaxpr:
+    """What was made of an open jaxpr, closed if it was closed, with other parts."""
+    new = changed(new, **changes)
+    parts = new.constvars, new.invars, new.outvars, new.eqns
+    new = new.replace(effects=_pe.make_jaxpr_effects(*parts))
+    return new if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def _parted(
+    jaxpr: _t.Jaxpr, unknown: Flags, outs: Flags
+) -> tuple[_t.Jaxpr, _t.Jaxpr, list[bool]]:
+    """(the known part of a jaxpr, all of it without its known calls, which outputs are
+    unknown: these and others).
+    """
+    inner = open_jaxpr(jaxpr)
+    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(
+        inner, list(unknown), True, list(outs), True, in_second_loop
+    )
+    own = len(outs) - sum(unknown_outs)
+    # What the known part would have to leave comes first in the other one.
+    makers = {v: eqn for eqn in known.eqns for v in eqn.outvars}
+    missing = [
+        _pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
+        for v, of in zip(again.invars[:left], known.outvars[own:], strict=True)
+    ]
+    again = _with(
+        jaxpr, again, invars=again.invars[left:], eqns=[*missing, *again.eqns]
+    )
+    return _with(jaxpr, known, outvars=known.outvars[:own]), again, unknown_outs
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -204,44 +150,43 @@ def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
 
-def _split(params: _t.Params, unknown: Sequence[bool]) -> _Split | None:
-    """How JAX would split the loop; None if it would not."""
-    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | None:
+    """How JAX would split the loop; None if it would not.
+
+    The second loop of a `whole` one has all results, and no error: the loop is inside
+    of another that is split, and whoever does that knows which are needed.
+    """
     counts = [params["cond_nconsts"], params["body_nconsts"]]
     of_cond, of_body, carry = _util.split_list(list(unknown), counts)
     while True:  # each round adds to the unknown values
-        parts = _pe.partial_eval_jaxpr_nounits(body, of_body + carry, instantiate=carry)
-        if parts[2] == carry:
+        known_body, body, unknown_outs = _parted(
+            params["body_jaxpr"], of_body + carry, carry
+        )
+        if unknown_outs == carry:
             break
-        carry = _either(carry, parts[2])
-    tests = _pe.partial_eval_jaxpr_nounits(cond, of_cond + carry, instantiate=False)
-    if tests[2] != [False] or all(unknown) or not any(unknown):
+        carry = _either(carry, unknown_outs)
+    known_cond, cond, unknown_test = _parted(
+        params["cond_jaxpr"], of_cond + carry, [False]
+    )
+    if unknown_test != [False] or all(unknown):
         return None
-
-    def known_outputs(jaxpr: _t.Jaxpr, number: int) -> _t.Jaxpr:
-        return changed(jaxpr, outvars=open_jaxpr(jaxpr).outvars[:number])
-
     first = {
-        "cond_jaxpr": known_outputs(tests[0], 1),
-        "body_jaxpr": known_outputs(parts[0], len(carry) - sum(carry)),
+        "cond_jaxpr": known_cond,
+        "body_jaxpr": known_body,
         "cond_nconsts": len(of_cond) - sum(of_cond),
         "body_nconsts": len(of_body) - sum(of_body),
     }
-    remove = _Remover()
-    whole = dict(
-        params,
-        cond_jaxpr=_joined(cond, remove(tests[0]), tests[1], of_cond + carry, [False]),
-        body_jaxpr=_joined(body, remove(parts[0]), parts[1], of_body + carry, carry),
-    )
-    second, used_ins, used_outs = _needed(whole, carry)
-    for jaxpr in (second["cond_jaxpr"], second["body_jaxpr"]):
-        for eqn in _all_eqns(jaxpr):
-            if eqn.primitive is _removed_p:
-                call = eqn.params["hidden"]
-                error = _once[call.primitive].error
-                assert error is not None  # those that pass their operands on leave none
-                raise error(call.params)
     ins = [*of_cond, *of_body, *carry]
+    again = dict(params, cond_jaxpr=cond, body_jaxpr=body)
+    outs = [True] * len(carry) if whole else carry
+    second, used_ins, used_outs = _needed(again, outs)
+    for eqn in _eqns_in(second):
+        if eqn.primitive is _removed_p and not whole:
+            call = next(filter(_runs_once, within(eqn.params["of"])), None)
+            error = call and _once[call.primitive]
+            if call is None or error is None:  # it needs something of JAX's own
+                return None
+            raise error(call.params)
     return _Split(ins, carry, first, second, used_ins, used_outs)
 
 
@@ -283,8 +228,7 @@ def _without_dead_calls(
     used: list[bool], eqn: _t.JaxprEquation
 ) -> tuple[list[bool], _t.JaxprEquation]:
     """A rule of dead code for loops in such loops. JAX has had its own since 0.12."""
-    loops = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    if all(e.primitive is not _removed_p for loop in loops for e in _all_eqns(loop)):
+    if all(e.primitive is not _removed_p for e in within(eqn)):
         return [True] * len(eqn.invars), eqn
     params, used_ins, used_outs = _needed(eqn.params, used)
     invars, outvars = compress(eqn.invars, used_ins), compress(eqn.outvars, used_outs)
@@ -293,11 +237,6 @@ def _without_dead_calls(
 
 
 _pe.dce_rules.setdefault(_while_p, _without_dead_calls)
-
-
-def _has_calls(params: _t.Params) -> bool:
-    loops = params["cond_jaxpr"], params["body_jaxpr"]
-    return any(_runs_once(eqn) for jaxpr in loops for eqn in _all_eqns(jaxpr))
 
 
 # --- JAX's two rules ------------------------------------------------------------------
@@ -309,35 +248,37 @@ _under_remat = _pe.partial_eval_jaxpr_custom_rules[_while_p]
 def _while_partial_eval(
     trace: _t.Trace, *tracers: _t.Tracer, **params: object
 ) -> list[_t.Tracer]:
-    split = None
-    if _has_calls(params):
-        split = _split(params, [not tracer.pval.is_known() for tracer in tracers])
+    split, unknown = None, [not tracer.pval.is_known() for tracer in tracers]
+    if any(unknown) and any(map(_runs_once, _eqns_in(params))):
+        split = _split(params, unknown)
     if split is None:
         return _by_trace(trace, *tracers, **params)  # type: ignore[no-any-return]
     known = [t.pval.get_known() for t in _util.partition_list(split.ins, tracers)[0]]
     first = _while_p.bind(*known, **split.first)
     operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
-    unknown = compress(second, compress(split.outs, split.used_outs))
-    return _util.merge_lists(split.outs, first, list(unknown))  # type: ignore[no-any-return]
+    others = compress(second, compress(split.outs, split.used_outs))
+    return _util.merge_lists(split.outs, first, list(others))  # type: ignore[no-any-return]
 
 
 def _while_partial_eval_custom(
     saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
 ) -> object:
-    if not _has_calls(eqn.params):
-        return _under_remat(saveable, unknown, inst, eqn)
-    if not any(unknown):  # it runs once, and its results are kept, as those of a call
-        none = [False] * len(eqn.outvars)
-        return eqn, None, none, none, []
-    split = _split(eqn.params, unknown)
+    split, inside = None, saveable is in_second_loop
+    if any(map(_runs_once, _eqns_in(eqn.params))):
+        if not (inside or any(unknown)):  # its results are kept, as those of a call
+            none = [False] * len(eqn.outvars)
+            return eqn, None, none, none, []
+        split = _split(eqn.params, unknown, whole=inside)
     if split is None:
         return _under_remat(saveable, unknown, inst, eqn)
     known, _ = _util.partition_list(split.ins, eqn.invars)
     results, _ = _util.partition_list(split.outs, eqn.outvars)
-    # The known values that the second loop computes again have names from the first.
+    # The known values that the second loop computes again have names from the first,
+    # unless the first is another part of the program around.
+    here = [inside] * len(split.outs)
     again = [
-        v if uk else _core.DropVar(v.aval)
+        v if uk or inside else _core.DropVar(v.aval)
         for v, uk in zip(eqn.outvars, split.outs, strict=True)
     ]
     operands = list(compress(eqn.invars, split.used_ins))
@@ -349,7 +290,7 @@ def _while_partial_eval_custom(
         for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)
         if used and not has and isinstance(x, _core.Var)
     ]
-    return first, second, split.outs, split.outs, residuals
+    return first, second, split.outs, _either(split.outs, here), residuals
 
 
 def _loop(

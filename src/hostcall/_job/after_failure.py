@@ -65,19 +65,16 @@ class Failures:
         text = failures.without_number(text)
         self._tell(text)
         # Now, since this failure may follow from another's, which is learned there.
-        self._learn(_jax.job_rank(), text)
+        self._is_first("told", f"process {_jax.job_rank()} failed: {text}")
 
     def failed_there(self, process: int, text: str) -> None:
         """Notes that another process failed, and logs the first one that did."""
-        if self._learn(process, _shown(text)):
+        if self._is_first("told", f"process {process} failed: {_shown(text)}"):
             _jax.refuse_programs_across(self._refusal)
             logger.error(
                 "%s. This process may run no further program over several processes",
                 self.told,
             )
-
-    def _learn(self, process: int, text: str) -> bool:
-        return self._is_first("told", f"process {process} failed: {text}")
 
     def _is_first(self, which: str, text: str) -> bool:
         first = self._first

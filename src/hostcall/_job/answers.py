@@ -17,20 +17,20 @@ kilobytes stay in the store.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
-from dataclasses import astuple
-from typing import Any
+from dataclasses import replace
 
 from hostcall import _jax
-from hostcall._core.source import Place
+from hostcall._core import codec
 from hostcall._job.exchange import fetch
 from hostcall._job.mailbox import BOARD
-from hostcall._runtime.running import ActiveCall, ProcessStatus, doing
+from hostcall._runtime.running import ProcessStatus, doing
 
 _ANSWERS = "hostcall/answers/"
 _LARGEST = 1 << 22  # characters of an answer
 
+_CODEC = codec.Codec({})
 _numbers = itertools.count()
 
 
@@ -38,8 +38,6 @@ def ask(seconds: float) -> list[ProcessStatus]:
     """Asks all processes; those that do not answer in time are in the list too."""
     here, processes = _jax.place_in_job()
     own = doing(here)
-    if processes == 1:
-        return [own]
     question = f"{here}.{next(_numbers)}"
     others = [process for process in range(processes) if process != here]
     _jax.job_put(f"{BOARD}asks/{question}", "")
@@ -55,8 +53,7 @@ def ask(seconds: float) -> list[ProcessStatus]:
 def answer(question: str) -> None:
     """Answers another process. Called on the job's thread."""
     own = doing(_jax.job_rank())
-    calls = [astuple(call) for call in own.calls]
-    text = json.dumps([own.pid, own.taps, own.main, calls])
+    text = codec.write(_CODEC.encode(own, "an answer"))
     _jax.job_put(f"{_ANSWERS}{question}/{own.process}", text)
 
 
@@ -64,24 +61,10 @@ def _read(process: int, text: str | None) -> ProcessStatus:
     """What `answer` wrote; no answer if it is not there yet, or if these are other
     texts: anyone who reaches the service can write there.
     """
-    nothing = ProcessStatus(process, answered=False)
-    if text is None or len(text) > _LARGEST:
-        return nothing
-    try:
-        pid, taps, main, said = _typed(json.loads(text), int, int, str, list)
-        calls = tuple(_call(one) for one in said)
-    except (TypeError, ValueError, RecursionError):
-        return nothing
-    return ProcessStatus(process, True, calls, taps, main, pid)
-
-
-def _call(said: Any) -> ActiveCall:
-    name, line, seconds, row, *rest = _typed(said, str, list, float, list, int, str)
-    place = Place(*_typed(line, str, int, str))
-    return ActiveCall(name, place, seconds, (*_typed(row, *[int] * len(row)),), *rest)
-
-
-def _typed(values: Any, *types: type) -> list[Any]:
-    if type(values) is not list or tuple(map(type, values)) != types:
-        raise TypeError("not what a process of this job writes")
-    return values
+    if text is not None and len(text) <= _LARGEST:
+        with contextlib.suppress(codec.Malformed, KeyError):
+            said: ProcessStatus = _CODEC.decode(
+                codec.read(text), ProcessStatus, "answer"
+            )
+            return replace(said, process=process, answered=True)
+    return ProcessStatus(process, answered=False)

@@ -70,7 +70,7 @@ class Cached:
         self._cache, self._key = part.cache, _Keys(choices, part)
         self._shapes = [(x.shape, np.dtype(x.dtype)) for x in choices.avals]
         self._sizes = [math.prod(shape) * kind.itemsize for shape, kind in self._shapes]
-        self._second = host_device.is_second(choices.device.client)
+        self._second = host_device.level(choices.device.client) > 1
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
         get, keys = self._cache.store.get, [self._key.of(row) for row in rows]

@@ -16,7 +16,7 @@ from hostcall._core.options import CallOptions
 from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Runs, Site
-from hostcall._runtime.collectors import collectors
+from hostcall._runtime import delivery
 from hostcall._runtime.workers import ThreadSettings
 
 # Most programs have no cache, merged calls, coroutines or parallel rows, so
@@ -136,8 +136,8 @@ def filled(choices: Choices) -> Callable[[Leaves], Row]:
         return fill
 
     def seen(leaves: Leaves) -> Row:
-        for collector in collectors.active.copy():
-            collector.take(tag, *fill(leaves))
+        for take in delivery.state.collectors.copy():
+            take(tag, *fill(leaves))
         return fill(leaves)
 
     return seen

@@ -126,6 +126,9 @@ def current() -> Current | None:
         runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
     device = info.devices.get(ordinal)
     process, processes = _jax.place_in_job()
+    execution, kept = before or (None, ())
+    fill = info.callback.template.fill
+    history = tuple(Earlier(r, number, *fill(arrays)) for r, number, arrays in kept)
     return Current(
         name=info.name,
         place=info.place,
@@ -141,20 +144,13 @@ def current() -> Current | None:
         runs=runs,
         steps=steps,
         stream=stream,
-        execution=None if before is None else before[0],
-        history=() if before is None else _history(info.callback.template, before[1]),
+        execution=execution,
+        history=history,
         grid=info.params.grid,
         mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
         devices=(device,) if info.of_program is None else info.of_program,
         process=process,
         processes=processes,
-    )
-
-
-def _history(template: Any, kept: list[Any]) -> tuple[Earlier, ...]:
-    return tuple(
-        Earlier(run, execution, *template.fill(arrays))
-        for run, execution, arrays in kept
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hostcall import _native
 from hostcall._core import config, daemon
@@ -30,11 +30,14 @@ class _Taps(Owned):
     """
     Attributes:
         at_barrier: called at each barrier, by a forked child too.
+        collectors: see tagged taps as they are delivered (hc.testing.collect). A list
+            is changed and copied in single steps, with the GIL and without: no lock.
         thread: the worker. It is set once, so a look at it needs no lock.
         reports: failures of programs, for the barrier to raise.
     """
 
     at_barrier: ClassVar[list[Callable[[bool], object]]] = []
+    collectors: ClassVar[list[Callable[[str, Any, Any], object]]] = []
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -52,14 +55,12 @@ def start() -> None:
     if state.thread is not None or _native.closed():
         return
     with starting.lock:
-        if state.thread is None:
-            _native.set_tap_limit(config.settings.tap_queue_bytes)
-            run = _native.run_tap_worker
-            try:
-                daemon.start_of(state, "hostcall-taps", run, "a tap")
-            except HostcallError:
-                # Without a worker, the thread that taps delivers.
-                _native.stop_taps()
+        _native.set_tap_limit(config.settings.tap_queue_bytes)
+        try:
+            daemon.start_of(state, "hostcall-taps", _native.run_tap_worker, "a tap")
+        except HostcallError:
+            # Without a worker, the thread that taps delivers.
+            _native.stop_taps()
 
 
 def at_barrier(fn: Callable[[bool], object]) -> None:
@@ -100,16 +101,16 @@ def refuse_inside_a_tap(who: str) -> None:
         )
 
 
-def flush(timeout: float | None, who: str, *, queued_only: bool = False) -> bool:
+def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
     """Waits until all taps are delivered that programs have sent so far.
+
+    Not inside a tap: see `refuse_inside_a_tap`.
 
     Args:
         timeout: the limit in seconds, after which this returns False.
-        who: the public function that waits, for its error inside a tap.
         queued_only: does not wait for taps that a GPU has been given, but has not put
             into the queue yet: it may not have reached them.
     """
-    refuse_inside_a_tap(who)
     if state.thread is None:
         return True  # no tap was ever lowered, so none can be queued
     mark = _native.tap_mark() if queued_only else None

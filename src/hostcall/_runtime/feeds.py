@@ -265,8 +265,9 @@ class Puller(Owned):
         return copy.deepcopy(after[max(0, min(taken, len(after) - 1))][1])
 
     def state(self) -> str:
-        working = "full" if self.since is None else "pulling"
-        return "closed" if self.closed else self._over or working
+        if self.closed:
+            return "closed"
+        return self._over or ("full" if self.since is None else "pulling")
 
     def stats(self) -> FeedStats:
         counts, position, since = self.ring.counts(), self.position(), self.since
@@ -297,9 +298,7 @@ class Puller(Owned):
         """Starts the next epoch."""
         if not self._again:
             raise FeedError(once(self.name, "reset() can't start it again"))
-        opened = self._open(self.position()["epoch"] + 1)
-        self.ring.clear()
-        self._go_on(opened, 0)
+        self.restore(self.position()["epoch"] + 1, 0, None)
 
     def restore(self, epoch: int, item: int, saved: Any) -> None:
         """Goes on as after the item of this number, where the source was `saved`."""
@@ -426,8 +425,7 @@ class Puller(Owned):
         self._finish(again, "ended")
 
     def _fail(self, error: BaseException) -> Callable[[], BaseException]:
-        failure = Failure(error, self.name)
-        self._finish(failure, "failed")
+        self._finish(failure := Failure(error, self.name), "failed")
         return failure
 
     def _finish(self, error: Callable[[], BaseException] | None, over: str) -> None:
@@ -468,15 +466,13 @@ class Opened:
                 " function (yield item)",
                 code="hc-feed-source",
             ) from error
-        self._stateful: tuple[Any, str, str] | None = next(
-            (
-                (holder, save, load)
-                for holder in (self.iterator, made)
-                for save, load in _STATES
-                if callable(getattr(holder, save, None)) and hasattr(holder, load)
-            ),
-            None,
-        )
+        able = [
+            (holder, *names)
+            for holder in (self.iterator, made)
+            for names in _STATES
+            if all(callable(getattr(holder, name, None)) for name in names)
+        ]
+        self._stateful = able[0] if able else None
 
     def position(self, saved: Any = None) -> dict[str, Any]:
         """The position after the item that was pulled last; `saved` is the source's."""
@@ -485,10 +481,9 @@ class Opened:
         if needed and self._stateful is not None:
             holder, save, _ = self._stateful
             saved = getattr(holder, save)()
-        # A copy: the source may go on changing what it returned.
-        return (
-            position if saved is None else {**position, "source": copy.deepcopy(saved)}
-        )
+        if saved is not None:  # a copy: the source may go on changing what it returned
+            position["source"] = copy.deepcopy(saved)
+        return position
 
     def restore(self, state: Any, name: str) -> None:
         """Puts such a state back, and goes on from there."""

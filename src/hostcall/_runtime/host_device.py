@@ -39,25 +39,15 @@ class _Ladder(Owned):
         self.clients: list[Any] = []
         super().__init__()
 
-    def level(self, client: Any | None) -> int:
-        """The number of a client's rung; 0 for the process's own clients."""
-        for level, host in enumerate(self.clients, 1):
-            if host is client:
-                return level
-        return 0
-
 
 _ladder = _Ladder()
 
 
-def is_host(client: Any | None) -> bool:
-    """Whether this client was made for host code."""
-    return _ladder.level(client) > 0
-
-
-def is_second(client: Any | None) -> bool:
-    """Whether programs on the rung below this client are started by host code."""
-    return _ladder.level(client) > 1
+def level(client: Any | None) -> int:
+    """The number of a client's rung; 0 for the process's own clients, 1 for the first
+    that was made for host code. Programs on a higher one are started by host code.
+    """
+    return next((n for n, c in enumerate(_ladder.clients, 1) if c is client), 0)
 
 
 def above(client: Any | None) -> Any:
@@ -72,23 +62,20 @@ def above(client: Any | None) -> Any:
     Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
     with starting.lock:
-        level = _ladder.level(client)
-        if level == _MOST:
-            raise _too_deep()
-        if level == len(_ladder.clients):
+        below = level(client)
+        if below == _MOST:
+            raise HostcallError(
+                f"hostcall: programs and their host functions are nested {_MOST} deep:"
+                " a host function runs a program that calls a host function, and so"
+                " on. It probably runs the program that called it. If it should"
+                " compute the same thing, call the Python function that the program"
+                " was made of, with NumPy arrays; a recursion belongs inside one host"
+                " function, or in jax.lax.while_loop",
+                code="hc-recursion",
+            )
+        if below == len(_ladder.clients):
             _ladder.clients.append(_jax.make_host_client())
-        return _ladder.clients[level].local_devices()[0]
-
-
-def _too_deep() -> HostcallError:
-    return HostcallError(
-        f"hostcall: programs and their host functions are nested {_MOST} deep: a host"
-        " function runs a program that calls a host function, and so on. It probably"
-        " runs the program that called it. If it should compute the same thing, call"
-        " the Python function that the program was made of, with NumPy arrays; a"
-        " recursion belongs inside one host function, or in jax.lax.while_loop",
-        code="hc-recursion",
-    )
+        return _ladder.clients[below].local_devices()[0]
 
 
 def above_here() -> Any:
@@ -118,15 +105,13 @@ def above_here() -> Any:
 # A program on one device is allowed: the callback's own thread runs it (see above).
 
 
-def _would_wait() -> Exception:
-    flights.DEADLOCK.log()
-    return DeadlockError(
-        "hostcall: a callback of a program over several devices started another"
-        " program over some of them. It would wait forever: those devices are busy"
-        " until the callback returns. Compute with NumPy, or on one device (inside a"
-        " callback, JAX's default device is a separate one:"
-        " jnp.asarray(np.asarray(x))), or move that part into the calling program"
-    )
+_WOULD_WAIT = (
+    "hostcall: a callback of a program over several devices started another program"
+    " over some of them. It would wait forever: those devices are busy until the"
+    " callback returns. Compute with NumPy, or on one device (inside a callback, JAX's"
+    " default device is a separate one: jnp.asarray(np.asarray(x))), or move that part"
+    " into the calling program"
+)
 
 
 # --- Pure calls on XLA's threads -----------------------------------------------------
@@ -159,9 +144,10 @@ def guard(
 
     def check(of_program: Sequence[Any]) -> None:
         if devices and len(of_program) > 1 and not devices.isdisjoint(of_program):
-            raise _would_wait()
+            flights.DEADLOCK.log()
+            raise DeadlockError(_WOULD_WAIT)
         on_process = scouts and any(
-            device.platform == "cpu" and not is_host(device.client)
+            device.platform == "cpu" and level(device.client) == 0
             for device in of_program
         )
         # `ask_inside` is False if no call of this thread has a scout. The setting stays

@@ -198,8 +198,10 @@ def _drain() -> None:
     _end.job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
-    _wait_for_programs()
-    delivery.flush(None, "the end of the process")
+    for failure in failures.failures_of_programs():
+        what = str(failure) if isinstance(failure, Exception) else repr(failure)
+        logger.error("a program failed while the process was ending: %s", what)
+    delivery.flush()
 
 
 def _in_a_late_handler() -> bool:
@@ -217,12 +219,6 @@ def _in_a_late_handler() -> bool:
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
     return module.partition(".")[0] not in ("jax", "hostcall")
-
-
-def _wait_for_programs() -> None:
-    for failure in failures.failures_of_programs():
-        what = str(failure) if isinstance(failure, Exception) else repr(failure)
-        logger.error("a program failed while the process was ending: %s", what)
 
 
 def _wait_for_calls(interpreter: bool) -> None:

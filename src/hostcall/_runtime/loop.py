@@ -90,12 +90,10 @@ def running() -> asyncio.AbstractEventLoop | None:
 def _new_loop() -> asyncio.AbstractEventLoop:
     import asyncio
 
-    try:
-        uvloop: Any = importlib.import_module("uvloop")
-    except ImportError:
-        return asyncio.new_event_loop()
-    found: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return found
+    maker: Any = asyncio
+    with contextlib.suppress(ImportError):
+        maker = importlib.import_module("uvloop")
+    return maker.new_event_loop()  # type: ignore[no-any-return]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

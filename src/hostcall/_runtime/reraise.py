@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -86,29 +87,21 @@ class reraise(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         report = _close_block(waits=error is None)
-        if report is not None:
-            _raise_behind(report)
-        if isinstance(error, _jax.REPORTS):
-            found = failures.original(error)
+        told, found = report or error, None
+        if isinstance(told, _jax.REPORTS):
+            found = failures.original(told)
+            failures.tell(failures.number_in(told))
+        try:
+            if report is not None:
+                raise report
             if found is not None:
-                failures.tell(failures.number_in(error))
-                try:
-                    raise found
-                finally:  # breaks the cycle found -> traceback -> this frame -> found
-                    del found
-
-
-def _raise_behind(report: BaseException) -> None:
-    """Raises the exception behind a report, with the report as its context."""
-    found = failures.original(report)
-    try:
-        raise report
-    except _jax.REPORTS:
-        if found is None:  # too many callbacks have failed since
-            raise
-        raise found  # noqa: B904
-    finally:
-        del found, report
+                raise found
+        except _jax.REPORTS as raised:
+            if found is None or raised is found:  # too many callbacks failed since
+                raise
+            raise found  # noqa: B904
+        finally:  # breaks the cycle found -> traceback -> this frame -> found
+            del found, told, report
 
 
 # --- Blocks --------------------------------------------------------------------------
@@ -137,7 +130,8 @@ class _Block:
         self._thread, self._depth = threading.get_ident(), _depth()
         self._failures = failures.failures_so_far()
         self._pending: list[_Sign] = []  # programs that may still fail, in order
-        self._failed: list[_Sign] = []  # programs that have failed
+        # JAX's reports of programs that have failed, and the tokens of these.
+        self._failed: list[tuple[BaseException, Sequence[Any]]] = []
         self._kept = 0.0
         self._scan_above = 32
         self._without_sign = False  # whether a program had neither results nor tokens
@@ -177,8 +171,8 @@ class _Block:
         # and the program has ended, it did not fail, and need not be looked at.
         if sign.is_ready() and failures.failures_so_far() == sign.failures:
             return
-        if sign.has_failed():
-            self._failed.append(sign)
+        if (report := sign.report()) is not None:
+            self._failed.append((report, sign.tokens))
 
     def end(self, waits: bool) -> BaseException | None:
         """Settles the pending programs; without `waits` only those that have ended.
@@ -188,18 +182,18 @@ class _Block:
         self._settle_all(0 if waits else math.inf)
         first: BaseException | None = None
         failed, self._failed = self._failed, []
-        for sign in failed:
-            number = failures.number_in(sign.report)
+        for report, tokens in failed:
+            number = failures.number_in(report)
             if not failures.is_told(number):
                 if first is not None or not waits:
-                    self._failed.append(sign)
+                    self._failed.append((report, tokens))
                     continue
-                first = sign.report
+                first = report
                 failures.tell(number)
             # An ordered program that came next has failed with this one's token, and
             # has its number. Its tokens are forgotten too; otherwise JAX's next wait
             # for effects would raise the same failure again.
-            _jax.forget_tokens(sign.tokens)
+            _jax.forget_tokens(tokens)
         if waits and first is None and self._without_sign:
             for mark in _jax.marks():
                 mark.block_until_ready()
@@ -221,10 +215,9 @@ class _Sign:
         kept: how many bytes of the result are kept alive.
         tokens: the tokens of its effects.
         failures: how many callbacks had failed before it was dispatched.
-        report: what JAX raises for it, once it is known to have failed.
     """
 
-    __slots__ = ("_result", "failures", "kept", "report", "tokens")
+    __slots__ = ("_result", "failures", "kept", "tokens")
 
     def __init__(
         self, result: Any, kept: int, tokens: Sequence[Any], failures: int
@@ -233,7 +226,6 @@ class _Sign:
         held = lambda: result  # noqa: E731
         self._result = held if kept or result is None else weakref.ref(result)
         self.kept, self.tokens, self.failures = kept, tokens, failures
-        self.report = Exception()
 
     def is_ready(self) -> bool:
         """Whether the program has ended, as far as its result and tokens tell."""
@@ -245,14 +237,13 @@ class _Sign:
             pass
         return not self.tokens or any(map(_jax.is_token_ready, self.tokens))
 
-    def has_failed(self) -> bool:
-        """Waits for the program; returns whether a host call made it fail."""
+    def report(self) -> BaseException | None:
+        """Waits for the program; returns what JAX raises if a host call failed."""
         for left in (self._result(), *self.tokens):
             report = None if left is None else failures.failure_of(left)
             if report is not None and failures.number_in(report):
-                self.report = report
-                return True
-        return False
+                return report
+        return None
 
 
 def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:
@@ -260,15 +251,11 @@ def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:
     if len(results) > 8:  # the smallest of these eight is small enough, and is cheap
         results = [*results[:4], *results[-4:]]
     arrays = [_jax.data_of(x) for x in results if isinstance(x, jax.Array)]
-    smallest = min(arrays, key=_size, default=None)
+    smallest = min(arrays, key=operator.attrgetter("nbytes"), default=None)
     if smallest is None:
         return None, 0
-    size = _size(smallest)
+    size = int(smallest.nbytes) or 1
     return smallest, size if size <= room else 0
-
-
-def _size(array: Any) -> int:
-    return int(array.nbytes) or 1
 
 
 # --- Which block a dispatch belongs to -----------------------------------------------
@@ -343,10 +330,7 @@ def _dispatched(results: Sequence[Any], tokens: Sequence[Any]) -> None:
 
 def _dispatched_fast(function: Any, args: Any, kwargs: Any, results: Any) -> None:
     """JAX calls this after each dispatch on its fast path."""
-    if isinstance(results, jax.Array):
-        _dispatched((results,), ())
-    else:
-        _dispatched(jax.tree.leaves(results), ())
+    _dispatched(jax.tree.leaves(results), ())
     before = _thread.hook_before
     if before is None or before is _jax.UNSET:
         before = _jax.POST_HOOK.get_global()

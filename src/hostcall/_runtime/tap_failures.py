@@ -26,7 +26,6 @@ logger = logging.getLogger("hostcall")
 
 IN_FULL = 3
 SECONDS = 1.0  # between two lines for one tap
-_TALLIES_AT_MOST = 1024
 
 clock = time.monotonic  # tests replace it
 
@@ -36,6 +35,7 @@ class _Count:
     """The failures of one tap since the last barrier that raised.
 
     Attributes:
+        name, place: the tap's.
         count: how many there were.
         logged: how many of them the log mentions.
         until: the earliest time of the next line in the log.
@@ -43,27 +43,42 @@ class _Count:
         kept: the texts of those that are kept for the barrier.
     """
 
+    name: str
+    place: Any
     count: int = 0
     logged: int = 0
     until: float = 0.0
     newest: str = ""
     kept: set[str] = field(default_factory=set)
 
+    def log(self) -> None:
+        """Logs how many there were since the last line."""
+        with _state.lock:
+            count, more = self.count, self.count - self.logged
+            self.logged, self.until = count, clock() + SECONDS
+        if more:
+            logger.error(
+                "tap `%s`, written at %s, failed %s (%d in all). Last error: %s",
+                self.name,
+                self.place,
+                counted(more, "more time"),
+                count,
+                self.newest,
+            )
+
 
 class _TapFailures(Owned):
     """
     Attributes:
         lock: protects the others.
-        tallies: by the tap's name and place.
+        tallies: by the tap's name and place, so no more than lines that tap.
         failures: the exceptions that are kept.
-        forgotten: how many are not.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.tallies: dict[tuple[str, Any], _Count] = {}
         self.failures: list[BaseException] = []
-        self.forgotten = 0
         super().__init__()
 
 
@@ -74,27 +89,26 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
     """Logs the exception of a tap, and keeps it for the next barrier."""
     failures.keep(error)
     said = codes.without(failures.summary(error))[:500]
-    if len(_state.tallies) >= _TALLIES_AT_MOST:
-        tell_counts()
     with _state.lock:
-        if len(_state.tallies) >= _TALLIES_AT_MOST:
-            _state.tallies.clear()
-        tally = _state.tallies.setdefault((name, place), _Count())
+        tally = _state.tallies.setdefault((name, place), _Count(name, place))
         tally.count += 1
         if _is_kept(tally, error, said):
             _state.failures.append(error)
             tally.kept.add(said)
-        else:
-            _state.forgotten += 1
-        count = tally.count
+        count, tally.newest = tally.count, said
         if count <= IN_FULL:
             tally.logged, tally.until = count, clock() + SECONDS
     if count <= IN_FULL:
-        _tell_in_full(name, place, error, row, count)
-    else:
-        tally.newest = said
-        if clock() >= tally.until:
-            _tell_count(name, place, tally)
+        logger.error(
+            "tap `%s`%s, written at %s, failed; the program goes on%s",
+            name,
+            f", row {row[0] if len(row) == 1 else row}" if row else "",
+            place,
+            " (its further failures are only counted here)" if count == IN_FULL else "",
+            exc_info=error,
+        )
+    elif clock() >= tally.until:
+        tally.log()
 
 
 def _is_kept(tally: _Count, error: BaseException, said: str) -> bool:
@@ -108,38 +122,10 @@ def _is_kept(tally: _Count, error: BaseException, said: str) -> bool:
     return few and (tally.count == 1 or not isinstance(error, Exception))
 
 
-def _tell_in_full(
-    name: str, place: Any, error: BaseException, row: tuple[int, ...], count: int
-) -> None:
-    logger.error(
-        "tap `%s`%s, written at %s, failed; the program goes on%s",
-        name,
-        f", row {row[0] if len(row) == 1 else row}" if row else "",
-        place,
-        " (its further failures are only counted here)" if count == IN_FULL else "",
-        exc_info=error,
-    )
-
-
-def _tell_count(name: str, place: Any, tally: _Count) -> None:
-    with _state.lock:
-        count, more = tally.count, tally.count - tally.logged
-        tally.logged, tally.until = count, clock() + SECONDS
-    if more:
-        logger.error(
-            "tap `%s`, written at %s, failed %s (%d in all). Last error: %s",
-            name,
-            place,
-            counted(more, "more time"),
-            count,
-            tally.newest,
-        )
-
-
 def tell_counts() -> None:
     """Logs the failures that have only been counted so far."""
-    for (name, place), tally in list(_state.tallies.items()):
-        _tell_count(name, place, tally)
+    for tally in list(_state.tallies.values()):
+        tally.log()
 
 
 def take() -> tuple[list[BaseException], int]:
@@ -147,10 +133,10 @@ def take() -> tuple[list[BaseException], int]:
     there were.
     """
     with _state.lock:
-        taken, more = list(_state.failures), _state.forgotten
+        taken = list(_state.failures)
+        more = sum(t.count for t in _state.tallies.values()) - len(taken)
         _state.failures.clear()
         _state.tallies.clear()
-        _state.forgotten = 0
     for error in taken:
         failures.hand_over(error)
     return taken, more

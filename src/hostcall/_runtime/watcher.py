@@ -184,7 +184,7 @@ def _after_terminate() -> None:
     """Delivers the taps, then sends SIGTERM again. Its action is the default one by
     now, so it ends the process.
     """
-    if not delivery.flush(config.EXIT_TIMEOUT, "SIGTERM"):
+    if not delivery.flush(config.EXIT_TIMEOUT):
         logger.warning(
             "SIGTERM ends the process. Not delivered within %g s, and lost: %s",
             config.EXIT_TIMEOUT,
@@ -209,16 +209,12 @@ class _Ending:
         now = time.monotonic()
         if _state.calls_too and self._next_call == math.inf:
             self._next_call = now + self._patience
-        if now >= self._next_tap and self._tap():
-            self._next_tap = now + self._patience
-        if now >= self._next_call:
-            self._next_call = now + self._patience
-            self._calls()
-
-    def _tap(self) -> bool:
-        """Whether there was one to interrupt."""
-        for info, thread, age, _ in _native.active():
-            if delivery.is_worker(thread) and age >= self._patience:
+        running = [
+            (info.name, age, delivery.is_worker(thread))
+            for info, thread, age, _ in _native.active()
+        ]
+        for name, age, is_tap in running:
+            if is_tap and age >= self._patience and now >= self._next_tap:
                 # Interrupt before logging, which takes time: the worker could have gone
                 # on to the next tap. The next interrupt leaves this one time to clean
                 # up.
@@ -226,18 +222,14 @@ class _Ending:
                 logger.warning(
                     "the process is ending and waits for the tap `%s`, which has taken"
                     " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
-                    info.name,
+                    name,
                     age,
                 )
-                return True
-        return False
-
-    def _calls(self) -> None:
-        stuck = [
-            f"{info.name} ({age:.0f} s)"
-            for info, thread, age, _ in _native.active()
-            if not delivery.is_worker(thread)
-        ]
+                self._next_tap = now + self._patience
+        if now < self._next_call:
+            return
+        self._next_call = now + self._patience
+        stuck = [f"{name} ({age:.0f} s)" for name, age, is_tap in running if not is_tap]
         if stuck:
             logger.warning(
                 "the process is ending and waits for these callbacks, which are"

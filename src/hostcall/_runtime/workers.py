@@ -33,7 +33,7 @@ in_tap: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 def stand_in() -> Any | None:
     """What `hc.current()` is here by `answer`; None without."""
-    thread, ask = answer.get() or (None, _nothing)
+    thread, ask = answer.get() or (None, lambda: None)
     return ask() if thread in (None, threading.get_ident()) else None
 
 
@@ -42,10 +42,6 @@ def answer_here(ask: Callable[[], Any]) -> None:
     starts inherit its context variables, and may outlive it.)
     """
     answer.set((threading.get_ident(), ask))
-
-
-def _nothing() -> None:
-    """In no call."""
 
 
 class ThreadSettings:

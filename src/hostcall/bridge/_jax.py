@@ -241,7 +241,7 @@ def device_now(device: jax.Device | None) -> jax.Device:
     here = current()
     on_cpu = here is None or here.device is None or here.device.platform == "cpu"
     client, own = device.client, jax.local_devices(backend="cpu")[0].client
-    shared = client is own or host_device.is_host(client)
+    shared = client is own or host_device.level(client) > 0
     return host if on_cpu and shared else device
 
 

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._core.host_code import text_of
-from hostcall._core.process import living
+from hostcall._core.process import Owned, living
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.store import RunFolder
@@ -97,7 +97,7 @@ class Recorder:
         self._sinks = [self._feed(sink) for sink in sinks]
         who, write = f"the recorder of {store.folder}", self._write
         self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
-        _open.append(self)
+        _open.recorders.append(self)
 
     def __call__(
         self,
@@ -210,7 +210,7 @@ class Recorder:
             sink.close()
         self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
         with contextlib.suppress(ValueError):  # two threads may close it
-            _open.remove(self)
+            _open.recorders.remove(self)
         _raise_errors([self._store], f"closing the recorder of {self._store.folder}")
 
     def __enter__(self) -> Recorder:
@@ -272,12 +272,24 @@ def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
         raise raised[0]
 
 
-_open: list[Recorder] = []  # which the end of the process closes
+class _Open(Owned):
+    """
+    Attributes:
+        recorders: those that the end of the process closes. A forked child leaves its
+            parent's alone.
+    """
+
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+        super().__init__()
+
+
+_open = _Open()
 
 
 def _at_barrier(ending: bool) -> None:
     with contextlib.ExitStack() as stack:  # the error of one stops no other
-        for recorder in _open.copy() if ending else ():
+        for recorder in _open.recorders.copy() if ending else ():
             stack.callback(recorder.close)
     _raise_errors(living(RunFolder), "threads of recorders failed")
 

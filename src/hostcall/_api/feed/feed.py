@@ -67,13 +67,9 @@ class Feed(Handle):
             )
         markers = [_marker(leaf, name) for leaf in jax.tree.leaves(rows)]
         mask = [] if where is None else [parse_mask(where, name)]
-        results = Results.flat(
-            (
-                *(self._items.avals if shards is None else shards.blocks),
-                _jax.ShapedArray((), np.dtype(np.bool_)),
-            ),
-            (*self._items.keys, None),
-        )
+        blocks = self._items.avals if shards is None else shards.blocks
+        ok_aval = _jax.ShapedArray((), np.dtype(np.bool_))
+        results = Results.flat((*blocks, ok_aval), (*self._items.keys, None))
         template = Template.flat(*(None,) * len(markers))
         trees = template, results, (None,) * len(results.avals)
         how = CallOptions(order="ordered")
@@ -119,8 +115,8 @@ class Feed(Handle):
                 f"hostcall: restore() of the feed `{self._stream.puller.name}` wants"
                 f" what state() returned, a dict with 'epoch' and 'item', got {state!r}"
             ) from error
-        puller, saved = self._stream.puller, state.get("source")
-        puller.ask(lambda: puller.restore(epoch, item, saved))
+        restore, saved = self._stream.puller.restore, state.get("source")
+        self._stream.puller.ask(lambda: restore(epoch, item, saved))
 
     def reset(self) -> None:
         """Starts the next epoch: items that were pulled ahead are dropped, and the

@@ -34,9 +34,6 @@ class TapInfo(CallInfo):
         tap_failures.failed(self.name, self.place, error, row)
         return ""
 
-    def __repr__(self) -> str:
-        return f"<tap of {self.name} at {self.place}>"
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TapParams(Equation):

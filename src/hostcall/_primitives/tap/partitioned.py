@@ -7,10 +7,12 @@ taps.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from hostcall import _jax
@@ -19,16 +21,16 @@ from hostcall._core.errors import SpecError
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
-from hostcall._jax.types import Aval, Shard, Sharding, Value
+from hostcall._jax.types import Aval, Device, Sharding, Value
+from hostcall._primitives.batching import Operands
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
+from hostcall._primitives.eager import first_device
 from hostcall._runtime import host_device
 
 # Where a block lies in the whole array: (start, stop) along each axis.
 Box = tuple[tuple[int, int], ...]
-
-
-def whole(shape: Sequence[int]) -> Box:
-    return tuple((0, size) for size in shape)
+# (device, the index of each array's block, operands) of one delivery of an eager tap.
+Block = tuple[Device, tuple[tuple[slice, ...], ...], Sequence[Any]]
 
 
 def box(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -48,7 +50,7 @@ class TapBlocks(Partitioned):
     target = targets.TAP_TARGET
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
-        self._nested = host_device.is_host(program.client)
+        self._nested = host_device.level(program.client) > 0
         info = params.info(program.by_ordinal, None)
         info.tap = params.settings((), self._nested)
         super().__init__(program, info)
@@ -98,38 +100,26 @@ class TapBlocks(Partitioned):
 # --- The whole tap --------------------------------------------------------------------
 
 
-def serves(program: _jax.Program, params: TapParams) -> bool:
-    """Whether the tap of this program is one of blocks."""
-    if params.options.on == "process":  # within one process the part is the whole value
-        return program.is_partitioned and program.across
-    return params.options.on == "shards" and program.is_partitioned
+_HOLDER = {"shards": "device", "process": "process"}
 
 
 def lower(
     program: _jax.Program, operands: Sequence[Value], params: TapParams
 ) -> list[Value]:
-    """The lowering of a tap for which `serves` is true."""
-    _refuse(params, program.ctx.avals_in)
-    targets.start_lowering(program)
-    return lower_blocks(program, operands, TapBlocks(program, params))
-
-
-_HOLDER = {"shards": "device", "process": "process"}
-
-
-def _refuse(params: TapParams, avals: Sequence[Aval]) -> None:
-    on = params.options.on
+    """The lowering of a tap that delivers blocks."""
+    on, what = params.options.on, ""
     if params.grid:  # only rows="each" has one
         what, instead = "rows='each'", "rows='batched'"
-    elif params.masked and avals[0].ndim > 0:
+    elif params.masked and program.ctx.avals_in[0].ndim > 0:
         what, instead = "a where= that differs between rows", "jnp.where on the values"
-    else:
-        return
-    raise conflict(
-        params.shown,
-        f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
-        f" only, or parts of them: use {instead}, or on='once'",
-    )
+    if what:
+        raise conflict(
+            params.shown,
+            f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
+            f" only, or parts of them: use {instead}, or on='once'",
+        )
+    targets.start_lowering(program)
+    return lower_blocks(program, operands, TapBlocks(program, params))
 
 
 # --- The parts of processes -----------------------------------------------------------
@@ -156,7 +146,7 @@ def tiles_of_processes(
         here = [n for n, d in enumerate(devices) if d.process_index == process]
         part = hull({blocks[n] for n in here})
         if part is None:
-            raise apart(params, number, shape, process, [blocks[n] for n in here])
+            raise _apart(params, number, shape, process, [blocks[n] for n in here])
         owners.setdefault(part, []).extend(here)
     if len(owners) == 1:
         return _jax.tiled(sharding, [], [])
@@ -184,30 +174,62 @@ def grid(owners: Mapping[Box, Sequence[int]], shape: Sequence[int]) -> list[int]
 
     XLA's tiles are equal, and each is on equally many devices.
     """
-    sizes = {tuple(stop - start for start, stop in each) for each in owners}
-    if len(sizes) > 1 or len({len(devices) for devices in owners.values()}) > 1:
+    if len({len(devices) for devices in owners.values()}) > 1:
         return None
-    (size,) = sizes
-    if any(
-        start % n for each in owners for (start, _), n in zip(each, size, strict=True)
-    ):
-        return None
-    tiles = [whole // n for whole, n in zip(shape, size, strict=True)]
-    return tiles if math.prod(tiles) == len(owners) else None
+    tiles = [len(set(ends)) for ends in zip(*owners, strict=True)]
+    every = [
+        [(i * whole // n, (i + 1) * whole // n) for i in range(n)]
+        for whole, n in zip(shape, tiles, strict=True)
+    ]
+    even = all(whole % n == 0 for whole, n in zip(shape, tiles, strict=True))
+    return tiles if even and set(owners) == set(itertools.product(*every)) else None
 
 
-def assembled(
-    shards: Sequence[Shard], shape: Sequence[int]
-) -> tuple[np.ndarray, Box] | None:
-    """(array, block) of the part of an array that this process's shards make.
+def blocks_here(operands: Operands, params: TapParams) -> Iterator[Block]:
+    """The deliveries of an eager tap in this process."""
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    sharded = [x for x in arrays if len(x.devices()) > 1]
+    each = params.options.on == "shards" and bool(sharded)
+    if each:
+        homes = [shard.device for shard in sharded[0].addressable_shards]
+    else:
+        devices = arrays[0].devices() if arrays else ()  # of any process
+        here = [d for d in devices if d.process_index == _jax.process_of(d)]
+        homes = [first_device(here)]
+    seen = set()
+    for home in homes:
+        parts = []
+        for number, x in enumerate(operands):
+            part = _part(x, home if each else None)
+            if part is None:
+                raise _apart(params, number, x.shape, home.process_index)
+            parts.append(part)
+        place = params.arguments(tuple(box for _, box in parts))
+        # Among devices that hold identical blocks, only the first taps.
+        if place not in seen:
+            seen.add(place)
+            yield home, slices(place), [value for value, _ in parts]
 
-    None if they make no single block.
+
+def _part(x: Any, device: Device | None) -> tuple[Any, Box] | None:
+    """(array, block) of what a device holds of an eager tap's operand; with None, of
+    what all devices of this process hold together.
+
+    None if their blocks make no single one.
     """
-    blocks = {box(shard.index, shape): shard.data for shard in shards}
+    blocks = {
+        box(shard.index, x.shape): shard.data
+        for shard in (x.addressable_shards if isinstance(x, jax.Array) else ())
+        if device in (None, shard.device)
+    }
+    if not blocks and (not isinstance(x, jax.Array) or x.is_fully_addressable):
+        return x, tuple((0, size) for size in np.shape(x))
     part = hull(set(blocks))
     if part is None:
         return None
-    out = np.empty([stop - start for start, stop in part], shards[0].data.dtype)
+    if len(blocks) == 1:
+        return blocks[part], part
+    out = np.empty([stop - start for start, stop in part], x.dtype)
     for block, data in blocks.items():
         each = zip(block, part, strict=True)
         at = tuple(slice(a - first, b - first) for (a, b), (first, _) in each)
@@ -227,7 +249,7 @@ def _name(params: TapParams, number: int) -> str:
     return paths[number - first] if number - first < len(paths) else "always="
 
 
-def apart(
+def _apart(
     params: TapParams,
     number: int,
     shape: Sequence[int],
@@ -245,7 +267,7 @@ def _wrong(params: TapParams, what: str, blocks: Iterable[Box]) -> SpecError:
         for block in sorted(set(blocks))[:4]
     )
     return SpecError(
-        f"hostcall: the tap `{params.callback.name}` has on='process', but {what}"
+        f"hostcall: {params.shown} has on={params.options.on!r}, but {what}"
         f"{': ' * bool(said)}{said}. Use on='shards' to tap each device's block, or a"
         " mesh in which each process's devices are neighbours along the sharded axes"
         " (jax.devices() in their own order is one for an axis that is sharded alone),"

@@ -6,10 +6,9 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core import errors, process
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.options import TapOptions
-from hostcall._core.source import Place, source_of
+from hostcall._core.source import source_of
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
@@ -34,8 +32,6 @@ from hostcall._primitives.lowering import (
     refuse_export,
     register,
 )
-from hostcall._primitives.tap import partitioned
-from hostcall._primitives.tap.partitioned import Box
 from hostcall._runtime import host_device
 
 T = TypeVar("T")
@@ -51,18 +47,24 @@ bind: Callable[..., list[jax.Array]] = tap_p.bind
 def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     targets.start()
-    process.refuse(f"`{params.callback.name}` is tapped")
+    callback = params.callback
+    process.refuse(f"`{callback.name}` is tapped")
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
     go_on_after_failures(params)
     tap, always = params.settings(in_program=False), params.flag_of(operands)
     for home, place, values in _blocks(operands, params):
-        if params.options.thinned and not _lets(params, home, tap, always):
-            continue
+        if params.options.thinned:
+            source, device = source_of(callback.function), (home.platform, home.id)
+            with process.starting.lock:  # two threads may come to a new line at once
+                kept = _throttle(callback.place, source, device, params.options)
+                kept[:] = kept or [_native.Throttle(tap)]
+            if not kept[0].lets(costs.counters_of(callback), always):
+                continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
         info = params.info({-1: home}, None)
-        info.places = None if place is None else {-1: partitioned.slices(place)}
+        info.places = None if place is None else {-1: place}
         info.tap, info.device = tap, host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
@@ -71,65 +73,38 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
 tap_p.def_impl(_impl)
 
 
-# (device, block of each array, operands) of one delivery.
-Block = tuple[Device, Sequence[Box] | None, list[jax.Array]]
+# A compiled program has native counters for every= and sample=, one for each tap and
+# device. An eager tap is no part of a program, so its counter is found by the line that
+# wrote it, with no function that it would keep alive. In a notebook each run of a cell
+# makes new lines. Beyond this number the counter that was used longest ago is dropped,
+# and its line starts counting anew.
+@lru_cache(maxsize=4096)
+def _throttle(*line: Hashable) -> list[_native.Throttle]:
+    return []
 
 
-def _blocks(operands: Operands, params: TapParams) -> list[Block]:
-    """The deliveries of an eager tap in this process."""
-    sharded = [x for x in operands if isinstance(x, jax.Array) and len(x.devices()) > 1]
-    on = params.options.on
-    if on == "shards" and sharded:
-        return _of_each_device(operands, sharded[0], params)
-    home = params.options.device or first_device(_devices(operands))
-    if on == "once":
-        _refuse_parts(operands, params)
-        # Each process runs this line, and one of them delivers.
-        if home.process_index != _jax.process_of(home):
-            return []
-        return [(home, None, list(operands))]
-    found, boxes = [], []
-    for number, x in enumerate(operands):
-        box = partitioned.whole(np.shape(x))
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            part = partitioned.assembled(x.addressable_shards, x.shape)
-            if part is None:
-                raise partitioned.apart(params, number, x.shape, _jax.process_of(home))
-            x, box = part
-        found.append(x)
-        boxes.append(box)
-    local = [d for d in _devices(operands) if d.process_index == _jax.process_of(d)]
-    home = first_device(local) if local else home
-    return [(home, params.arguments(boxes), found)]
+def _blocks(
+    operands: Operands, params: TapParams
+) -> Iterable[tuple[Device, Any, Sequence[Any]]]:
+    """The deliveries of an eager tap in this process: of each, the device, where each
+    array's block lies (None: it is whole), and the operands.
+    """
+    arrays = [x for x in operands if isinstance(x, jax.Array)]
+    if params.options.on != "once":
+        from hostcall._primitives.tap import partitioned  # most taps deliver no blocks
+
+        return partitioned.blocks_here(operands, params)
+    _refuse_parts(arrays, params)
+    home = params.options.device or first_device(arrays[0].devices() if arrays else ())
+    # Each process runs this line, and one of them delivers.
+    is_here = home.process_index == _jax.process_of(home)
+    return [(home, None, operands)] if is_here else []
 
 
-def _of_each_device(
-    operands: Operands, sharded: jax.Array, params: TapParams
-) -> list[Block]:
-    """Among devices that hold identical blocks, only the first taps."""
-    found: dict[tuple[Box, ...], Block] = {}
-    for device in (shard.device for shard in sharded.addressable_shards):
-        values, boxes = [], []
-        for x in operands:
-            shards = x.addressable_shards if isinstance(x, jax.Array) else ()
-            here = [shard for shard in shards if shard.device == device]
-            values.append(here[0].data if here else x)
-            shape = np.shape(x)
-            boxes.append(
-                partitioned.box(here[0].index, shape)
-                if here
-                else partitioned.whole(shape)
-            )
-        place = tuple(params.arguments(boxes))
-        found.setdefault(place, (device, place, values))
-    return list(found.values())
-
-
-def _refuse_parts(operands: Operands, params: TapParams) -> None:
+def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
     """Refuses values of which other processes hold parts: no program gathers them."""
-    for x in operands:
-        is_part = isinstance(x, jax.Array) and not x.is_fully_addressable
-        if is_part and not x.is_fully_replicated:
+    for x in arrays:
+        if not (x.is_fully_addressable or x.is_fully_replicated):
             raise SpecError(
                 f"hostcall: the tap `{params.callback.name}` was called outside of"
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
@@ -138,52 +113,6 @@ def _refuse_parts(operands: Operands, params: TapParams) -> None:
                 " on='shards' for the parts",
                 code="hc-device",
             )
-
-
-def _devices(operands: Operands) -> list[Device]:
-    """Those of the first array, which may be another process's."""
-    arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
-    return [device for array in arrays[:1] for device in array.devices()]
-
-
-# --- every= and sample= outside any program ------------------------------------------
-#
-# A compiled program has native counters for its taps, one for each tap and device. An
-# eager tap is no part of a program, so its counter is found by the line that wrote it.
-
-
-@dataclass(frozen=True)
-class _TappedLine:
-    """A user's line that taps, on one device. It keeps no function alive."""
-
-    place: Place
-    source: str
-    device: tuple[str, int]
-    options: TapOptions
-    tap: _native.TapSettings = field(compare=False)
-
-
-# How many lines keep a counter. In a notebook each run of a cell makes new lines.
-# Beyond this number the counter that was used longest ago is dropped, and its line
-# starts counting anew.
-@lru_cache(maxsize=4096)
-def _throttle(line: _TappedLine) -> _native.Throttle:
-    return _native.Throttle(line.tap)
-
-
-def _lets(
-    params: TapParams, device: Device, tap: _native.TapSettings, always: bool
-) -> bool:
-    """Whether an eager tap is delivered, on this device; `always` is its flag.
-
-    If not, `hc.monitor.stats()` counts it.
-    """
-    callback, number = params.callback, (device.platform, device.id)
-    source = source_of(callback.function)
-    line = _TappedLine(callback.place, source, number, params.options, tap)
-    with process.starting.lock:  # two threads may come to a new line at once
-        throttle = _throttle(line)
-    return throttle.lets(costs.counters_of(callback), always)
 
 
 # --- abstract eval -----------------------------------------------------------------
@@ -199,13 +128,7 @@ def _abstract_eval(
 tap_p.def_effectful_abstract_eval(_abstract_eval)
 
 
-def _passed(operands: Sequence[T], equation: dict[str, TapParams]) -> Sequence[T]:
-    """The operands that are the results of a tap."""
-    params = equation["params"]
-    return params.arguments(operands) if params.through else ()
-
-
-_jax.run_once_in_while_loops(tap_p, passes=_passed)
+_jax.run_once_in_while_loops(tap_p)
 
 
 # --- batching ----------------------------------------------------------------------
@@ -283,17 +206,20 @@ def _partial_eval(
     JaxprEquation | None, JaxprEquation | None, list[bool], list[bool], list[object]
 ]:
     """Known values are tapped in the forward pass. The backward pass, which computes
-    them again, taps them a second time only with remat="repeat".
+    them again, taps them a second time only with remat="repeat"; the second of two
+    loops (_jax/while_loops.py) never does.
 
     Returns (known equation, staged equation, unknown outputs, instantiated outputs,
     residuals).
     """
-    del saveable
-    n = len(eqn.outvars)
+    n, params = len(eqn.outvars), eqn.params["params"]
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
     if any(unknown):
         return None, eqn, [True] * n, [True] * n, residuals
-    if eqn.params["params"].options.remat == "repeat":
+    if saveable is _jax.in_second_loop and params.through:
+        passed = _jax.passed_on(eqn, params.arguments(eqn.invars))
+        return eqn, passed, [False] * n, [True] * n, residuals
+    if saveable is not _jax.in_second_loop and params.options.remat == "repeat":
         return eqn, eqn, [False] * n, [True] * n, residuals
     return eqn, None, [False] * n, [False] * n, []
 
@@ -310,18 +236,25 @@ def lower_here(
     """The lowering for the platforms that the engine serves: a custom call that only
     copies, and a slot for its plan.
     """
-    ctx = program.ctx
-    if partitioned.serves(program, params):
+    if program.is_partitioned and _delivers_blocks(program, params):
+        from hostcall._primitives.tap import partitioned
+
         return partitioned.lower(program, operands, params)
+    ctx, avals = program.ctx, program.ctx.avals_in
     targets.start_lowering(program)
-    flagged, avals, prepare = _is_flagged(program, params), list(ctx.avals_in), None
-    if flagged:
-        if not params.masked:
-            avals, params = [_FLAG, *avals], params.with_mask()
-        prepare = partial(_only_on_first, program, avals)
+    only: tuple[int, ...] = ()  # the ordinals of the devices that tap; empty for all
+    prepare = None
+    if program.size > 1 and program.mesh is None:  # all hold the same: one of them taps
+        if program.is_exported:
+            _refuse_device(params)
+            if not params.masked:
+                avals, params = [_FLAG, *avals], params.with_mask()
+            prepare = partial(_only_on_first, program, avals)
+        elif program.local is not None:
+            device = _tapping(program, params)
+            only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
     info = params.info(program.by_ordinal, program.mesh, avals)
-    only = () if flagged else _leader(program, params)
-    info.tap = params.settings(only, host_device.is_host(program.client))
+    info.tap = params.settings(only, host_device.level(program.client) > 0)
     first = int(params.masked)
     call = EngineCall(
         program,
@@ -335,20 +268,13 @@ def lower_here(
         return call.emit(operands, params.effect)
 
 
-_NONE_HERE = (-1,)  # no device has this ordinal
+_NOT_HERE = -1  # no device has this ordinal
 
 
-def _leader(program: _jax.Program, params: TapParams) -> tuple[int, ...]:
-    """Ordinals of the devices here that tap; empty if all do.
-
-    If all devices of the program hold the same values, one of them taps. It belongs to
-    one of the processes that run the program, and in the others no device taps.
-    """
-    local, devices = program.local, program.devices
-    if local is None or devices is None or program.mesh is not None:
-        return ()
-    device = _tapping(program, params)
-    return (_jax.ordinal(device),) if device in local else _NONE_HERE
+def _delivers_blocks(program: _jax.Program, params: TapParams) -> bool:
+    """Whether the tap of this program, which is partitioned, is one of blocks."""
+    on = params.options.on  # within one process its part is the whole value
+    return on == "shards" or (on == "process" and program.across)
 
 
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
@@ -375,19 +301,13 @@ def _tapping(program: _jax.Program, params: TapParams) -> Device:
 _FLAG = _jax.ShapedArray((), np.dtype(np.bool_))
 
 
-def _is_flagged(program: _jax.Program, params: TapParams) -> bool:
-    """Whether a mask says which device taps. Else the engine knows it by its ordinal,
-    or all devices tap.
-    """
-    if not program.is_exported or program.mesh is not None or program.size == 1:
-        return False
+def _refuse_device(params: TapParams) -> None:
     if params.options.device is not None:
         refuse_export(
             params.callback,
             f"it has on={params.options.device}, and the program may run on other"
             " devices. Leave out on=: the first device of the program then taps",
         )
-    return True
 
 
 def _only_on_first(
@@ -451,7 +371,7 @@ def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     """
     if not program.is_partitioned:
         return None
-    if partitioned.serves(program, params):
+    if _delivers_blocks(program, params):
         raise HostcallError(
             f"hostcall: {params.shown} has on={params.options.on!r}, and is"
             f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"

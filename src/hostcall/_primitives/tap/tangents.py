@@ -7,7 +7,7 @@ the same primitive on the tangent, and its transpose rule taps the cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -49,37 +49,24 @@ for _p in (tangent_tap_p, cotangent_tap_p):
     _jax.register_lowering(_p, _lower)
 
 
-# --- The tangent is tapped ---------------------------------------------------------
+# --- Derivatives ---------------------------------------------------------------------
 
 
-def _tangent_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, params: TapParams
+def _jvp(
+    binds: Callable[..., list[jax.Array]],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
+    *,
+    params: TapParams,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Leaves the primals alone, and binds a tap or the second primitive on the
+    tangents, whose transpose taps the cotangents.
+    """
     dots = list(params.arguments(tangents))
     if any(type(dot) is not _jax.Zero for dot in dots):
         mask = params.mask(primals)
-        bind(*mask, *map(_jax.instantiate_zeros, dots), params=params)
+        dots = binds(*mask, *map(_jax.instantiate_zeros, dots), params=params) or dots
     return list(params.arguments(primals)), dots
-
-
-_jax.jvps[tangent_tap_p] = _tangent_jvp
-
-
-# --- The cotangent is tapped -------------------------------------------------------
-
-
-def _cotangent_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, params: TapParams
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Leaves the primal alone, and binds the primitive on the tangent: transposing
-    that equation taps the cotangent.
-    """
-    outs, dots = list(params.arguments(primals)), list(params.arguments(tangents))
-    if all(type(dot) is _jax.Zero for dot in dots):
-        return outs, dots
-    mask = params.mask(primals)
-    through = map(_jax.instantiate_zeros, dots)
-    return outs, cotangent_tap_p.bind(*mask, *through, params=params)
 
 
 def _cotangent_transpose(
@@ -91,7 +78,8 @@ def _cotangent_transpose(
     return [*(None for _ in mask), *back]
 
 
-_jax.jvps[cotangent_tap_p] = _cotangent_jvp
+_jax.jvps[tangent_tap_p] = partial(_jvp, bind)
+_jax.jvps[cotangent_tap_p] = partial(_jvp, cotangent_tap_p.bind)
 _jax.transposes[cotangent_tap_p] = _cotangent_transpose
 
 
@@ -99,12 +87,8 @@ _jax.transposes[cotangent_tap_p] = _cotangent_transpose
 
 
 def _is_inexact(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex)) and not isinstance(leaf, bool)
-    return not _jax.is_key_dtype(dtype) and jax.numpy.issubdtype(
-        dtype, jax.numpy.inexact
-    )
+    kind = getattr(leaf, "dtype", type(leaf))
+    return bool(jax.numpy.issubdtype(kind, jax.numpy.inexact))
 
 
 def split(x: Any) -> Any:
