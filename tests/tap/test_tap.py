@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall._primitives.tap import primitive
 
 
 class Log:
@@ -30,7 +29,6 @@ class Log:
 
 @pytest.fixture
 def log():
-    primitive._throttle.cache_clear()
     return Log()
 
 
