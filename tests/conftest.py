@@ -195,6 +195,12 @@ def no_program() -> None:
 
 
 @pytest.fixture
+def live() -> Callable[[], int]:
+    """Counts the slots of calls that live, which the programs that make them hold."""
+    return _native.live_slots
+
+
+@pytest.fixture
 def in_time() -> Callable[[Callable[[], bool]], bool]:
     """The function `holds_in_time`."""
     return holds_in_time

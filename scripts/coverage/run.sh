@@ -10,7 +10,7 @@ set -u
 cd "$(dirname "$0")/../.."
 python=$(realpath -s "$1")
 shift
-wings=${*:-call host_function object tap compat feed export runtime tools bridge
+wings=${*:-call host_function object tap compat feed export runtime tools bridge inside
   repo/test_demo.py}
 data=$PWD/build/coverage-data
 mkdir -p "$data"

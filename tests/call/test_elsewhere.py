@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+import elsewhere
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +15,12 @@ import pytest
 from platforms import without_xlas_words
 
 import hostcall as hc
-from hostcall._primitives.call import call_p, lower, lower_through_jax
-from hostcall._primitives.lowering import register
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    register(call_p, lower_through_jax, lower)
-    jax.clear_caches()
-    yield
-    register(call_p, lower, lower_through_jax)
-    jax.clear_caches()
+    with elsewhere.calls():
+        yield
 
 
 def test_the_program_has_jaxs_call():
@@ -109,7 +105,7 @@ def test_the_report_of_jax_ends_with_the_code(returned, code):
 
 
 def test_other_platforms_are_refused():
-    register(call_p, lower, lower_through_jax)
+    elsewhere.calls_here()
     spec = jax.ShapeDtypeStruct((), np.float32)
     traced = jax.jit(lambda x: hc.call(np.sin, spec, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):

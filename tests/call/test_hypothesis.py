@@ -10,14 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hostcall as hc
-from hostcall._core import options
 
 DTYPES = [
     *map(np.dtype, ["bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"]),
     *map(np.dtype, ["float16", "float32", "complex64", ml_dtypes.bfloat16]),
 ]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-ORDERS = st.sampled_from(options.CALL["order"].values)
+ORDERS = st.sampled_from(policies.CALL["order"].values)
 
 
 def numbers(shape, dtype, seed):
@@ -173,7 +172,7 @@ def twice(x, out=None):
 
 
 @settings(max_examples=60)
-@given(how=chosen(options.CALL))
+@given(how=chosen(policies.CALL))
 def test_any_options_of_a_call_are_refused_or_give_the_result(how):
     batch = jnp.arange(3, dtype=jnp.float32)
     spec = jax.ShapeDtypeStruct((), jnp.float32)
@@ -186,7 +185,7 @@ def test_any_options_of_a_call_are_refused_or_give_the_result(how):
 
 
 @settings(max_examples=60)
-@given(how=chosen(options.TAP))
+@given(how=chosen(policies.TAP))
 def test_any_options_of_a_tap_are_refused_or_deliver_the_values(how):
     seen = []
 

@@ -229,47 +229,6 @@ def test_a_generator_that_handled_an_exception_goes_on(lend):
         assert next(numbers) == 102
 
 
-def test_numbers_of_raised_errors_do_not_pile_up():
-    from hostcall._core import config, failures
-
-    first = failures.failures_so_far() + 1
-    most = 2 * failures._TOLD_AT_MOST
-    for _ in range(most + 1):
-        failures.tell(failures.keep(Mine()))
-    assert len(failures._failures.told) < most
-    assert len(failures._failures.kept) <= config.MOST_KEPT_ERRORS
-    assert all(map(failures.is_told, range(first, failures.failures_so_far() + 1)))
-    assert failures.is_told(0)  # no host call's
-    assert not failures.is_told(failures.keep(Mine()))
-
-
-def test_what_old_exceptions_hold_is_let_go(monkeypatch):
-    from hostcall._core import config
-
-    class Holds(Exception):
-        pass
-
-    def fail(x):
-        raise Holds(np.full(3, x))
-
-    def held():
-        return sum(isinstance(o, Holds) for o in gc.get_objects())
-
-    f = jax.jit(lambda x: call(fail, x))
-
-    def fail_often():
-        for i in range(3 * config.KEPT_ERRORS):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                f(np.float32(i))
-        gc.collect()
-
-    fail_often()
-    assert held() >= 2 * config.KEPT_ERRORS  # all are new
-    monkeypatch.setattr(config, "KEPT_SECONDS", -1.0)  # all are old
-    fail_often()
-    assert held() <= config.KEPT_ERRORS
-
-
 def test_an_error_whose_text_can_not_be_made():
     class Silent(ValueError):
         def __str__(self):
@@ -287,27 +246,6 @@ def test_an_error_whose_text_can_not_be_made():
             jax.block_until_ready(f(1.0))
         with pytest.raises(Silent), hc.reraise():
             call(fail, np.float32(1), lend=lend)
-
-
-def test_a_barrier_finds_an_old_failure_that_nobody_saw():
-    from hostcall._core import failures
-
-    def bad(x):
-        raise LookupError(f"at {float(x)}")
-
-    @jax.jit
-    def f(x, m):
-        return hc.call(bad, F32, x + (m @ m)[0, 0])
-
-    unread = f(1.0, jnp.zeros((600, 600)))
-    failures.failure_of(unread)  # hostcall looks, not the user
-    for _ in range(failures._TOLD_AT_MOST + 100):
-        with contextlib.suppress(LookupError):
-            call(bad, np.float32(2))
-        failures.tell(failures.failures_so_far())
-    with pytest.raises(jax.errors.JaxRuntimeError, match="at 1"):
-        hc.barrier()
-    assert hc.barrier()
 
 
 def test_a_barrier_passes_over_a_failed_array_that_was_seen():

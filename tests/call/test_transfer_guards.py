@@ -187,22 +187,3 @@ def test_the_guard_stays_as_it_was_on_each_thread():
         thread.join()
     work()
     assert found == [True] * 3
-
-
-def test_reading_an_array_is_an_explicit_transfer():
-    """On a CPU nothing is transferred and no guard is asked, so this test reads the
-    flag.
-    """
-    from jax._src.lib import guard_lib
-
-    from hostcall import _jax
-
-    class Seen:
-        def __array__(self, dtype=None, copy=None):
-            self.explicit = guard_lib.thread_local_state().explicit_device_get
-            return np.zeros(3)
-
-    seen = Seen()
-    _jax.to_numpy(seen)
-    assert seen.explicit
-    assert not guard_lib.thread_local_state().explicit_device_get

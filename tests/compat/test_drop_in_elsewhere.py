@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import re
 
+import elsewhere
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall import _jax
 
 
 @pytest.fixture(autouse=True)
-def through_jax(monkeypatch):
-    known = _jax.program_of
-    elsewhere = lambda ctx: known(ctx)._replace(platforms=("elsewhere",))
-    monkeypatch.setattr(_jax, "program_of", elsewhere)
-    monkeypatch.setattr(_jax, "is_served", lambda ctx: False)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+def through_jax():
+    with elsewhere.drop_ins():
+        yield
 
 
 def test_all_of_them(capsys):

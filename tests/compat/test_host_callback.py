@@ -586,10 +586,9 @@ def test_from_the_environment(run_python):
         import jax
         import hostcall.host_callback as hcb
         import threading
-        from hostcall import _jax
         here = []
         hcb.id_tap(lambda *_: here.append(threading.current_thread()), 1.0)
-        print(here == [threading.main_thread()], _jax.old_flag("jax_host_callback_outfeed"))
+        print(here == [threading.main_thread()], jax.config.read("jax_host_callback_outfeed"))
         """,
         env={"JAX_HOST_CALLBACK_INLINE": "1", "JAX_HOST_CALLBACK_OUTFEED": "true"},
     )

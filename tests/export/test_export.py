@@ -157,23 +157,6 @@ def test_taps_prints_and_feeds(capsys):
     assert capsys.readouterr().out == "x is 0.1 here\n" * 3
 
 
-def test_feed_of_other_items():
-    other = hc.feed(iter(np.zeros((3, 2), np.float32)), tag="other")
-    hc.register("tests.other_feed")(other)
-    data = bytes(hc.export(lambda x: other()[0] + x)(X[:2]))
-    from hostcall._core.registered import Name, names
-
-    name = Name("tests.other_feed", 1)
-    given = names.things[name]  # another process could have another feed
-    names.things[name] = r.feed, given[1]
-    loaded = hc.load(data)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"\[8\] bytes.* have \[4\]"):
-        loaded.call(X[:2])
-    names.things[name] = given
-    np.testing.assert_allclose(hc.load(data).call(X[:2]), X[:2])
-    other.close()
-
-
 def test_objects_are_shared_by_programs():
     exported = hc.export(lambda x: r.walk.step(x))(jnp.float32(1))
     one, two = hc.load(bytes(exported)), hc.load(bytes(exported))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +9,6 @@ import pytest
 import registered as r
 
 import hostcall as hc
-from hostcall import _jax
-from hostcall._export import texts
-from hostcall._runtime import host_device
 
 pytest.importorskip("flatbuffers")
 from fuzz.stablehlo import mlir_of, texts_in
@@ -143,30 +138,6 @@ def test_a_device_does_not_travel(f):
     x = on_two(2)
     with pytest.raises(hc.errors.ExportError, match=r"it has on=.*Leave out on="):
         hc.export(jax.jit(lambda x: f(jax.devices()[3], x)))(x)
-
-
-def test_a_default_device_of_another_platform(monkeypatch):
-    """A program is loaded for its own platform, whatever the thread's default is."""
-    cpu = jax.devices("cpu")[1]
-    host = host_device.above(cpu.client)
-    gpu = SimpleNamespace(client=SimpleNamespace(platform="gpu"))
-    for default, wanted in ((cpu, cpu), (host, cpu), (gpu, cpu), (None, cpu)):
-        set_to = SimpleNamespace(value=default)
-        monkeypatch.setattr(_jax, "default_device", set_to)
-        assert texts._client("cpu") is wanted.client
-
-
-def test_host_code_loads_a_program_for_its_own_device():
-    data = bytes(hc.export(lambda x: hc.call(r.sine, x, x))(X))
-    clients = []
-
-    def host(x):
-        clients.append(texts._client("cpu"))
-        return np.asarray(hc.load(data).call(x))
-
-    got = jax.jit(lambda x: hc.call(host, x, x))(X)
-    np.testing.assert_allclose(got, np.sin(X), rtol=1e-6)
-    assert clients == [host_device.above(jax.devices("cpu")[0].client).client]
 
 
 def test_a_mesh_with_more_devices_than_there_are():

@@ -220,8 +220,8 @@ def places(told, path=()):
             yield from places(value)
 
 
-random.seed(int(sys.argv[1]))
-rounds = int(sys.argv[2])
+random.seed(0)
+rounds = int(sys.argv[1])
 refused = 0
 for _ in range(rounds):
     name = random.choice(list(TEXTS))
@@ -238,10 +238,9 @@ print("done", 0 < refused <= rounds)
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_texts_changed_at_random_do_not_crash(run_python, seed):
-    rounds = 4 * hypothesis.settings.default.max_examples
-    done = run_python(HEAD + RANDOM, str(seed), str(rounds))
+def test_texts_changed_at_random_do_not_crash(run_python):
+    rounds = 8 * hypothesis.settings.default.max_examples
+    done = run_python(HEAD + RANDOM, str(rounds))
     printed = done.stdout.splitlines()
     assert printed[-1] == "done True"
 

@@ -324,10 +324,7 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADS)
-def test_how_a_function_is_run_here_must_go_with_the_file(kind, run_python, tmp_path):
-    there, use, here = LOADS[kind]
-    path = str(tmp_path / "program")
+def test_how_a_function_is_run_here_must_go_with_the_file(run_python, tmp_path):
     head = """
 import sys
 import numpy as np, hostcall as hc
@@ -335,20 +332,24 @@ X = np.arange(3, dtype=np.float32)
 async def later(x):
     return x.copy()
 """
-    write = f"""
-f = hc.register("tests.lent")({there})
-open(sys.argv[1], "wb").write(bytes(hc.export(lambda x: {use})(X)))
-print(hc.load(open(sys.argv[1], "rb").read()).call(X).tolist())
+    writes = loads = head
+    for number, (there, use, here) in enumerate(LOADS.values()):
+        name = f"tests.lent{number}"
+        writes += f"""
+f = hc.register({name!r})({there})
+open(sys.argv[1] + {name!r}, "wb").write(bytes(hc.export(lambda x: {use})(X)))
+print(hc.load(open(sys.argv[1] + {name!r}, "rb").read()).call(X).tolist())
 """
-    assert run_python(head + write, path).stdout == "[0.0, 1.0, 2.0]\n"
-    load = f"""
-hc.register("tests.lent")({here})
+        loads += f"""
+hc.register({name!r})({here})
 try:
-    hc.load(open(sys.argv[1], "rb").read())
+    hc.load(open(sys.argv[1] + {name!r}, "rb").read())
 except hc.errors.LoadError as error:
     print("lend=True and" in str(error))
 """
-    assert run_python(head + load, path).stdout == "True\n"
+    folder = f"{tmp_path}/"
+    assert run_python(writes, folder).stdout == "[0.0, 1.0, 2.0]\n" * 2
+    assert run_python(loads, folder).stdout == "True\n" * 2
 
 
 def test_a_tap_of_a_registered_host_function_travels():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import jax
@@ -131,27 +132,45 @@ print(np.allclose(hc.load(data).call(X), X + 1))
 
 
 def test_what_is_registered_differs_in_kind(elsewhere):
-    data = bytes(hc.export(lambda x: jax.grad(r.cube)(x))(jnp.float32(2)))
+    twin = hc.host(lambda x: x**3, result=hc.results.like(0))
+    twin.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * x**2 * ct,))
+    hc.register("tests.twin")(twin)
+    two = [bytes(hc.export(jax.grad(f))(jnp.float32(2))) for f in (r.cube, twin)]
     printed = elsewhere(
-        data,
+        pickle.dumps(two),
         """
 @hc.register("tests.cube")
 def cube(x):
     return x
-def refused():
+hc.register("tests.twin")(hc.host(lambda x: x, result=hc.results.like(0)))
+for program in pickle.loads(data):
     try:
-        hc.load(data)
+        hc.load(program)
     except hc.errors.LoadError as error:
         print(str(error).splitlines()[0])
-refused()
-from hostcall._core.registered import names
-names.things.clear(), names.names.clear()
-hc.register("tests.cube")(hc.host(lambda x: x, result=hc.results.like(0)))
-refused()
 """,
     )
     assert "plain function. Register the result of hc.host" in printed[0]
     assert "has no defvjp" in printed[1]
+
+
+def test_a_feed_of_other_items(elsewhere):
+    other = hc.feed(iter(np.zeros((3, 2), np.float32)), tag="other")
+    hc.register("tests.other_feed")(other)
+    data = bytes(hc.export(lambda x: other()[0] + x)(X[:2]))
+    np.testing.assert_allclose(hc.load(data).call(X[:2]), X[:2])
+    other.close()
+    printed = elsewhere(
+        data,
+        """
+hc.register("tests.other_feed")(hc.feed(iter(np.zeros(3, np.float32))))
+try:
+    jax.block_until_ready(hc.load(data).call(X[:2]))
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+""",
+    )
+    assert re.search(r"\[8\] bytes.* have \[4\]", "\n".join(printed))
 
 
 def test_only_importing_hostcall_is_needed(elsewhere):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 HEAD = """
-import sys
+import os, sys
 import jax, jax.numpy as jnp, numpy as np
 import hostcall as hc
 
-X = jnp.arange(3.0)
+X = np.arange(3, dtype=np.float32)
 sine = lambda x: np.sin(x)
 square = hc.host(lambda x: x * x, result=hc.results.like(0), name="square")
 square.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
@@ -53,11 +53,23 @@ LEAVING = {
 }
 
 
-@pytest.mark.parametrize("name", LEAVING)
-def test_what_leaves_imports_it(run_python, name):
-    """Otherwise the test above would show nothing."""
-    source = f"jax.jit(lambda x: ({LEAVING[name]}, x)[1])(X)\nassert imported()\n"
-    run_python(HEAD + source)
+EACH = """
+for name, leaves in {leaving}.items():
+    child = os.fork()
+    if child == 0:
+        jax.jit(lambda x: (leaves(), x)[1])(X)
+        os._exit(0 if imported() else 1)
+    assert os.waitpid(child, 0)[1] == 0, name
+assert not imported()
+"""
+
+
+def test_what_leaves_imports_it(run_python):
+    """Otherwise the test above would show nothing. Each is in a fork of a process that has
+    not used JAX.
+    """
+    leaving = ", ".join(f"{name!r}: lambda: {use}" for name, use in LEAVING.items())
+    run_python(HEAD + EACH.format(leaving="{" + leaving + "}"))
 
 
 REASONS = """

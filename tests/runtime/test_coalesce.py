@@ -7,6 +7,7 @@ import re
 import threading
 import time
 
+import clocks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 from limits import HANG_SECONDS, holds_in_time
 
 import hostcall as hc
-from hostcall._core import wait
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -198,7 +198,7 @@ def test_a_function_with_its_own_buffer_called_by_several_threads():
 
 
 def test_a_wait_for_a_turn_is_named_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(wait, "SLOW", 0.0)
+    clocks.log_waits_at_once(monkeypatch)
     entered, end = threading.Event(), threading.Event()
 
     def slow(x):

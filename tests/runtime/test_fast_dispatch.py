@@ -6,6 +6,7 @@ program to program (`_jax/fast_dispatch.py`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -21,7 +22,7 @@ SCALAR = jax.ShapeDtypeStruct((), np.float32)
 I32 = jax.ShapeDtypeStruct((), np.int32)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def slow():
     """A program that JAX dispatches at once, and whose result is ready much later."""
     m = jax.block_until_ready(jnp.ones((400, 400)))
@@ -209,15 +210,16 @@ def test_mixed_programs_of_four_threads():
 # --- Barriers and errors --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BARRIERS)
 @pytest.mark.parametrize("kind", ["call", "loop", "drop-in"])
-def test_barriers_wait_for_programs_whose_results_are_dropped(kind, name, slow):
+def test_barriers_wait_for_programs_whose_results_are_dropped(kind, slow):
     log = Log()
     f = program(kind, log)
-    for i in range(5):
-        f(i, slow())
-        BARRIERS[name]()
-        assert log.seen == [n for k in range(i + 1) for n in numbers(kind, k)]
+    for barrier in BARRIERS.values():
+        log.seen.clear()
+        for i in range(5):
+            f(i, slow())
+            barrier()
+            assert log.seen == [n for k in range(i + 1) for n in numbers(kind, k)]
 
 
 def test_a_barrier_waits_for_the_taps_of_such_a_program(slow):
@@ -264,19 +266,15 @@ def test_a_failure_is_raised_at_dispatch_and_not_again(order, result):
 
 @RESULTS
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", BARRIERS)
-@pytest.mark.parametrize("n", [1, 3])
-def test_failures_behind_another_program_are_raised_by_barriers(
-    order, result, name, n, slow
-):
+def test_failures_behind_another_program_are_raised_by_barriers(order, result, slow):
     """Each barrier raises one."""
     f = failing(order, result)
-    for _ in range(2):
+    for barrier, n in itertools.product(BARRIERS.values(), (1, 3)):
         for _ in range(n):
             f(slow())  # the result is dropped
         for _ in range(n):
             with pytest.raises(jax.errors.JaxRuntimeError, match="no such row"):
-                BARRIERS[name]()
+                barrier()
         hc.barrier()
         jax.effects_barrier()
 

@@ -284,34 +284,40 @@ def test_a_sub_interpreter_is_refused_politely(run_python):
     assert "sub-interpreter" in done.stdout
 
 
-LOOP = "while True: pass"
-SLEEP = "time.sleep(30)"
-
-
-@pytest.mark.parametrize("body", [LOOP, SLEEP], ids=["loop", "sleep"])
-@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
-def test_ctrl_c_in_a_callback(run_python, body, order):
+def test_ctrl_c_in_a_callback(run_python):
+    """One process shows them all: each also begins after Ctrl-C in another."""
     done = run_python(
         HEAD
-        + f"""
-entered = threading.Event()
-def host(a):
+        + """
+def loops(a):
     entered.set()
-    {body}
-f = jax.jit(lambda v: hc.call(host, v, v, order={order!r}))
+    while True: pass
+def sleeps(a):
+    entered.set()
+    time.sleep(30)
 def interrupt():
     entered.wait()
     time.sleep(0.3)  # the callback is in its sleep: before, the kernel would not end it
     os.kill(os.getpid(), signal.SIGINT)
-threading.Thread(target=interrupt).start()
-try:
-    f(x).block_until_ready()
-except KeyboardInterrupt:
-    print("interrupted")
-print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x))
+for host in (loops, sleeps):
+    for order in ("pure", "unordered", "ordered"):
+        entered = threading.Event()
+        f = jax.jit(lambda v: hc.call(host, v, v, order=order))
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            f(x).block_until_ready()
+        except KeyboardInterrupt:
+            print("interrupted", host.__name__, order)
+        thread.join()
+        print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x))
 """,
     )
-    assert done.stdout.split() == ["interrupted", "2.0"]
+    wanted = []
+    for host in ("loops", "sleeps"):
+        for order in ("pure", "unordered", "ordered"):
+            wanted += [f"interrupted {host} {order}", "2.0"]
+    assert done.stdout.splitlines() == wanted
 
 
 def test_system_exit_in_a_callback_ends_the_process(run_python):
@@ -449,14 +455,8 @@ LONG_WAITS = {
 }
 
 
-@pytest.mark.parametrize("call", LONG_WAITS.values(), ids=LONG_WAITS)
-@pytest.mark.parametrize("how", ["Ctrl-C", "the end"])
-def test_no_wait_outlasts_ctrl_c_and_the_end(run_python, call, how):
-    done = run_python(
-        HEAD
-        + f"""
+STUCK = """
 import asyncio
-called = threading.Event()
 def stuck(a):
     called.set()
     while True:
@@ -466,29 +466,50 @@ async def stuck_coroutine(a):
     while True:
         await asyncio.sleep(0.01)
 m = jnp.ones((800, 800))
-def program(m):
-    v = m @ m
-    v = hc.call(lambda a: (called.set(), a)[1], v, v)
-    return {call} @ m
-y = jax.jit(program)(m)
-called.wait()
-print("called")
-if {how!r} == "Ctrl-C":
-    catches = threading.Event()
-    def interrupt():
-        catches.wait()
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=interrupt).start()
+def start(call):
+    def program(m):
+        v = m @ m
+        v = hc.call(lambda a: (called.set(), a)[1], v, v)
+        return call(v) @ m
+    y = jax.jit(program)(m)
+    called.wait()
+    print("called")
+    return y
+"""
+SHORT_END = {"HOSTCALL_EXIT_TIMEOUT": "0.3"}
+
+
+@pytest.mark.parametrize("call", LONG_WAITS.values(), ids=LONG_WAITS)
+def test_no_wait_outlasts_the_end(run_python, call):
+    source = f"called = threading.Event()\ny = start(lambda v: {call})\n"
+    done = run_python(HEAD + STUCK + source, env=SHORT_END)
+    assert done.stdout.split() == ["called"]
+
+
+def test_no_wait_outlasts_ctrl_c(run_python):
+    calls = "".join(f"lambda v: {call},\n" for call in LONG_WAITS.values())
+    done = run_python(
+        HEAD
+        + STUCK
+        + f"""
+def interrupt():
+    catches.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+for call in [{calls}]:
+    called, catches = threading.Event(), threading.Event()
+    y = start(call)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         catches.set()
         np.asarray(y)
     except KeyboardInterrupt:
         print("interrupted")
+    thread.join()
 """,
-        env={"HOSTCALL_EXIT_TIMEOUT": "0.3"},
+        env=SHORT_END,
     )
-    wanted = ["called", "interrupted"] if how == "Ctrl-C" else ["called"]
-    assert done.stdout.split() == wanted
+    assert done.stdout.split() == ["called", "interrupted"] * len(LONG_WAITS)
 
 
 THREADS = """

@@ -628,8 +628,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("order", ["pure", "unordered"])
-@pytest.mark.parametrize("kind", ["threads", "processes", "pool"])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        *(("threads", "pure"), ("threads", "unordered")),
+        *(("processes", "pure"), ("pool", "unordered")),
+    ],
+)
 def test_ctrl_c_drops_rows_that_have_not_begun(kind, order, tmp_path, start_python):
     folder = tmp_path / "rows"
     folder.mkdir()

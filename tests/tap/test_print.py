@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall import _native
 
 EAGER_AND_JIT = pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
@@ -367,30 +366,32 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_line_jitted_again_finds_what_was_compiled(kind, no_program, compiled_during):
+def test_a_line_jitted_again_finds_what_was_compiled(
+    kind, no_program, compiled_during, live
+):
     f = KINDS[kind](Held())
 
     def run():
         programs = [jax.jit(f) for _ in range(5)]
         for program in programs:
             jax.block_until_ready(program(np.float32(1)))
-            assert _native.live_slots() == 1
+            assert live() == 1
 
     assert compiled_during(run) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_line_traced_by_fresh_functions_does_not_grow(kind, in_time):
+def test_a_line_traced_by_fresh_functions_does_not_grow(kind, in_time, live):
     f = KINDS[kind](Held())
     for _ in range(5):
         jax.block_until_ready(jax.jit(lambda x: f(x))(np.float32(1)))
         hc.barrier()
-        assert in_time(lambda: _native.live_slots() == 0)
+        assert in_time(lambda: live() == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [False, True], ids=["", "vmap"])
-def test_a_tap_dies_when_its_program_is_dropped(batch, kind, in_time):
+def test_a_tap_dies_when_its_program_is_dropped(batch, kind, in_time, live):
     held = Held()
     gone = weakref.ref(held)
     f = KINDS[kind](held)
@@ -402,7 +403,7 @@ def test_a_tap_dies_when_its_program_is_dropped(batch, kind, in_time):
     gc.collect()
     assert gone() is not None
     del program
-    assert in_time(lambda: gone() is None and _native.live_slots() == 0)
+    assert in_time(lambda: gone() is None and live() == 0)
 
 
 def test_programs_without_stdout_and_stderr(run_python):

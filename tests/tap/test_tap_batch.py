@@ -52,16 +52,20 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)], ids=str)
+SHAPES = [(), (3,), (2, 5), (0,)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-def test_dtypes_and_shapes(dtype, shape):
-    xs = np.arange(40 * int(np.prod(shape))).reshape(40, *shape) % 4
-    xs = jnp.asarray(xs).astype(dtype)
-    seen = Seen()
-    scanned(lambda x: hc.tap(seen, x, batch=7), xs)
-    assert all(1 <= len(a) <= 7 and a.dtype == xs.dtype for (a,) in seen.calls)
-    np.testing.assert_array_equal(seen.joined(), np.asarray(xs))
-    assert sum(len(a) for (a,) in seen.calls) == 40
+def test_dtypes_and_shapes(dtype):
+    """All shapes in one program, each with a tap of its own."""
+    every = [np.arange(40 * int(np.prod(s))).reshape(40, *s) % 4 for s in SHAPES]
+    every = [jnp.asarray(xs).astype(dtype) for xs in every]
+    taps = [Seen() for _ in SHAPES]
+    scanned(lambda xs: [hc.tap(f, x, batch=7) for f, x in zip(taps, xs)], every)
+    for seen, xs in zip(taps, every):
+        assert all(1 <= len(a) <= 7 and a.dtype == xs.dtype for (a,) in seen.calls)
+        np.testing.assert_array_equal(seen.joined(), np.asarray(xs))
+        assert sum(len(a) for (a,) in seen.calls) == 40
 
 
 @pytest.mark.parametrize("batch", [1, 2, 100, 100_000])

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import re
 
+import elsewhere
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._primitives.lowering import register
-from hostcall._primitives.tap.primitive import lower_here, lower_through_jax, tap_p
 
 
 @pytest.fixture(autouse=True)
 def through_jax():
-    register(tap_p, lower_through_jax, lower_here)
-    jax.clear_caches()
-    yield
-    register(tap_p, lower_here, lower_through_jax)
-    jax.clear_caches()
+    with elsewhere.taps():
+        yield
 
 
 @pytest.fixture
@@ -113,7 +109,7 @@ def test_an_error_is_the_object_itself():
 
 
 def test_other_platforms_are_refused(seen):
-    register(tap_p, lower_here, lower_through_jax)
+    elsewhere.taps_here()
     traced = jax.jit(lambda x: hc.tap(seen.append, x)).trace(np.float32(0))
     with pytest.raises(hc.errors.HostcallError, match="lowered for cpu, rocm"):
         traced.lower(lowering_platforms=("cpu", "rocm"))

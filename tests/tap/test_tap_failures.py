@@ -7,21 +7,18 @@ import itertools
 import logging
 import weakref
 
+import clocks
 import jax
 import numpy as np
 import pytest
 from jax import lax
 
 import hostcall as hc
-from hostcall._runtime import tap_failures
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only the test moves: `clock[0]` is the time."""
-    now = [0.0]
-    monkeypatch.setattr(tap_failures, "clock", lambda: now[0])
-    return now
+    return clocks.of_tap_failures(monkeypatch)
 
 
 @pytest.fixture

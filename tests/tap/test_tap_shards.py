@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
-from hostcall._primitives import blocks as device_blocks
 
 ORDERS = pytest.mark.parametrize("order", ["unordered", "ordered"])
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -185,24 +184,6 @@ def test_under_transformations(name, order, log):
     want = X.T if name == "vmap of columns" else X
     for _, (index,), (block,) in seen:
         np.testing.assert_array_equal(block, want[index])
-
-
-def test_blocks_of_different_sizes_are_gathered():
-    # JAX refuses such shardings from a user, but the compiler may choose one.
-    class Uneven:
-        shape = (10,)
-
-        class sharding:
-            @staticmethod
-            def devices_indices_map(shape):
-                raise AssertionError("ragged")
-
-    everywhere = object()
-    assert device_blocks._even(Uneven, everywhere) is everywhere
-    even = jax.ShapeDtypeStruct(
-        (4,), np.float32, sharding=put(P("a"), X[:, 0]).sharding
-    )
-    assert device_blocks._even(even, everywhere) is even.sharding
 
 
 def test_a_tap_without_arrays_arrives_once(log):

@@ -1,0 +1,40 @@
+"""The door to JAX's private parts: what programs on a CPU don't show."""
+
+import numpy as np
+import pytest
+
+from hostcall import _jax
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "value"),
+    [
+        ("n", {"mod(n, 4)": 1, "n": 9}, 9),
+        ("n", {"mod(n, 4)": 1}, None),
+        ("mod(n, 4)", {"mod(n, 4)": 1}, 1),
+        ("floordiv(n, 2)", {"n": 9}, 4),
+        ("n*m", {"n": 5, "m": 2}, 10),
+        ("n*m", {"n": 5}, None),
+        ("n*m", {"n*m": 10}, 10),
+        ("n", {"2*n": 10}, None),  # nothing is solved
+    ],
+)
+def test_sizes_from_sizes(wanted, known, value):
+    assert _jax.size_from(wanted, known) == value
+
+
+def test_reading_an_array_is_an_explicit_transfer():
+    """On a CPU nothing is transferred and no guard is asked, so this test reads the
+    flag.
+    """
+    from jax._src.lib import guard_lib
+
+    class Seen:
+        def __array__(self, dtype=None, copy=None):
+            self.explicit = guard_lib.thread_local_state().explicit_device_get
+            return np.zeros(3)
+
+    seen = Seen()
+    _jax.to_numpy(seen)
+    assert seen.explicit
+    assert not guard_lib.thread_local_state().explicit_device_get

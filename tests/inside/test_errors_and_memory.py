@@ -1,0 +1,96 @@
+"""What is kept of errors, and for how long."""
+
+import contextlib
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hostcall as hc
+from hostcall._core import coerce, config, failures
+
+F32 = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def test_numbers_of_raised_errors_do_not_pile_up():
+    first = failures.failures_so_far() + 1
+    most = 2 * failures._TOLD_AT_MOST
+    for _ in range(most + 1):
+        failures.tell(failures.keep(LookupError()))
+    assert len(failures._failures.told) < most
+    assert len(failures._failures.kept) <= config.MOST_KEPT_ERRORS
+    assert all(map(failures.is_told, range(first, failures.failures_so_far() + 1)))
+    assert failures.is_told(0)  # no host call's
+    assert not failures.is_told(failures.keep(LookupError()))
+
+
+def test_what_old_exceptions_hold_is_let_go(monkeypatch):
+    class Holds(Exception):
+        pass
+
+    def fail(x):
+        raise Holds(np.full(3, x))
+
+    def held():
+        return sum(isinstance(o, Holds) for o in gc.get_objects())
+
+    f = jax.jit(lambda x: hc.call(fail, F32, x))
+
+    def fail_often():
+        for i in range(3 * config.KEPT_ERRORS):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                f(np.float32(i))
+        gc.collect()
+
+    fail_often()
+    assert held() >= 2 * config.KEPT_ERRORS  # all are new
+    monkeypatch.setattr(config, "KEPT_SECONDS", -1.0)  # all are old
+    fail_often()
+    assert held() <= config.KEPT_ERRORS
+
+
+def test_a_barrier_finds_an_old_failure_that_nobody_saw():
+    def bad(x):
+        raise LookupError(f"at {float(x)}")
+
+    @jax.jit
+    def f(x, m):
+        return hc.call(bad, F32, x + (m @ m)[0, 0])
+
+    unread = f(1.0, jnp.zeros((600, 600)))
+    failures.failure_of(unread)  # hostcall looks, not the user
+    for _ in range(failures._TOLD_AT_MOST + 100):
+        with contextlib.suppress(LookupError):
+            hc.call(bad, F32, np.float32(2))
+        failures.tell(failures.failures_so_far())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="at 1"):
+        hc.barrier()
+    assert hc.barrier()
+
+
+class Refuses:
+    """Speaks of DLPack, and gives what nobody can read."""
+
+    def __dlpack__(self, **options):
+        return None
+
+    def __dlpack_device__(self):
+        return 99, 0
+
+
+def test_a_result_that_can_not_be_read_is_let_go():
+    """Without the garbage collector: the error makes no cycle that holds the value."""
+    refused = Refuses()
+    gone = weakref.ref(refused)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(hc.errors.ResultError):
+            coerce._as_numpy(refused, lambda: "the result")
+        del refused
+        assert gone() is None
+    finally:
+        gc.enable()
