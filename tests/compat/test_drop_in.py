@@ -438,14 +438,11 @@ RETURNED = {
 @pytest.mark.parametrize("case", RETURNED)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
-def test_returned(wide, jit, case, request):
-    """The same values are accepted and refused as by JAX, with and without 64-bit mode.
-
-    Both kinds read results by the same code: each case meets both, with and without jit.
-    """
+@pytest.mark.parametrize("kind", ["pure", "io"])
+def test_returned(kind, wide, jit, case, request):
+    """The same values are accepted and refused as by JAX, with and without 64-bit mode."""
     if wide:
         request.getfixturevalue("x64")
-    kind = ("pure", "io")[(list(RETURNED).index(case) + wide + jit) % 2]
     spec, host = RETURNED[case]
 
     def run(api):
