@@ -137,8 +137,8 @@ def _would_wait() -> Exception:
 # (native/handlers/host_callback.h), but entering one costs a scalar call most of its
 # time. A pure call may be repeated, so:
 #
-#   1. The call is made outside a host callback, with a scout as its guard.
-#   2. If the function starts such a program, the scout raises CallInside.
+#   1. The call is made outside a host callback, and scouts.
+#   2. If the function starts such a program, the call's guard raises CallInside.
 #   3. The engine drops that attempt, makes the call again inside a host callback, and
 #      from then on starts there.
 
@@ -164,7 +164,7 @@ def guard(
             device.platform == "cpu" and not is_host(device.client)
             for device in of_program
         )
-        # `ask_inside` is False if no call of this thread has a scout. The setting stays
+        # `ask_inside` is False if no call of this thread scouts. The setting stays
         # on XLA's threads after the call, and JAX's own callbacks run there too.
         if on_process and _native.ask_inside():
             raise CallInside
