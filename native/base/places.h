@@ -30,10 +30,12 @@ class Places {
 
   /// Sets the texts of a number, once. Release: a reader, which acquires, sees the
   /// whole text. The look before it is relaxed, as it reads no text.
-  static void Name(uint32_t number, const Place& place) {
+  static void Name(uint32_t number, std::string name, std::string line,
+                   std::string json_name, std::string json_line) {
     if (number >= kMost) return;
     if (g_places[number].load(std::memory_order_relaxed) != nullptr) return;
-    g_places[number].store(new Place(place), std::memory_order_release);
+    g_places[number].store(new Place{name, line, json_name, json_line},
+                           std::memory_order_release);
   }
   /// The texts of a number, or null.
   static const Place* Find(uint32_t number) {

@@ -103,17 +103,17 @@ class Signals {
 
   /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
   /// a Wait that the semaphore wakes finds them.
-  static void Post(int event) {
+  static void Post(Event event) {
     g_pending.fetch_or(event, std::memory_order_release);
     g_posted.Post();
   }
 
   /// Returns the events that were posted since it last returned, waiting for one
   /// for at most `seconds`; 0 if none came. Only one thread waits, without the GIL.
-  static int Wait(double seconds) {
+  static Event Wait(double seconds) {
     const int64_t until = NowNs() + static_cast<int64_t>(1e9 * seconds);
     for (;;) {
-      if (const int events = TakePending()) return events;
+      if (const Event events = TakePending()) return events;
       // The semaphore counts posts, of which one exchange may have taken several.
       // What it counts too much makes this loop look once more in vain.
       const double left = 1e-9 * static_cast<double>(until - NowNs());
@@ -127,8 +127,8 @@ class Signals {
   }
 
  private:
-  static int TakePending() {
-    return g_pending.exchange(0, std::memory_order_acquire);
+  static Event TakePending() {
+    return static_cast<Event>(g_pending.exchange(0, std::memory_order_acquire));
   }
   using Handler = void (*)(int);
   /// How often Wait looks at the handler of SIGINT.

@@ -127,13 +127,13 @@ void InitCalls(nb::module_& m) {
   BindEnum<Ambient>(m, "Ambient", {"FIXED", "DEVICE", "GUARD", "WITH"});
   m.def(
       "add_ambient_setting",
-      [](Ambient kind, nb::object setting, nb::object swap, nb::object set,
-         nb::object get, nb::object value, nb::object unset) {
-        AddAmbientSetting(kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
-                          value.is_none() ? nullptr : value.ptr(), unset.ptr());
+      [](Ambient kind, nb::handle setting, nb::handle swap, nb::handle set,
+         nb::handle get, nb::handle value, nb::handle unset) {
+        AddAmbientSetting({kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
+                           value.is_none() ? nullptr : value.ptr(), unset.ptr()});
       },
-      nb::kw_only(), nb::arg("kind"), nb::arg("setting"), nb::arg("swap"),
-      nb::arg("set"), nb::arg("get"), nb::arg("value").none(), nb::arg("unset"));
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+      nb::arg());
 }
 
 }  // namespace hostcall

@@ -78,7 +78,8 @@ void InitHandlers(nb::module_& m) {
           // The copy may wait for streams, and what these wait for may need the
           // GIL.
           GilRelease unlocked;
-          CopyOnStream(use->stream, to.data, from, bytes, stream);
+          CopyOnStream(static_cast<CudaStream>(use->stream), to.data, from, bytes,
+                       stream);
         }
       },
       nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
@@ -98,12 +99,8 @@ void InitHandlers(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   // JAX's handler calls it with the callback's arguments, which are not used.
   m.def("run_pending", [](nb::args) { RunPending(); });
-  m.def(
-      "set_host_callback_handler",
-      [](nb::capsule handler, nb::object run_pending) {
-        SetHostCallbackHandler(handler.data(), run_pending.ptr());
-      },
-      nb::arg("handler"), nb::arg("run_pending"));
+  m.def("set_host_callback_handler", &SetHostCallbackHandler, nb::arg("handler"),
+        nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);
   m.def("on_foreign_thread", &OnForeignThread);
 }

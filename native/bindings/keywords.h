@@ -102,15 +102,22 @@ class Keywords {
   std::vector<Entry> fields_;
 };
 
-/// Adds the struct to the module, as a class whose constructor takes the fields.
+/// Adds the class T to the module. Its constructor takes the fields, of which
+/// `make` makes it.
+template <typename T, typename Fields>
+nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<Fields> fields,
+                               T (*make)(Fields)) {
+  // Never deleted: the class lives as long as the interpreter.
+  const auto* kept = new Keywords<Fields>(std::move(fields));
+  return nanobind::class_<T>(m, kept->type())
+      .def("__init__", [kept, make](T* self, nanobind::kwargs given) {
+        new (self) T(make(kept->Read(given)));
+      });
+}
+/// The same for a class that has the fields themselves.
 template <typename T>
 nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<T> fields) {
-  // Never deleted: the class lives as long as the interpreter.
-  const auto* kept = new Keywords<T>(std::move(fields));
-  return nanobind::class_<T>(m, kept->type())
-      .def("__init__", [kept](T* self, nanobind::kwargs given) {
-        new (self) T(kept->Read(given));
-      });
+  return BindStruct<T, T>(m, std::move(fields), [](T made) { return made; });
 }
 
 /// Adds an enum whose values count from 0, by the names that Python has for them.

@@ -36,16 +36,10 @@ void InitSignals(nb::module_& m) {
       .value("UNWATCHED", Signals::kUnwatched);
   m.def("watch_sigint", &Signals::WatchInterrupt);
   m.def("watch_sigterm", &Signals::WatchTerminate);
-  m.def(
-      "wait_signal",
-      [](double seconds) {
-        GilRelease unlocked;  // Python goes on while the watcher waits
-        return static_cast<Signals::Event>(Signals::Wait(seconds));
-      },
-      nb::arg("seconds"));
-  m.def(
-      "post_signal", [](Signals::Event event) { Signals::Post(event); },
-      nb::arg("event"));
+  // Python goes on while the watcher waits.
+  m.def("wait_signal", &Signals::Wait, nb::arg("seconds"),
+        nb::call_guard<GilRelease>());
+  m.def("post_signal", &Signals::Post, nb::arg("event"));
 }
 
 /// Asks whether a closed engine makes a call. Never after the interpreter has begun

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,36 +31,13 @@ bool IsBytes(PyObject* object) { return PyBytes_Check(object); }
 bool IsCounters(PyObject* object) { return nb::isinstance<Counters>(object); }
 bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
 
-Counted<Plan> MakePlan(PlanFields fields) {
+PlanHandle MakePlan(PlanFields fields) {
   fields.counters = nb::cast<Counters*>(nb::handle(fields.counters_owner.get()));
   auto plan = Counted<Plan>::Adopt(new Plan(std::move(fields)));
   const nb::handle info = plan->info.get();
   plan->flatten = Ref::Steal(nb::object(info.attr("flatten")).release().ptr());
   plan->coerce = Ref::Steal(nb::object(info.attr("coerce")).release().ptr());
-  return plan;
-}
-
-Counted<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
-  const nb::object made =
-      nb::handle(whole.info.get())
-          .attr("plan_of_block")(nb::str(block.data(), block.size()));
-  return nb::cast<PlanHandle&>(made).plan;
-}
-
-Counted<Plan> PlanOfText(std::string_view text, bool on_cuda,
-                         const std::vector<BufferType>* buffers) try {
-  nb::object types = nb::none();
-  if (buffers != nullptr) types = nb::cast(*buffers);
-  const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
-      nb::str(text.data(), text.size()), on_cuda, types);
-  if (buffers == nullptr) return {};
-  return nb::cast<PlanHandle&>(made).plan;
-} catch (nb::python_error& e) {
-  // Without the traceback, which shows hostcall's own frames only.
-  // A text may have lone surrogates, which UTF-8 can't hold.
-  const auto said = nb::cast<nb::bytes>(
-      nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
-  throw std::runtime_error(said.size() == 0 ? e.what() : said.c_str());
+  return {plan};
 }
 
 /// The addresses of the operands' memory. Throws if they don't fit the plan.
@@ -133,8 +109,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     if (take->Go(0)) return out;
   }
   const int64_t start = Ticks();
-  Flight flight(plan.NewEvent(plan.feed ? EventKind::kFeed : EventKind::kCall, -1,
-                              -1, start));
+  Flight flight(plan.NewEvent(EventKind::kCall, -1, -1, start));
   flight.Entered(start);
   bool ok;
   {
@@ -203,9 +178,8 @@ void InitSettings(nb::module_& m) {
 
 void InitPlans(nb::module_& m) {
   InitSettings(m);
-  g_plan_makers = {&PlanOfBlock, &PlanOfText};
-  // Never deleted: the class lives as long as the interpreter.
-  static const auto* fields = new auto(
+  BindStruct(
+      m,
       Keywords<PlanFields>("Plan")
           .Object<&PlanFields::function, PyCallable_Check>("function")
           .Field<&PlanFields::args>("args")
@@ -227,7 +201,6 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::sends>("sends")
           .Field<&PlanFields::team>("team")
           .Object<&PlanFields::guard, IsAny>("guard", kOrNone)
-          .Object<&PlanFields::scout, IsAny>("scout", kOrNone)
           .Field<&PlanFields::inside>("inside")
           .Field<&PlanFields::keeps_mesh>("keeps_mesh")
           .Field<&PlanFields::literals>("literals")
@@ -235,12 +208,9 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::buffers>("buffers", kOrNone)
           .Field<&PlanFields::keep>("keep")
           .Field<&PlanFields::feed>("feed")
-          .Field<&PlanFields::text>("text"));
-  nb::class_<PlanHandle> plan(m, "Plan");
-  plan.def("__init__", [](PlanHandle* self, nb::kwargs given) {
-    new (self) PlanHandle{MakePlan(fields->Read(given))};
-  });
-  plan.def("invoke", &InvokeEagerly, nb::arg("operands"))
+          .Field<&PlanFields::text>("text"),
+      &MakePlan)
+      .def("invoke", &InvokeEagerly, nb::arg("operands"))
       .def("push", &PushEagerly, nb::arg("operands"));
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, uint64_t, bool>(), nb::arg("plan"),

@@ -30,6 +30,14 @@ bool Lets(Throttle& throttle, Counters& counters, bool always) {
   return false;
 }
 
+/// A method of the process's tap queue as a function.
+template <typename Result, typename... Arguments>
+auto OfTaps(Result (TapQueue::*method)(Arguments...)) {
+  return [method](Arguments... arguments) {
+    return (TapQueue::Get().*method)(std::move(arguments)...);
+  };
+}
+
 /// The statistics of the tap queue.
 nb::dict QueueState() {
   const TapQueue& queue = TapQueue::Get();
@@ -116,22 +124,14 @@ void InitTaps(nb::module_& m) {
   // they have to wait. flush_taps must release it: it waits for the worker, which
   // needs it.
   const nb::call_guard<nb::gil_scoped_release> unlocked;
-  m.def("stop_taps", [] { TapQueue::Get().Stop(); }, unlocked);
-  m.def(
-      "set_tap_limit", [](int64_t bytes) { TapQueue::Get().SetLimit(bytes); },
-      nb::arg("bytes"), unlocked);
-  m.def("discard_taps", [] { TapQueue::Get().Discard(); }, unlocked);
-  m.def(
-      "interrupt_pushes",
-      [](std::string text) { return TapQueue::Get().Interrupt(std::move(text)); },
-      nb::arg("text"), unlocked);
+  m.def("stop_taps", OfTaps(&TapQueue::Stop), unlocked);
+  m.def("set_tap_limit", OfTaps(&TapQueue::SetLimit), nb::arg("bytes"), unlocked);
+  m.def("discard_taps", OfTaps(&TapQueue::Discard), unlocked);
+  m.def("interrupt_pushes", OfTaps(&TapQueue::Interrupt), nb::arg("text"),
+        unlocked);
   m.def("tap_mark", [] { return TapQueue::Get().Mark(); });
-  m.def(
-      "flush_taps",
-      [](int64_t mark, double seconds) {
-        return TapQueue::Get().Flush(mark, seconds);
-      },
-      nb::arg("mark"), nb::arg("seconds"), unlocked);
+  m.def("flush_taps", OfTaps(&TapQueue::Flush), nb::arg("mark"), nb::arg("seconds"),
+        unlocked);
   m.def(
       "await_taps_of_gpus",
       [](double seconds) { return Gpus::Get().streams.Await(seconds); },
@@ -161,11 +161,8 @@ void InitFeeds(nb::module_& m) {
       .def("push", &Push, nb::arg("arrays"))
       .def("idle", &FeedRing::Idle, unlocked)
       .def("finish", &FeedRing::Finish, nb::arg("ending"), unlocked)
-      .def(
-          "clear", [](FeedRing& ring) { ring.Clear(); }, unlocked)
-      .def(
-          "drop", [](FeedRing& ring, int64_t n) { return ring.Drop(n); },
-          nb::arg("n"), unlocked)
+      .def("clear", &FeedRing::Clear, unlocked)
+      .def("drop", &FeedRing::Drop, nb::arg("n"), unlocked)
       .def("wake", &FeedRing::Wake, unlocked)
       .def("close", &FeedRing::Close, unlocked)
       .def(

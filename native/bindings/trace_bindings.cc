@@ -95,14 +95,8 @@ void NoteEvent(int kind, uint32_t place, int64_t start, int64_t number,
 void InitTraces(nb::module_& m) {
   m.def("ticks", &Ticks);
   m.def("tick_ns", &TickNs);
-  m.def(
-      "name_place",
-      [](uint32_t number, std::string name, std::string line, std::string json_name,
-         std::string json_line) {
-        Places::Name(number, {name, line, json_name, json_line});
-      },
-      nb::arg("number"), nb::arg("name"), nb::arg("line"), nb::arg("json_name"),
-      nb::arg("json_line"));
+  m.def("name_place", &Places::Name, nb::arg("number"), nb::arg("name"),
+        nb::arg("line"), nb::arg("json_name"), nb::arg("json_line"));
   m.def("read_flight", &ReadFlight);
   m.def(
       "flight_text",

@@ -4,7 +4,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "base/code.h"
 #include "buffer/buffer_object.h"
@@ -41,7 +40,7 @@ class OpenBuffers {
       stack()[i] = object;
       opened_ = i + 1;
       if (i == 0) {
-        AsContext(object)->lease.Begin(call_);
+        nanobind::inst_ptr<ContextObject>(object)->lease.Begin(call_);
         continue;
       }
       const bool out = i <= outs_;
@@ -74,17 +73,19 @@ class OpenBuffers {
       ok = false;
     }
     for (size_t i = 0; i < opened_; ++i) {
-      if (i == 0) AsContext(stack()[0])->lease.End();
+      if (i == 0) nanobind::inst_ptr<ContextObject>(stack()[0])->lease.End();
       if (i == 0 ? IsHeldElsewhere(stack()[0]) : !CloseBuffer(stack()[i])) continue;
       plan_.spares[i].Keep(Ref::Steal(std::exchange(stack()[i], nullptr)));
     }
     return ok;
   }
 
+  Ref Pass(const Ref& function) { return stack_.Pass(function, size()); }
+
+ private:
   PyObject** stack() { return stack_.args(); }
   size_t size() const { return 1 + outs_ + plan_.args.size(); }
 
- private:
   const Plan& plan_;
   const ActiveCall& call_;
   size_t outs_;        ///< number of results
@@ -173,10 +174,7 @@ bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
   OpenBuffers buffers(plan, call);
   bool ok = buffers.Open(args, targets);
   if (ok) {
-    Ref value = Ref::Steal(
-        CallPython(plan.function.get(), buffers.stack(),
-                   buffers.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-    ok = ReturnedNothing(value.get());
+    ok = ReturnedNothing(buffers.Pass(plan.function).get());
   }
   ok = buffers.Close(ok);
   if (!ok || !watch) return ok;
@@ -191,8 +189,7 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
   NativeStatus status;
   if (plan.rows == 0) return status;
   const bool on_gpu = stream != nullptr;
-  HostView view(plan, operands, results, on_gpu);
-  Rows rows(plan, nullptr, view);
+  Rows rows(plan, operands, results, on_gpu);
   int64_t calls = 0;
   do {
     char* const* args = rows.args();
@@ -202,22 +199,19 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
     ++calls;
     std::unique_ptr<Watch> watch;
     if (!on_gpu) watch = Prepare(plan, args, targets);
-    // The native code may take two or three parameters. In the C calling
-    // conventions of the machines that JAX runs on, a function that takes two
-    // ignores the third.
-    if (plan.buffers.status) {
-      using WithStatus = int32_t (*)(void**, void**, void*);
-      status.number =
-          reinterpret_cast<WithStatus>(plan.buffers.address)(out, in, stream);
-    } else {
-      using Plain = void (*)(void**, void**, void*);
-      reinterpret_cast<Plain>(plan.buffers.address)(out, in, stream);
-    }
+    // The native code may take two or three parameters, and return a status or
+    // nothing. In the C calling conventions of the machines that JAX runs on, a
+    // function that takes two ignores the third, and one that returns nothing
+    // leaves anything in the register of the status.
+    using Native = int32_t (*)(void**, void**, void*);
+    const int32_t number =
+        reinterpret_cast<Native>(plan.buffers.address)(out, in, stream);
+    if (plan.buffers.status) status.number = number;
     if (watch && status.ok()) status = watch->Look();
   } while (status.ok() && rows.Next());
   plan.counters->native_calls.fetch_add(calls, std::memory_order_relaxed);
   if (status.ok()) {
-    view.Finish();
+    rows.Finish();
   } else {
     status.row = rows.index();
   }
@@ -225,14 +219,8 @@ NativeStatus RunNative(const Plan& plan, const void* const* operands,
 }
 
 void RaiseStatus(const Plan& plan, const NativeStatus& status) {
-  if (status.changed >= 0) {
-    RaiseChanged(plan, static_cast<size_t>(status.changed));
-    return;
-  }
-  if (status.unwritten >= 0) {
-    RaiseUnwritten(plan, static_cast<size_t>(status.unwritten));
-    return;
-  }
+  if (status.changed >= 0) return RaiseChanged(plan, status.changed);
+  if (status.unwritten >= 0) return RaiseUnwritten(plan, status.unwritten);
   std::string row;
   for (int64_t index : status.row) {
     row += (row.empty() ? " in row (" : ", ") + std::to_string(index);

@@ -2,10 +2,9 @@
 
 #include <cstring>
 #include <mutex>
-#include <utility>
 
 #include "base/code.h"
-#include "cuda/streams.h"
+#include "cuda/cuda_driver.h"
 #include "plan/arrays.h"
 
 namespace nb = nanobind;
@@ -22,11 +21,6 @@ bool IsOpen(const Lease::Use& use, const char* what, const char* instead) {
                "XLA's again. %s",
                what, instead);
   return false;
-}
-
-[[noreturn]] void Raise(PyObject* type, const char* text) {
-  PyErr_SetString(type, text);
-  throw nb::python_error();
 }
 
 /// What a method of the object returns. Python may end the thread in there, and
@@ -46,15 +40,6 @@ auto During(Get get) {
     return OrPark([&] { return get(self, *use); });
   };
 }
-template <typename Get>
-auto OfBuffer(Get get) {
-  return During<BufferObject>(get);
-}
-template <typename Get>
-auto OfContext(Get get) {
-  return During<ContextObject>(
-      [get](ContextObject&, const ActiveCall& call) { return get(call); });
-}
 
 /// The jax.Device that runs the program of the call. Python code answers, so it is
 /// asked after the use.
@@ -66,9 +51,11 @@ nb::object DeviceOf(T& self) {
   return Asked(info, "device_at", ordinal);
 }
 
-uintptr_t StreamOfGpu(const ActiveCall& call) {
+uintptr_t StreamOfGpu(ContextObject&, const ActiveCall& call) {
   if (!call.on_gpu()) {
-    Raise(HookOf(Hook::kStreamError), "XLA FFI GPU context is not available");
+    PyErr_SetString(HookOf(Hook::kStreamError),
+                    "XLA FFI GPU context is not available");
+    throw nb::python_error();
   }
   return reinterpret_cast<uintptr_t>(call.stream);
 }
@@ -106,8 +93,11 @@ nb::dict CudaInterface(BufferObject& b, const ActiveCall& call) {
   // it is None: the function works on the context's stream, and need not wait.
   made["stream"] = nb::none();
   // The interface forbids 0; the legacy default stream is called 1.
-  const auto stream = reinterpret_cast<uintptr_t>(call.stream);
-  if (!IsCaptured(call.stream)) made["stream"] = stream == 0 ? 1 : stream;
+  const auto stream = static_cast<CudaStream>(call.stream);
+  const ScopedContext current(stream);
+  if (!Driver().IsCaptured(stream)) {
+    made["stream"] = stream == nullptr ? 1 : reinterpret_cast<uintptr_t>(stream);
+  }
   return made;
 }
 
@@ -177,7 +167,7 @@ void InitBuffer(nb::module_& m) {
       "an output in the same ways (numpy.asarray(out)[...] = values). A view "
       "that is kept after the call is an error.");
   const auto add = [&type](const char* name, const char* doc, auto get) {
-    type.def_prop_ro(name, OfBuffer(get), doc);
+    type.def_prop_ro(name, During<BufferObject>(get), doc);
   };
   add("shape", "Sizes, as a tuple.", [](B b, Call) { return ShapeOf(*b.leaf); });
   add("dtype", "NumPy's dtype of the elements.",
@@ -198,7 +188,7 @@ void InitBuffer(nb::module_& m) {
       .def("__dlpack__", &ExportTensor, nb::kw_only(),
            nb::arg("stream") = nb::none(), nb::arg("max_version") = nb::none(),
            nb::arg("dl_device") = nb::none(), nb::arg("copy") = nb::none())
-      .def("__dlpack_device__", OfBuffer([](BufferObject&, Call call) {
+      .def("__dlpack_device__", During<BufferObject>([](B, Call call) {
              return std::pair(call.on_gpu() ? 2 : 1,
                               call.on_gpu() ? call.device_ordinal : 0);
            }),
@@ -235,7 +225,6 @@ bool IsLent(PyObject* self) {
 
 bool CloseBuffer(PyObject* self) {
   BufferObject* b = AsBuffer(self);
-  b->lease.End();
   // IsLent first: it lets go of the array.
   const bool alone = !IsLent(self) && !IsHeldElsewhere(self);
   if (b->array != nullptr) {  // somebody holds it
@@ -256,6 +245,8 @@ bool ContextObject::Check(const Lease::Use& use) {
 
 void InitBuffers(nb::module_& m) {
   InitBuffer(m);
+  using C = ContextObject;
+  using Call = const ActiveCall&;
   nb::class_<ContextObject>(
       m, "ExecutionContext", nb::is_final(),
       "What a buffer callback can ask about the call it is in.\n\n"
@@ -266,23 +257,22 @@ void InitBuffers(nb::module_& m) {
       "        None there).\n"
       "    device: the jax.Device that runs the program.\n"
       "    run: XLA's number of this execution; -1 for an eager call.")
-      .def_prop_ro("stage", OfContext([](const ActiveCall&) {
+      .def_prop_ro("stage", During<C>([](C&, Call) {
                      return nb::borrow(HookOf(Hook::kStage));
                    }),
                    "ExecutionStage.EXECUTE.")
-      .def_prop_ro("stream", OfContext(&StreamOfGpu),
+      .def_prop_ro("stream", During<C>(&StreamOfGpu),
                    "On a GPU the address of XLA's stream (a CUstream), on which to "
                    "work. Raises jax.errors.JaxRuntimeError on a CPU.")
       .def_prop_ro("device", &DeviceOf<ContextObject>,
                    "The jax.Device that runs the program.")
-      .def_prop_ro("run",
-                   OfContext([](const ActiveCall& call) { return call.run; }),
+      .def_prop_ro("run", During<C>([](C&, Call call) { return call.run; }),
                    "XLA's number of this execution; -1 for an eager call.")
       // What cuda.core, CuPy and others ask an object for whose stream they shall
       // use: the protocol's version, and the address.
       .def(
-          "__cuda_stream__", OfContext([](const ActiveCall& call) {
-            return std::pair(0, StreamOfGpu(call));
+          "__cuda_stream__", During<C>([](C& context, Call call) {
+            return std::pair(0, StreamOfGpu(context, call));
           }),
           "(0, stream): cupy.cuda.Stream.from_external(ctx) works on XLA's stream.")
       .attr("__module__") = "hostcall";

@@ -159,9 +159,6 @@ PyObject* New() {
 inline BufferObject* AsBuffer(PyObject* object) {
   return nanobind::inst_ptr<BufferObject>(object);
 }
-inline ContextObject* AsContext(PyObject* object) {
-  return nanobind::inst_ptr<ContextObject>(object);
-}
 
 /// Copies the values of a small input that goes to a consumer of DLPack, since
 /// every tensor of PyTorch can be written to, whatever the protocol says. Throws
@@ -175,7 +172,7 @@ bool WasChanged(BufferObject* buffer);
 /// Whether a view of the memory of the Buffer `self` exists. Lets go of the array
 /// that `__array__` has made, if nobody else holds it.
 bool IsLent(PyObject* self);
-/// Lets go of the memory; also ends the lease. True if nobody else holds the Buffer
+/// Lets go of the memory. True if nobody else holds the Buffer
 /// or a view, so that it can be opened again for another call.
 bool CloseBuffer(PyObject* self);
 

@@ -10,7 +10,7 @@
 
 #include "base/code.h"
 #include "buffer/buffer_object.h"
-#include "cuda/streams.h"
+#include "cuda/cuda_driver.h"
 
 namespace nb = nanobind;
 
@@ -183,7 +183,9 @@ void FinishWorkFor(std::optional<int64_t> stream, const ActiveCall& call) {
   if (theirs == call.stream) return;  // it is ordered anyway
   try {
     GilRelease unlocked;  // the stream may wait for a callback that needs the GIL
-    WaitForStream(call.stream);
+    const auto on = static_cast<CudaStream>(call.stream);
+    const ScopedContext current(on);
+    Driver().Synchronize(on);
   } catch (const std::exception& error) {  // the guard has taken the GIL again
     throw nb::buffer_error(error.what());
   }

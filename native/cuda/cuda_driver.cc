@@ -61,36 +61,35 @@ std::string Open(CudaDriver& driver) {
 
 }  // namespace
 
-const CudaDriver* CudaDriver::Get(std::string* why) {
-  static const std::string* none = new std::string(Open(g_driver));
-  if (none->empty()) return &g_driver;
-  if (why != nullptr) *why = *none;
-  return nullptr;
+const std::string& CudaMissing() {
+  static const auto* missing = new std::string(Open(g_driver));
+  return *missing;
 }
 
-const CudaDriver& CudaDriver::Unopened() { return g_driver; }
+const CudaDriver& Driver() {
+  if (!CudaMissing().empty()) throw std::runtime_error(CudaMissing());
+  return g_driver;
+}
 
 void CudaDriver::Throw(int code, const char* function) const {
   throw CudaError("hostcall: " + std::string(function) +
                   " failed: " + Describe(*this, code));
 }
 
-ScopedContext::ScopedContext(const CudaDriver& driver, CudaStream stream)
-    : driver_(driver) {
-  driver_.Check(driver_.cuStreamGetCtx(stream, &context_), "cuStreamGetCtx");
-  driver_.Check(driver_.cuCtxPushCurrent_v2(context_), "cuCtxPushCurrent");
+ScopedContext::ScopedContext(CudaStream stream) {
+  Driver().Check(Driver().cuStreamGetCtx(stream, &context_), "cuStreamGetCtx");
+  Driver().Check(Driver().cuCtxPushCurrent_v2(context_), "cuCtxPushCurrent");
 }
 
-ScopedContext::ScopedContext(const CudaDriver& driver, CudaContext context)
-    : driver_(driver), context_(context) {
-  driver_.Check(driver_.cuCtxPushCurrent_v2(context_), "cuCtxPushCurrent");
+ScopedContext::ScopedContext(CudaContext context) : context_(context) {
+  Driver().Check(Driver().cuCtxPushCurrent_v2(context_), "cuCtxPushCurrent");
 }
 
 ScopedContext::~ScopedContext() {
   // Its result is ignored: it fails only after an error of the driver that the
   // calls in between have reported.
   CudaContext popped = nullptr;
-  driver_.cuCtxPopCurrent_v2(&popped);
+  Driver().cuCtxPopCurrent_v2(&popped);
 }
 
 }  // namespace hostcall

@@ -12,12 +12,11 @@
 // Guarantees
 //   * One library, opened once in the life of the process and never closed, since
 //     threads that nobody joins call its functions.
-//   * Without a driver nothing breaks: Get returns null and says why.
-//   * Get and all members are safe to call from several threads.
+//   * Without a driver nothing breaks: CudaMissing says why there is none.
+//   * All functions are safe to call from several threads.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -81,36 +80,24 @@ struct CudaError : std::runtime_error {
   X(cuGetErrorString, (int code, const char** text))
 
 struct CudaDriver {
-  /// Returns the initialised driver. Returns null if there is none, or if it lacks
-  /// a function; `*why` then says what is wrong and what to do. The library is
-  /// libcuda.so.1, or the one that the environment variable HOSTCALL_CUDA_DRIVER
-  /// names at the first call.
-  static const CudaDriver* Get(std::string* why = nullptr);
-  /// The same object, whose functions can't be called before Get has returned it.
-  static const CudaDriver& Unopened();
-
   /// Throws CudaError unless `code` is success. The text reads, for example,
   /// "hostcall: cuMemHostAlloc failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
   void Check(int code, const char* function) const {
     if (code != kCudaSuccess) Throw(code, function);
   }
 
-  // Each enqueues work on a stream, but none for 0 bytes. They throw CudaError.
+  // Each enqueues work on a stream, on at least one byte. They throw CudaError.
 
   void CopyToHost(CudaStream on, void* to, const void* from, size_t bytes) const {
-    if (bytes == 0) return;
     Check(cuMemcpyDtoHAsync_v2(to, Ptr(from), bytes, on), "cuMemcpyDtoHAsync");
   }
   void CopyToDevice(CudaStream on, void* to, const void* from, size_t bytes) const {
-    if (bytes == 0) return;
     Check(cuMemcpyHtoDAsync_v2(Ptr(to), from, bytes, on), "cuMemcpyHtoDAsync");
   }
   void CopyOnDevice(CudaStream on, void* to, const void* from, size_t bytes) const {
-    if (bytes == 0) return;
     Check(cuMemcpyDtoDAsync_v2(Ptr(to), Ptr(from), bytes, on), "cuMemcpyDtoDAsync");
   }
   void Fill(CudaStream on, void* to, unsigned char value, size_t bytes) const {
-    if (bytes == 0) return;
     Check(cuMemsetD8Async(Ptr(to), value, bytes, on), "cuMemsetD8Async");
   }
 
@@ -137,6 +124,15 @@ struct CudaDriver {
   [[noreturn]] void Throw(int code, const char* function) const;
 };
 
+/// The reason why there is no driver, or it lacks a function: what is wrong and
+/// what to do. Empty if there is one; it is then initialised. The library is
+/// libcuda.so.1, or the one that the environment variable HOSTCALL_CUDA_DRIVER
+/// names at the first call.
+const std::string& CudaMissing();
+/// The driver; lives as long as the process. Throws std::runtime_error if there is
+/// none.
+const CudaDriver& Driver();
+
 /// Makes a context current on the calling thread for the guard's life.
 ///
 /// A thread of XLA may have no current context, or that of another device. But most
@@ -145,14 +141,13 @@ struct CudaDriver {
 class ScopedContext : NoCopy {
  public:
   /// Makes the stream's own context current. Throws CudaError.
-  ScopedContext(const CudaDriver& driver, CudaStream stream);
-  ScopedContext(const CudaDriver& driver, CudaContext context);
+  explicit ScopedContext(CudaStream stream);
+  explicit ScopedContext(CudaContext context);
   ~ScopedContext();
 
   CudaContext context() const { return context_; }
 
  private:
-  const CudaDriver& driver_;
   CudaContext context_ = nullptr;  ///< the one made current; not owned
 };
 

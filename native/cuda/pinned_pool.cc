@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/no_copy.h"
-
 namespace hostcall {
 namespace {
 
@@ -126,7 +124,7 @@ void PinnedPool::Collect(Lock& lock) {
   PinnedMemory* under_way = nullptr;
   while (asked != nullptr) {
     PinnedMemory* memory = Pop(asked);
-    const int code = driver_.cuEventQuery(memory->event);
+    const int code = Driver().cuEventQuery(memory->event);
     Push(code == kCudaSuccess ? ended : under_way, memory);
   }
   lock.lock();
@@ -178,9 +176,9 @@ PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
   for (;;) {
     lock.unlock();
     void* data = nullptr;
-    driver_.Check(driver_.cuCtxGetCurrent(&made->context), "cuCtxGetCurrent");
+    Driver().Check(Driver().cuCtxGetCurrent(&made->context), "cuCtxGetCurrent");
     const int code =
-        driver_.cuMemHostAlloc(&data, capacity, kCudaHostAllocPortable);
+        Driver().cuMemHostAlloc(&data, capacity, kCudaHostAllocPortable);
     lock.lock();
     if (code == kCudaSuccess) {
       made->data = static_cast<char*>(data);
@@ -196,7 +194,7 @@ PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
     if (code == kCudaOutOfMemory) Evict(lock, 0);
     if (stats_.allocated_bytes != before) continue;
     lock.unlock();
-    driver_.Check(code, "cuMemHostAlloc");
+    Driver().Check(code, "cuMemHostAlloc");
   }
 }
 
@@ -224,7 +222,7 @@ void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
   const bool recorded = Record(*memory, stream);
   // If no event could be recorded, waiting for the stream tells the same, but
   // slowly.
-  const int code = recorded ? kCudaSuccess : driver_.cuStreamSynchronize(stream);
+  const int code = recorded ? kCudaSuccess : Driver().cuStreamSynchronize(stream);
   if (!recorded && code == kCudaSuccess) return Give(memory);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -234,7 +232,7 @@ void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
       stats_.pending_bytes += memory->capacity;
     }
   }
-  driver_.Check(code, "cuStreamSynchronize");
+  Driver().Check(code, "cuStreamSynchronize");
 }
 
 /// Records the block's event on the stream; false if that fails. A block keeps its
@@ -242,14 +240,14 @@ void PinnedPool::GiveAfter(PinnedMemory* memory, CudaStream stream) {
 /// one.
 bool PinnedPool::Record(PinnedMemory& memory, CudaStream stream) const {
   try {
-    ScopedContext current(driver_, stream);
+    ScopedContext current(stream);
     if (memory.event_context != current.context()) DestroyEvent(memory);
     if (memory.event == nullptr) {
-      driver_.Check(driver_.cuEventCreate(&memory.event, kCudaEventDisableTiming),
-                    "cuEventCreate");
+      Driver().Check(Driver().cuEventCreate(&memory.event, kCudaEventDisableTiming),
+                     "cuEventCreate");
       memory.event_context = current.context();
     }
-    return driver_.cuEventRecord(memory.event, stream) == kCudaSuccess;
+    return Driver().cuEventRecord(memory.event, stream) == kCudaSuccess;
   } catch (const CudaError&) {
     return false;  // the caller waits for the stream instead, and reports its error
   }
@@ -261,8 +259,8 @@ bool PinnedPool::Record(PinnedMemory& memory, CudaStream stream) const {
 void PinnedPool::DestroyEvent(PinnedMemory& memory) const noexcept {
   if (memory.event == nullptr) return;
   try {
-    ScopedContext current(driver_, memory.event_context);
-    driver_.cuEventDestroy_v2(memory.event);
+    ScopedContext current(memory.event_context);
+    Driver().cuEventDestroy_v2(memory.event);
   } catch (const CudaError&) {  // the context is gone, and its events with it
   }
   memory.event = nullptr;
@@ -274,8 +272,8 @@ void PinnedPool::Free(PinnedMemory* memory) const noexcept {
   const std::unique_ptr<PinnedMemory> doomed(memory);
   DestroyEvent(*memory);
   try {
-    ScopedContext current(driver_, memory->context);
-    driver_.cuMemFreeHost(memory->data);
+    ScopedContext current(memory->context);
+    Driver().cuMemFreeHost(memory->data);
   } catch (const CudaError&) {  // the context is gone, and its memory with it
   }
 }

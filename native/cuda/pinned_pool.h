@@ -120,10 +120,9 @@ class PinnedPool : NoCopy {
     int64_t overruns = 0;  ///< requests that went over the limit after `grace`
   };
 
-  /// `driver` outlives the pool. `limit` is in bytes.
-  PinnedPool(const CudaDriver& driver, size_t limit,
-             std::chrono::milliseconds grace = kGrace)
-      : driver_(driver), grace_(grace) {
+  /// `limit` is in bytes.
+  explicit PinnedPool(size_t limit, std::chrono::milliseconds grace = kGrace)
+      : grace_(grace) {
     stats_.limit = limit;
   }
 
@@ -168,7 +167,6 @@ class PinnedPool : NoCopy {
   void DestroyEvent(PinnedMemory& memory) const noexcept;
   void Free(PinnedMemory* memory) const noexcept;
 
-  const CudaDriver& driver_;
   const std::chrono::milliseconds grace_;
   // Guards the fields below. Its parties are XLA's threads that take and release
   // blocks, and the driver's threads that release them in host functions, where

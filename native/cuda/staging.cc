@@ -19,12 +19,6 @@ size_t Padded(size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-size_t Total(const std::vector<Span>& spans) {
-  size_t total = 0;
-  for (const Span& span : spans) total += Padded(span.bytes);
-  return total;
-}
-
 /// The address of values without bytes, if there is no block. It is not null, since
 /// NumPy takes a null pointer as a request to allocate.
 char* Nowhere() {
@@ -32,32 +26,37 @@ char* Nowhere() {
   return nowhere;
 }
 
-/// Appends the host address of each span, laid out from `at` on; returns the end.
-char* Place(const std::vector<Span>& spans, char* at, std::vector<void*>& places) {
-  places.reserve(spans.size());
+/// Takes a block for all spans of a call or tap on the stream, whose context is
+/// current, and gives the host address of each. False: the pool is full, and
+/// `may_wait` is not set.
+bool Place(PinnedPool& pool, CudaStream stream, const std::vector<Span>& spans,
+           bool may_wait, PinnedBlock& block, std::vector<void*>& places) {
+  if (Driver().IsCaptured(stream)) {
+    throw CudaError(
+        "hostcall: the stream is being captured into a CUDA graph, in which the "
+        "host can't be called. Keep XLA from capturing: set "
+        "XLA_FLAGS=--xla_gpu_enable_command_buffer=" HOSTCALL_CODE("hc-device"));
+  }
+  size_t bytes = 0;
+  for (const Span& span : spans) bytes += Padded(span.bytes);
+  if (bytes != 0) block = pool.Acquire(bytes, may_wait);
+  if (bytes != 0 && !block) return false;
+  char* at = block ? block.data() : Nowhere();
   for (const Span& span : spans) {
     places.push_back(at);
     at += Padded(span.bytes);
   }
-  return at;
+  return true;
 }
 
-void RefuseCapture(const CudaDriver& driver, CudaStream stream) {
-  if (!driver.IsCaptured(stream)) return;
-  throw CudaError(
-      "hostcall: the stream is being captured into a CUDA graph, in which the host "
-      "can't be called. Keep XLA from capturing: set "
-      "XLA_FLAGS=--xla_gpu_enable_command_buffer=" HOSTCALL_CODE("hc-device"));
-}
-
-/// Enqueues the copies to the host. Sets `*enqueued` before the first one, since
-/// nothing tells how far a copy that failed has got.
-void CopyToHost(const CudaDriver& driver, CudaStream stream,
-                const std::vector<Span>& spans, const std::vector<void*>& places,
-                bool* enqueued) {
-  for (size_t i = 0; i < spans.size(); ++i) {
-    *enqueued |= spans[i].bytes != 0;
-    driver.CopyToHost(stream, places[i], spans[i].device, spans[i].bytes);
+/// Enqueues the copies of the first `n` spans to the host. Sets `*enqueued` before
+/// the first one, since nothing tells how far a copy that failed has got.
+void CopyToHost(CudaStream stream, const std::vector<Span>& spans, size_t n,
+                const std::vector<void*>& places, bool* enqueued) {
+  for (size_t i = 0; i < n; ++i) {
+    if (spans[i].bytes == 0) continue;
+    *enqueued = true;
+    Driver().CopyToHost(stream, places[i], spans[i].device, spans[i].bytes);
   }
 }
 
@@ -75,40 +74,30 @@ void ReleaseQuietly(PinnedBlock& block, bool enqueued, CudaStream stream) noexce
 
 // --- Calls ----------------------------------------------------------------------
 
-StagedCall::StagedCall(const CudaDriver& driver, PinnedPool& pool,
-                       CudaStream stream, std::vector<Span> operands,
-                       std::vector<Span> results)
-    : driver_(driver),
-      stream_(stream),
-      operands_(std::move(operands)),
-      results_(std::move(results)) {
-  const size_t bytes = Total(operands_) + Total(results_);
-  {
-    ScopedContext current(driver_, stream_);
-    RefuseCapture(driver_, stream_);
-    if (bytes != 0) block_ = pool.Acquire(bytes);
-  }
-  char* at = block_ ? block_.data() : Nowhere();
-  at = Place(operands_, at, operand_data_);
-  Place(results_, at, result_data_);
+StagedCall::StagedCall(PinnedPool& pool, CudaStream stream,
+                       std::vector<Span> operands, const std::vector<Span>& results)
+    : stream_(stream), n_operands_(operands.size()), spans_(std::move(operands)) {
+  spans_.insert(spans_.end(), results.begin(), results.end());
+  ScopedContext current(stream_);
+  Place(pool, stream_, spans_, true, block_, data_);
 }
 
 StagedCall::~StagedCall() { ReleaseQuietly(block_, in_flight_, stream_); }
 
 void StagedCall::Fetch() {
-  ScopedContext current(driver_, stream_);
-  CopyToHost(driver_, stream_, operands_, operand_data_, &in_flight_);
+  ScopedContext current(stream_);
+  CopyToHost(stream_, spans_, n_operands_, data_, &in_flight_);
   if (!in_flight_) return;
-  driver_.Synchronize(stream_);
+  Driver().Synchronize(stream_);
   in_flight_ = false;
 }
 
 void StagedCall::Store() {
-  ScopedContext current(driver_, stream_);
-  for (size_t i = 0; i < results_.size(); ++i) {
-    in_flight_ |= results_[i].bytes != 0;
-    driver_.CopyToDevice(stream_, results_[i].device, result_data_[i],
-                         results_[i].bytes);
+  ScopedContext current(stream_);
+  for (size_t i = n_operands_; i < spans_.size(); ++i) {
+    if (spans_[i].bytes == 0) continue;
+    in_flight_ = true;
+    Driver().CopyToDevice(stream_, spans_[i].device, data_[i], spans_[i].bytes);
   }
   if (in_flight_) {
     block_.ReleaseAfter(stream_);
@@ -124,19 +113,19 @@ void TapStreams::RunBehind(CudaContext context, CudaStream stream,
   std::lock_guard<std::mutex> lock(mutex_);
   Behind& behind = behind_[context];
   if (behind.event == nullptr) {
-    driver_.Check(driver_.cuEventCreate(&behind.event, kCudaEventDisableTiming),
-                  "cuEventCreate");
+    Driver().Check(Driver().cuEventCreate(&behind.event, kCudaEventDisableTiming),
+                   "cuEventCreate");
   }
   if (behind.stream == nullptr) {
-    driver_.Check(driver_.cuStreamCreate(&behind.stream, kCudaStreamNonBlocking),
-                  "cuStreamCreate");
+    Driver().Check(Driver().cuStreamCreate(&behind.stream, kCudaStreamNonBlocking),
+                   "cuStreamCreate");
   }
-  driver_.Check(driver_.cuEventRecord(behind.event, stream), "cuEventRecord");
+  Driver().Check(Driver().cuEventRecord(behind.event, stream), "cuEventRecord");
   // The wait is for this recording, also when the event is recorded again.
-  driver_.Check(driver_.cuStreamWaitEvent(behind.stream, behind.event, 0),
-                "cuStreamWaitEvent");
-  driver_.Check(driver_.cuLaunchHostFunc(behind.stream, function, data),
-                "cuLaunchHostFunc");
+  Driver().Check(Driver().cuStreamWaitEvent(behind.stream, behind.event, 0),
+                 "cuStreamWaitEvent");
+  Driver().Check(Driver().cuLaunchHostFunc(behind.stream, function, data),
+                 "cuLaunchHostFunc");
 }
 
 bool TapStreams::Await(double seconds) {
@@ -150,8 +139,8 @@ bool TapStreams::Await(double seconds) {
   for (const auto& [context, one] : behind) {
     if (one.stream == nullptr) continue;
     try {
-      ScopedContext current(driver_, context);
-      while (driver_.cuStreamQuery(one.stream) == kCudaNotReady) {
+      ScopedContext current(context);
+      while (Driver().cuStreamQuery(one.stream) == kCudaNotReady) {
         if (std::chrono::steady_clock::now() >= until) return false;
         std::this_thread::sleep_for(kPoll);
       }
@@ -184,22 +173,17 @@ void RunTap(void* adopted) {
 
 }  // namespace
 
-void StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
-              CudaStream stream, const std::vector<Span>& spans, bool may_wait,
-              Receiver receiver) {
-  ScopedContext current(driver, stream);
-  RefuseCapture(driver, stream);
+void StageTap(PinnedPool& pool, TapStreams& streams, CudaStream stream,
+              const std::vector<Span>& spans, bool may_wait, Receiver receiver) {
+  ScopedContext current(stream);
   auto job = std::make_unique<TapJob>();
   job->receiver = std::move(receiver);
-  const size_t bytes = Total(spans);
-  if (bytes != 0) {
-    job->block = pool.Acquire(bytes, may_wait);
-    if (!job->block) return job->receiver.lose();
+  if (!Place(pool, stream, spans, may_wait, job->block, job->data)) {
+    return job->receiver.lose();
   }
-  Place(spans, job->block ? job->block.data() : Nowhere(), job->data);
   bool enqueued = false;
   try {
-    CopyToHost(driver, stream, spans, job->data, &enqueued);
+    CopyToHost(stream, spans, spans.size(), job->data, &enqueued);
     streams.RunBehind(current.context(), stream, RunTap, job.get());
   } catch (...) {
     ReleaseQuietly(job->block, enqueued, stream);

@@ -33,7 +33,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -53,7 +52,7 @@ struct Span {
 
 /// One call of a function on the host:
 ///
-///   StagedCall call(driver, pool, stream, operands, results);
+///   StagedCall call(pool, stream, operands, results);
 ///   call.Fetch();
 ///   Invoke(call.operands(), call.results());
 ///   call.Store();  // not if Invoke failed: the destructor returns the block
@@ -62,32 +61,33 @@ struct Span {
 class StagedCall : NoCopy {
  public:
   /// Takes a block for all values; waits if the pool is full.
-  StagedCall(const CudaDriver& driver, PinnedPool& pool, CudaStream stream,
-             std::vector<Span> operands, std::vector<Span> results);
+  StagedCall(PinnedPool& pool, CudaStream stream, std::vector<Span> operands,
+             const std::vector<Span>& results);
   ~StagedCall();
 
   /// Copies the operands to the host, and waits for the copies.
   void Fetch();
 
   /// Addresses on the host, aligned to 64 bytes, never null; valid until Store.
-  const void* const* operands() const { return operand_data_.data(); }
-  void* const* results() const { return result_data_.data(); }
+  const void* const* operands() const { return data_.data(); }
+  void* const* results() const { return data_.data() + n_operands_; }
 
   /// Enqueues the copies of the results to the device, and returns the block behind
   /// them. Does not wait.
   void Store();
 
  private:
-  const CudaDriver& driver_;
   const CudaStream stream_;
-  const std::vector<Span> operands_, results_;
-  PinnedBlock block_;  ///< empty if there are no bytes, and after Store
-  std::vector<void*> operand_data_, result_data_;
-  bool in_flight_ = false;  ///< some enqueued copies may not have ended
+  const size_t n_operands_;
+  std::vector<Span> spans_;  ///< of the operands, then of the results
+  PinnedBlock block_;        ///< empty if there are no bytes, and after Store
+  std::vector<void*> data_;  ///< the host's address of each span
+  bool in_flight_ = false;   ///< some enqueued copies may not have ended
 };
 
 /// Streams of hostcall's own, one for each device, on which the host functions of
-/// taps run. Safe to use from several threads.
+/// taps run. Safe to use from several threads. Streams and events are never
+/// destroyed: the driver's threads use them until the process ends.
 ///
 /// A host function on XLA's stream would stop the device until the driver's thread
 /// has run it: 25 us a tap on an H200, where the copy of a scalar takes 2. So XLA's
@@ -107,10 +107,6 @@ class StagedCall : NoCopy {
 /// return; these never take it.
 class TapStreams : NoCopy {
  public:
-  /// `driver` outlives this object. Streams and events are never destroyed: the
-  /// driver's threads use them until the process ends.
-  explicit TapStreams(const CudaDriver& driver) : driver_(driver) {}
-
   /// Calls `function(data)` on a thread of the driver, once everything that is
   /// enqueued on `stream` by now has ended. `context` is the stream's, and current.
   /// Throws CudaError; the function is then never called.
@@ -128,7 +124,6 @@ class TapStreams : NoCopy {
     CudaEvent event = nullptr;
   };
 
-  const CudaDriver& driver_;
   std::mutex mutex_;
   std::map<CudaContext, Behind> behind_;
 };
@@ -156,8 +151,7 @@ struct Receiver {
 ///
 /// After an error of the whole context the driver calls no host functions any more:
 /// the values and the block are then lost with the context.
-void StageTap(const CudaDriver& driver, PinnedPool& pool, TapStreams& streams,
-              CudaStream stream, const std::vector<Span>& spans, bool may_wait,
-              Receiver receiver);
+void StageTap(PinnedPool& pool, TapStreams& streams, CudaStream stream,
+              const std::vector<Span>& spans, bool may_wait, Receiver receiver);
 
 }  // namespace hostcall

@@ -1,5 +1,5 @@
-// The process's CUDA driver, its two pools of pinned memory, and the operations on
-// a stream that need no staging through pinned memory.
+// The process's two pools of pinned memory, its streams for taps, and the
+// operations on a stream that need no staging through pinned memory.
 //
 // Does not depend on Python or XLA.
 #pragma once
@@ -7,19 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 
 #include "cuda/cuda_driver.h"
 #include "cuda/pinned_pool.h"
 #include "cuda/staging.h"
 
 namespace hostcall {
-
-/// The driver; lives as long as the process. Throws std::runtime_error if there is
-/// none.
-const CudaDriver& Driver();
-/// The reason why there is no driver; empty if there is one.
-std::string CudaMissing();
 
 /// What the process has for its GPUs.
 struct Gpus {
@@ -28,24 +21,17 @@ struct Gpus {
   /// The pinned memory of calls and of taps, which use it once Driver() has
   /// returned. There are two pools because a tap holds its block until its device
   /// has reached it, and a call must not wait for that.
-  PinnedPool for_calls{CudaDriver::Unopened(), 1'000'000'000};
-  PinnedPool for_taps{CudaDriver::Unopened(), 256'000'000};
-  TapStreams streams{CudaDriver::Unopened()};  ///< of taps
+  PinnedPool for_calls{1'000'000'000};
+  PinnedPool for_taps{256'000'000};
+  TapStreams streams;  ///< of taps
 };
 
-/// Copies inside a GPU's memory, on `stream`. `made_on` is the stream on which the
-/// source was made. If it is another one, this waits for that stream before the
-/// copy, and for the copy. If it is unknown (null, or 0, which is ambiguous), this
-/// waits for all work of the current context instead, and for the copy. Throws
-/// CudaError.
-void CopyOnStream(void* stream, void* to, const void* from, size_t bytes,
+/// Copies inside a GPU's memory, on the stream `on`. `made_on` is the stream on
+/// which the source was made. If it is another one, this waits for that stream
+/// before the copy, and for the copy. If it is unknown (null, or 0, which is
+/// ambiguous), this waits for all work of the current context instead, and for the
+/// copy. Throws CudaError.
+void CopyOnStream(CudaStream on, void* to, const void* from, size_t bytes,
                   std::optional<uintptr_t> made_on);
-
-/// Whether the work on `stream` is being recorded into a CUDA graph. Throws
-/// CudaError.
-bool IsCaptured(void* stream);
-
-/// Waits until the work on `stream` is done. Throws CudaError.
-void WaitForStream(void* stream);
 
 }  // namespace hostcall

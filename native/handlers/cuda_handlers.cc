@@ -44,10 +44,11 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, CudaStream stream, const char* wh
     // The team's other devices get the error there; the outcome tells this one's.
     Drop(work.frame->api, FailWithTeam(work, why));
   }
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   const std::vector<Span> results = Spans(work.results, work.plan.OutputSizes());
-  for (const Span& span : results)
-    Driver().Fill(stream, span.device, 0, span.bytes);
+  for (const Span& span : results) {
+    if (span.bytes != 0) Driver().Fill(stream, span.device, 0, span.bytes);
+  }
   // The first byte of an outcome is 1 if the call failed.
   Driver().Fill(stream, results.back().device, 1, 1);
   return nullptr;
@@ -55,11 +56,10 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, CudaStream stream, const char* wh
 
 XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, CudaStream stream) {
   Work work(frame, false, &g_cuda_plan_type);
-  const CudaDriver& driver = Driver();
   std::optional<StagedCall> staged;
   try {
     const std::vector<Span> operands = Spans(work.operands, work.plan.InputSizes());
-    staged.emplace(driver, Gpus::Get().for_calls, stream, operands,
+    staged.emplace(Gpus::Get().for_calls, stream, operands,
                    Spans(work.results, work.plan.OutputSizes()));
     staged->Fetch();
     // Without operand bytes Fetch has waited for nothing. A call with an effect
@@ -70,8 +70,8 @@ XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, CudaStream stream) {
         std::any_of(operands.begin(), operands.end(),
                     [](const Span& span) { return span.bytes != 0; });
     if (effect && !waited) {
-      ScopedContext current(driver, stream);
-      driver.Synchronize(stream);
+      ScopedContext current(stream);
+      Driver().Synchronize(stream);
     }
   } catch (const std::exception& e) {
     if (work.plan.tells) return TellThatNoneWasMade(work, stream, e.what());
@@ -88,7 +88,7 @@ XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, CudaStream stream) {
 XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, CudaStream stream) {
   const Plan& plan = *FindState(frame, &g_cuda_plan_type).plan;
   const std::vector<Span> outcome{{OutcomeIn(frame, plan)->data, kOutcomeBytes}};
-  StagedCall staged(Driver(), Gpus::Get().for_calls, stream, outcome, {});
+  StagedCall staged(Gpus::Get().for_calls, stream, outcome, {});
   staged.Fetch();
   return ErrorOfOutcome(frame, plan, staged.operands()[0]);
 }
@@ -96,7 +96,7 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, CudaStream stream) {
 XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, CudaStream stream) {
   Work work(frame, false, &g_cuda_plan_type);
   // Any other function would read the GPU's memory as the host's.
-  if (work.plan.lend != Lend::kBuffers) return BufferMismatch(frame);
+  if (work.plan.lend != Lend::kBuffers) throw std::runtime_error(kBufferMismatch);
   for (const auto* leaves : {&work.plan.args, &work.plan.results}) {
     for (const Leaf& leaf : *leaves) {
       if (leaf.bits == 0 || work.plan.grid.empty()) continue;
@@ -106,7 +106,7 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, CudaStream stream) {
                        "vmap_method='expand_dims'" HOSTCALL_CODE("hc-device"));
     }
   }
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   return MakeCall(work, work.operands.data(), work.results.data(), stream);
 }
 
@@ -114,17 +114,15 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
   Work work(frame, true, &g_cuda_plan_type);
   const Plan& plan = work.plan;
   const TapSettings& tap = *plan.tap;
-  const CudaDriver& driver = Driver();
   const std::vector<Span> spans = Spans(work.operands, plan.InputSizes());
-  ScopedContext current(driver, stream);
+  ScopedContext current(stream);
   for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
     const Span& in = spans[i + (plan.masked ? 1 : 0)];
     void* out = work.results[i];
-    if (out != in.device) driver.CopyOnDevice(stream, out, in.device, in.bytes);
+    if (out == in.device || in.bytes == 0) continue;
+    Driver().CopyOnDevice(stream, out, in.device, in.bytes);
   }
-  if (tap.linked) {
-    driver.Fill(stream, work.results[0], 0, sizeof(int32_t));
-  }
+  if (tap.linked) Driver().Fill(stream, work.results[0], 0, sizeof(int32_t));
   const int device = DeviceOrdinal(frame);
   if (!IsWanted(plan, device)) return nullptr;
   // Executions that `where` keeps back do not count for `every`, and those with the
@@ -158,14 +156,13 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
     TapQueue::Get().CountDropped();
   };
   Gpus& gpus = Gpus::Get();
-  StageTap(driver, gpus.for_taps, gpus.streams, stream, spans, blocks,
-           std::move(receiver));
+  StageTap(gpus.for_taps, gpus.streams, stream, spans, blocks, std::move(receiver));
   return nullptr;
 }
 
 XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, CudaStream stream) {
   const auto [in, out] = NumbersOfLink(frame);
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   Driver().CopyOnDevice(stream, out, in, sizeof(int32_t));
   return nullptr;
 }

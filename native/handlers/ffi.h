@@ -41,11 +41,9 @@ inline XLA_FFI_Error* MakeError(
   return api->XLA_FFI_Error_Create(&args);
 }
 
-inline XLA_FFI_Error* BufferMismatch(const XLA_FFI_CallFrame* frame) {
-  return MakeError(frame->api,
-                   "hostcall: the program passes a different number of buffers "
-                   "than it was lowered with");
-}
+inline constexpr char kBufferMismatch[] =
+    "hostcall: the program passes a different number of buffers than it was "
+    "lowered with";
 
 /// Answers XLA's question at registration, which interface the handler was built
 /// for. Returns false if the frame is not that question but a call.
@@ -207,7 +205,7 @@ class Pointers {
   Few<void*, 8> data_;
 };
 
-/// The operand and the result of a link, each one number. Throws XlaError.
+/// The operand and the result of a link, each one number. Throws.
 inline std::pair<void*, void*> NumbersOfLink(const XLA_FFI_CallFrame* frame) {
   const std::vector<size_t> number{sizeof(int32_t)};
   if (Fit(number, frame->args, frame->args.args) &&
@@ -215,11 +213,10 @@ inline std::pair<void*, void*> NumbersOfLink(const XLA_FFI_CallFrame* frame) {
     return {Pointers(frame->args, frame->args.args, 1)[0],
             Pointers(frame->rets, frame->rets.rets, 1)[0]};
   }
-  throw XlaError{
-      MakeError(frame->api,
-                "hostcall: a link has one int32 as operand and as result, and the "
-                "program passes other arrays. It was changed after hostcall made "
-                "it" HOSTCALL_CODE("hc-load"))};
+  throw std::runtime_error(
+      "hostcall: a link has one int32 as operand and as result, and the program "
+      "passes other arrays. It was changed after hostcall made "
+      "it" HOSTCALL_CODE("hc-load"));
 }
 
 /// XLA's stream on a GPU; null if the platform has none.

@@ -41,11 +41,12 @@ auto GetterOf(Api* api, long) -> decltype(&api->XLA_FFI_InvokeContext_Get) {
 
 }  // namespace
 
-void SetHostCallbackHandler(void* handler, PyObject* run_pending) {
-  Py_INCREF(run_pending);  // kept for ever: g_callbacks points to it
-  std::fill(g_callbacks, g_callbacks + kWords, run_pending);
+void SetHostCallbackHandler(nanobind::capsule handler,
+                            nanobind::handle run_pending) {
+  run_pending.inc_ref();  // kept for ever: g_callbacks points to it
+  std::fill(g_callbacks, g_callbacks + kWords, run_pending.ptr());
   std::fill(g_answer, g_answer + kWords, static_cast<void*>(g_callbacks));
-  g_handler = reinterpret_cast<XLA_FFI_Handler*>(handler);
+  g_handler = reinterpret_cast<XLA_FFI_Handler*>(handler.data());
 }
 
 void RunPending() {
@@ -59,11 +60,6 @@ void RunPending() {
   // RunInsideHostCallback throws it on.
   HOSTCALL_CATCH_THE_REST { pending->error = std::current_exception(); }
   --t_depth;
-}
-
-bool AskInside() {
-  if (ScoutLooks::t_asked == nullptr) return false;
-  return *ScoutLooks::t_asked = true;
 }
 
 bool InsideHostCallback() { return t_depth > 0; }

@@ -32,18 +32,19 @@
 //     without the handler.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
 #include <functional>
-#include <utility>
 
 #include "base/guards.h"
-#include "base/no_copy.h"
 #include "handlers/ffi.h"
 
 namespace hostcall {
 
 /// Sets JAX's handler (an XLA_FFI_Handler) and the Python function
 /// that calls RunPending. The GIL is held.
-void SetHostCallbackHandler(void* handler, PyObject* run_pending);
+void SetHostCallbackHandler(nanobind::capsule handler,
+                            nanobind::handle run_pending);
 
 /// Makes the call that the calling thread has sent through JAX's handler, if it has
 /// not been made. What it throws is kept for RunInsideHostCallback. The GIL is
@@ -52,30 +53,6 @@ void RunPending();
 
 /// Whether a call of this thread runs inside a host callback.
 bool InsideHostCallback();
-
-/// Around a call with a scout (host_device.py says why): holds what the scout
-/// finds. What the thread had before is put back even if the call throws: it would
-/// answer for other callbacks on this thread.
-class ScoutLooks : NoCopy {
- public:
-  ScoutLooks() : outer_(std::exchange(t_asked, &asked_)) {}
-  ~ScoutLooks() { t_asked = outer_; }
-  /// Whether the innermost scout of the calling thread has asked for its call to be
-  /// made inside.
-  static bool HasAsked() { return *t_asked; }
-
- private:
-  friend bool AskInside();
-  /// The innermost one's `asked_`. Null: no call of this thread has a scout, though
-  /// its guard may still be set on the thread.
-  inline static thread_local bool* t_asked = nullptr;
-  bool asked_ = false;
-  bool* const outer_;
-};
-
-/// Asks for the call under way to be repeated inside a host callback. Returns false
-/// if it has no scout.
-bool AskInside();
 
 /// Calls `body` exactly once, inside a host callback if possible. `frame` is that
 /// of the handler that makes the call. The GIL is held. Throws what `body` throws.

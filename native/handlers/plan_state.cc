@@ -1,10 +1,15 @@
 #include "handlers/plan_state.h"
 
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
 #include <utility>
 
 #include "base/code.h"
 #include "base/engine.h"
 #include "base/guards.h"
+
+namespace nb = nanobind;
 
 namespace hostcall {
 namespace {
@@ -33,33 +38,48 @@ Counted<Plan> AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
   GilGuard gil;
   try {
     return ask();
-  } catch (const std::exception& error) {
-    throw XlaError{MakeError(frame->api, error.what(), code)};
+  } catch (const nb::python_error& e) {
+    // Without the traceback, which shows hostcall's own frames only. A text may
+    // have lone surrogates, which UTF-8 can't hold.
+    const auto said = nb::cast<nb::bytes>(
+        nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
+    throw XlaError{
+        MakeError(frame->api, said.size() == 0 ? e.what() : said.c_str(), code)};
   }
 }
 
-/// Asks Python to read a text (PlanMakers::of_text). Throws XlaError.
-Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
-                       bool on_cuda, const std::vector<BufferType>* buffers) {
-  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
-                   [&] { return g_plan_makers.of_text(text, on_cuda, buffers); });
-}
-
-/// The types of all operands and results that are not tokens.
-std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
-  std::vector<BufferType> all;
+/// The types of all operands and results that are not tokens, each a list: the
+/// dtype as XLA_FFI_DataType, then the dimensions.
+nb::list TypesOf(const XLA_FFI_CallFrame* frame) {
+  nb::list all;
   const auto add = [&all](int64_t size, void* const* items) {
     for (int64_t i = 0; i < size; ++i) {
       const auto* buffer = static_cast<const XLA_FFI_Buffer*>(items[i]);
       if (buffer->dtype == XLA_FFI_DataType_TOKEN) continue;
-      BufferType& type = all.emplace_back();
-      type.push_back(buffer->dtype);
+      std::vector<int64_t> type{buffer->dtype};
       type.insert(type.end(), buffer->dims, buffer->dims + buffer->rank);
+      all.append(type);
     }
   };
   add(frame->args.size, frame->args.args);
   add(frame->rets.size, frame->rets.rets);
   return all;
+}
+
+/// Asks Python to read the text that describes a call of registered host code
+/// (_export/texts.py). When the program is loaded, it only checks the text, and
+/// returns null. For a run, it makes the plan, if its operands and results are what
+/// the text says. Throws XlaError.
+Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
+                       XLA_FFI_TypeId* type, bool runs) {
+  const auto ask = [&]() -> Counted<Plan> {
+    nb::object types = nb::none();
+    if (runs) types = TypesOf(frame);
+    const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
+        nb::str(text.data(), text.size()), type == &g_cuda_plan_type, types);
+    return runs ? nb::cast<PlanHandle&>(made).plan : Counted<Plan>();
+  };
+  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, ask);
 }
 
 /// Throws XlaError unless XLA's buffers have the sizes that a plan reads and
@@ -77,6 +97,24 @@ void CheckFit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
       "hostcall: the program passes other arrays to a call than its description "
       "says. It was changed after hostcall made it" HOSTCALL_CODE("hc-load"),
       XLA_FFI_Error_Code_FAILED_PRECONDITION)};
+}
+
+/// The state with the plan of a text, made if there is none yet. Throws XlaError.
+const PlanState& Made(const PlanState& late, XLA_FFI_CallFrame* frame,
+                      XLA_FFI_TypeId* type) {
+  const PlanState* state = late.made.load(std::memory_order_acquire);
+  if (state != nullptr) return *state;
+  Counted<Plan> plan = ReadText(frame, late.text, type, true);
+  CheckFit(*plan, frame);
+  std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
+  // On failure `state` becomes the one that another thread has published, so that
+  // acquires; success reads only null, and releases.
+  if (late.made.compare_exchange_strong(state, mine.get(),
+                                        std::memory_order_release,
+                                        std::memory_order_acquire)) {
+    state = mine.release();
+  }
+  return *state;
 }
 
 /// FindState, for a handler that passes the frame's buffers to the plan.
@@ -104,10 +142,9 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
     const std::string_view text(span->ptr, span->len);
     if (!plan || plan->text != text) {
       plan = {};
-      const bool on_cuda = type == &g_cuda_plan_type;
-      ReadText(frame, text, on_cuda, nullptr);
+      ReadText(frame, text, type, false);
       state = std::make_unique<PlanState>();
-      state->late = std::make_unique<LateState>(text, on_cuda);
+      state->text = text;
     }
   } else if (!plan) {
     return MakeError(frame->api,
@@ -119,8 +156,13 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   }
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
+    // The plan of a device's block of the call: from the plan of the whole call,
+    // and a text that says which block it is (_primitives/blocks.py).
     plan = AskPython(frame, XLA_FFI_Error_Code_INTERNAL, [&] {
-      return g_plan_makers.of_block(*plan, {block->ptr, block->len});
+      const nb::handle info = plan->info.get();
+      const nb::object made =
+          info.attr("plan_of_block")(nb::str(block->ptr, block->len));
+      return nb::cast<PlanHandle&>(made).plan;
     });
   }
   if (!state) state = StateFor(std::move(plan));
@@ -131,27 +173,9 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   return nullptr;
 }
 
-PlanMakers g_plan_makers = {};
-
-LateState::~LateState() {
+PlanState::~PlanState() {
   // Relaxed: XLA destroys a state behind all runs of its executable.
-  delete made_.load(std::memory_order_relaxed);
-}
-
-const PlanState& LateState::Get(XLA_FFI_CallFrame* frame) {
-  const PlanState* state = made_.load(std::memory_order_acquire);
-  if (state != nullptr) return *state;
-  const std::vector<BufferType> buffers = TypesOf(frame);
-  Counted<Plan> plan = ReadText(frame, text_, on_cuda_, &buffers);
-  CheckFit(*plan, frame);
-  std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
-  // On failure `state` becomes the one that another thread has published, so that
-  // acquires; success reads only null, and releases.
-  if (made_.compare_exchange_strong(state, mine.get(), std::memory_order_release,
-                                    std::memory_order_acquire)) {
-    state = mine.release();
-  }
-  return *state;
+  delete made.load(std::memory_order_relaxed);
 }
 
 SlotTable<Plan>& Slots(bool across) {
@@ -176,7 +200,7 @@ const PlanState& FindState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
                            XLA_FFI_ExecutionStage_INSTANTIATE, type, nullptr})
                           .state;
   const auto& state = *static_cast<const PlanState*>(found);
-  return state.late ? state.late->Get(frame) : state;
+  return state.plan ? state : Made(state, frame, type);
 }
 
 Work::Work(XLA_FFI_CallFrame* f, bool taps, XLA_FFI_TypeId* type)
@@ -185,7 +209,7 @@ Work::Work(XLA_FFI_CallFrame* f, bool taps, XLA_FFI_TypeId* type)
       plan(*state.plan),
       operands(f->args, f->args.args, plan.inputs()),
       results(f->rets, f->rets.rets, plan.outputs()) {
-  if (taps != plan.tap.has_value()) throw XlaError{BufferMismatch(frame)};
+  if (taps != plan.tap.has_value()) throw std::runtime_error(kBufferMismatch);
 }
 
 }  // namespace hostcall

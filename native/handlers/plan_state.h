@@ -38,53 +38,24 @@ SlotTable<Plan>& Slots(bool across);
 /// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
-/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
-using BufferType = std::vector<int64_t>;
-/// Asks Python for plans. The bindings set it once: they know Python's class of
-/// plans. The GIL is held. Throws what Python raises.
-struct PlanMakers {
-  /// The plan of a device's block of a call: from the plan of the whole call, and a
-  /// text that says which block it is (_primitives/blocks.py).
-  Counted<Plan> (*of_block)(const Plan& whole, std::string_view block);
-  /// Reads the text that describes a call of registered host code
-  /// (_export/texts.py). Without `buffers`, when the program is loaded, it
-  /// only checks the text, and returns null. With them, the operands and results of
-  /// a run, it makes the plan, if they are what the text says.
-  Counted<Plan> (*of_text)(std::string_view text, bool on_cuda,
-                           const std::vector<BufferType>* buffers);
-};
-extern PlanMakers g_plan_makers;
-
-struct PlanState;
-
-/// The state of a place whose call is described by a text. The first run makes the
-/// plan, for two reasons: shapes that were symbolic are known then, and a text from
-/// a file is not trusted, so its shapes are compared with XLA's buffers once.
+/// Read by all threads that execute the place; only `made` and `fits` change after
+/// it was made.
 ///
-/// Threads. All devices of a program may come at the same time. Each makes a plan,
-/// with no lock; the first to publish its state wins, and the others drop theirs.
-class LateState : NoCopy {
- public:
-  LateState(std::string_view text, bool on_cuda) : text_(text), on_cuda_(on_cuda) {}
-  ~LateState();
-  /// The state, made if there is none yet. Throws XlaError.
-  const PlanState& Get(XLA_FFI_CallFrame* frame);
-
- private:
-  const std::string text_;
-  const bool on_cuda_;
-  /// Owned. Published with release and read with acquire: whoever finds the state
-  /// sees all of it.
-  std::atomic<const PlanState*> made_{nullptr};
-};
-
-/// Read by all threads that execute the place; only `fits` changes after it was
-/// made.
-struct PlanState {
-  Counted<Plan> plan;                  ///< null only if `late` is not
+/// A place whose call is described by a text has no plan here. Its first run makes
+/// the plan, for two reasons: shapes that were symbolic are known then, and a text
+/// from a file is not trusted, so its shapes are compared with XLA's buffers once.
+/// All devices of a program may come at the same time. Each makes a plan, with no
+/// lock; the first to publish its state wins, and the others drop theirs.
+struct PlanState : NoCopy {
+  ~PlanState();
+  Counted<Plan> plan;                  ///< null: `made` has it
   std::unique_ptr<Team> team;          ///< null: each device calls alone
   std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
-  std::unique_ptr<LateState> late;
+  std::string text;                    ///< used only without a plan
+  /// The state with the plan of the text; null before the first run. Owned.
+  /// Published with release and read with acquire: whoever finds the state sees all
+  /// of it.
+  mutable std::atomic<const PlanState*> made{nullptr};
   /// Whether XLA's buffers were compared with the plan. Once is enough: the sizes
   /// of a place's buffers are part of the compiled program.
   mutable std::atomic<bool> fits{false};
@@ -105,7 +76,7 @@ const PlanState& FindState(XLA_FFI_CallFrame* frame,
 /// What a handler starts from that passes XLA's buffers to a plan. Lives on its
 /// stack.
 struct Work {
-  /// `taps` says whether the plan shall be a tap's. Throws XlaError if it is not,
+  /// `taps` says whether the plan shall be a tap's. Throws if it is not,
   /// or XLA's buffers have other sizes than the plan's.
   Work(XLA_FFI_CallFrame* frame, bool taps, XLA_FFI_TypeId* type = &g_plan_type);
 

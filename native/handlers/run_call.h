@@ -15,7 +15,7 @@ XLA_FFI_Error* MakeCall(const Work& work, void* const* operands,
                         void* const* results, void* stream = nullptr);
 
 /// The outcome among the operands of a verdict, which has the call's results behind
-/// it. Throws XlaError if it is not where it should be, or has another size.
+/// it. Throws if it is not where it should be, or has another size.
 const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan);
 
 /// The error with which a program fails behind a call that told its outcome; null

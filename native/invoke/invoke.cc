@@ -36,8 +36,7 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
   // In a block of its own: the value may hold the arguments, which AsMade below
   // would then see as kept.
   {
-    Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
-                                      n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+    Ref value = row.Pass(plan.function, n);
     if (!value || !StoreResults(plan, value.get(), targets)) return false;
   }
   for (size_t i = 0; i < n; ++i) {
@@ -92,9 +91,7 @@ bool CallLent(const Plan& plan, PyObject** lent, char* const* args,
     row.args()[n] = Call(plan.out_tree.get(), list).release();
     if (row.args()[n] == nullptr) return false;
   }
-  Ref value = Ref::Steal(CallPython(plan.function.get(), row.args(),
-                                    n | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                                    out ? g_out_keyword : nullptr));
+  Ref value = row.Pass(plan.function, n, out ? g_out_keyword : nullptr);
   if (!value) return false;
   if (!out || value.get() != Py_None) {
     return StoreResults(plan, value.get(), targets);
@@ -147,10 +144,8 @@ bool RunRow(const Plan& plan, const ActiveCall& call, char* const* args,
 
 /// Runs the function on one row after another. The first that fails ends the call,
 /// except for a tap. False with a Python error set.
-bool RunInOrder(const Plan& plan, ActiveCall& call, const bool* mask,
-                HostView& view) {
-  Rows rows(plan, mask, view);
-  const RowMark mark(call, &rows.index());  // ends before `rows`
+bool RunInOrder(const Plan& plan, ActiveCall& call, Rows& rows) {
+  const RowMark mark(call, &rows.index());
   bool ok = true;
   do {
     if (!rows.wanted()) {
@@ -184,12 +179,12 @@ bool IsShared(const Plan& plan, const Leaf& leaf) {
 }
 
 /// Hands all rows to the plan's runner at once. False with a Python error set.
-bool RunTogether(const Plan& plan, const bool* mask, HostView& view) try {
+bool RunTogether(const Plan& plan, Rows& walk) try {
   nb::list rows, indices;
-  std::vector<Bases> targets;  // for each wanted row, where its results go
+  // For each wanted row, where its results go.
+  std::vector<std::vector<char*>> targets;
   std::vector<Ref> shared(plan.args.size());
   Counters::Part& counters = plan.counters->mine();
-  Rows walk(plan, mask, view);
   do {
     if (!walk.wanted()) {
       walk.Fill();
@@ -301,15 +296,12 @@ bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
   }
   plan.counters->mine().calls.Add(rows);
   plan.counters->mine().bytes_in.Add(rows * plan.bytes_in);
-  return static_cast<bool>(
-      Ref::Steal(CallPython(plan.function.get(), run.args(),
-                            n | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)));
+  return static_cast<bool>(run.Pass(plan.function, n));
 }
 
 bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results) {
   Graveyard::Get().Bury();  // the GIL is held, as destroying plans requires
-  const bool* mask = plan.masked ? static_cast<const bool*>(operands[0]) : nullptr;
   if (plan.rows == 0) return true;
   if (plan.elsewhere) {  // another process fills the results
     return static_cast<bool>(Call(plan.function.get()));
@@ -320,13 +312,13 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
     // The const_cast is safe: of the arrays that the function gets, only lent ones
     // lie in the operands, and those are read-only.
     auto* args = const_cast<char* const*>(
-        reinterpret_cast<const char* const*>(operands) + (mask ? 1 : 0));
+        reinterpret_cast<const char* const*>(operands) + (plan.masked ? 1 : 0));
     return RunRow(plan, call, args, reinterpret_cast<char* const*>(results));
   }
-  HostView view(plan, operands, results, call.on_gpu());
-  const bool ok = plan.runner ? RunTogether(plan, mask, view)
-                              : RunInOrder(plan, call, mask, view);
-  if (ok) view.Finish();
+  Rows rows(plan, operands, results, call.on_gpu());
+  const bool ok =
+      plan.runner ? RunTogether(plan, rows) : RunInOrder(plan, call, rows);
+  if (ok) rows.Finish();
   return ok;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <new>
 #include <utility>
-#include <vector>
 
 #include "base/engine.h"
 
@@ -17,34 +16,18 @@ namespace {
 HOSTCALL_HOT ActiveCall* t_current = nullptr;
 // On threads that Python did not start, the settings of the last outermost call
 // stay set: only callbacks run Python code there, and the next call mostly needs
-// the same settings. The three pointers below remember them, so that such a call
-// makes no call into JAX. They are borrowed:
-//   * t_device and t_guard: JAX's thread-local setting holds a reference while it
-//     has this value, so the address can't come to name another object.
-//   * t_plain_guard: nothing holds it after its call. It is read only in calls
-//     inside the outermost call that set it, whose plan owns it.
+// the same settings. These two remember them, so that such a call makes no call
+// into JAX. They are borrowed: JAX's thread-local setting holds a reference while
+// it has this value, so the address can't come to name another object.
 HOSTCALL_HOT PyObject* t_device = nullptr;
-HOSTCALL_HOT PyObject* t_guard = nullptr;        ///< the guard, or the scout
-HOSTCALL_HOT PyObject* t_plain_guard = nullptr;  ///< the guard, never the scout
+HOSTCALL_HOT PyObject* t_guard = nullptr;
 /// The last run that found the calling thread without meshes. Between the calls of
 /// one run, nothing else on the thread could set one, so later calls do not ask.
 HOSTCALL_HOT int64_t t_run_without_mesh = -1;
 
-/// The arguments of AddAmbientSetting. Owns a reference to each object, for ever.
-struct Setting {
-  Ambient kind;
-  PyObject* self;
-  // Methods of the class, called with `self`: bound methods would cost one call
-  // more.
-  PyObject* swap;   ///< (self, value) -> the former value
-  PyObject* set;    ///< (self, value)
-  PyObject* get;    ///< (self) -> the value of the calling thread
-  PyObject* value;  ///< what host code gets; null if it comes from the plan
-  PyObject* unset;  ///< what `get` returns on a thread that has set nothing
-};
 constexpr size_t kMaxAmbient = 4;  // CallScope::saved_ has as many places
 // Settings are added once, when the engine starts.
-Setting g_ambient[kMaxAmbient];
+AmbientSetting g_ambient[kMaxAmbient];
 size_t g_ambient_count = 0;
 
 }  // namespace
@@ -93,18 +76,28 @@ void ForgetCallsAfterFork() {
   t_current = nullptr;  // the calling thread is the only one in the child
 }
 
-void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
-                       PyObject* get, PyObject* value, PyObject* unset) {
+void AddAmbientSetting(const AmbientSetting& added) {
   // A start that was interrupted is made again.
   for (size_t i = 0; i < g_ambient_count; ++i) {
-    if (g_ambient[i].self == self) return;
+    if (g_ambient[i].self == added.self) return;
   }
   if (g_ambient_count == kMaxAmbient) return;
-  for (PyObject* kept : {self, swap, set, get, value, unset}) Py_XINCREF(kept);
-  g_ambient[g_ambient_count++] = {kind, self, swap, set, get, value, unset};
+  for (PyObject* kept :
+       {added.self, added.swap, added.set, added.get, added.value, added.unset}) {
+    Py_XINCREF(kept);
+  }
+  g_ambient[g_ambient_count++] = added;
 }
 
-CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
+bool AskInside() {
+  for (ActiveCall* call = t_current; call != nullptr && !call->inside;
+       call = call->outer) {
+    if (call->scouts) return call->asked = true;
+  }
+  return false;
+}
+
+CallScope::CallScope(ActiveCall& call) : call_(call) {
   const Plan& plan = *call.plan;
   const int64_t run = call.run;
   call_.thread_id = PyThread_get_thread_ident();
@@ -124,26 +117,21 @@ CallScope::CallScope(ActiveCall& call, Lookout lookout) : call_(call) {
   }
   // Whether the settings stay set after the call (see t_device).
   const bool stays = call_.foreign && call_.outer == nullptr;
-  PyObject* guard =
-      lookout == Lookout::kScout ? plan.scout.get() : plan.guard.get();
+  // A guard that only scouts has nothing to do in other calls, and would take JAX's
+  // programs off their fast path there.
+  PyObject* guard = plan.team || call_.scouts ? plan.guard.get() : nullptr;
   if (stays) {
-    t_plain_guard = plan.guard.get();
     if (t_device == plan.device.get() && t_guard == guard) return;
     t_device = plan.device.get();
     if (std::exchange(t_guard, guard) != nullptr && guard == nullptr) {
       guard = Py_False;  // removes the guard that the last call left
     }
-  } else if (lookout == Lookout::kInside && guard == nullptr &&
-             t_guard != nullptr) {
-    // The enclosing call may have set its scout, whose exception would end this
-    // call, which is inside already. So the guard is set in place of the scout.
-    guard = t_plain_guard != nullptr ? t_plain_guard : Py_False;
   }
   // Most threads have no meshes to hide. Asking costs half as much as setting, so
   // it is asked first, and only once for each run.
   bool meshes = run == -1 || t_run_without_mesh != run;
   for (size_t i = 0; i < g_ambient_count; ++i) {
-    const Setting& setting = g_ambient[i];
+    const AmbientSetting& setting = g_ambient[i];
     const bool fixed =
         setting.kind == Ambient::kFixed || setting.kind == Ambient::kWith;
     PyObject* value = fixed                              ? setting.value
@@ -179,7 +167,7 @@ CallScope::~CallScope() {
   if (failed) PyErr_Fetch(&type, &value, &trace);
   for (size_t i = g_ambient_count; i-- > 0;) {
     if (!saved_[i]) continue;  // was left alone, or stays set
-    const Setting& setting = g_ambient[i];
+    const AmbientSetting& setting = g_ambient[i];
     if (!Call(setting.set, setting.self, saved_[i])) {
       PyErr_WriteUnraisable(setting.set);
     }

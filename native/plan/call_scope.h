@@ -43,12 +43,16 @@ struct ActiveCall {
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
   const Before* before = nullptr;  ///< with `keep=`: the executions before; or null
   FeedTake* feed = nullptr;        ///< of a feed: how far it came; else null
-  bool foreign = false;            ///< the thread is XLA's, not Python's
-  bool counted = false;            ///< included in Engine::in_flight
-  bool interrupted = false;        ///< KeyboardInterrupt was sent to its thread
-  ActiveCall* outer = nullptr;     ///< the enclosing call of this thread, or null
-  ActiveCall* prev = nullptr;      ///< the next newer call of the group, or null
-  ActiveCall* next = nullptr;      ///< the next older call of the group, or null
+  /// Whether it may be repeated inside a host callback, and whether its function
+  /// has asked for that (AskInside). Only the calling thread uses the three.
+  bool scouts = false, asked = false;
+  bool inside = false;          ///< it runs inside a host callback
+  bool foreign = false;         ///< the thread is XLA's, not Python's
+  bool counted = false;         ///< included in Engine::in_flight
+  bool interrupted = false;     ///< KeyboardInterrupt was sent to its thread
+  ActiveCall* outer = nullptr;  ///< the enclosing call of this thread, or null
+  ActiveCall* prev = nullptr;   ///< the next newer call of the group, or null
+  ActiveCall* next = nullptr;   ///< the next older call of the group, or null
 
   /// Whether the operands and results are in a GPU's memory.
   bool on_gpu() const { return stream != nullptr; }
@@ -100,22 +104,18 @@ bool OnlyOnThreads(const std::vector<unsigned long>& threads);
 /// its calls.
 void ForgetCallsAfterFork();
 
-/// What examines the programs that host code starts during a call (see Inside in
-/// plan.h and docs/design/threads.md).
-enum class Lookout {
-  kGuard,  ///< the plan's guard; without one, whatever the thread has set
-  kScout,  ///< the plan's scout
-  /// The plan's guard. The call runs inside a host callback, where programs can't
-  /// deadlock, so the scout of an enclosing call is removed.
-  kInside,
-};
+/// Asks for the innermost call of the calling thread that scouts to be repeated
+/// inside a host callback. False: there is none, or a call inside it already runs
+/// in one, where no program waits. A guard on the thread may be that of a call that
+/// has ended, and asks in vain.
+bool AskInside();
 
 /// Registers a call for the guard's life, and sets JAX's settings for host code:
 /// the ambient ones (Ambient), and those of the trace, if it had any of its own
 /// (Plan::enter).
 class CallScope : NoCopy {
  public:
-  explicit CallScope(ActiveCall& call, Lookout lookout = Lookout::kGuard);
+  explicit CallScope(ActiveCall& call);
   ~CallScope();
 
  private:
@@ -130,17 +130,25 @@ class CallScope : NoCopy {
 enum class Ambient {
   kFixed,   ///< the value that was registered
   kDevice,  ///< the plan's device
-  kGuard,   ///< the plan's guard or scout; a plan without one leaves it alone
+  kGuard,   ///< the plan's guard; a call that needs none leaves it alone
   kWith,  ///< as kFixed, for a setting that is unset if the preceding kFixed one is
 };
 
-/// Registers `self`, one of JAX's thread-local settings, with the methods of its
-/// class. `value` is for kFixed and kWith, else null. `unset` is what `get` returns
-/// on a thread that has set nothing; there, a fixed setting is left alone. Keeps a
-/// reference to each object, for ever. Called when the module is imported, before
-/// any call. Settings after the fourth are ignored.
-void AddAmbientSetting(Ambient kind, PyObject* self, PyObject* swap, PyObject* set,
-                       PyObject* get, PyObject* value, PyObject* unset);
+/// One of JAX's thread-local settings, with methods of its class, which are called
+/// with `self`: bound methods would cost one call more.
+struct AmbientSetting {
+  Ambient kind;
+  PyObject* self;
+  PyObject* swap;   ///< (self, value) -> the former value
+  PyObject* set;    ///< (self, value)
+  PyObject* get;    ///< (self) -> the value of the calling thread
+  PyObject* value;  ///< what host code gets, for kFixed and kWith; else null
+  PyObject* unset;  ///< what `get` returns on a thread that has set nothing; there,
+                    ///< a fixed setting is left alone
+};
+/// Keeps a reference to each object, for ever. Called when the engine starts,
+/// before any call. Settings after the fourth are ignored.
+void AddAmbientSetting(const AmbientSetting& added);
 
 /// Whether the calling thread is XLA's: a guard has made its thread state.
 inline bool OnForeignThread() { return t_made_state != nullptr; }

@@ -42,9 +42,7 @@ class FeedTake : NoCopy {
            void* const* results)
       : plan_(plan),
         lane_(plan.feed->LaneOf(device)),
-        view_(plan, operands, results),
-        rows_(plan, plan.masked ? static_cast<const bool*>(operands[0]) : nullptr,
-              view_),
+        rows_(plan, operands, results),
         done_(plan.rows == 0) {}
   /// Counts the wait, if a row found nothing. Takes the ring's lock: the caller
   /// does not hold the GIL.
@@ -68,7 +66,7 @@ class FeedTake : NoCopy {
         return false;
       }
       done_ = !rows_.Next();
-      if (done_) view_.Finish();
+      if (done_) rows_.Finish();
     }
     return true;
   }
@@ -76,7 +74,6 @@ class FeedTake : NoCopy {
  private:
   const Plan& plan_;
   const size_t lane_;
-  HostView view_;
   Rows rows_;
   bool done_;
   int64_t waits_since_ = 0;  ///< when a row first found nothing (NowNs); else 0

@@ -71,7 +71,14 @@ class History {
     auto kept = full && !place.ring[place.next]->given ? place.ring[place.next]
                                                        : std::make_shared<Kept>();
     // If memory is short, this throws before the ring has changed.
-    Fill(*kept, device, run, step, args);
+    kept->bytes.resize(layout_.bytes);
+    kept->device = device;
+    kept->run = run;
+    kept->step = step;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      if (sizes_[i] == 0) continue;
+      std::memcpy(kept->bytes.data() + layout_.offsets[i], args[i], sizes_[i]);
+    }
     if (full) {
       place.ring[place.next] = std::move(kept);
       place.next = (place.next + 1) % keep_;
@@ -89,19 +96,6 @@ class History {
     std::vector<std::shared_ptr<Kept>> ring;
     size_t next = 0;  ///< the oldest in a full ring, which is replaced next
   };
-
-  void Fill(Kept& kept, int device, int64_t run, int64_t step,
-            const void* const* args) const {
-    kept.bytes.resize(layout_.bytes);
-    kept.device = device;
-    kept.run = run;
-    kept.step = step;
-    for (size_t i = 0; i < sizes_.size(); ++i) {
-      if (sizes_[i] != 0) {
-        std::memcpy(kept.bytes.data() + layout_.offsets[i], args[i], sizes_[i]);
-      }
-    }
-  }
 
   const size_t keep_;
   const std::vector<size_t> sizes_;

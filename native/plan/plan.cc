@@ -1,9 +1,7 @@
 #include "plan/plan.h"
 
-#include <memory>
 #include <stdexcept>
 #include <utility>
-#include <vector>
 
 namespace hostcall {
 namespace {

@@ -78,7 +78,7 @@ enum class ResultForm {
 /// (handlers/host_callback.h says why that avoids deadlocks).
 enum class Inside {
   kNever,        ///< none
-  kAsked,        ///< calls on XLA's threads, once the plan's scout has asked for it
+  kAsked,        ///< calls on XLA's threads, once the plan's guard has asked for it
   kXlasThreads,  ///< calls on XLA's threads
   kEverywhere,   ///< all
 };
@@ -196,8 +196,9 @@ struct PlanFields {
   bool elsewhere = false;
   bool sends = false;  ///< whether the runner sends rows to other processes
   std::optional<TeamSettings> team;  ///< null: each device calls alone
-  Ref guard;  ///< refuses programs that would wait for this one; or null
-  Ref scout;  ///< replaces `guard` on XLA's threads until `asked`; or null
+  /// Examines the programs that host code starts: with a team, refuses those that
+  /// would wait for this one; with kAsked, asks where a call scouts. Else null.
+  Ref guard;
   Inside inside = Inside::kNever;
   bool keeps_mesh = false;  ///< host code sees the dispatching thread's meshes
   bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
@@ -232,7 +233,7 @@ class Plan : public TapOwner, public PlanFields {
   /// Where a tap's operands lie in an event of the queue, the mask first.
   Layout layout;
   std::unique_ptr<History> history;  ///< null unless `keep` is set
-  /// Whether the scout has asked. Relaxed: a call that misses it asks again.
+  /// Whether a call has asked. Relaxed: a call that misses it asks again.
   mutable std::atomic<bool> asked{false};
   mutable Failures failures;  ///< errors of recent runs; used only if `tells`
 
@@ -274,10 +275,10 @@ class Plan : public TapOwner, public PlanFields {
     return std::find(mask, mask + mask_rows, true) == mask + mask_rows;
   }
 
-  /// An event of this plan that begins at `start`.
+  /// An event of this plan that begins at `start`. A feed's call is a wait.
   Event NewEvent(EventKind kind, int device, int64_t run, int64_t start) const {
     Event event;
-    event.kind = kind;
+    event.kind = feed && kind == EventKind::kCall ? EventKind::kFeed : kind;
     event.device = static_cast<int16_t>(device);
     event.place = place;
     event.start = start;

@@ -13,10 +13,6 @@
 
 namespace hostcall {
 
-/// For each leaf, the address of its first row on the host: in XLA's buffer, or in
-/// a scratch block with unpacked elements.
-using Bases = std::vector<char*>;
-
 /// The Python arguments of one row; owns a reference to each that is set. The GIL
 /// is held at its destruction.
 class RowArrays : NoCopy {
@@ -31,66 +27,16 @@ class RowArrays : NoCopy {
   /// The first argument. There is a free place before it, which a vectorcall with
   /// PY_VECTORCALL_ARGUMENTS_OFFSET may use for `self`.
   PyObject** args() { return all_.data() + 1; }
+  /// function(*the first n arguments). Null with a Python error set. With
+  /// `keywords`, a tuple of names, their values follow.
+  Ref Pass(const Ref& function, size_t n, PyObject* keywords = nullptr) {
+    return Ref::Steal(CallPython(function.get(), args(),
+                                 n | PY_VECTORCALL_ARGUMENTS_OFFSET, keywords));
+  }
 
  private:
   const size_t n_;
   Few<PyObject*, 10> all_;
-};
-
-/// The buffers of a call as the host sees them: XLA's memory, or unpacked copies of
-/// leaves with small elements. On a GPU's own memory, which the host can't read,
-/// nothing is unpacked. Needs no GIL.
-class HostView {
- public:
-  HostView(const Plan& plan, const void* const* operands, void* const* results,
-           bool on_gpu = false)
-      : plan_(plan), results_(results), on_gpu_(on_gpu) {
-    const size_t first = plan.masked ? 1 : 0;
-    for (size_t i = 0; i < plan.args.size(); ++i) {
-      char* data = static_cast<char*>(const_cast<void*>(operands[first + i]));
-      args.push_back(Packed(plan.args[i]) ? Unpacked(plan.args[i], data) : data);
-    }
-    for (size_t i = 0; i < plan.results.size(); ++i) {
-      const Leaf& leaf = plan.results[i];
-      char* data = static_cast<char*>(results[i]);
-      if (Packed(leaf)) {
-        // A result that aliases an argument starts with the argument's values.
-        const bool holds = plan.buffers.Aliases(i);
-        data = holds ? Unpacked(leaf, data) : Scratch(leaf.count * leaf.rows);
-      }
-      targets.push_back(data);
-    }
-  }
-
-  /// Packs the results with small elements into XLA's buffers.
-  void Finish() {
-    for (size_t i = 0; i < plan_.results.size(); ++i) {
-      const Leaf& leaf = plan_.results[i];
-      if (!Packed(leaf)) continue;
-      PackBits(targets[i], results_[i], leaf.count * leaf.rows, leaf.bits);
-    }
-  }
-
-  Bases args;     ///< of the arguments
-  Bases targets;  ///< of the results
-
- private:
-  bool Packed(const Leaf& leaf) const { return leaf.bits != 0 && !on_gpu_; }
-  /// Zeroed memory that lives as long as this object.
-  char* Scratch(int64_t bytes) {
-    scratch_.emplace_back(new char[static_cast<size_t>(bytes)]());
-    return scratch_.back().get();
-  }
-  char* Unpacked(const Leaf& leaf, const char* data) {
-    const int64_t count = leaf.count * leaf.rows;
-    char* bytes = Scratch(count);
-    UnpackBits(data, bytes, count, leaf.bits, leaf.is_signed);
-    return bytes;
-  }
-  const Plan& plan_;
-  void* const* results_;
-  bool on_gpu_;
-  std::vector<std::unique_ptr<char[]>> scratch_;
 };
 
 /// Writes a row of a result that `where` keeps from the function: the leaf's fill
@@ -105,15 +51,38 @@ inline void FillRow(const Leaf& leaf, char* target) {
 }
 
 /// Walks over the rows of a call in order, and points at the memory of the current
-/// one. The arrays that args() and targets() return are overwritten by their next
-/// call.
-class Rows {
+/// one: in XLA's buffers, or in unpacked copies of leaves with small elements. On a
+/// GPU's own memory, which the host can't read, nothing is unpacked. Needs no GIL.
+/// The arrays that args() and targets() return are overwritten by their next call.
+class Rows : NoCopy {
  public:
-  Rows(const Plan& plan, const bool* mask, HostView& view)
-      : plan_(plan), mask_(mask), view_(view), walker_(plan.grid) {
-    args_.resize(plan.args.size());
-    targets_.resize(plan.results.size());
+  Rows(const Plan& plan, const void* const* operands, void* const* results,
+       bool on_gpu = false)
+      : plan_(plan),
+        results_(results),
+        on_gpu_(on_gpu),
+        mask_(plan.masked ? static_cast<const bool*>(operands[0]) : nullptr),
+        walker_(plan.grid),
+        args_(plan.args.size()),
+        targets_(plan.results.size()) {
+    const size_t first = plan.masked ? 1 : 0;
+    for (size_t i = 0; i < plan.args.size(); ++i) {
+      char* data = static_cast<char*>(const_cast<void*>(operands[first + i]));
+      all_args_.push_back(Packed(plan.args[i]) ? Unpacked(plan.args[i], data)
+                                               : data);
+    }
+    for (size_t i = 0; i < plan.results.size(); ++i) {
+      const Leaf& leaf = plan.results[i];
+      char* data = static_cast<char*>(results[i]);
+      if (Packed(leaf)) {
+        // A result that aliases an argument starts with the argument's values.
+        const bool holds = plan.buffers.Aliases(i);
+        data = holds ? Unpacked(leaf, data) : Scratch(leaf.count * leaf.rows);
+      }
+      all_targets_.push_back(data);
+    }
   }
+
   const std::vector<int64_t>& index() const { return walker_.index(); }
   /// Whether `where` lets the current row through.
   bool wanted() const {
@@ -121,8 +90,8 @@ class Rows {
   }
   /// Goes to the next row; false if there is none.
   bool Next() { return walker_.Next(); }
-  char* const* args() { return Point(plan_.args, view_.args, args_); }
-  char* const* targets() { return Point(plan_.results, view_.targets, targets_); }
+  char* const* args() { return Point(plan_.args, all_args_, args_); }
+  char* const* targets() { return Point(plan_.results, all_targets_, targets_); }
   /// Fills the results of the current row in place of the function, and counts it.
   void Fill() {
     plan_.counters->masked.fetch_add(1, std::memory_order_relaxed);
@@ -131,21 +100,46 @@ class Rows {
       FillRow(plan_.results[i], targets_[i]);
     }
   }
+  /// Packs the results with small elements into XLA's buffers, behind the last row.
+  void Finish() {
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      const Leaf& leaf = plan_.results[i];
+      if (!Packed(leaf)) continue;
+      PackBits(all_targets_[i], results_[i], leaf.count * leaf.rows, leaf.bits);
+    }
+  }
 
  private:
-  char* const* Point(const std::vector<Leaf>& leaves, const Bases& bases,
+  /// For each leaf, the address of a row on the host.
+  using Bases = std::vector<char*>;
+
+  bool Packed(const Leaf& leaf) const { return leaf.bits != 0 && !on_gpu_; }
+  /// Zeroed memory that lives as long as this object.
+  char* Scratch(int64_t bytes) {
+    scratch_.emplace_back(new char[static_cast<size_t>(bytes)]());
+    return scratch_.back().get();
+  }
+  char* Unpacked(const Leaf& leaf, const char* data) {
+    const int64_t count = leaf.count * leaf.rows;
+    char* bytes = Scratch(count);
+    UnpackBits(data, bytes, count, leaf.bits, leaf.is_signed);
+    return bytes;
+  }
+  char* const* Point(const std::vector<Leaf>& leaves, const Bases& all,
                      Bases& at) const {
     for (size_t i = 0; i < at.size(); ++i) {
-      at[i] =
-          bases[i] + walker_.RowOf(leaves[i].grid_strides) * leaves[i].row_bytes;
+      at[i] = all[i] + walker_.RowOf(leaves[i].grid_strides) * leaves[i].row_bytes;
     }
     return at.data();
   }
   const Plan& plan_;
+  void* const* results_;
+  const bool on_gpu_;
   const bool* mask_;  ///< the values of `where`; null if there is none
-  HostView& view_;
   RowWalker walker_;
-  Bases args_, targets_;  ///< addresses of the current row
+  Bases args_, targets_;                          ///< of the current row
+  Bases all_args_, all_targets_;                  ///< of the first rows
+  std::vector<std::unique_ptr<char[]>> scratch_;  ///< unpacked elements
 };
 
 }  // namespace hostcall

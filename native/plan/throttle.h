@@ -52,24 +52,31 @@ class Throttle : NoCopy {
     Place& place = places_[static_cast<unsigned>(device + 1) % places_.size()];
     if (steps_ > 1 && !Counts(place, run)) return false;
     if (share_ < 1 && !Chosen(place)) return false;
-    if (ns_ > 0) {
-      const int64_t ticks = Ticks();
-      if (IsEarly(place, ticks)) return false;
-      const int64_t now = NowNs();
-      int64_t next = place.next_ns.load(std::memory_order_relaxed);
-      if (now < next) {
-        place.looked.store(ticks, std::memory_order_relaxed);
-        const double tick_ns = TickNs();
-        place.rest.store(
-            tick_ns > 0 ? static_cast<int64_t>((next - now) / 2 / tick_ns) : 0,
-            std::memory_order_relaxed);
-        return false;
-      }
-      // If several threads come at the same moment, one wins.
-      return place.next_ns.compare_exchange_strong(next, now + ns_,
-                                                   std::memory_order_relaxed);
+    if (ns_ <= 0) return true;
+    // While less than half of the time has passed that the last reading of the
+    // clock found to be left, it need not be read: the processor's counter tells
+    // so in half the time. Its faults (clock.h) do little: if it goes backwards,
+    // the clock is read, and if it has slowed down, an execution goes through
+    // late. If two threads mix their readings, both still rest for half an
+    // interval at most.
+    const int64_t ticks = Ticks();
+    const int64_t passed = ticks - place.looked.load(std::memory_order_relaxed);
+    if (passed >= 0 && passed < place.rest.load(std::memory_order_relaxed)) {
+      return false;
     }
-    return true;
+    const int64_t now = NowNs();
+    int64_t next = place.next_ns.load(std::memory_order_relaxed);
+    if (now < next) {
+      place.looked.store(ticks, std::memory_order_relaxed);
+      const double tick_ns = TickNs();
+      place.rest.store(
+          tick_ns > 0 ? static_cast<int64_t>((next - now) / 2 / tick_ns) : 0,
+          std::memory_order_relaxed);
+      return false;
+    }
+    // If several threads come at the same moment, one wins.
+    return place.next_ns.compare_exchange_strong(next, now + ns_,
+                                                 std::memory_order_relaxed);
   }
 
  private:
@@ -88,15 +95,6 @@ class Throttle : NoCopy {
     std::atomic<int64_t> looked{0}, rest{0};
     std::atomic<uint64_t> draws{0};  ///< decisions of `sample=` so far
   };
-  /// Whether less than half of the time has passed that the last reading of the
-  /// clock found to be left. The processor's counter tells so in half the time that
-  /// a reading takes, and its faults (clock.h) do little: if it goes backwards, the
-  /// clock is read, and if it has slowed down, an execution goes through late. If
-  /// two threads mix their readings, both still rest for half an interval at most.
-  static bool IsEarly(const Place& place, int64_t ticks) {
-    const int64_t passed = ticks - place.looked.load(std::memory_order_relaxed);
-    return passed >= 0 && passed < place.rest.load(std::memory_order_relaxed);
-  }
 
   /// Whether `every=` lets this execution through.
   bool Counts(Place& place, int64_t run) const {

@@ -84,12 +84,14 @@ class FeedRing : NoCopy {
   /// Far more than lanes of a program that runs need to meet.
   static constexpr Patience kPatience = std::chrono::seconds(10);
 
-  /// `leaves` are the bytes of each leaf of one lane's part of an item. Throws
-  /// std::bad_alloc.
-  FeedRing(std::vector<size_t> leaves, size_t lanes, size_t capacity)
+  /// `leaves` are the bytes of each leaf of one lane's part of an item; Clear and
+  /// Drop wait for lanes for at most `patience`. Throws std::bad_alloc.
+  FeedRing(std::vector<size_t> leaves, size_t lanes, size_t capacity,
+           Patience patience = kPatience)
       : leaves_(std::move(leaves)),
         layout_(leaves_, kAlign),
         capacity_(capacity),
+        patience_(patience),
         taken_(lanes, 0),
         ends_(lanes, 0) {
     if (lanes == 0 || capacity == 0) throw std::invalid_argument("an empty ring");
@@ -148,19 +150,19 @@ class FeedRing : NoCopy {
     items_.notify_all();
   }
   /// Forgets all items and the end, and counts from zero again. Waits for lanes
-  /// that are behind others, for at most `patience`. Does nothing after Close.
-  void Clear(Patience patience = kPatience) {
+  /// that are behind others. Does nothing after Close.
+  void Clear() {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!AwaitLanes(lock, patience)) return;
+    if (!AwaitLanes(lock)) return;
     std::fill(missing_.begin(), missing_.end(), 0);
     put_ = freed_ = 0;
     Level(0);
   }
   /// Takes up to `n` items that no lane has taken, for all lanes, without copying,
   /// and forgets the end. Returns how many there were. Waits as Clear does.
-  int64_t Drop(int64_t n, Patience patience = kPatience) {
+  int64_t Drop(int64_t n) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!AwaitLanes(lock, patience)) return 0;
+    if (!AwaitLanes(lock)) return 0;
     const int64_t from = *std::max_element(taken_.begin(), taken_.end());
     const int64_t dropped = std::min(n, put_ - from);
     while (freed_ < from + dropped) missing_[freed_++ % capacity_] = 0;
@@ -293,11 +295,11 @@ class FeedRing : NoCopy {
   }
   /// Waits until all lanes have seen as much, and nobody copies. No lane takes
   /// anything then until Level is called. False: the ring is closed.
-  bool AwaitLanes(std::unique_lock<std::mutex>& lock, Patience patience) {
+  bool AwaitLanes(std::unique_lock<std::mutex>& lock) {
     if (closed_) return false;
     DrawLine();
     quiet_wanted_ = true;
-    const bool met = quiet_.wait_for(lock, patience, [&] {
+    const bool met = quiet_.wait_for(lock, patience_, [&] {
       return closed_ || (copying_ == 0 && AllAtTheLine());
     });
     // Lanes that have not come by now belong to a program that has failed.
@@ -318,6 +320,7 @@ class FeedRing : NoCopy {
   const std::vector<size_t> leaves_;
   const Layout layout_;  ///< of a lane's part of an item
   const size_t capacity_;
+  const Patience patience_;
   char* memory_;  ///< capacity_ items of lanes() parts; owned
 
   mutable std::mutex mutex_;  ///< guards all below

@@ -141,7 +141,6 @@ class Plan:
         sends: bool,
         team: TeamSettings | None,
         guard: Any | None,
-        scout: Any | None,
         inside: Inside,
         keeps_mesh: bool,
         literals: bool,
@@ -330,7 +329,6 @@ def note_event(
 ) -> None: ...
 def keep_for_ever(thing: Any) -> None: ...
 def add_ambient_setting(
-    *,
     kind: Ambient,
     setting: Any,
     swap: Callable[..., Any],
@@ -338,6 +336,7 @@ def add_ambient_setting(
     get: Callable[..., Any],
     value: Any | None,
     unset: Any,
+    /,
 ) -> None: ...
 def copy_into(
     buffer: Buffer, address: int, nbytes: int, stream: int | None

@@ -78,7 +78,7 @@ void NothingOfCudaInAHostFunction() {
 
 void CopiesNeedContextDeviceAndPinnedMemory() {
   Stream stream, other(1);
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   const Pinned pinned(64);
   char pageable[64] = {};
   const CudaDevicePtr device = OnDevice(64);
@@ -106,7 +106,7 @@ void CopiesNeedContextDeviceAndPinnedMemory() {
 
 void PinnedMemoryIsKeptWhileACopyIsQueued() {
   Stream stream;
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   const Pinned pinned(64);
   const CudaDevicePtr device = OnDevice(64);
   Gate gate;
@@ -121,7 +121,7 @@ void PinnedMemoryIsKeptWhileACopyIsQueued() {
 
 void EventsAndStreamsBelongAndAreThere() {
   Stream stream, other(1);
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   CudaEvent event;
   assert(Driver().cuEventCreate(&event, kCudaEventDisableTiming) == 0);
   assert(Driver().cuEventRecord(event, other) != 0);
@@ -148,7 +148,7 @@ void WaitingSpoilsACapture() {
 
 void AGraphFindsItsMemoryGone() {
   Stream stream;
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   const Pinned pinned(64);
   std::memset(pinned.data, 1, 64);
   const CudaDevicePtr device = OnDevice(64);
@@ -209,7 +209,7 @@ void SlowWorkIsSlow() {
 /// Later work of another stream comes first at times, unless an event forbids it.
 void StreamsOvertakeEachOther() {
   Stream early, late;
-  ScopedContext current(Driver(), early);
+  ScopedContext current(early);
   CudaEvent event;
   assert(Driver().cuEventCreate(&event, kCudaEventDisableTiming) == 0);
   fakeSetReordered(1);
@@ -239,7 +239,7 @@ void StreamsOvertakeEachOther() {
 /// The calls that are made under `waits`, while a stream is stopped.
 void PinnedMemoryWaitsForAllStreams(bool waits) {
   Stream stream, other(1);
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   Gate gate;
   std::atomic<int> next{0};
   Noted work{&next};
@@ -265,7 +265,7 @@ void PinnedMemoryWaitsForAllStreams(bool waits) {
 /// nothing comes after it.
 void ALostContextStaysLost() {
   Stream stream;
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   Gate gate;
   std::atomic<int> next{0};
   Noted dropped{&next};

@@ -45,8 +45,6 @@ inline void LoadFake() {
   FAKE_FUNCTIONS(FAKE_FIND)
 }
 
-inline const CudaDriver& Driver() { return *CudaDriver::Get(); }
-
 struct Stream {
   explicit Stream(int device = 0) : stream(fakeStreamCreateOn(device)) {}
   ~Stream() { fakeStreamDestroy(stream); }

@@ -91,11 +91,11 @@ void CloseDropsTheItems() {
 }
 
 void DropTakesWithoutCopying() {
-  FeedRing ring(Leaves(), 2, 4);
+  FeedRing ring(Leaves(), 2, 4, kAtOnce);
   int64_t value;
   for (int64_t i = 0; i < 4; ++i) Put(ring, i);
-  Take(ring, 1, &value);               // this lane is ahead
-  assert(ring.Drop(2, kAtOnce) == 2);  // as if lane 0 were of a failed program
+  Take(ring, 1, &value);      // this lane is ahead
+  assert(ring.Drop(2) == 2);  // as if lane 0 were of a failed program
   for (size_t lane : {0, 1}) {
     assert(Take(ring, lane, &value) == Took::kItem && value == 3);
   }
@@ -182,7 +182,7 @@ void ClearWhileOthersTake() {
 /// Clear and Drop come after the same item for all lanes, also around ends.
 void LanesMeetAtClearAndDrop() {
   constexpr size_t kLanes = 4;
-  FeedRing ring(Leaves(), kLanes, 3);
+  FeedRing ring(Leaves(), kLanes, 3, kPatient);
   std::vector<std::vector<int64_t>> seen(kLanes);
   std::vector<std::thread> threads;
   std::atomic<size_t> running{kLanes};
@@ -206,9 +206,9 @@ void LanesMeetAtClearAndDrop() {
     }
     if (running != kLanes) continue;
     if (i % 7 == 0) ring.Finish(Took::kEnd);
-    if (i % 7 == 0 || i % 5 == 0) ring.Clear(kPatient);
-    if (i % 11 == 0) ring.Drop(1, kPatient);
-    if (i % 13 == 0) ring.Drop(0, kPatient);
+    if (i % 7 == 0 || i % 5 == 0) ring.Clear();
+    if (i % 11 == 0) ring.Drop(1);
+    if (i % 13 == 0) ring.Drop(0);
     ring.Wake();
   }
   for (std::thread& thread : threads) thread.join();
@@ -239,11 +239,11 @@ void LanesMeetAtTheClose() {
 
 /// A lane of a program that failed never comes to the line.
 void ClearWaitsOnlySoLong() {
-  FeedRing ring(Leaves(), 2, 4);
+  FeedRing ring(Leaves(), 2, 4, kAtOnce);
   int64_t value;
   for (int64_t i = 0; i < 3; ++i) Put(ring, i);
   Take(ring, 1, &value);
-  ring.Clear(kAtOnce);
+  ring.Clear();
   Put(ring, 7);
   for (size_t lane : {0, 1}) {
     assert(Take(ring, lane, &value) == Took::kItem && value == 7);
@@ -251,15 +251,15 @@ void ClearWaitsOnlySoLong() {
 }
 
 void CloseEndsAWaitForLanes() {
-  FeedRing ring(Leaves(), 2, 4);
+  FeedRing ring(Leaves(), 2, 4, kPatient);
   int64_t value;
   for (int64_t i = 0; i < 2; ++i) Put(ring, i);
   Take(ring, 1, &value);
   std::thread closer([&] { ring.Close(); });
-  ring.Clear(kPatient);  // lane 0 does not come
+  ring.Clear();  // lane 0 does not come
   closer.join();
-  ring.Clear(kPatient);
-  assert(ring.Drop(1, kPatient) == 0);
+  ring.Clear();
+  assert(ring.Drop(1) == 0);
   assert(Take(ring, 1, &value) == Took::kStopped);
   assert(Take(ring, 0, &value) == Took::kItem && value == 0);
   assert(Take(ring, 0, &value) == Took::kStopped);

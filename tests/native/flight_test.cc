@@ -162,8 +162,8 @@ void TestGuard() {
 }
 
 void TestText() {
-  Places::Name(5, {"lo\"ss\n", "a.py:3 in f", "\"lo\\\"ss\\u000a\"", "\"\""});
-  Places::Name(5, {"another", "", "", ""});  // a number keeps its first name
+  Places::Name(5, "lo\"ss\n", "a.py:3 in f", "\"lo\\\"ss\\u000a\"", "\"\"");
+  Places::Name(5, "another", "", "", "");  // a number keeps its first name
   std::vector<Event> events(FlightRing::kSize);
   std::string text;
   FlightLines(events.data(), "a test",

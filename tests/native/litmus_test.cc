@@ -165,7 +165,7 @@ struct WhatWasFoundLives : Program {
 
 struct APlaceIsWhole : Program {
   void Thread(int number) override {
-    if (number == 0) return Places::Name(3, {"name", "line", "", ""});
+    if (number == 0) return Places::Name(3, "name", "line", "", "");
     const Place* place = Places::Find(3);
     Check(place == nullptr || place->line.size() == 4, "half a place");
   }
@@ -278,7 +278,7 @@ struct EveryEventIsReturned : Program {
   void Thread(int number) override {
     if (number != 2) {
       told[number] = 1;
-      return Signals::Post(1 << number);
+      return Signals::Post(static_cast<Signals::Event>(1 << number));
     }
     for (int got = 0; got != 3;) {
       const int events = Signals::Wait(1e9);

@@ -26,16 +26,23 @@ void WithoutADriverThereIsAReason(const char* path, const char* expected) {
   const pid_t child = fork();
   if (child == 0) {
     setenv("HOSTCALL_CUDA_DRIVER", path, 1);
-    std::string why, again;
-    if (*path == '\0' && CudaDriver::Get() != nullptr) _exit(0);  // there is a GPU
+    if (*path == '\0' && CudaMissing().empty()) _exit(0);  // there is a GPU
     if (std::strcmp(path, FAKE_CUDA) == 0) {
       LoadFake();
       fakeFailNext("cuInit", 100);
     }
-    const bool none = CudaDriver::Get(&why) == nullptr && !CudaDriver::Get(&again);
-    const bool right = why.find(expected) != std::string::npos && why == again;
+    const std::string why = CudaMissing();
+    std::string thrown, again;
+    for (std::string* text : {&thrown, &again}) {
+      try {
+        Driver();
+      } catch (const std::runtime_error& error) {
+        *text = error.what();
+      }
+    }
+    const bool right = why.find(expected) != std::string::npos && why == thrown;
     if (!right) std::fprintf(stderr, "%s\n", why.c_str());
-    _exit(none && right ? 0 : 1);
+    _exit(right && thrown == again ? 0 : 1);
   }
   int status = -1;
   assert(waitpid(child, &status, 0) == child && status == 0);
@@ -60,7 +67,7 @@ constexpr size_t kBlock = PinnedPool::kLeast;
 struct Taker {
   Taker(PinnedPool& pool, CudaStream stream, size_t bytes)
       : thread([this, &pool, stream, bytes] {
-          ScopedContext current(Driver(), stream);
+          ScopedContext current(stream);
           PinnedBlock block = pool.Acquire(bytes);
           got = true;
           gate.Wait();
@@ -88,10 +95,10 @@ void Capacities() {
 }
 
 void BlocksAreUsedAgain() {
-  PinnedPool pool(Driver(), 4 * kBlock, kForEver);
+  PinnedPool pool(4 * kBlock, kForEver);
   Stream stream, other(1);
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     PinnedBlock block = pool.Acquire(100);
     char* const data = block.data();
     assert(pool.stats().in_use_bytes == kBlock);
@@ -115,10 +122,10 @@ void BlocksAreUsedAgain() {
 }
 
 void AFullPoolWaitsInTheOrderOfArrival() {
-  PinnedPool pool(Driver(), 2 * kBlock, kForEver);
+  PinnedPool pool(2 * kBlock, kForEver);
   Stream stream;
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     PinnedBlock first = pool.Acquire(kBlock);
     pool.Acquire(kBlock).Release();         // idle: any request could take it
     Taker large(pool, stream, 3 * kBlock);  // too large: waits for an empty pool
@@ -142,12 +149,12 @@ void AFullPoolWaitsInTheOrderOfArrival() {
 }
 
 void AFullPoolWaitsForTheDevice() {
-  PinnedPool pool(Driver(), kBlock, kForEver);
+  PinnedPool pool(kBlock, kForEver);
   Stream stream;
   Gate gate;
   stream.Block(gate);
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     pool.Acquire(kBlock).ReleaseAfter(stream);
     assert(!pool.Acquire(1, false) && pool.stats().waits == 0);
     Taker taker(pool, stream, kBlock);
@@ -164,17 +171,17 @@ void AFullPoolWaitsForTheDevice() {
 /// A thread that waits for a block held by itself, which stands for a ring of
 /// threads: it goes over the limit.
 void NobodyWaitsForEver() {
-  PinnedPool pool(Driver(), kBlock, milliseconds(20));
+  PinnedPool pool(kBlock, milliseconds(20));
   Stream stream;
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     PinnedBlock held = pool.Acquire(kBlock), over = pool.Acquire(kBlock);
     assert(held && over && held.data() != over.data());
     assert(pool.stats().overruns == 1 && pool.stats().waits == 1);
     assert(!pool.Acquire(kBlock, false));
   }
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     PinnedBlock block = pool.Acquire(kBlock);
     assert(fakePinnedBytes() == kBlock);  // the limit holds again
   }
@@ -182,10 +189,10 @@ void NobodyWaitsForEver() {
 }
 
 void TheLimitMayChange() {
-  PinnedPool pool(Driver(), 8 * kBlock, kForEver);
+  PinnedPool pool(8 * kBlock, kForEver);
   Stream stream;
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     PinnedBlock held = pool.Acquire(kBlock);
     {
       PinnedBlock a = pool.Acquire(kBlock), b = pool.Acquire(2 * kBlock);
@@ -203,10 +210,10 @@ void TheLimitMayChange() {
 }
 
 void WithoutMemoryIdleBlocksAreFreed() {
-  PinnedPool pool(Driver(), 8 * kBlock, kForEver);
+  PinnedPool pool(8 * kBlock, kForEver);
   Stream stream;
   {
-    ScopedContext current(Driver(), stream);
+    ScopedContext current(stream);
     pool.Acquire(kBlock).Release();
     fakeFailNext("cuMemHostAlloc", 2);
     PinnedBlock block = pool.Acquire(2 * kBlock);
@@ -218,14 +225,14 @@ void WithoutMemoryIdleBlocksAreFreed() {
 /// Blocks of all capacities, some above the limit; no two owners share a block.
 void Stress() {
   constexpr size_t kLimit = 40 * kBlock, kLargest = 60 * kBlock;
-  PinnedPool pool(Driver(), kLimit, kForEver);
+  PinnedPool pool(kLimit, kForEver);
   std::atomic<int> refused{0};
   std::vector<std::thread> threads;
   for (uint32_t number = 0; number < 6; ++number) {
     threads.emplace_back([&pool, &refused, number] {
       std::mt19937 random(number);
       Stream stream(static_cast<int>(number % 2));
-      ScopedContext current(Driver(), stream);
+      ScopedContext current(stream);
       for (int i = 0; i < 300; ++i) {
         const size_t most = random() % 20 == 0 ? kLargest : kLimit / 4;
         const size_t bytes = 1 + random() % most;
@@ -260,9 +267,9 @@ void Stress() {
 
 /// Runs last, since the memory is never freed: the device may still write to it.
 void ABlockIsLostIfNothingTellsWhenItsWorkEnds() {
-  static PinnedPool pool(Driver(), 2 * kBlock, kForEver);  // lives on, as all do
+  static PinnedPool pool(2 * kBlock, kForEver);  // lives on, as all do
   Stream stream;
-  ScopedContext current(Driver(), stream);
+  ScopedContext current(stream);
   PinnedBlock block = pool.Acquire(1);
   char* const data = block.data();
   fakeFailNext("cuEventRecord", 999);

@@ -20,7 +20,7 @@ Span SpanOf(Array& array) { return {array.data(), array.size()}; }
 
 /// Never destroyed: as in the engine, one object for the process.
 TapStreams& Taps() {
-  static TapStreams* const streams = new TapStreams(Driver());
+  static TapStreams* const streams = new TapStreams;
   return *streams;
 }
 /// Waits for the stream and for the taps behind it.
@@ -43,7 +43,7 @@ void AddOne(const StagedCall& call, size_t index, size_t bytes) {
 }
 
 void Call(PinnedPool& pool, CudaStream stream, Array& operand, Array& result) {
-  StagedCall call(Driver(), pool, stream, {SpanOf(operand)}, {SpanOf(result)});
+  StagedCall call(pool, stream, {SpanOf(operand)}, {SpanOf(result)});
   call.Fetch();
   AddOne(call, 0, operand.size());
   call.Store();
@@ -51,7 +51,7 @@ void Call(PinnedPool& pool, CudaStream stream, Array& operand, Array& result) {
 
 /// A call without operands, which does not wait for the device.
 void Produce(PinnedPool& pool, CudaStream stream, Array& result, int seed) {
-  StagedCall call(Driver(), pool, stream, {}, {SpanOf(result)});
+  StagedCall call(pool, stream, {}, {SpanOf(result)});
   call.Fetch();
   std::memcpy(call.results()[0], Numbers(result.size(), seed).data(),
               result.size());
@@ -61,7 +61,7 @@ void Produce(PinnedPool& pool, CudaStream stream, Array& result, int seed) {
 // --- Calls ----------------------------------------------------------------------
 
 void RoundTrips() {
-  PinnedPool pool(Driver(), size_t{64} << 20, kForEver);
+  PinnedPool pool(size_t{64} << 20, kForEver);
   Stream stream, other(1);
   fakeSetDelayMicroseconds(100);
   for (CudaStream on :
@@ -70,8 +70,7 @@ void RoundTrips() {
          {0, 1, 63, 64, 65, 4095, 4097, 100'000, 1 << 20, 3'200'001}) {
       Array x = Numbers(bytes, 1), y = Numbers(bytes / 2, 2);
       Array u(x.size()), v(y.size());
-      StagedCall call(Driver(), pool, on, {SpanOf(x), SpanOf(y)},
-                      {SpanOf(u), SpanOf(v)});
+      StagedCall call(pool, on, {SpanOf(x), SpanOf(y)}, {SpanOf(u), SpanOf(v)});
       call.Fetch();
       for (int i = 0; i < 2; ++i) {
         const void* const both[] = {call.operands()[i], call.results()[i]};
@@ -91,12 +90,12 @@ void RoundTrips() {
 }
 
 void ACallWaitsOnce() {
-  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  PinnedPool pool(1 << 20, kForEver);
   Stream stream;
   Array x(100), y(5000), nothing;
   for (int i = 0; i < 20; ++i) {
     fakeReset();
-    StagedCall call(Driver(), pool, stream, {SpanOf(x), SpanOf(nothing), SpanOf(y)},
+    StagedCall call(pool, stream, {SpanOf(x), SpanOf(nothing), SpanOf(y)},
                     {SpanOf(x), SpanOf(nothing), SpanOf(y)});
     call.Fetch();
     call.Store();
@@ -109,14 +108,14 @@ void ACallWaitsOnce() {
   }
   fakeReset();
   Produce(pool, stream, y, 1);
-  StagedCall(Driver(), pool, stream, {}, {}).Fetch();
+  StagedCall(pool, stream, {}, {}).Fetch();
   assert(Waits() == 0);
   AssertClean(pool);
 }
 
 /// On a device that is stopped until the gate opens.
 void ABlockIsKeptUntilItsResultsAreCopied() {
-  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  PinnedPool pool(1 << 20, kForEver);
   Stream stream;
   Gate gate;
   Array results[3] = {Array(4096), Array(4096), Array(4096)};
@@ -136,7 +135,7 @@ void ABlockIsKeptUntilItsResultsAreCopied() {
 void ManyInFlight() {
   constexpr int kStreams = 4;
   constexpr size_t kCalls = 50;
-  PinnedPool pool(Driver(), 5 * 8192, kForEver);
+  PinnedPool pool(5 * 8192, kForEver);
   fakeSetDelayMicroseconds(200);
   std::vector<std::thread> threads;
   for (int number = 0; number < kStreams; ++number) {
@@ -162,14 +161,14 @@ void ManyInFlight() {
 }
 
 void ACapturingStreamIsRefused() {
-  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  PinnedPool pool(1 << 20, kForEver);
   Stream stream;
   Array x(10);
   fakeSetCapturing(stream, 1);
   for (bool tap : {false, true}) {
     try {
-      if (tap) StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, true, {});
-      StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {});
+      if (tap) StageTap(pool, Taps(), stream, {SpanOf(x)}, true, {});
+      StagedCall call(pool, stream, {SpanOf(x)}, {});
       assert(false);
     } catch (const CudaError& error) {
       assert(std::strstr(error.what(), "CUDA graph"));
@@ -204,7 +203,7 @@ void FailuresLeaveNothing() {
       {"cuStreamWaitEvent", "cuStreamWaitEvent", false, true},
       {"cuLaunchHostFunc", "cuLaunchHostFunc", false, true},
   };
-  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  PinnedPool pool(1 << 20, kForEver);
   Stream stream;
   Array x = Numbers(5000, 1), y(5000);
   const auto held = std::make_shared<int>(0);
@@ -220,10 +219,10 @@ void FailuresLeaveNothing() {
       std::string error;
       try {
         if (tap) {
-          StageTap(Driver(), pool, Taps(), stream, operands, true,
+          StageTap(pool, Taps(), stream, operands, true,
                    Whole([held](const void* const*) {}));
         } else {
-          StagedCall call(Driver(), pool, stream, operands, results);
+          StagedCall call(pool, stream, operands, results);
           call.Fetch();
           call.Store();
         }
@@ -244,7 +243,7 @@ void FailuresLeaveNothing() {
     }
   }
   {  // the user's function fails, so there is no Store
-    StagedCall call(Driver(), pool, stream, {SpanOf(x)}, {SpanOf(y)});
+    StagedCall call(pool, stream, {SpanOf(x)}, {SpanOf(y)});
     call.Fetch();
   }
   assert(fakeCount("cuEventRecord") == 0);
@@ -257,19 +256,19 @@ void FailuresLeaveNothing() {
 /// stream.
 void TapsOfAStreamComeInOrder() {
   constexpr int kTaps = 150;
-  PinnedPool pool(Driver(), 16 * 4096, kForEver);
+  PinnedPool pool(16 * 4096, kForEver);
   std::vector<std::thread> threads;
   for (int number = 0; number < 3; ++number) {
     threads.emplace_back([&pool, number] {
       Stream stream(number % 2);
-      ScopedContext current(Driver(), stream);
+      ScopedContext current(stream);
       Array x(1000 * static_cast<size_t>(number) + 10), nothing;
       const auto device = reinterpret_cast<CudaDevicePtr>(x.data());
       std::vector<std::thread::id> on;
       int next = 0;
       for (int i = 0; i < kTaps; ++i) {
         assert(Driver().cuMemsetD8Async(device, i & 0x7f, x.size(), stream) == 0);
-        StageTap(Driver(), pool, Taps(), stream, {SpanOf(nothing), SpanOf(x)}, true,
+        StageTap(pool, Taps(), stream, {SpanOf(nothing), SpanOf(x)}, true,
                  Whole([&, i](const void* const* data) {
                    assert(next++ == i && data[0] != nullptr);
                    const Array wanted(x.size(), static_cast<char>(i & 0x7f));
@@ -292,14 +291,14 @@ void TapsOfAStreamComeInOrder() {
 
 /// On a device that is stopped until the gate opens.
 void ATapDoesNotWaitForTheDevice() {
-  PinnedPool pool(Driver(), 4 * 4096, kForEver);
+  PinnedPool pool(4 * 4096, kForEver);
   Stream stream;
   Gate gate;
   Array x(4096);
   std::atomic<int> delivered{0}, lost{0};
   const auto tap = [&](bool may_wait) {
     const int before = lost;
-    StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, may_wait,
+    StageTap(pool, Taps(), stream, {SpanOf(x)}, may_wait,
              {[&](const void* const*) { ++delivered; }, [&] { ++lost; }});
     return lost == before;
   };
@@ -322,13 +321,13 @@ void ATapDoesNotWaitForTheDevice() {
 
 /// The device goes on while a tap is delivered, and Await tells when all are.
 void TheDeviceDoesNotWaitForATap() {
-  PinnedPool pool(Driver(), 1 << 20, kForEver);
+  PinnedPool pool(1 << 20, kForEver);
   Stream stream;
   Gate gate;
   Array x = Numbers(4096, 1), y(4096);
   std::vector<int> seen;
   for (int i = 0; i < 3; ++i) {
-    StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, true,
+    StageTap(pool, Taps(), stream, {SpanOf(x)}, true,
              Whole([&gate, &seen, i](const void* const*) {
                gate.Wait();
                seen.push_back(i);
@@ -348,10 +347,10 @@ void AwaitEndsWithTheContext() {
   for (const char* function : {"cuStreamQuery", "cuCtxPushCurrent_v2"}) {
     Stream stream;
     Gate gate;
-    PinnedPool pool(Driver(), 1 << 20, kForEver);
+    PinnedPool pool(1 << 20, kForEver);
     stream.Block(gate);
     Array x(10);
-    StageTap(Driver(), pool, Taps(), stream, {SpanOf(x)}, true,
+    StageTap(pool, Taps(), stream, {SpanOf(x)}, true,
              Whole([](const void* const*) {}));
     assert(!Taps().Await(0));
     fakeFailNext(function, 2);
@@ -363,12 +362,12 @@ void AwaitEndsWithTheContext() {
 }
 
 void DeliveriesThatThrowAreLost() {
-  PinnedPool pool(Driver(), 4096, kForEver);
+  PinnedPool pool(4096, kForEver);
   Stream stream;
   Array x(10), nothing;
   std::atomic<int> lost{0};
   for (Array* array : {&x, &nothing}) {
-    StageTap(Driver(), pool, Taps(), stream, {SpanOf(*array)}, true,
+    StageTap(pool, Taps(), stream, {SpanOf(*array)}, true,
              {[](const void* const*) { throw std::runtime_error("no"); },
               [&lost] { ++lost; }});
   }

@@ -32,6 +32,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     equation, callback, team = info.params, info.callback, info.team
     together = None if team is None else frozenset(info.devices.values())
     guard = None if together is None else host_device.guard(together)
+    scouts = info.inside is Inside.ASKED
     operands = equation.read(operands)
     flags = [list(axes) for axes in equation.batched] if equation.grid else []
     batched = flags[: len(operands)] or [[] for _ in operands]
@@ -45,7 +46,6 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
         for operand, axes in zip(operands, batched, strict=True)
     ]
     choices = _choices(info, guard, shapes, compressed)
-    scouts = info.inside is Inside.ASKED
     (plain, called), traced = _called(info, choices), callback.traced
     return _native.Plan(
         **called,
@@ -62,8 +62,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
         tells=info.tells,
         elsewhere=info.elsewhere,
         team=team and team.settings(),
-        guard=guard,
-        scout=host_device.guard(together, scouts=True) if scouts else None,
+        guard=host_device.guard(together, scouts=True) if scouts else guard,
         inside=info.inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         tap=info.tap,

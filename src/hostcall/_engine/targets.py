@@ -45,7 +45,7 @@ def start() -> bool:
     if inside is not None:
         _native.set_host_callback_handler(inside, _native.run_pending)
     for setting in _jax.ambient_settings():
-        _native.add_ambient_setting(**setting._asdict(), unset=_jax.UNSET)
+        _native.add_ambient_setting(*setting, _jax.UNSET)
     _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
     lifecycle.begin()
     return inside is not None

@@ -122,8 +122,8 @@ _WOULD_WAIT = (
 # (native/handlers/host_callback.h), but entering one costs a scalar call most of its
 # time. A pure call may be repeated, so:
 #
-#   1. The call is made outside a host callback, with a scout as its guard.
-#   2. If the function starts such a program, the scout raises CallInside.
+#   1. The call is made outside a host callback, and scouts.
+#   2. If the function starts such a program, the call's guard raises CallInside.
 #   3. The engine drops that attempt, makes the call again inside a host callback, and
 #      from then on starts there.
 
@@ -150,7 +150,7 @@ def guard(
             device.platform == "cpu" and level(device.client) == 0
             for device in of_program
         )
-        # `ask_inside` is False if no call of this thread has a scout. The setting stays
+        # `ask_inside` is False if no call of this thread scouts. The setting stays
         # on XLA's threads after the call, and JAX's own callbacks run there too.
         if on_process and _native.ask_inside():
             raise CallInside
