@@ -448,9 +448,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 code="hc-rule",
             )
 
-    def _add(self, kind: str, rule: object) -> None:
-        self.rules.add(self.__name__, kind, rule, self.options["order"])
-
 
 class Method(Handle, TakesMask):
     """A HostFunction of a class, bound to an object.

@@ -257,8 +257,7 @@ class Batched(Value):
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         # None is a pytree without leaves, in what goes in and in what comes out.
         pairs = (operands, self.dims), (tangents, self.dims)
-        outs, touts = self._each(self.inner.jvp, *pairs)
-        return outs, touts
+        return self._each(self.inner.jvp, *pairs)
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         pairs = (operands, self.dims), (cotangents, (0,) * len(cotangents))
@@ -274,13 +273,9 @@ class Batched(Value):
 
     def _each(self, f: Callable[..., Out], *pairs: tuple[Tangents, Dims]) -> Out:
         """`f` on each row of lists of arrays, which are given with their batch axes."""
-        lists, dims = [list(p[0]) for p in pairs], tuple(list(p[1]) for p in pairs)
-        rows: Callable[..., Out]
-        if any(d is not None for ds in dims for d in ds):
-            rows = jax.vmap(f, dims, axis_size=self.size)
-            return rows(*lists)
-        # jax.vmap wants at least one batched argument.
-        rows = jax.vmap(lambda _, *xs: f(*xs), (0, *(None,) * len(lists)))
+        lists, dims = [list(p[0]) for p in pairs], [list(p[1]) for p in pairs]
+        # jax.vmap wants at least one batched argument: the first.
+        rows: Callable[..., Out] = jax.vmap(lambda _, *xs: f(*xs), (0, *dims))
         return rows(jnp.zeros(self.size), *lists)
 
 

@@ -85,30 +85,6 @@ class Rules:
     jacobian: Rule | None = None
     batch: Function | None = None
 
-    def add(self, name: str, kind: str, rule: object, order: str) -> None:
-        """Sets a rule, once, if it goes together with the order and other rules."""
-        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(self, k)]
-        why, code = "", "hc-rule"
-        if order != "pure" and kind != "batch":
-            code = "hc-conflict"
-            why = (
-                f"order={order!r} and def{kind}. Derivatives run the function again, or"
-                " not at all: make it pure, and its effects a hc.tap or hc.call"
-            )
-        elif getattr(self, kind) is not None:
-            why = (
-                f"a rule by def{kind} already. Programs may be compiled with it: make a"
-                " new function with hc.host for another"
-            )
-        elif kinds and (self.transpose or kind == "transpose"):
-            why = (
-                f"deftranspose and def{kinds[0]}. deftranspose says that the function"
-                " is linear, and so its own derivative: drop one of the two"
-            )
-        if why:
-            raise SpecError(f"hostcall: `{name}` has {why}", code=code)
-        setattr(self, kind, rule)
-
 
 class Ruled(Handle):
     """A Python function with its rules: what these see of a HostFunction."""
@@ -122,6 +98,31 @@ class Ruled(Handle):
     nondiff: tuple[int, ...]
     advice: str  # what errors advise if the rules are not the user's to give
     rules_copy = False
+
+    def _add(self, kind: str, rule: object) -> None:
+        """Sets a rule, once, if it goes together with the order and other rules."""
+        own, order, code = self.rules, self.options["order"], "hc-rule"
+        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(own, k)]
+        if order != "pure" and kind != "batch":
+            code = "hc-conflict"
+            why = (
+                f"order={order!r} and def{kind}. Derivatives run the function again, or"
+                " not at all: make it pure, and its effects a hc.tap or hc.call"
+            )
+        elif getattr(own, kind) is not None:
+            why = (
+                f"a rule by def{kind} already. Programs may be compiled with it: make a"
+                " new function with hc.host for another"
+            )
+        elif kinds and (own.transpose or kind == "transpose"):
+            why = (
+                f"deftranspose and def{kinds[0]}. deftranspose says that the function"
+                " is linear, and so its own derivative: drop one of the two"
+            )
+        else:
+            setattr(own, kind, rule)
+            return
+        raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
 
     def _rule_of(self, kind: Kind) -> Rule:
         """What a def* method was given for this kind of code; or the function."""
