@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
@@ -69,7 +70,7 @@ class Rule:
     flat: bool = False
     diagonal: bool = False
 
-    @property
+    @cached_property
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
         return self.bwd is not None and self.where == "host" and self.residuals is None

@@ -56,14 +56,14 @@ class RuleTrees(Value):
     def name(self) -> str:
         return self.function.__name__
 
-    @property
+    @cached_property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
         return self.results.avals
 
     def __repr__(self) -> str:
         return self.name
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         return self.fills is not None
 
