@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from hostcall._runtime.reraise import reraise
 
 tree = jax.tree
 
+Code = Callable[..., Arrays]
+Slopes = tuple[Arrays, list[float]]  # derivatives and the errors of each
 Status = Literal["passed", "failed", "left out"]
 # How many steps differences may try, without and with 64 bits. At the last one only
 # rounding is left to see.
@@ -137,12 +139,12 @@ class Checks:
 
     def nearby(self, places: list[int]) -> Arrays:
         """Other values for these leaves, near the example's."""
-        return [
-            (x * (1 + 0.01 * self.random.standard_normal())).astype(x.dtype)
-            if _inexact(x)
-            else x
-            for x in (np.asarray(self.leaves[n]) for n in places)
-        ]
+
+        def near(x: np.ndarray) -> np.ndarray:
+            return (x * (1 + 0.01 * self.random.standard_normal())).astype(x.dtype)
+
+        found = [np.asarray(self.leaves[n]) for n in places]
+        return [near(x) if _inexact(x) else x for x in found]
 
     # --- Values ----------------------------------------------------------------------
 
@@ -175,7 +177,7 @@ class Checks:
 
     # --- Derivatives -----------------------------------------------------------------
 
-    def along(self) -> tuple[Callable[..., Arrays], Arrays, Arrays]:
+    def along(self) -> tuple[Code, Arrays, Arrays]:
         """`f` as a function of what has derivatives; the example's values of that, and
         a direction.
         """
@@ -189,28 +191,24 @@ class Checks:
         return g, primals, self.direction(primals)
 
     def direction(self, like: Arrays) -> Arrays:
-        def draw(x: jax.Array) -> jax.Array:
-            # Not all functions are holomorphic, so both parts of complex ones move.
-            noise = self.random.standard_normal((*x.shape, 2)) @ [1, 1j]
-            return jnp.asarray(noise if jnp.iscomplexobj(x) else noise.real, x.dtype)
+        # Not all functions are holomorphic, so both parts of complex ones move.
+        noise = [self.random.standard_normal((*x.shape, 2)) @ [1, 1j] for x in like]
+        pairs = zip(noise, like, strict=True)
+        parts = [(z if jnp.iscomplexobj(x) else z.real, x.dtype) for z, x in pairs]
+        return list(starmap(jnp.asarray, parts))
 
-        return list(map(draw, like))
-
-    def difference(
-        self, g: Callable[..., Arrays], primals: Arrays, tangents: Arrays
-    ) -> tuple[Arrays, list[float]]:
+    def difference(self, g: Code, primals: Arrays, tangents: Arrays) -> Slopes:
         """The derivative along a direction by differences, and the errors of that.
 
         Takes the best of several steps. No single one suits all functions: a long one
         is wrong for a function that varies fast, and a short one drowns in rounding.
         """
-        step = max([1.0, *map(_largest, primals)]) / 16
+        step, best = max([1.0, *map(_largest, primals)]) / 16, list[tuple[float, Any]]()
 
         def at(far: float) -> tuple[list[np.ndarray], float]:
             moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
             return list(map(np.asarray, g(*moved))), far
 
-        best: list[tuple[float, np.ndarray]] = []
         varies: Iterable[np.ndarray | bool] = repeat(False)
         for left in reversed(range(_STEPS[self.wide])):
             step /= 4
@@ -232,8 +230,7 @@ class Checks:
             if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
                 break
         for error, slope in best:
-            size = _largest(slope)
-            if error > 0.1 * size and error > 1e-6:
+            if error > max(0.1 * (size := _largest(slope)), 1e-6):
                 raise Ended(
                     "left out",
                     f"differences are {size:.3g} +- {error:.3g}, too inexact to check"
@@ -261,10 +258,8 @@ class Checks:
             against = "differences"
         # A random cotangent may be nearly orthogonal to the tangent. The product of
         # the second one with the tangent is the largest of all.
-        largest = [
-            jnp.conj(jnp.asarray(t)).astype(x.dtype)
-            for t, x in zip(pushed, out, strict=True)
-        ]
+        pairs = zip(pushed, out, strict=True)
+        largest = [jnp.conj(jnp.asarray(t)).astype(x.dtype) for t, x in pairs]
         what = (
             f"<cotangent, J tangent> is {{:.6g}} by {against}, and <J^T cotangent,"
             " tangent> is {:.6g} by the reverse derivative"
@@ -350,9 +345,8 @@ def _close(
 
 def _expect(holds: bool, what: str, got: jax.Array, wanted: jax.Array) -> None:
     if not holds:
-        raise Ended(
-            "failed", f"{what}: {_short(got)} where {_short(wanted)} was expected"
-        )
+        why = f"{what}: {_short(got)} where {_short(wanted)} was expected"
+        raise Ended("failed", why)
 
 
 def _agree(products: tuple[float, float], error: float, what: str) -> None:
@@ -414,9 +408,8 @@ class Report:
         return not self.failed
 
     def __str__(self) -> str:
-        return "\n".join(
-            [f"hc.testing.check of `{self.function}`", *map(str, self.checks)]
-        )
+        title = f"hc.testing.check of `{self.function}`"
+        return "\n".join([title, *map(str, self.checks)])
 
     __repr__ = __str__
 
@@ -473,8 +466,7 @@ def check(
         )
     if not examples:
         raise SpecError(
-            "hostcall: check() needs an example: hc.testing.check(f, (x, y)), a tuple"
-            " of arguments"
+            "hostcall: check() needs an example of arguments: check(f, (x, y))"
         )
     found: list[Check] = []
     for number, example in enumerate(examples):

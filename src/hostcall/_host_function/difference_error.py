@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import factorial
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,8 @@ BETWEEN = (0.381966, -0.707107, 0.2113, -0.5477)
 # deviations of the noise. For evenly distributed values it is at most 2 sqrt(3); a bit
 # more is allowed, since the deviation is estimated from ten values.
 _NOISE = 4.0
+# A distance -> (the results there, how far the argument really moved).
+At: TypeAlias = Callable[[float], tuple[list[np.ndarray], np.ndarray | float]]
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -75,15 +78,11 @@ class Line:
         return np.asarray(rise / (self.offsets[3 + k] - self.offsets[3 - k]))
 
 
-def lines(
-    at: Callable[[float], tuple[list[np.ndarray], np.ndarray | float]],
-    step: float,
-    reach: float = 0.0,
-) -> list[Line]:
+def lines(at: At, step: float, reach: float = 0.0) -> list[Line]:
     """The lines of all results of a function.
 
     Args:
-        at: maps a distance to (the results there, how far the argument really moved).
+        at: see `At`.
         step: the unit of the grid.
         reach: where to look if a grid is flat, in steps; ignored if inside the grid.
     """

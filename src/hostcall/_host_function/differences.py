@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,12 @@ from hostcall._host_function import result_specs
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R, Rule, Tree, among
+from hostcall._host_function.trees import pick
 
 _STEP = float(np.finfo(np.float64).eps) ** (1 / 3)
 tree = jax.tree_util
-# What moves: an element of a leaf of the arguments, or all of the leaf.
-_Place: TypeAlias = tuple[int, tuple[int, ...] | types.EllipsisType]
+# What moves: an element of a leaf of the arguments; or all of the leaf, for ().
+_Place: TypeAlias = tuple[int, tuple[Any, ...]]
 
 
 def finite_difference(
@@ -140,16 +140,15 @@ class _Point:
         self.leaves, self._tree = tree.tree_flatten(wide)
         positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
         still = among(self._function.nondiff, len(wide))
-        self.moving = {
-            n: position
-            for n, (x, position) in enumerate(zip(self.leaves, positions, strict=True))
-            if position not in still and np.asarray(x).dtype == np.float64
-        }
-        self._whole = differences.elementwise
+        floats = [np.asarray(x).dtype == np.float64 for x in self.leaves]
+        moving = pick(enumerate(positions), floats)
+        self.moving = {n: position for n, position in moving if position not in still}
+        whole = differences.elementwise
+        self._axes = {n: () if whole else self.leaves[n].shape for n in self.moving}
         self.places: list[_Place] = [
             (leaf, index)
-            for leaf in self.moving
-            for index in ([...] if self._whole else np.ndindex(self.leaves[leaf].shape))
+            for leaf, axes in self._axes.items()
+            for index in np.ndindex(axes)
         ]
 
     def at(self, place: _Place, step: float) -> tuple[list[np.ndarray], np.ndarray]:
@@ -177,19 +176,13 @@ class _Point:
             return None
         outs = []
         for i, out in enumerate(columns[0] if columns else self._run(self.leaves)):
-            rest = iter([column[i] for column in columns])
-            leaves: list[np.ndarray | None] = [None] * len(self.leaves)
-            for leaf in self.moving:
-                x = self.leaves[leaf]
-                if self._whole:
-                    leaves[leaf] = next(rest)
-                    continue
-                parts = [next(rest)[..., None] for _ in range(x.size)]
-                block = np.concatenate([np.zeros((*out.shape, 0)), *parts], axis=-1)
-                leaves[leaf] = block.reshape(out.shape + x.shape)
-            args = self._tree.unflatten(leaves)
-            blocks = tuple(args[p] for p in dict.fromkeys(self.moving.values()))
-            outs.append(blocks[0] if len(blocks) == 1 else blocks)
+            dtype = np.result_type(out, *(column[i] for column in columns))
+            blocks = {n: np.empty(out.shape + x, dtype) for n, x in self._axes.items()}
+            for (leaf, index), column in zip(self.places, columns, strict=True):
+                blocks[leaf][..., *index] = column[i]
+            args = self._tree.unflatten(map(blocks.get, range(len(self.leaves))))
+            entries = tuple(args[p] for p in dict.fromkeys(self.moving.values()))
+            outs.append(entries[0] if len(entries) == 1 else entries)
         return self._out_tree.unflatten(outs)
 
 

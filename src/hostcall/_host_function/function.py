@@ -19,6 +19,7 @@ from hostcall._core.errors import SpecError
 from hostcall._core.host_code import (
     Callee,
     Handle,
+    Kwargs,
     TakesMask,
     dress,
     is_coroutine_function,
@@ -39,6 +40,7 @@ from hostcall._host_function.rules import (
     Ruled,
     Rules,
     Tree,
+    Trees,
     Where,
     among,
 )
@@ -49,6 +51,11 @@ _WHERE = Option(
     "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
     lambda value: value in ("host", "jax"),
 )
+# What bridges leave out of the options.
+_PLAIN: dict[str, Any] = {
+    **{"name": None, "nondiff": (), "order": "pure", "lend": False},
+    **{"vmap_method": None, "arrays": "numpy", "executor": None},
+}
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
@@ -77,6 +84,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
 
     def __init__(self, fn: Callable[P, R], **options: Any) -> None:
+        options = {**_PLAIN, **options}
         name = options.pop("name")
         dress(self, fn)
         self.__name__ = name or name_of(fn).rpartition(".")[2]
@@ -180,9 +188,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     __copy__ = __deepcopy__
 
-    def _call(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], mask: Any, fill: Any
-    ) -> Any:
+    def _call(self, args: Trees, kwargs: Kwargs, mask: Any, fill: Any) -> Any:
         if kwargs:
             args = self._positional(args, kwargs)
         place = users_place()
@@ -196,11 +202,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         fills = None
         if mask is not None:
             fills = parse_fill(fill, results, self.__name__)
-            mask = parse_mask(mask, self.__name__)
-        if mask is not None:
-            operands.append(mask)
+            operands.append(parse_mask(mask, self.__name__))
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
-        nondiff = among(self.nondiff, len(args))
+        nondiff = self.nondiff and among(self.nondiff, len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             method = self.rules.batch or self.options["vmap_method"]
@@ -229,9 +233,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _held(self) -> HostFunction[P, R]:
         return self
 
-    def _spec(self, args: tuple[Tree, ...]) -> Tree:
-        if why := self._why_not():
-            raise SpecError(why, code="hc-result-spec")
+    def _spec(self, args: Trees) -> Tree:
+        if self.result is ...:
+            raise SpecError(self._why_not(), code="hc-result-spec")
         if not isinstance(self.result, str):
             return result_specs.spec_of(self.result, args, self.__name__)
         _, template = flatten_arguments(args, {})
@@ -244,13 +248,11 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             self._inferred[key] = self._infer(avals)
         return self._inferred[key]
 
-    def _infer(self, avals: tuple[Tree, ...]) -> Tree:
+    def _infer(self, avals: Trees) -> Tree:
         float64 = self.options.get("float64", False)
         return result_specs.inferred(self.fn, avals, self.__name__, float64)
 
-    def _positional(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> tuple[Tree, ...]:
+    def _positional(self, args: Trees, kwargs: Kwargs) -> Trees:
         why = (
             f"it was called with the keyword arguments {sorted(kwargs)}, which can't be"
             " put into its positions. Rules know arguments by position: pass them by"
@@ -299,8 +301,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         where = self._where("defjvps(*rules)", where, *given)
         if not given:
             raise SpecError(
-                f"hostcall: defjvps of `{self.__name__}` was given no rule. Give one"
-                " per argument, or None for an argument without a derivative",
+                f"hostcall: defjvps of `{self.__name__}` was given no rule: give one"
+                " for each argument that has a derivative",
                 code="hc-rule",
             )
         self._add("jvp", Rule(None, where, each=each))
@@ -328,11 +330,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 " whose residuals JAX sees: drop residuals=",
                 code="hc-rule",
             )
-        spec = None
         if residuals is not None:
-            spec = parse_result(residuals, f"{self.__name__} (residuals=)")
+            residuals = parse_result(residuals, f"{self.__name__} (residuals=)")
         self._takes_two(bwd, "bwd(residuals, cotangent)")
-        self._add("vjp", Rule(fwd, where, bwd, residuals=spec))
+        self._add("vjp", Rule(fwd, where, bwd, residuals=residuals))
 
     @overload
     def deftranspose(self, rule: F, *, where: Where = "host") -> F: ...
@@ -376,7 +377,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 batched call is that of this code.
         """
         self._where("defbatch(rule)", "jax", rule)
-        self.rules.add(self.__name__, "batch", rule)
+        self._add("batch", rule)
         return rule
 
     def difference_error(self, *args: Any) -> Any:
@@ -407,10 +408,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         """Sets a rule that may be given by a decorator."""
         if rule is None:
             return functools.partial(self._give, kind, where)
-        given = Rule(rule, self._where(f"def{kind}(rule)", where, rule))
+        where = self._where(f"def{kind}(rule)", where, rule)
         if kind == "jvp":
             self._takes_two(rule, "rule(primals, tangents)")
-        self._add(kind, given)
+        self._add(kind, Rule(rule, where))
         return rule
 
     def _where(self, usage: str, where: Where, *rules: Function) -> Where:
@@ -419,26 +420,23 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         check(shown, {"where": where}, {"where": _WHERE})
         face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
         options = {key: self.options[key] for key in ("arrays", "lend", "executor")}
+        if any(isinstance(rule, HostFunction) for rule in rules):
+            where = "jax"
         for rule in rules:
             if not callable(rule):
                 raise SpecError(
                     f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
                 )
-            if not is_coroutine_function(rule):
-                continue
-            this = f"the rule `{name_of(rule)}`"
-            if where == "jax":
+            awaits, this = is_coroutine_function(rule), f"the rule `{name_of(rule)}`"
+            if awaits and where == "jax":
                 raise SpecError(
                     f"hostcall: {this} of `{self.__name__}` is a coroutine function and"
-                    " JAX code. JAX traces such a rule, and can't await anything: make"
-                    " it a plain function",
+                    " JAX code, which JAX traces and can't await: make it a plain one",
                     code="hc-coroutine",
                 )
-            check(this, {**options, "awaits": True}, {})
-        if any(isinstance(rule, HostFunction) for rule in rules):
-            return "jax"
-        if where == "host" and _jax.is_tracing():
-            for rule in rules:
+            if awaits:
+                check(this, {**options, "awaits": True}, {})
+            if where == "host" and _jax.is_tracing():
                 mistakes.refuse_traced(rule, face.instead_of_traced)
         return where
 
@@ -449,9 +447,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 f" `{name_of(rule)}` takes {signature_of(rule)}",
                 code="hc-rule",
             )
-
-    def _add(self, kind: str, rule: Rule) -> None:
-        self.rules.add(self.__name__, kind, rule, self.options["order"])
 
 
 class Method(Handle, TakesMask):

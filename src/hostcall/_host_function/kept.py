@@ -39,23 +39,22 @@ def part_of(
 
 
 def _check_disk(shown: str, fn: Function, version: str | int | None) -> None:
-    why = ""
     if version is None:
         why = (
             "no version=. Give version=1, and another number whenever the code of the"
-            " function, of its rules, or of what they call changes: older results are"
-            " then not found"
+            " function, of its rules, or of what they call changes"
         )
     elif not _goes_by_name(fn):
         why = (
             f"its entries go by the function's module and name. `{name_of(fn)}` may be"
             " one of several functions of that name (a lambda, a closure, a decorator's"
             " wrapper, a partial, a bound method, a ufunc of np.frompyfunc): define it"
-            " at the top level of a module, with all that it uses as arguments, or use"
-            " cache='memory'"
+            " at the top level of a module, with arguments for what it closes over; or"
+            " use cache='memory'"
         )
-    if why:
-        raise conflict(f"`{shown}`", f"a cache that outlives the process, and {why}")
+    else:
+        return
+    raise conflict(f"`{shown}`", f"a cache that outlives the process, and {why}")
 
 
 def _check_folder(shown: str, cache: object) -> None:

@@ -51,6 +51,9 @@ Out = TypeVar("Out")
 
 Arrays = list[jax.Array]  # flat
 Tangents = list[jax.Array | None]  # one per array; None for a zero tangent
+Moved = tuple[Arrays, Tangents]  # results and their tangents
+Rows = tuple[Arrays, list[int | None]]  # results and the batch axis of each
+Flags = Sequence[bool]
 
 value_p = _jax.Primitive("host_function")
 jvp_p = _jax.Primitive("host_jvp")
@@ -72,7 +75,7 @@ class Value(ABC):
         """The results, by JAX code."""
 
     @abstractmethod
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         """The results and their tangents; called if not all tangents are zero."""
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
@@ -82,9 +85,7 @@ class Value(ABC):
             f" If it is, say how with {self}.deftranspose(rule)"
         )
 
-    def batch(
-        self, size: int, operands: Arrays, dims: Dims
-    ) -> tuple[Arrays, list[int | None]] | None:
+    def batch(self, size: int, operands: Arrays, dims: Dims) -> Rows | None:
         """(results, their batch axes) by the user's own rule; None without one."""
         del size, operands, dims
         return None
@@ -94,7 +95,7 @@ class Value(ABC):
         del dims
         return self
 
-    def narrowed(self, used: Sequence[bool]) -> Value | None:
+    def narrowed(self, used: Flags) -> Value | None:
         """A cheaper function whose operands and results are the first of these, if it
         covers all results that are used; otherwise None.
         """
@@ -118,14 +119,13 @@ class Linear(Value):
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         """The transpose: one cotangent for each tangent."""
 
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        n = self.n
-        dots: list[Tangents] = []
-        if any(t is not None for t in tangents[n:]):
+    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
+        n, dots = self.n, list[Tangents]()
+        if _any(tangents[n:]):
             moved = filled(operands[n:], tangents[n:])
             dots.append([*bind([*operands[:n], *moved], self)])
-        of_consts = [*tangents[:n], *(None,) * (len(tangents) - n)]
-        if any(t is not None for t in of_consts):
+        if _any(tangents[:n]):
+            of_consts = [*tangents[:n], *(None,) * (len(tangents) - n)]
             dots.append(_jvp_of(self.run, operands, of_consts)[1])
         return bind(operands, self), [_sum(terms) for terms in zip(*dots, strict=True)]
 
@@ -156,7 +156,7 @@ class Pair(Value):
         `backward` says that the linear function will be transposed.
         """
 
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         """Takes f'(x) t apart into constants c(x) and a linear function L(c, t)."""
 
         def taken_apart(operands: Arrays) -> Arrays:
@@ -173,7 +173,7 @@ class Pair(Value):
         back = linear.transposed(given, cotangents[len(self.value.avals) :])
         return [*(None,) * len(args), *back[len(consts) :]]
 
-    def narrowed(self, used: Sequence[bool]) -> Value | None:
+    def narrowed(self, used: Flags) -> Value | None:
         """The function itself, if nothing uses the tangents."""
         return None if any(used[len(self.value.avals) :]) else self.value
 
@@ -201,24 +201,25 @@ def filled(like: Arrays, tangents: Tangents) -> Arrays:
     ]
 
 
+def _any(tangents: Tangents) -> bool:
+    return any(t is not None for t in tangents)
+
+
 def _sum(terms: Sequence[jax.Array | None]) -> jax.Array | None:
     there = [t for t in terms if t is not None]
     return sum(there[1:], there[0]) if there else None
 
 
-def _jvp_of(
-    code: Callable[[Arrays], Arrays], primals: Arrays, tangents: Tangents
-) -> tuple[Arrays, Tangents]:
+def _jvp_of(code: Callable[..., Arrays], primals: Arrays, tangents: Tangents) -> Moved:
     """`jax.jvp` along the tangents that aren't None."""
-    at = [i for i, t in enumerate(tangents) if t is not None]
+    # None is a pytree without leaves.
+    pairs = list(zip(primals, tangents, strict=True))
+    moving = [None if t is None else x for x, t in pairs]
 
-    def moving(*xs: jax.Array) -> Arrays:
-        whole = list(primals)
-        for i, x in zip(at, xs, strict=True):
-            whole[i] = x
-        return code(whole)
+    def moved(xs: Tangents) -> Arrays:
+        return code([p if x is None else x for x, p in zip(xs, primals, strict=True)])
 
-    outs, touts = jax.jvp(moving, [primals[i] for i in at], [tangents[i] for i in at])
+    outs, touts = jax.jvp(moved, (moving,), (tangents,))
     return list(outs), list(map(_present, touts))
 
 
@@ -253,11 +254,10 @@ class Batched(Value):
     def run(self, operands: Arrays) -> Arrays:
         return list(self._each(self.inner.run, (operands, self.dims)))
 
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         # None is a pytree without leaves, in what goes in and in what comes out.
         pairs = (operands, self.dims), (tangents, self.dims)
-        outs, touts = self._each(self.inner.jvp, *pairs)
-        return outs, touts
+        return self._each(self.inner.jvp, *pairs)
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         pairs = (operands, self.dims), (cotangents, (0,) * len(cotangents))
@@ -267,19 +267,15 @@ class Batched(Value):
     def shared(self, dims: Dims) -> Value:
         return replace(self, inner=self.inner.shared(dims))
 
-    def narrowed(self, used: Sequence[bool]) -> Value | None:
+    def narrowed(self, used: Flags) -> Value | None:
         inner = self.inner.narrowed(used)
         return None if inner is None else replace(self, inner=inner)
 
     def _each(self, f: Callable[..., Out], *pairs: tuple[Tangents, Dims]) -> Out:
         """`f` on each row of lists of arrays, which are given with their batch axes."""
-        lists, dims = [list(p[0]) for p in pairs], tuple(list(p[1]) for p in pairs)
-        rows: Callable[..., Out]
-        if any(d is not None for ds in dims for d in ds):
-            rows = jax.vmap(f, dims, axis_size=self.size)
-            return rows(*lists)
-        # jax.vmap wants at least one batched argument.
-        rows = jax.vmap(lambda _, *xs: f(*xs), (0, *(None,) * len(lists)))
+        lists, dims = [list(p[0]) for p in pairs], [list(p[1]) for p in pairs]
+        # jax.vmap wants at least one batched argument: the first.
+        rows: Callable[..., Out] = jax.vmap(lambda _, *xs: f(*xs), (0, *dims))
         return rows(jnp.zeros(self.size), *lists)
 
 
@@ -324,19 +320,15 @@ def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
     return _jax.result_avals(what.avals, operands, pure=True)
 
 
-def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, what: Value
-) -> tuple[Arrays, Arrays]:
+def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:
     operands, present = list(primals), list(map(_present, tangents))
-    if any(t is not None for t in present):
+    if _any(present):
         outs, touts = what.jvp(operands, present)
     else:
         outs = bind(operands, what)
         touts = [None] * len(outs)
-    return outs, [
-        _jax.zero_tangent(out) if t is None else t
-        for out, t in zip(outs, touts, strict=True)
-    ]
+    pairs = zip(outs, touts, strict=True)
+    return outs, [_jax.zero_tangent(x) if t is None else t for x, t in pairs]
 
 
 def _present(tangent: jax.Array) -> jax.Array | None:
@@ -348,9 +340,7 @@ def _present(tangent: jax.Array) -> jax.Array | None:
     return None if tangent.dtype == jax.dtypes.float0 else tangent
 
 
-def _transpose(
-    cotangents: Sequence[jax.Array], *operands: jax.Array, what: Value
-) -> Tangents:
+def _transpose(cotangents: Arrays, *operands: jax.Array, what: Value) -> Tangents:
     # Those of a pair's values have no part in it.
     values = len(what.value.avals) if isinstance(what, Pair) else 0
     if all(type(ct) is _jax.Zero for ct in cotangents[values:]):
@@ -363,9 +353,7 @@ def _transpose(
     ]
 
 
-def _batch(
-    operands: Sequence[jax.Array], dims: Dims, *, what: Value
-) -> tuple[Arrays, list[int | None]]:
+def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
     size, dims, operands = size_of(operands, dims), tuple(dims), list(operands)
     by_rule = what.batch(size, operands, dims)
     if by_rule is not None:
@@ -384,17 +372,12 @@ def _batch(
     return [*outs, *touts], [*(None,) * len(outs), *(0,) * len(touts)]
 
 
-def _narrow(
-    used: Sequence[bool], eqn: JaxprEquation
-) -> tuple[list[bool], JaxprEquation | None]:
+def _narrow(used: Flags, eqn: JaxprEquation) -> tuple[list[bool], JaxprEquation | None]:
     if not any(used):
         return [False] * len(eqn.invars), None
-    smaller = eqn.params["what"].narrowed(used)
-    if smaller is not None:
-        narrow = _only(eqn, smaller)
-        n = len(narrow.invars)
-        return [i < n for i in range(len(eqn.invars))], narrow
-    return [True] * len(eqn.invars), eqn
+    smaller, n = eqn.params["what"].narrowed(used), len(eqn.invars)
+    narrow = eqn if smaller is None else _only(eqn, smaller)
+    return [i < len(narrow.invars) for i in range(n)], narrow
 
 
 def _only(eqn: JaxprEquation, smaller: Value) -> JaxprEquation:
@@ -441,7 +424,7 @@ def _split(trace: JaxprTrace, *tracers: jax.Array, what: Pair) -> Arrays:
 
 
 def _split_under_remat(
-    saveable: object, unknown: Sequence[bool], inst: Sequence[bool], eqn: JaxprEquation
+    saveable: object, unknown: Flags, inst: Flags, eqn: JaxprEquation
 ) -> tuple[JaxprEquation | None, JaxprEquation, list[bool], list[bool], list[Var]]:
     """The forward pass computes only the results, by the function itself.
 
@@ -450,11 +433,8 @@ def _split_under_remat(
     del saveable
     what: Pair = eqn.params["what"]
     n_outs, everything = len(what.value.avals), [True] * len(eqn.outvars)
-    residuals = [
-        v
-        for v, here in zip(eqn.invars, inst, strict=True)
-        if not here and not _jax.is_literal(v)
-    ]
+    pairs = zip(eqn.invars, inst, strict=True)
+    residuals = [v for v, here in pairs if not here and not _jax.is_literal(v)]
     if any(unknown[: what.n]):
         return None, eqn, everything, everything, residuals
     if not any(unknown):

@@ -41,7 +41,6 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
 from secrets import randbits
 
 import jax
@@ -59,18 +58,13 @@ HANDLE = _jax.ShapedArray((2,), np.dtype(np.uint32))
 
 # How many dropped residuals are remembered.
 _REMEMBERED = 1024
+_NOTHING = object(), True
 
 
 class ResidualStore:
-    """The newest residuals, by number.
+    """The newest residuals, by number."""
 
-    Args:
-        limit: returns how many to keep.
-    """
-
-    def __init__(self, limit: Callable[[], int]) -> None:
-        self.limit = limit
-        self.missed = 0  # how often a residual was computed again
+    def __init__(self) -> None:
         # By number: the residual, and whether it is never taken out. Oldest first.
         self._kept: dict[int, tuple[Tree, bool]] = {}
         self._dropped: deque[int] = deque(maxlen=_REMEMBERED)
@@ -79,9 +73,6 @@ class ResidualStore:
         # Starts anywhere in 62 bits, so that a handle from another process, or from
         # this one before a fork, finds nothing.
         self._numbers = itertools.count(randbits(62))
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def put(self, residual: Tree) -> np.ndarray:
         """Keeps a residual and returns its handle."""
@@ -97,22 +88,16 @@ class ResidualStore:
             take: whether this looks like the last use.
         """
         number = number_of(handle)
-        found = self._kept.get(number)
-        if found is None:
-            return None, False
-        residual, sticky = found
+        residual, sticky = self._kept.get(number, _NOTHING)
         if take and not sticky:
             self._kept.pop(number, None)
-        return residual, True
+        return residual, residual is not _NOTHING[0]
 
     def put_back(self, handle: np.ndarray, residual: Tree) -> None:
         """Keeps a residual that had to be computed again, and never takes it out."""
-        self.missed += 1
         self._keep(number_of(handle), residual, sticky=True)
 
-    def say_that_it_runs_again(
-        self, handle: np.ndarray, name: str, source: str, place: Place
-    ) -> None:
+    def warn(self, handle: np.ndarray, name: str, source: str, place: Place) -> None:
         """Logs, once for each function, that a residual that was dropped to make room
         for newer ones is computed again.
         """
@@ -128,7 +113,7 @@ class ResidualStore:
             " of those (differentiated at %s). hostcall.configure(residuals=...) keeps"
             " more; with residuals= of defvjp they are arrays of the program",
             name,
-            self.limit(),
+            config.settings.residuals,
             place,
         )
 
@@ -138,12 +123,8 @@ class ResidualStore:
         # At exit nothing has to be dropped: the process's memory goes anyway.
         weakref.finalize(array, self._kept.pop, number, None).atexit = False
 
-    def clear(self) -> None:
-        self._kept.clear()
-        self._dropped.clear()
-
     def _keep(self, number: int, residual: Tree, sticky: bool) -> None:
-        limit = self.limit()
+        limit = config.settings.residuals
         self._kept[number] = residual, sticky
         extra = len(self._kept) - limit
         # A copy of all numbers is one step; a walk through some isn't.
@@ -156,4 +137,4 @@ def number_of(handle: np.ndarray) -> int:
     return int.from_bytes(np.asarray(handle).tobytes(), "little")
 
 
-store = ResidualStore(lambda: config.settings.residuals)
+store = ResidualStore()

@@ -17,7 +17,15 @@ from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.spec import is_array_like, widened
-from hostcall._host_function.rules import Function, Kind, Options, Tree, call_here
+from hostcall._host_function.primitives import Arrays
+from hostcall._host_function.rules import (
+    Function,
+    Kind,
+    Options,
+    Tree,
+    Trees,
+    call_here,
+)
 from hostcall._host_function.trees import RuleTrees
 
 tree = jax.tree_util
@@ -34,7 +42,7 @@ class like(OfArguments):
 
     argument: int
 
-    def spec(self, args: tuple[Tree, ...], name: str) -> Tree:
+    def spec(self, args: Trees, name: str) -> Tree:
         found = _argument(self, args, name)
         if not _is_aval(found):
             raise SpecError(
@@ -58,12 +66,12 @@ class same_tree(OfArguments):
 
     argument: int
 
-    def spec(self, args: tuple[Tree, ...], name: str) -> Tree:
+    def spec(self, args: Trees, name: str) -> Tree:
         found = _argument(self, args, name)
         return tree.tree_map(lambda x: x if _is_aval(x) else None, found)
 
 
-def _argument(which: like | same_tree, args: tuple[Tree, ...], name: str) -> Tree:
+def _argument(which: like | same_tree, args: Trees, name: str) -> Tree:
     """The argument, with a ShapeDtypeStruct for each array."""
     number, n = which.argument, len(args)
     if not isinstance(number, int) or not -n <= number < n:
@@ -127,7 +135,7 @@ def _is_aval(leaf: Tree) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def spec_of(result: Tree, args: tuple[Tree, ...], name: str) -> Tree:
+def spec_of(result: Tree, args: Trees, name: str) -> Tree:
     """The spec that `result=`, unless it is "infer", means for these arguments, or for
     their avals.
     """
@@ -156,9 +164,7 @@ def _short(arg: Tree) -> str:
     return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)
 
 
-def inferred(
-    fn: Function, avals: tuple[Tree, ...], name: str, float64: bool = False
-) -> Tree:
+def inferred(fn: Function, avals: Trees, name: str, float64: bool) -> Tree:
     """The spec of what the function returns for zeros."""
 
     def zeros(leaf: Tree) -> Tree:
@@ -178,9 +184,7 @@ def inferred(
     return tree.tree_map(lambda leaf: aval_of(np.asarray(leaf)), value)
 
 
-def aligned(
-    args: list[jax.Array], site: RuleTrees, kind: Kind, options: Options
-) -> list[jax.Array]:
+def aligned(args: Arrays, site: RuleTrees, kind: Kind, options: Options) -> Arrays:
     """Gives the operands of an elementwise function as many axes as the result.
 
     `kind` says which of its codes takes them; `options` are those of the call, whose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
@@ -15,6 +16,7 @@ Where = Literal["host", "jax"]
 Function = Callable[..., Any]
 # An argument, a result or a residual of the user's: a pytree of anything.
 Tree: TypeAlias = Any
+Trees: TypeAlias = tuple[Tree, ...]
 # Of calls, as `make` takes them.
 Options: TypeAlias = dict[str, Any]
 # The parameters and the result of the function that a HostFunction is made of.
@@ -68,7 +70,7 @@ class Rule:
     flat: bool = False
     diagonal: bool = False
 
-    @property
+    @cached_property
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
         return self.bwd is not None and self.where == "host" and self.residuals is None
@@ -84,32 +86,6 @@ class Rules:
     jacobian: Rule | None = None
     batch: Function | None = None
 
-    def add(self, name: str, kind: str, rule: object, order: str = "pure") -> None:
-        """Sets a rule, once, if it goes together with the order and other rules."""
-        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(self, k)]
-        why, code = "", "hc-rule"
-        if order != "pure":
-            code = "hc-conflict"
-            why = (
-                f"order={order!r} and def{kind}. Derivatives run the function again, or"
-                " not at all: make it pure, and leave its effects to a hc.tap or"
-                " hc.call beside it"
-            )
-        elif getattr(self, kind) is not None:
-            why = (
-                f"a rule by def{kind} already. Programs may be compiled with it: make a"
-                " new function with hc.host for another"
-            )
-        elif kinds and (self.transpose or kind == "transpose"):
-            why = (
-                f"deftranspose and def{kinds[0]}. A linear function is its own"
-                " derivative, and deftranspose says that it is linear: drop one of the"
-                " two"
-            )
-        if why:
-            raise SpecError(f"hostcall: `{name}` has {why}", code=code)
-        setattr(self, kind, rule)
-
 
 class Ruled(Handle):
     """A Python function with its rules: what these see of a HostFunction."""
@@ -124,8 +100,35 @@ class Ruled(Handle):
     advice: str  # what errors advise if the rules are not the user's to give
     rules_copy = False
 
+    def _add(self, kind: str, rule: object) -> None:
+        """Sets a rule, once, if it goes together with the order and other rules."""
+        own, order, code = self.rules, self.options["order"], "hc-rule"
+        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(own, k)]
+        if order != "pure" and kind != "batch":
+            code = "hc-conflict"
+            why = (
+                f"order={order!r} and def{kind}. Derivatives run the function again, or"
+                " not at all: make it pure, and its effects a hc.tap or hc.call"
+            )
+        elif getattr(own, kind) is not None:
+            why = (
+                f"a rule by def{kind} already. Programs may be compiled with it: make a"
+                " new function with hc.host for another"
+            )
+        elif kinds and (own.transpose or kind == "transpose"):
+            why = (
+                f"deftranspose and def{kinds[0]}. deftranspose says that the function"
+                " is linear, and so its own derivative: drop one of the two"
+            )
+        else:
+            setattr(own, kind, rule)
+            return
+        raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
+
     def _rule_of(self, kind: Kind) -> Rule:
-        """What a def* method was given for this kind of code."""
+        """What a def* method was given for this kind of code; or the function."""
+        if kind == "value":
+            return Rule(self.fn, "host")
         rule: Rule = getattr(self.rules, RULES[kind][0])
         return rule
 
@@ -134,8 +137,6 @@ class Ruled(Handle):
 
         `index` is the argument of a rule of `defjvps`; None for the first of them.
         """
-        if kind == "value":
-            return self.fn
         rule = self._rule_of(kind)
         found = rule.bwd if kind == "backward" else rule.fn
         if index is not None:
@@ -192,15 +193,7 @@ MISSING = {
         " bwd(residuals, cotangent) -> cotangents; or {name}.defjacobian(rule); or"
         " write the rule in JAX code: {name}.defjvp(rule, where='jax')"
     ),
-    "second": (
-        "`{rule}`, a rule of `{name}` in host code, is itself differentiated (called at"
-        " {place}). {advice}"
-    ),
-    # The rule is not the user's.
-    "again": (
-        "a derivative of `{name}` is itself differentiated (called at {place})."
-        " {advice}"
-    ),
+    "second": "{rule} is itself differentiated (called at {place}). {advice}",
     "argument": (
         "`{name}` is differentiated with respect to argument {position}, {why} (called"
         " at {place}). Keep the derivative out with jax.lax.stop_gradient on that"

@@ -13,45 +13,49 @@ import sys
 import types
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import name_of, source_of
-from hostcall._host_function.rules import Function, Kind, Ruled, Tree, forward_pair
+from hostcall._host_function.rules import (
+    Function,
+    Kind,
+    Ruled,
+    Tree,
+    Trees,
+    forward_pair,
+)
 from hostcall._host_function.trees import is_pair
 from hostcall._policies import executors
 from hostcall._policies.layer import same
 
-Out = TypeVar("Out")
 # Calls functions of the user's: yields what one returns, and gets the value back.
-Calls: TypeAlias = Generator[Tree, Tree, Out]
+Calls: TypeAlias = Generator[Tree, Tree, Tree]
 
 
-def driven(calls: Callable[..., Calls[Out]], *args: Tree) -> Out:
+def driven(calls: Callable[..., Calls], *args: Tree) -> Tree:
     """Runs one of the generators below: each value that it yields goes back to it."""
     generator, value = calls(*args), None
     while True:
         try:
             value = generator.send(value)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value
 
 
-async def awaited(calls: Callable[..., Calls[Out]], *args: Tree) -> Out:
+async def awaited(calls: Callable[..., Calls], *args: Tree) -> Tree:
     """`driven`, if some of the functions are coroutine functions."""
     generator, value = calls(*args), None
     while True:
         try:
             value = generator.send(value)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value
         if inspect.isawaitable(value):
             value = await value
 
 
-def push_each(
-    rules: list[tuple[Function, Tree]], fn: Function | None, outs: Tree, args: Tree
-) -> Calls[tuple[Tree, list[Tree]]]:
+def push_each(rules: Trees, fn: Function | None, outs: Tree, args: Trees) -> Calls:
     """(result, what the rules of the arguments give), whose sum is the tangent."""
     if fn is not None:
         outs = yield fn(*args)
@@ -63,17 +67,17 @@ def push_each(
 
 def push_whole(
     rule: Function, fn: Function | None, like: Tree, args: Tree, tangents: Tree
-) -> Calls[tuple[Tree, Tree]]:
+) -> Calls:
     """(result, tangent), by a rule that returns both or only the tangent."""
     value = yield rule(args, tangents)
     if is_pair(value, like):
-        return value  # type: ignore[no-any-return]
+        return value
     return None if fn is None else (yield fn(*args)), value
 
 
 def both_halves(
     forward: Function, backward: Function, name: str, args: Tree, given: Tree
-) -> Calls[tuple[Tree, Tree]]:
+) -> Calls:
     """(residual, cotangents), if the store has dropped the residual."""
     _, residual = forward_pair((yield forward(*args)), name)
     return residual, (yield backward(residual, *given))

@@ -28,7 +28,6 @@ The way of a value and its gradient, for a `defvjp` in host code:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,8 +38,11 @@ from hostcall import _jax
 from hostcall._core.spec import Template
 from hostcall._host_function.primitives import (
     Arrays,
+    Flags,
     Linear,
+    Moved,
     Pair,
+    Rows,
     Tangents,
     Value,
     bind,
@@ -61,18 +63,19 @@ class CallSite(RuleTrees):
     def run(self, operands: Arrays, **more: object) -> Arrays:
         return Steps(self, "value", self.avals).run(operands, **more)
 
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         found = self.function.rules
-        self._check_tangents(tangents)
+        if self.nondiff or (found.jvp and found.jvp.each):
+            self._check_tangents(tangents)
         if not self.out_avals:
             return bind(operands, self), [None for _ in self.avals]
         if found.transpose:
             return self._linear_jvp(operands, tangents)
         if not (found.vjp or found.jvp or found.jacobian):
             raise self.missing("derivative")
+        moving = [t for t in tangents if t is not None]
         nz = tuple(t is not None for t in tangents)
-        derivative = Derivative(self, len(nz), nz)
-        whole = [*operands, *(t for t in tangents if t is not None)]
+        derivative, whole = Derivative(self, len(nz), nz), [*operands, *moving]
         if found.vjp or (found.jvp and (found.jacobian or found.jvp.where == "host")):
             both = bind(whole, derivative)
         else:  # JAX can transpose the rule's code, and the product with a Jacobian
@@ -81,15 +84,15 @@ class CallSite(RuleTrees):
         return both[:n], spread(both[n:], self.out_diff)
 
     def _check_tangents(self, tangents: Tangents) -> None:
-        jvp = self.function.rules.jvp
+        jvp, moving = self.function.rules.jvp, [t is not None for t in tangents]
         each = jvp.each if jvp else ()
-        for position, tangent in zip(self.positions, tangents, strict=True):
+        for position in pick(self.positions, moving):
             why = ""
             if position in self.nondiff:
                 why = "which is in nondiff="
             elif each and (position >= len(each) or each[position] is None):
                 why = "for which defjvps was given no rule"
-            if why and tangent is not None:
+            if why:
                 raise self.missing("argument", position=position, why=why)
 
     # --- Linear functions ----------------------------------------------------------
@@ -102,9 +105,7 @@ class CallSite(RuleTrees):
         """The same function with tangents for its linear arguments. Fills have none."""
         return replace(self, fills=(None,) * len(self.avals)) if self.masked else self
 
-    def _linear_jvp(
-        self, operands: Arrays, tangents: Tangents
-    ) -> tuple[Arrays, Tangents]:
+    def _linear_jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         """The results, and the same function of the tangents."""
         whole = zip(operands, filled(operands, tangents), self.diff, strict=True)
         touts = bind([t if flag else x for x, t, flag in whole], self.of_tangents)
@@ -124,9 +125,7 @@ class CallSite(RuleTrees):
 
     # --- Batches -------------------------------------------------------------------
 
-    def batch(
-        self, size: int, operands: Arrays, dims: Dims
-    ) -> tuple[Arrays, list[int | None]] | None:
+    def batch(self, size: int, operands: Arrays, dims: Dims) -> Rows | None:
         rule = self.function.rules.batch
         trees = self.name, self.template, self.results
         return batch_by_rule(rule, trees, operands, dims, size) if rule else None
@@ -247,7 +246,7 @@ class LinearPart(Linear):
         if found.jacobian:
             there = self.ready and found.vjp is None
             blocks = residuals if there else jacobian(site, args)
-            return push(blocks, spread(tangents, self.nz), site)
+            return push(blocks, site, self.nz, tangents)
         raise site.missing("forward")
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
@@ -267,7 +266,9 @@ class LinearPart(Linear):
             return code.called([*args, *residuals, *cotangents], template)
         if found.jacobian:
             blocks = residuals if self.ready else jacobian(site, args)
-            return pull(blocks, cotangents, site, self.nz)
+            forward = partial(push, blocks, site, self.nz)
+            (back,) = jax.linear_transpose(forward, pick(args, self.nz))(cotangents)
+            return list(back)
         raise site.missing("reverse")
 
 
@@ -301,7 +302,7 @@ def _forget_with(handle: jax.Array) -> None:
 # --- Jacobians -----------------------------------------------------------------------
 #
 # The blocks are ordered by result, then by argument, and each has the shape
-# out.shape + in.shape. Forward mode computes J t, reverse mode ct J, with the same J.
+# out.shape + in.shape.
 
 
 def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
@@ -309,43 +310,24 @@ def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
     return Steps(site, "jacobian", site.jacobian_avals).called(args)
 
 
-def push(jacobian: Arrays, tangents: Tangents, site: RuleTrees) -> Arrays:
-    """The tangents of the results, J t; a tangent that is None is zero."""
-    n = sum(site.diff)
-    given = pick(zip(tangents, site.in_avals, strict=True), site.diff)
-    used = [(j, t, len(x.shape)) for j, (t, x) in enumerate(given) if t is not None]
-    return [
-        _sum(out, [_dot(site, jacobian[i * n + j], t, axes) for j, t, axes in used])
-        for i, out in enumerate(site.out_avals)
-    ]
+def push(jacobian: Arrays, site: RuleTrees, nz: Flags, tangents: Arrays) -> Arrays:
+    """The tangents of the results, J t, for the tangents of the arrays that `nz` marks.
 
+    JAX transposes it for reverse mode.
+    """
+    n, used = sum(site.diff), pick(range(sum(site.diff)), pick(nz, site.diff))
+    product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 
-def pull(
-    jacobian: Arrays, cotangents: Arrays, site: RuleTrees, wanted: Sequence[bool]
-) -> Arrays:
-    """The cotangents of the arrays that `wanted` marks, ct J."""
-    n, axes = sum(site.diff), [ct.ndim for ct in cotangents]
-    columns = pick([jacobian[j::n] for j in range(n)], pick(wanted, site.diff))
-    dot = partial(_dot, site)
-    return [
-        _sum(like, list(map(dot, cotangents, column, axes)))
-        for like, column in zip(pick(site.in_avals, wanted), columns, strict=True)
-    ]
+    def dot(block: jax.Array, t: jax.Array) -> jax.Array:
+        return block * t if site.diagonal else product(block, t, t.ndim)
 
-
-def _sum(like: Aval, terms: Arrays) -> jax.Array:
-    total = sum(terms[1:], terms[0]) if terms else jnp.zeros(like.shape)
-    if total.shape != like.shape:  # the argument was broadcast to the result
-        more = total.ndim - len(like.shape)
-        ones = [more + i for i, n in enumerate(like.shape) if n == 1]
-        total = total.sum([*range(more), *ones]).reshape(like.shape)
-    return total.astype(like.dtype)
-
-
-def _dot(site: RuleTrees, left: jax.Array, right: jax.Array, axes: int) -> jax.Array:
-    if site.diagonal:
-        return left * right
-    return jnp.tensordot(left, right, axes, precision=jax.lax.Precision.HIGHEST)
+    found = []
+    for i, out in enumerate(site.out_avals):
+        row = jacobian[i * n : (i + 1) * n]
+        terms = [dot(row[j], t) for j, t in zip(used, tangents, strict=True)]
+        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
+        found.append(total.astype(out.dtype))
+    return found
 
 
 for _type in (CallSite, Transpose, Derivative, LinearPart):

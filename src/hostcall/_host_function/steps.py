@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,14 @@ from hostcall._core.spec import (
     wrap_keys,
 )
 from hostcall._host_function import sendable
-from hostcall._host_function.primitives import Arrays, Tangents, Value, bind
+from hostcall._host_function.primitives import (
+    Arrays,
+    Flags,
+    Moved,
+    Tangents,
+    Value,
+    bind,
+)
 from hostcall._host_function.residuals import store
 from hostcall._host_function.result_specs import aligned, elementwise
 from hostcall._host_function.rules import (
@@ -45,13 +52,15 @@ from hostcall._host_function.rules import (
     Options,
     Rule,
     Tree,
+    Trees,
     forward_pair,
 )
-from hostcall._host_function.trees import RuleTrees, pick, spread
-from hostcall._jax.types import Aval, TreeDef
+from hostcall._host_function.trees import Positions, RuleTrees, pick, spread
+from hostcall._jax.types import Aval
 from hostcall._policies.layer import same
 from hostcall._primitives.call import make
 
+T = TypeVar("T")
 # (function to run, its arguments, function that makes arrays of its value).
 Parts: TypeAlias = tuple[Function, Sequence[Tree], Callable[[Tree], Iterable[Tree]]]
 
@@ -106,56 +115,57 @@ class Steps(HostCode, Value):
         operands, mask = self.unmasked(operands)
         if site.function.result is elementwise and options["vmap_method"] in WHOLE:
             operands = aligned(operands, site, self.kind, options)
-        trees = *self._trees(len(operands)), self.fills
+        trees = site.template, site.results
+        if self.kind != "value":  # a rule gets flat arrays
+            marks = site.template.keys[: self.n]
+            template = Template.flat(*marks, *(None,) * (len(operands) - len(marks)))
+            trees = template, Results.flat(self.avals, self._of_results(trees[1].keys))
         how, policy = CallOptions.of(options), Policy.of(options, site.function)
-        callback = Callback(Static(self), *trees, how, site.place, policy)
+        fills = self._of_results(site.fills)
+        callback = Callback(Static(self), *trees, fills, how, site.place, policy)
         return make(callback, operands, mask)
 
-    def _trees(self, n: int) -> tuple[Template, Results]:
-        """Those of the call: the function has its own, a rule `n` flat arrays."""
-        site = self.site
-        if self.kind == "value":
-            return site.template, site.results
-        keys = site.results.keys if self.kind in ("both", "forward") else ()
-        keys += (None,) * (len(self.avals) - len(keys))
-        marks = site.template.keys[: self.n]
-        template = Template.flat(*marks, *(None,) * (n - len(marks)))
-        return template, Results.flat(self.avals, keys)
+    def _of_results(self, own: Sequence[T] | None) -> tuple[T | None, ...]:
+        """One entry for each result of the call: from those for the function's results
+        if these come first, else None.
+        """
+        own = (self.kind in ("value", "both", "forward") and own) or ()
+        return *own, *(None,) * (len(self.avals) - len(own))
 
     def options(self) -> Options:
         """The options of its calls, as `make` takes them."""
         function, options = self.site.function, dict(self.site.function.options)
         if self.kind != "value":
             options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
-        if self.keeps_objects:
+        if self.rule.keeps_objects:
             options["cache"] = None  # one backward rule takes the residual
             # A residual that is kept may be an argument.
             options["lend"] = options["lend"] and function.rules_copy
             if options["vmap_method"] != "parallel":
                 options["vmap_method"] = "sequential"
         if (cache := options.get("cache")) is not None:
-            label: tuple[object, ...] = self.kind, self.nz
-            if self.kind != "value":
-                # version= says which code computes the value; a rule can be set again.
-                label += (fingerprint(self.code),)
-            template = self.site.template
-            options["cache"] = replace(cache, label=str(label), template=template)
+            # version= says which code computes the value; a rule can be set again.
+            code = () if self.kind == "value" else (fingerprint(self.code),)
+            label, template = str((self.kind, self.nz, *code)), self.site.template
+            options["cache"] = replace(cache, label=label, template=template)
         return options
 
-    def jvp(self, operands: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
+    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents
-        again = "again" if self.site.function.advice else "second"
-        missing = "derivative" if self.kind == "value" else again
-        raise self.site.missing(missing, rule=name_of(self.code))
+        rule = f"`{name_of(self.code)}`, a rule of `{self.site.name}` in host code,"
+        if self.site.function.advice:  # the rule is not the user's
+            rule = f"a derivative of `{self.site.name}`"
+        raise self.site.missing("second", rule=rule)
 
     def shared(self, dims: Sequence[int | None]) -> Value:
         """A backward rule does not take out a residual that the rows share."""
         handle = len(self.site.in_avals)
-        if self.kind == "backward" and self.keeps_objects and dims[handle] is None:
+        keeps = self.kind == "backward" and self.rule.keeps_objects
+        if keeps and dims[handle] is None:
             return replace(self, take=False)
         return self
 
-    def narrowed(self, used: Sequence[bool]) -> Value | None:
+    def narrowed(self, used: Flags) -> Value | None:
         """The function itself, if nothing uses the forward rule's residuals."""
         unused = self.kind == "forward" and not any(used[len(self.site.avals) :])
         return self.site if unused else None
@@ -174,18 +184,15 @@ class Steps(HostCode, Value):
 
     @cached_property
     def rule(self) -> Rule:
-        """The rule that it belongs to. The function itself has none."""
+        """The rule that it belongs to. If that keeps objects, it leaves its residual in
+        the store, or looks there for it.
+        """
         return self.site.function._rule_of(self.kind)
-
-    @cached_property
-    def keeps_objects(self) -> bool:
-        """Whether it leaves its residual in the store, or looks there for it."""
-        return self.kind in ("forward", "backward") and self.rule.keeps_objects
 
     @cached_property
     def n(self) -> int:
         """How many of the first operands are arrays of the function's arguments."""
-        first = self.kind not in ("transpose", "backward") or self.keeps_objects
+        first = self.kind not in ("transpose", "backward") or self.rule.keeps_objects
         return len(self.site.template.keys) if first else 0
 
     @cached_property
@@ -195,12 +202,6 @@ class Steps(HostCode, Value):
             return slice(self.n, self.n + sum(self.nz))
         back = self.kind in ("backward", "transpose")
         return slice(-len(self.site.out_avals), None) if back else slice(0)
-
-    @property
-    def fills(self) -> tuple[bytes | None, ...]:
-        """For each result of a masked row, what it gets; None for zeros."""
-        own = (self.kind in ("value", "both", "forward") and self.site.fills) or ()
-        return own + (None,) * (len(self.avals) - len(own))
 
     def unmasked(self, operands: Arrays) -> tuple[Arrays, jax.Array | None]:
         """(the operands without the mask, the mask or None)."""
@@ -238,17 +239,15 @@ class Steps(HostCode, Value):
         return self.kind, self.code
 
     def __call__(self, *operands: Tree, **out: Tree) -> Tree:
-        if self.kind == "value":
-            return self._code("value")(*operands, **out)
-        run, sent, finish = self.split(operands, {})
-        return finish(run(*sent))
+        run, sent, finish = self.split(operands, out)
+        return finish(run(*sent, **out))
 
     def split(self, args: Sequence[Tree], kwargs: object) -> Parts:
         del kwargs
         if self.kind == "value":
             return self._code("value"), args, same
-        run, sent, finish = getattr(self, f"_{self.kind}")(args)
-        return run, sent, lambda value: tuple(finish(value))
+        parts: Parts = getattr(self, f"_{self.kind}")(args)
+        return parts
 
     def _code(self, kind: Kind, index: int | None = None) -> Function:
         """One of the user's functions, in a form that the executor can send."""
@@ -269,36 +268,30 @@ class Steps(HostCode, Value):
 
     def _kept(self, residual: Tree) -> Arrays:
         """The arrays that a forward rule's residual becomes in the program."""
-        if self.keeps_objects:
+        if (spec := self.rule.residuals) is None:
             return [store.put(residual)]
         structure = "residuals in the structure of residuals="
-        return self.site.leaves_of(self._tree, residual, self.words, structure)
+        return self.site.leaves_of(spec.treedef, residual, self.words, structure)
 
     def _residual(self, leaves: Arrays) -> Tree:
         """The residual of these arrays."""
-        return self._tree.unflatten(leaves)
-
-    @property
-    def _tree(self) -> TreeDef:
-        """Of the residuals that are arrays of the program."""
         assert self.rule.residuals is not None
-        return self.rule.residuals.treedef
+        return self.rule.residuals.treedef.unflatten(leaves)
 
-    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Tangents:
+    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Sequence[Tree]:
         """The cotangents of arguments, with zeros for None.
 
         If the rule works on whole batches, the batch axes come first, and the zeros
         need them too, as the cotangents of the results have them.
         """
-        if not any(leaf is None for leaf in leaves):
-            return leaves
         # All cotangents of the results have the same batch axes.
         ct, out = cotangents[-1], self.site.out_avals[-1]
         batch = ct.shape[: len(ct.shape) - len(out.shape)]
-        return [
-            np.zeros(batch + aval.shape, aval.dtype) if leaf is None else leaf
-            for leaf, aval in zip(leaves, self.avals, strict=True)
+        pairs = zip(leaves, self.avals, strict=True)
+        zeros = [
+            np.zeros(batch + a.shape, a.dtype) if x is None else x for x, a in pairs
         ]
+        return tuple(zeros)
 
     def _term(self, leaves: Tangents) -> Arrays:
         """One argument's share of the tangents."""
@@ -321,7 +314,8 @@ class Steps(HostCode, Value):
         whole = site.tangents(operands[:n], dots, self.zeros)
         fn = self._code("value") if self.kind == "both" else None
         if jvp.fn is not None:
-            rule, zeros = self._code("jvp"), site.result_of_zeros
+            rule, like = self._code("jvp"), site.results.treedef
+            zeros = like.unflatten([0] * like.num_leaves)
             calls = self._several(sendable.push_whole, rule, fn, zeros, args, whole)
         else:
             positions = sorted(set(pick(site.positions, self.nz)))
@@ -333,80 +327,78 @@ class Steps(HostCode, Value):
 
     _both = _jvp
 
-    def _pushed(self, value: tuple[Tree, Tree]) -> Arrays:
-        site, (outs, touts), both = self.site, value, self.kind == "both"
+    def _pushed(self, value: tuple[Tree, Tree]) -> tuple[Tree, ...]:
+        site, (outs, touts) = self.site, value
+        if self.kind != "both":
+            outs = ()
+        elif not self.rule.flat:
+            outs = site.out_leaves(outs, self.words)
         if not self.rule.flat:
-            outs = site.out_leaves(outs, self.words) if both else ()
             terms = [touts]
             if self.rule.fn is None:  # a rule may return None for zero
                 terms = [term for term in touts if term is not None] or touts[:1]
             leaves = [site.out_leaves(term, self.words) for term in terms]
             touts = reduce(_add, [self._term(pick(x, site.out_diff)) for x in leaves])
-        return [*outs, *touts] if both else touts
+        return *outs, *touts
 
     def _forward(self, operands: Arrays) -> Parts:
-        def finish(value: Tree) -> Arrays:
+        def finish(value: Tree) -> tuple[Tree, ...]:
             outs, residual = forward_pair(value, self.site.name)
-            return [*self.site.out_leaves(outs, self.words), *self._kept(residual)]
+            return *self.site.out_leaves(outs, self.words), *self._kept(residual)
 
         return self._code("forward"), self._arguments(operands), finish
 
     def _backward(self, operands: Arrays) -> Parts:
-        given = operands[self.linear]
-        if self.keeps_objects:
-            handle = operands[self.n]
-            residual, there = store.get(handle, self.take)
-            if not there:
-                return self._both_halves(operands[: self.n], handle, given)
-        else:
+        site, given = self.site, operands[self.linear]
+        back, pulled = self._code("backward"), partial(self._pulled, given, None)
+        more: Trees = (site.cotangents(given),)
+        if self.rule.flat:
+            more = spread(given, site.out_diff), site.unmasked(self.nz)
+        if not self.rule.keeps_objects:
             residual = self._residual(operands[: len(operands) - len(given)])
-        sent = (residual, *self._given(given))
-        return self._code("backward"), sent, lambda value: self._pulled(value, given)
+            return back, (residual, *more), pulled
+        handle = operands[self.n]
+        residual, there = store.get(handle, self.take)
+        if there:
+            return back, (residual, *more), pulled
+        # The forward rule again, as the store has dropped its residual.
+        source = source_of(site.function.fn)
+        store.warn(handle, site.name, source, site.place)
+        sent = (
+            self._code("forward"),
+            back,
+            site.name,
+            self._arguments(operands[: self.n]),
+        )
 
-    def _both_halves(self, args: Arrays, handle: np.ndarray, given: Arrays) -> Parts:
-        """The forward rule again, as the store has dropped its residual."""
-        site, fn = self.site, self.site.function.fn
-        store.say_that_it_runs_again(handle, site.name, source_of(fn), site.place)
-        codes = self._code("forward"), self._code("backward")
-        sent = (*codes, site.name, self._arguments(args), self._given(given))
-
-        def finish(value: tuple[Tree, Tree]) -> Tangents:
+        def finish(value: tuple[Tree, Tree]) -> Tree:
             store.put_back(handle, value[0])
-            return self._pulled(value[1], given)
+            return pulled(value[1])
 
-        return *self._several(sendable.both_halves, *sent), finish
+        return *self._several(sendable.both_halves, *sent, more), finish
 
-    def _given(self, cotangents: Arrays) -> tuple[Tree, ...]:
-        """The arguments of the backward rule besides its residuals."""
-        site = self.site
-        if self.rule.flat:
-            return spread(cotangents, site.out_diff), site.unmasked(self.nz)
-        return (site.cotangents(cotangents),)
-
-    def _pulled(self, value: Tree, given: Arrays) -> Tangents:
-        if self.rule.flat:
-            return self._completed(list(value), given)
-        leaves = self.site.argument_leaves(value, self.words)
-        return self._completed(pick(leaves, self.nz), given)
+    def _pulled(self, given: Arrays, of: Positions, value: Tree) -> Tree:
+        if not self.rule.flat:
+            leaves = self.site.argument_leaves(value, self.words, of)
+            value = pick(leaves, self.nz)
+        return self._completed(value, given)
 
     def _transpose(self, operands: Arrays) -> Parts:
-        site = self.site
-        positions = site.diff_positions
+        site, positions = self.site, self.site.diff_positions
         still = [not flag for flag in site.unmasked(self.nz)]
         given = operands[self.linear]
         args = self._arguments(spread(operands[: sum(still)], still))
 
-        def finish(value: Tree) -> Tangents:
+        def finish(value: Tree) -> Tree:
             whole = (value,) if len(positions) == 1 else value
-            leaves = site.argument_leaves(whole, self.words, positions)
-            return self._completed(pick(leaves, self.nz), given)
+            return self._pulled(given, positions, whole)
 
         others = [arg for i, arg in enumerate(args) if i not in positions]
         return self._code("transpose"), (site.cotangents(given), *others), finish
 
     def _jacobian(self, operands: Arrays) -> Parts:
-        args = self._arguments(operands)
-        return self._code("jacobian"), args, self.site.jacobian_leaves
+        leaves = self.site.jacobian_leaves
+        return self._code("jacobian"), self._arguments(operands), leaves
 
 
 # --- In JAX code ---------------------------------------------------------------------
@@ -428,9 +420,7 @@ class TracedSteps(Steps):
     template: Template | None = None
     mask: jax.Array | None = None
 
-    @staticmethod
-    def zeros(like: jax.Array) -> jax.Array:
-        return jnp.zeros_like(like)
+    zeros = staticmethod(jnp.zeros_like)  # type: ignore[assignment]
 
     def awaits(self) -> bool:
         return False
@@ -442,7 +432,8 @@ class TracedSteps(Steps):
         values, n = list(finish(run(*sent))), len(self.avals)
         found = self.site.fitting(values[:n], self.avals, self.words)
         if mask is not None:
-            found = list(map(partial(_masked, mask), found, self.fills))
+            fills = self._of_results(self.site.fills)
+            found = list(map(partial(_masked, mask), found, fills))
         return [*found, *values[n:]]
 
     def _gated(self, operands: Arrays) -> Arrays:
@@ -478,7 +469,9 @@ class TracedSteps(Steps):
         return self.site.results.fill(bind([*arrays, *mask], self.site))
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
-        return self.site.arguments(arrays)
+        template = self.site.template
+        keys = template.keys
+        return template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
 
     def _kept(self, residual: Tree) -> Arrays:
         kept, template = flatten_arguments((residual,), {})
@@ -492,9 +485,9 @@ class TracedSteps(Steps):
 
     # Both fit what may be anything that JAX takes for an array, or None for zero.
 
-    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Tangents:
+    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Sequence[Tree]:
         del cotangents
-        return leaves
+        return tuple(leaves)
 
     def _term(self, leaves: Tangents) -> Arrays:
         return self.site.fitting(leaves, self.site.out_avals, self.words)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,15 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._core.options import HERE
 from hostcall._core.source import Place
-from hostcall._core.spec import Results, Static, Template, wrap_keys
+from hostcall._core.spec import Results, Static, Template
 from hostcall._host_function.primitives import Arrays, Tangents, Value
-from hostcall._host_function.rules import ADVICE, MISSING, Ruled, Tree
+from hostcall._host_function.rules import ADVICE, MISSING, Function, Ruled, Tree, Trees
 from hostcall._jax.types import Aval, TreeDef
 
 tree = jax.tree_util
 T = TypeVar("T")
+# Of some arguments; None for all of them.
+Positions: TypeAlias = Sequence[int] | None
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,14 @@ class RuleTrees(Value):
     def name(self) -> str:
         return self.function.__name__
 
-    @property
+    @cached_property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
         return self.results.avals
 
     def __repr__(self) -> str:
         return self.name
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         return self.fills is not None
 
@@ -92,11 +95,10 @@ class RuleTrees(Value):
     def out_diff(self) -> tuple[bool, ...]:
         return tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in self.results.avals)
 
-    @cached_property
-    def diff_positions(self) -> tuple[int, ...]:
+    @property
+    def diff_positions(self) -> list[int]:
         """The arguments that have a tangent in any of their arrays."""
-        found = {p for p, flag in zip(self.positions, self.diff, strict=True) if flag}
-        return tuple(sorted(found))
+        return sorted(set(pick(self.positions, self.diff)))
 
     @cached_property
     def out_avals(self) -> tuple[Aval, ...]:
@@ -110,19 +112,7 @@ class RuleTrees(Value):
 
     # --- From arrays to trees ------------------------------------------------------
 
-    def arguments(self, arrays: Sequence[T]) -> tuple[Tree, ...]:
-        """The arguments for JAX code, with typed keys."""
-        keys = self.template.keys
-        return self.template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
-
-    @cached_property
-    def result_of_zeros(self) -> Tree:
-        """A value with the structure of the result."""
-        return self.results.treedef.unflatten([0] * self.results.treedef.num_leaves)
-
-    def tangents(
-        self, like: Arrays, tangents: Tangents, zeros: Callable[[jax.Array], jax.Array]
-    ) -> tuple[Tree, ...]:
+    def tangents(self, like: Arrays, tangents: Tangents, zeros: Function) -> Trees:
         """Tangents in the structure of the arguments.
 
         Zeros stand for a tangent that is None, float0 zeros for integers, and None for
@@ -139,63 +129,56 @@ class RuleTrees(Value):
 
     def cotangents(self, cotangents: Arrays) -> Tree:
         """Cotangents in the structure of the result; integers have float0 zeros."""
-        rest = iter(cotangents)
-        leaves = [
-            next(rest) if flag else _float0(aval.shape)
-            for aval, flag in zip(self.results.avals, self.out_diff, strict=True)
-        ]
+        pairs = zip(spread(cotangents, self.out_diff), self.avals, strict=True)
+        leaves = [_float0(aval.shape) if ct is None else ct for ct, aval in pairs]
         return self.results.treedef.unflatten(leaves)
 
     # --- From trees to arrays ------------------------------------------------------
 
-    def leaves_of(
-        self, treedef: TreeDef, value: Tree, what: str, structure: str
-    ) -> Arrays:
+    def leaves_of(self, treedef: TreeDef, value: Tree, what: str, form: str) -> Arrays:
         """The leaves of a value that a rule returned.
 
-        `what` names the rule, and `structure` what the value should have the structure
-        of.
+        `what` names the rule, and `form` says which structure the value should have.
         """
         try:
             return list(treedef.flatten_up_to(value))
         except (ValueError, TypeError) as error:
             raise DerivativeError(
-                f"hostcall: {what} of `{self.name}` should return {structure},"
+                f"hostcall: {what} of `{self.name}` should return {form},"
                 f" {treedef}, got {tree.tree_structure(value)}",
                 code="hc-rule",
             ) from error
 
     def out_leaves(self, value: Tree, what: str) -> Arrays:
         """The leaves of a value in the structure of the result."""
-        structure = "the structure of the result"
-        return self.leaves_of(self.results.treedef, value, what, structure)
+        form = "the structure of the result"
+        return self.leaves_of(self.results.treedef, value, what, form)
 
-    def argument_leaves(
-        self, value: Tree, what: str, positions: Sequence[int] | None = None
-    ) -> Tangents:
+    def argument_leaves(self, value: Tree, what: str, of: Positions) -> Tangents:
         """One entry for each array of the arguments, from a tuple of values.
 
-        The tuple has one value for each argument in `positions`, by default for each.
+        The tuple has one value for each argument in `of`, or for each if that is None.
         The entries are None for an argument whose value is None, and for arguments not
-        in `positions`.
+        in `of`.
         """
-        if positions is None:
-            positions = range(len(self.argument_trees))
-        if not isinstance(value, tuple) or len(value) != len(positions):
-            each = tree.tree_structure((0,) * len(positions))
-            structure = (
-                f"a tuple of {len(positions)}, one value for each of the arguments"
+        trees, leaves = self.argument_trees, list[jax.Array | None]()
+        positions = range(len(trees)) if of is None else of
+        n = len(positions)
+        if not isinstance(value, tuple) or len(value) != n:
+            form = (
+                f"a tuple of {n}, one value for each of the arguments"
                 f" {list(positions)} (None for zero), as in `return (x_bar,)`"
             )
-            self.leaves_of(each, value, what, structure)
-        of = dict(zip(positions, value, strict=True))
-        leaves: Tangents = []
-        for position, treedef in enumerate(self.argument_trees):
-            if of.get(position) is None:
-                leaves += [None] * treedef.num_leaves
-                continue
-            structure = f"for argument {position} the structure of that argument"
-            leaves += self.leaves_of(treedef, of[position], what, structure)
+            self.leaves_of(tree.tree_structure((0,) * n), value, what, form)
+        parts = dict(zip(positions, value, strict=True))
+        for position, treedef in enumerate(trees):
+            form = f"for argument {position} the structure of that argument"
+            part = parts.get(position)
+            leaves += (
+                [None] * treedef.num_leaves
+                if part is None
+                else self.leaves_of(treedef, part, what, form)
+            )
         return self._of_arrays(leaves, None)
 
     @cached_property
@@ -208,17 +191,16 @@ class RuleTrees(Value):
         found = pick(leaves, self._are_arrays)
         return [*found, of_mask] if self.masked else found
 
-    def jacobian_leaves(self, value: Tree) -> Arrays:
+    def jacobian_leaves(self, value: Tree) -> tuple[jax.Array, ...]:
         """The blocks of a Jacobian, by result and then by array of the arguments, for
         those that have derivatives.
         """
         what, blocks = "the Jacobian rule", list[jax.Array]()
-        outs = pick(self.out_leaves(value, what), self.out_diff)
-        for out in outs:
-            entry = out if len(self.diff_positions) != 1 else (out,)
-            leaves = self.argument_leaves(entry, what, self.diff_positions)
-            blocks += pick(leaves, self.diff)
-        return blocks
+        positions = self.diff_positions
+        for out in pick(self.out_leaves(value, what), self.out_diff):
+            entry = out if len(positions) != 1 else (out,)
+            blocks += pick(self.argument_leaves(entry, what, positions), self.diff)
+        return tuple(blocks)
 
     @property
     def diagonal(self) -> bool:
@@ -245,16 +227,12 @@ class RuleTrees(Value):
         """The arrays that JAX code returned, checked for shape and cast to dtype."""
         fitted = []
         for value, aval in zip(values, avals, strict=True):
-            if value is None:
-                fitted.append(jnp.zeros(aval.shape, aval.dtype))
-                continue
-            try:
-                array = jnp.asarray(value)
+            array, got = None, type(value).__name__
+            with contextlib.suppress(TypeError, ValueError):  # no array
+                array = jnp.zeros(aval.shape) if value is None else jnp.asarray(value)
                 if _jax.is_key_dtype(array.dtype):
                     array = jax.random.key_data(array)
                 got = f"{array.dtype.name}{list(array.shape)}"
-            except (TypeError, ValueError):  # no array
-                array, got = None, type(value).__name__
             if array is None or array.shape != aval.shape:
                 raise DerivativeError(
                     f"hostcall: {what} of `{self.name}` returned {got} where"
@@ -263,8 +241,6 @@ class RuleTrees(Value):
                 )
             fitted.append(array.astype(aval.dtype))
         return fitted
-
-    # --- Masks ---------------------------------------------------------------------
 
     def unmasked(self, values: Sequence[T]) -> Sequence[T]:
         """`values` has one entry per array of the arguments; drops the mask's."""

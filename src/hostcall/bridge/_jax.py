@@ -20,7 +20,6 @@ from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._library import (
     MADE_BY_A_BRIDGE,
-    PLAIN,
     Arrays,
     Code,
     OverOthers,
@@ -113,7 +112,7 @@ class JaxFunction(TakesNoRules):
     def __init__(
         self, fn: Callable[..., object], device: jax.Device | None, **given: Any
     ) -> None:
-        super().__init__(fn, **{**PLAIN, **given, "result": None})
+        super().__init__(fn, result=None, **given)
         self._device, self._given = device, given
 
         def flat(template: Template, *arrays: jax.Array) -> object:
@@ -213,8 +212,8 @@ class ProgramFunction(OverOthers):
     fn: DeviceProgram
 
     def __init__(self, program: DeviceProgram, timeout: float | None) -> None:
-        given = {"name": program.__name__, "timeout": timeout}
-        super().__init__(program, **{**PLAIN, **given, "result": program.outs})
+        name, result = program.__name__, program.outs
+        super().__init__(program, name=name, result=result, timeout=timeout)
         self.set_rules()
         self.rules.batch = self._batch
 

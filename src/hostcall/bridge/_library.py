@@ -55,16 +55,6 @@ MADE_BY_A_BRIDGE = (
     " hc.host function that calls the library, with rules of its own"
 )
 
-# Options of `hc.host` that bridges set for the user.
-PLAIN: dict[str, Any] = {
-    "nondiff": (),
-    "order": "pure",
-    "lend": False,
-    "vmap_method": None,
-    "arrays": "numpy",
-    "executor": None,
-}
-
 
 def check_derivatives(bridge: str, shown: str, derivatives: object) -> str:
     """Refuses a wrong derivatives=; returns what errors advise who wants one more."""
@@ -231,7 +221,7 @@ class LibraryFunction(OverOthers):
     ) -> None:
         by_library = vmap_method == "torch"
         rows = None if by_library else vmap_method
-        super().__init__(code, **{**PLAIN, **options, "vmap_method": rows})
+        super().__init__(code, vmap_method=rows, **options)
         self.derivatives, self.advice, self._method = derivatives, advice, vmap_method
         if by_library:
             self.rules.batch = self._batch
@@ -248,8 +238,8 @@ class LibraryFunction(OverOthers):
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
     def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
-        marks = zip(tree.tree_leaves(in_batched), tree.tree_leaves(args), strict=True)
-        flags = bytes(flag for flag, x in marks if is_operand(x))
+        operands = list(map(is_operand, tree.tree_leaves(args)))
+        flags = bytes(pick(tree.tree_leaves(in_batched), operands))
         arrays, filled, _ = along(args, [True] * len(flags), is_operand)
         rows = [
             jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
@@ -295,6 +285,9 @@ class LibraryFunction(OverOthers):
 class TakesNoRules(Function):
     """A function whose derivatives come from another library."""
 
+    def _where(self, usage: str, *_: object) -> NoReturn:
+        self._add(usage.partition("(")[0].removeprefix("def"), None)
+
     def _add(self, kind: str, rule: object) -> NoReturn:
         del rule
         raise SpecError(
@@ -303,10 +296,6 @@ class TakesNoRules(Function):
             " function with hc.host",
             code="hc-rule",
         )
-
-    def defbatch(self, rule: object) -> NoReturn:
-        """Raises SpecError: a bridge takes no rules."""
-        self._add("batch", rule)
 
 
 def split(args: object, kwargs: object) -> tuple[Template, Arrays]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
@@ -17,10 +17,11 @@ from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle, HostCode
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.result_specs import elementwise, with_axes
-from hostcall.bridge._library import PLAIN, Arrays, Function, needed
+from hostcall.bridge._library import Arrays, Function, needed
 
 # Expressions and symbols of SymPy's.
 Expr: TypeAlias = Any
+Exprs: TypeAlias = tuple[Expr, ...]
 # Arrays -> a value for each expression.
 Code: TypeAlias = Callable[..., Arrays]
 # "one", "list", or the shape of a Matrix.
@@ -126,12 +127,14 @@ class OfSympy(Function):
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
-        given = {"name": evaluate.__name__, "result": evaluate.spec, "timeout": timeout}
-        super().__init__(evaluate, **{**PLAIN, "vmap_method": "expand_dims", **given})
+        how = {"vmap_method": "expand_dims", "timeout": timeout}
+        name, result = evaluate.name, evaluate.spec
+        super().__init__(evaluate, name=name, result=result, **how)
         self._slopes: dict[object, tuple[list[int], OfSympy | None]] = {}
-        numbers = range(len(evaluate.symbols))
-        rules = (functools.partial(self._share, number) for number in numbers)
-        self.defjvps(*rules, where="jax")
+        shares = [
+            functools.partial(self._share, n) for n in range(len(evaluate.symbols))
+        ]
+        self.defjvps(*shares, where="jax")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result; keywords are names of symbols."""
@@ -149,8 +152,7 @@ class OfSympy(Function):
             if symbol.is_extended_real and jnp.iscomplexobj(arg):
                 raise SpecError(
                     f"hostcall: `{self.__name__}` got a complex array for {symbol},"
-                    " which is declared real. Declare it as"
-                    f" sympy.Symbol({str(symbol)!r})"
+                    f" which is declared real. Write sympy.Symbol({str(symbol)!r})"
                 )
         # vmap puts the batch axis in front of an array. With fewer axes than the
         # result, it would line up with an axis of another argument.
@@ -199,9 +201,8 @@ class OfSympy(Function):
             if slope.has(sympy.Derivative, sympy.Subs):
                 raise DerivativeError(
                     f"hostcall: SymPy can't differentiate {out} with respect to {by}:"
-                    f" it returns {slope.xreplace(back)}. Use functions that SymPy can"
-                    " differentiate, or keep this derivative out with"
-                    " jax.lax.stop_gradient"
+                    f" it returns {slope.xreplace(back)}. Use other functions, or keep"
+                    " this derivative out with jax.lax.stop_gradient"
                 )
         # The others would cost time, and give NaN for an infinite tangent.
         at = [k for k, slope in enumerate(found) if slope != 0]
@@ -216,9 +217,7 @@ class OfSympy(Function):
 # --- SymPy expressions as NumPy code -------------------------------------------------
 
 
-def _code_of(
-    name: str, outs: Sequence[Expr], symbols: Sequence[Expr], modules: object
-) -> Code:
+def _code_of(name: str, outs: Exprs, symbols: Exprs, modules: object) -> Code:
     """All expressions as one function of arrays."""
     sympy = needed("sympy", "sympy")
     undone = (sympy.Derivative, sympy.Subs, sympy.Integral)
@@ -265,9 +264,9 @@ class Evaluate(HostCode):
     )
 
     name: str
-    outs: tuple[Expr, ...]
+    outs: Exprs
     form: Form
-    symbols: tuple[Expr, ...]
+    symbols: Exprs
     modules: object
 
     def __post_init__(self) -> None:

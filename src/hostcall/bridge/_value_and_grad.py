@@ -130,19 +130,17 @@ class _Both(HostCode):
 
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
-        moving, n, found = self.moving(args), np.ndim(value), list[np.ndarray]()
+        moving, found = self.moving(args), list[np.ndarray]()
         each = (gradient,) if len(moving) == 1 else gradient
         each = tuple(each) if isinstance(each, tuple) else each  # may have names
         whole = tree.tree_structure((0,) * len(moving))
-
-        def zero(x: Any) -> np.ndarray:
-            return np.zeros(np.shape(value) + np.shape(x)[n:], np.float32)
-
-        parts = self._parts(whole, each, f"the arguments {moving}")
-        for position, part in zip(moving, parts, strict=True):
-            leaves, treedef = tree.tree_flatten(args[position])
+        parts = self._parts(whole, each, f"the arguments {list(moving)}")
+        batch, n = np.shape(value), np.ndim(value)
+        for (position, leaves), part in zip(moving.items(), parts, strict=True):
+            treedef = tree.tree_structure(args[position])
             if part is None:
-                part = treedef.unflatten(map(zero, leaves))
+                zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
+                part = treedef.unflatten(zeros)
             arrays = self._parts(treedef, part, f"argument {position}")
             found += pick(arrays, list(map(_floating, leaves)))
         return value, found
@@ -153,10 +151,9 @@ class _Both(HostCode):
         except (ValueError, TypeError) as error:
             raise ResultError(
                 f"hostcall: the gradient that `{self.name}` returned for {what} should"
-                f" have the structure {treedef} (with several arguments a tuple with"
-                " one entry for each, None for zero), got"
-                f" {tree.tree_structure(gradient)}. Name arguments without a gradient"
-                " in nondiff="
+                f" have the structure {treedef} (a tuple with one entry for each, if"
+                f" there are several, None for zero), got"
+                f" {tree.tree_structure(gradient)}. Name the others in nondiff="
             ) from error
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
@@ -168,19 +165,18 @@ class _Both(HostCode):
             )
         return answer
 
-    def moving(self, args: Arrays) -> list[int]:
-        """The positions of the arguments with a gradient."""
-        nondiff = among(self.nondiff, len(args))
-        return [
-            position
-            for position, arg in enumerate(args)
-            if position not in nondiff and any(map(_floating, tree.tree_leaves(arg)))
-        ]
+    def moving(self, args: Arrays) -> dict[int, Arrays]:
+        """The leaves of the arguments with a gradient, by position."""
+        each = dict(enumerate(map(tree.tree_leaves, args)))
+        for position in among(self.nondiff, len(args)):
+            del each[position]
+        return {n: found for n, found in each.items() if any(map(_floating, found))}
 
     def floating(self, args: Arrays) -> Arrays:
         """The arrays with a gradient."""
-        leaves = tree.tree_leaves([args[n] for n in self.moving(args)])
-        return [x for x in leaves if _floating(x)]
+        return [
+            x for leaves in self.moving(args).values() for x in leaves if _floating(x)
+        ]
 
     def spec(self, made: Function, *avals: object) -> tuple[object, Arrays]:
         return made._spec(avals), self.floating(avals)

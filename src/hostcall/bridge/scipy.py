@@ -30,7 +30,7 @@ from hostcall import _jax
 from hostcall._core.arguments import check_function, choices, wrong
 from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.host_code import HostCode, TakesMask
-from hostcall._core.options import ROWS
+from hostcall._core.options import ROWS, Option, check
 from hostcall._core.spec import Template
 from hostcall._host_function.host import host
 from hostcall._host_function.trees import pick
@@ -240,10 +240,9 @@ def _made(public: Callable[..., Any], kind: type[_Problem], given: Any) -> Any:
         return functools.partial(public, **given)
     shown = given["name"] or check_function(fun, f"hc.bridge.scipy.{kind.word}(fun)")
     of_host = {key: given.pop(key) for key in ("vmap_method", "timeout")}
-    if of_host["vmap_method"] not in (None, *ROWS):
-        why = ": SciPy solves for one row at a time"
-        wanted, rows = choices(ROWS), of_host["vmap_method"]
-        raise wrong("vmap_method", f"`{shown}`", wanted, rows, why)
+    rows = f"{choices(ROWS)}, since SciPy solves for one row at a time"
+    methods = {"vmap_method": Option(rows, ROWS.__contains__)}
+    check(f"`{shown}`", of_host, methods)
     problem = kind(fun, {**given, "name": shown})
     made = host(problem, result=problem.spec, float64=True, name=shown, **of_host)
     made.defjvp(_Implicit(problem, made), where="jax")
@@ -274,6 +273,8 @@ class _Problem(HostCode):
         methods: those that may be chosen; the first is the default.
         bounded: the same with bounds.
         others: what an error says of other methods.
+        keys: those that its options may have; empty for any.
+        other_keys: what an error says of others.
     """
 
     word: str
@@ -282,7 +283,8 @@ class _Problem(HostCode):
     returns = "real floating numbers"
     methods: Sequence[str] = ("hybr",)
     bounded: Sequence[str] = ()
-    others = ""
+    others, other_keys = "", ""
+    keys: Sequence[str] = ()
 
     def __init__(self, fun: Callable[..., Any], given: dict[str, Any]) -> None:
         self.fun = self.__wrapped__ = fun
@@ -293,26 +295,31 @@ class _Problem(HostCode):
         self.options, self.bounds = given["options"] or {}, given.get("bounds")
         may = self.methods if self.bounds is None else self.bounded
         self.method = given.get("method") or may[0]
-        self._check_options(may)
+        self._check(may)
         self._codes = [jax.jit(self._on_flat(c), static_argnums=0) for c in self.codes]
         self._traced = jax.jit(self._numbers, static_argnums=0)
 
-    def _check_options(self, may: Sequence[str]) -> None:
-        def check(option: str, fits: bool, wanted: str, why: str = "") -> None:
-            if not fits:
-                raise wrong(option, f"`{self.name}`", wanted, self._given[option], why)
-
-        check("method", self.method in may, choices(may), self.others)
-        fits = self.tol is None or (
-            isinstance(self.tol, (int, float)) and self.tol >= 0
-        )
-        check("tol", fits, "a number of at least 0")
-        fits = isinstance(self.options, Mapping)
-        check("options", fits, f"a dict of options of scipy.optimize.{self.word}")
-        check("full_output", isinstance(self.full, bool), "True or False")
-        pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
-        wanted = "a tuple (low, high), each a number or a pytree like x"
-        check("bounds", self.bounds is None or pair, wanted)
+    def _check(self, may: Sequence[str]) -> None:
+        """Refuses wrong options; `may` are the methods."""
+        options = f"a dict of options of scipy.optimize.{self.word}{self.other_keys}"
+        rows: dict[str, tuple[str, Callable[[Any], bool]]] = {
+            "method": (choices(may) + self.others, may.__contains__),
+            "tol": (
+                "a number of at least 0",
+                lambda v: isinstance(v, (int, float)) and v >= 0,
+            ),
+            "options": (
+                options,
+                lambda v: isinstance(v, Mapping) and set(v) <= set(self.keys or v),
+            ),
+            "full_output": ("True or False", lambda v: isinstance(v, bool)),
+            "bounds": (
+                "a tuple (low, high), each a number or a pytree like x",
+                lambda v: isinstance(v, tuple) and len(v) == 2,
+            ),
+        }
+        given = {**self._given, "method": self.method}
+        check(f"`{self.name}`", given, {k: Option(*row) for k, row in rows.items()})
 
     def __reduce__(self) -> Any:
         return type(self), (self.fun, self._given)
@@ -359,8 +366,7 @@ class _Problem(HostCode):
             got = tree.tree_map(lambda a: f"{a.dtype}{list(a.shape)}", outs)
             raise SpecError(
                 f"hostcall: `{self.name}` should return {self.returns} for"
-                f" hc.bridge.scipy.{self.word}, got {got} for an unknown of {size}"
-                " numbers"
+                f" bridge.scipy.{self.word}, got {got} for an unknown of {size} numbers"
             )
         if self.bounds is not None:
             self._limits(x)
@@ -398,13 +404,10 @@ class _Problem(HostCode):
         args, filled, _ = along(primals[1:], moves, is_operand)
         dots = pick(tree.tree_leaves(tangents[1:]), moves)
         # JAX refuses reshapes and LUs along explicit axes of a mesh.
-        args, dots = ([*map(_jax.replicated, each)] for each in (args, dots))
+        at, to = (tuple(map(_jax.replicated, each)) for each in (args, dots))
         zero = self.zero(lambda z, *args: self._flat(unravel(z), *filled(args)))
-        moved = jnp.zeros_like(flat)
-        if args:
-            still = functools.partial(zero, flat)
-            _, moved = jax.jvp(still, tuple(args), tuple(dots))
-        slope = jax.jacfwd(zero)(flat, *args)
+        _, moved = jax.jvp(functools.partial(zero, flat), at, to)
+        slope = jax.jacfwd(zero)(flat, *at)
         if self.bounds is not None:  # what is at a bound stays there
             with np.errstate(over="ignore"):  # no number is beyond such a bound
                 low, high = (b.astype(flat.dtype) for b in self._limits(x))
@@ -415,8 +418,7 @@ class _Problem(HostCode):
         wide = jnp.promote_types(flat.dtype, np.float32)  # LAPACK's
         found = -jnp.linalg.solve(slope.astype(wide), moved.astype(wide))
         dx = unravel(found.astype(flat.dtype))
-        none = tree.tree_map(lambda r: np.zeros(r.shape, jax.dtypes.float0), ending)
-        return out, ((dx, none) if self.full else dx)
+        return out, ((dx, ending) if self.full else dx)  # an ending has no tangent
 
     def _limits(self, x: Any) -> tuple[np.ndarray, np.ndarray]:
         """The bounds of each number of x."""
@@ -544,7 +546,7 @@ class _Minimize(_Problem):
     with_hessian = ("Newton-CG", "dogleg", "trust-ncg", "trust-krylov", "trust-exact")
     bounded = ("L-BFGS-B", "TNC", "SLSQP")
     methods = ("BFGS", "CG", *bounded, *with_hessian)
-    others = ": others may end where the gradient is not zero, or take no bounds"
+    others = " (others may end where the gradient is not zero, or take no bounds)"
     zero = staticmethod(jax.grad)
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
@@ -585,16 +587,10 @@ class _LeastSquares(_Problem):
     word = "least_squares"
     bounded = ("trf", "dogbox")
     methods = (*bounded, "lm")
-    others = ": 'lm' takes no bounds"
+    others = " ('lm' takes no bounds)"
     tolerances = ("ftol", "xtol", "gtol")
-    keywords = (*tolerances, "max_nfev", "x_scale", "tr_solver", "tr_options")
-
-    def _check_options(self, may: Sequence[str]) -> None:
-        super()._check_options(may)
-        if more := sorted(self.options.keys() - set(self.keywords)):
-            why = ". Another loss= is another problem: write it into fun"
-            wanted = f"a dict with keys among {self.keywords}"
-            raise wrong("options", f"`{self.name}`", wanted, more, why)
+    keys = (*tolerances, "max_nfev", "x_scale", "tr_solver", "tr_options")
+    other_keys = f": {keys}. Another loss= is another problem (write it into fun)"
 
     @staticmethod
     def zero(fun: Code) -> Code:
