@@ -6,7 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
-#include "cuda/streams.h"
+#include "cuda/staging.h"
 #include "handlers/handlers.h"
 #include "handlers/host_callback.h"
 #include "handlers/plan_state.h"
