@@ -42,13 +42,13 @@ struct Event {
   int16_t device = -1;  ///< ordinal; -1 outside of any program
   uint32_t place = 0;   ///< the number of the place in the user's source (places.h)
   int64_t start = 0;    ///< in ticks (clock.h)
-  int64_t entered =
-      0;  ///< when a call held the GIL, in ticks; 0 before, and for others
+  /// When a call held the GIL, in ticks; 0 before, and for others.
+  int64_t entered = 0;
   int64_t end = 0;    ///< in ticks; 0 before
   int64_t bytes = 0;  ///< of the arguments and results
   int64_t run = -1;   ///< XLA's number of the execution; -1 if none
-  int64_t number =
-      -1;  ///< of a tap or delivery, its position in the queue; else a row
+  /// Of a tap or delivery, its position in the queue; else a row.
+  int64_t number = -1;
   int64_t count = 1;    ///< rows of a call; taps of a delivery
   uint64_t thread = 0;  ///< Python's identifier of the thread
 };

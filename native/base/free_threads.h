@@ -57,8 +57,8 @@ class AttachedMutex {
 /// Groups of threads that have data of their own, so that calls on several threads
 /// do not write to one cache line.
 inline constexpr size_t kGroups = kFreeThreads ? 16 : 1;
-extern HOSTCALL_HOT unsigned
-    t_group;  ///< the calling thread's, plus 1; 0: none yet
+/// The calling thread's, plus 1; 0: none yet.
+extern HOSTCALL_HOT unsigned t_group;
 /// Gives the calling thread a group; returns it plus 1.
 unsigned NewGroup();
 /// The calling thread's group.

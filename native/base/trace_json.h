@@ -182,8 +182,8 @@ class TraceJson {
                         : 0.0;
   int64_t depth_;        ///< taps that are queued
   int64_t counted_ = 0;  ///< the time of the last point of the counter
-  std::unordered_map<uint64_t, size_t>
-      threads_;                        ///< threads by their small numbers
+  /// Threads by their small numbers.
+  std::unordered_map<uint64_t, size_t> threads_;
   std::unordered_set<int64_t> named_;  ///< processes and rows with a name
 };
 

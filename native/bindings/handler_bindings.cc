@@ -6,7 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
-#include "cuda/streams.h"
+#include "cuda/staging.h"
 #include "handlers/handlers.h"
 #include "handlers/host_callback.h"
 #include "handlers/plan_state.h"
@@ -99,8 +99,12 @@ void InitHandlers(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   // JAX's handler calls it with the callback's arguments, which are not used.
   m.def("run_pending", [](nb::args) { RunPending(); });
-  m.def("set_host_callback_handler", &SetHostCallbackHandler, nb::arg("handler"),
-        nb::arg("run_pending"));
+  m.def(
+      "set_host_callback_handler",
+      [](nb::capsule handler, nb::handle run_pending) {
+        SetHostCallbackHandler(handler.data(), run_pending.ptr());
+      },
+      nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);
   m.def("on_foreign_thread", &OnForeignThread);
 }

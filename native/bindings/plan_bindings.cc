@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -38,6 +39,29 @@ PlanHandle MakePlan(PlanFields fields) {
   plan->flatten = Ref::Steal(nb::object(info.attr("flatten")).release().ptr());
   plan->coerce = Ref::Steal(nb::object(info.attr("coerce")).release().ptr());
   return {plan};
+}
+
+Counted<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
+  const nb::object made =
+      nb::handle(whole.info.get())
+          .attr("plan_of_block")(nb::str(block.data(), block.size()));
+  return nb::cast<PlanHandle&>(made).plan;
+}
+
+Counted<Plan> PlanOfText(std::string_view text, bool on_cuda,
+                         const std::vector<BufferType>* buffers) try {
+  nb::object types = nb::none();
+  if (buffers != nullptr) types = nb::cast(*buffers);
+  const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
+      nb::str(text.data(), text.size()), on_cuda, types);
+  if (buffers == nullptr) return {};
+  return nb::cast<PlanHandle&>(made).plan;
+} catch (nb::python_error& e) {
+  // Without the traceback, which shows hostcall's own frames only.
+  // A text may have lone surrogates, which UTF-8 can't hold.
+  const auto said = nb::cast<nb::bytes>(
+      nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
+  throw std::runtime_error(said.size() == 0 ? e.what() : said.c_str());
 }
 
 /// The addresses of the operands' memory. Throws if they don't fit the plan.
@@ -178,6 +202,7 @@ void InitSettings(nb::module_& m) {
 
 void InitPlans(nb::module_& m) {
   InitSettings(m);
+  g_plan_makers = {&PlanOfBlock, &PlanOfText};
   BindStruct(
       m,
       Keywords<PlanFields>("Plan")

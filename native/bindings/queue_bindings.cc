@@ -10,7 +10,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
-#include "cuda/streams.h"
+#include "cuda/staging.h"
 #include "invoke/taps.h"
 #include "plan/plan.h"
 #include "plan/throttle.h"

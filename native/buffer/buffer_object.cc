@@ -107,8 +107,8 @@ nb::dict CudaInterface(BufferObject& b, const ActiveCall& call) {
 nb::object ViewOf(BufferObject& b) {
   const Lease::Use use(b.lease);
   if (!OnHost(use)) throw nb::python_error();
-  Ref made,
-      lost;  // by whoever comes first; a second one, destroyed without the lock
+  // By whoever comes first; a second one, destroyed without the lock.
+  Ref made, lost;
   {
     const std::lock_guard<AttachedMutex> lock(b.mutex);
     made = Ref::Borrow(b.array);

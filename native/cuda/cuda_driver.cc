@@ -50,8 +50,7 @@ std::string Open(CudaDriver& driver) {
   if (!missing.empty()) {
     return "hostcall: the CUDA driver " + std::string(path) + " lacks " + missing +
            ". It is older than CUDA 10, or not a CUDA driver: install one that "
-           "your "
-           "jaxlib supports";
+           "your jaxlib supports";
   }
   const int code = driver.cuInit(0);
   if (code == kCudaSuccess) return "";

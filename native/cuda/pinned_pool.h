@@ -179,8 +179,8 @@ class PinnedPool : NoCopy {
   /// allocated keeps its entry, so that returning a block allocates nothing.
   std::map<size_t, PinnedMemory*> idle_;
   PinnedMemory* pending_ = nullptr;  ///< behind an event
-  PinnedMemory* lost_ =
-      nullptr;  ///< may be in use by a device for ever; never freed
+  /// May be in use by a device for ever; never freed.
+  PinnedMemory* lost_ = nullptr;
   Stats stats_;
   uint64_t tickets_ = 0;  ///< turns that were requested; the next ticket
   uint64_t serving_ = 0;  ///< the ticket that has the turn; none if tickets_

@@ -1,5 +1,6 @@
 // Moves values between a device and the host: copies on XLA's stream, through
-// pinned memory, before and after the same call into Python that the CPU makes.
+// pinned memory, before and after the same call into Python that the CPU makes. At
+// the end stand what the process has for that, and copies without the host.
 //
 // Does not depend on Python or XLA (tests/native/staging_test.cc).
 //
@@ -33,9 +34,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/no_copy.h"
@@ -153,5 +156,25 @@ struct Receiver {
 /// the values and the block are then lost with the context.
 void StageTap(PinnedPool& pool, TapStreams& streams, CudaStream stream,
               const std::vector<Span>& spans, bool may_wait, Receiver receiver);
+
+/// What the process has for its GPUs.
+struct Gpus {
+  static Gpus& Get() { return Immortal<Gpus>(); }
+
+  /// The pinned memory of calls and of taps, which use it once Driver() has
+  /// returned. There are two pools because a tap holds its block until its device
+  /// has reached it, and a call must not wait for that.
+  PinnedPool for_calls{1'000'000'000};
+  PinnedPool for_taps{256'000'000};
+  TapStreams streams;  ///< of taps
+};
+
+/// Copies inside a GPU's memory, on the stream `on`. `made_on` is the stream on
+/// which the source was made. If it is another one, this waits for that stream
+/// before the copy, and for the copy. If it is unknown (null, or 0, which is
+/// ambiguous), this waits for all work of the current context instead, and for the
+/// copy. Throws CudaError.
+void CopyOnStream(CudaStream on, void* to, const void* from, size_t bytes,
+                  std::optional<uintptr_t> made_on);
 
 }  // namespace hostcall

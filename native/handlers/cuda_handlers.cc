@@ -16,7 +16,6 @@
 #include "base/code.h"
 #include "base/engine.h"
 #include "cuda/staging.h"
-#include "cuda/streams.h"
 #include "handlers/ffi.h"
 #include "handlers/handlers.h"
 #include "handlers/plan_state.h"

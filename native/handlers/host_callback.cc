@@ -41,12 +41,11 @@ auto GetterOf(Api* api, long) -> decltype(&api->XLA_FFI_InvokeContext_Get) {
 
 }  // namespace
 
-void SetHostCallbackHandler(nanobind::capsule handler,
-                            nanobind::handle run_pending) {
-  run_pending.inc_ref();  // kept for ever: g_callbacks points to it
-  std::fill(g_callbacks, g_callbacks + kWords, run_pending.ptr());
+void SetHostCallbackHandler(void* handler, PyObject* run_pending) {
+  Py_INCREF(run_pending);  // kept for ever: g_callbacks points to it
+  std::fill(g_callbacks, g_callbacks + kWords, run_pending);
   std::fill(g_answer, g_answer + kWords, static_cast<void*>(g_callbacks));
-  g_handler = reinterpret_cast<XLA_FFI_Handler*>(handler.data());
+  g_handler = reinterpret_cast<XLA_FFI_Handler*>(handler);
 }
 
 void RunPending() {

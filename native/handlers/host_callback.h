@@ -32,8 +32,6 @@
 //     without the handler.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include <functional>
 
 #include "base/guards.h"
@@ -43,8 +41,7 @@ namespace hostcall {
 
 /// Sets JAX's handler (an XLA_FFI_Handler) and the Python function
 /// that calls RunPending. The GIL is held.
-void SetHostCallbackHandler(nanobind::capsule handler,
-                            nanobind::handle run_pending);
+void SetHostCallbackHandler(void* handler, PyObject* run_pending);
 
 /// Makes the call that the calling thread has sent through JAX's handler, if it has
 /// not been made. What it throws is kept for RunInsideHostCallback. The GIL is

@@ -1,15 +1,10 @@
 #include "handlers/plan_state.h"
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
-
 #include <utility>
 
 #include "base/code.h"
 #include "base/engine.h"
 #include "base/guards.h"
-
-namespace nb = nanobind;
 
 namespace hostcall {
 namespace {
@@ -38,27 +33,21 @@ Counted<Plan> AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
   GilGuard gil;
   try {
     return ask();
-  } catch (const nb::python_error& e) {
-    // Without the traceback, which shows hostcall's own frames only. A text may
-    // have lone surrogates, which UTF-8 can't hold.
-    const auto said = nb::cast<nb::bytes>(
-        nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
-    throw XlaError{
-        MakeError(frame->api, said.size() == 0 ? e.what() : said.c_str(), code)};
+  } catch (const std::exception& error) {
+    throw XlaError{MakeError(frame->api, error.what(), code)};
   }
 }
 
-/// The types of all operands and results that are not tokens, each a list: the
-/// dtype as XLA_FFI_DataType, then the dimensions.
-nb::list TypesOf(const XLA_FFI_CallFrame* frame) {
-  nb::list all;
+/// The types of all operands and results that are not tokens.
+std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
+  std::vector<BufferType> all;
   const auto add = [&all](int64_t size, void* const* items) {
     for (int64_t i = 0; i < size; ++i) {
       const auto* buffer = static_cast<const XLA_FFI_Buffer*>(items[i]);
       if (buffer->dtype == XLA_FFI_DataType_TOKEN) continue;
-      std::vector<int64_t> type{buffer->dtype};
+      BufferType& type = all.emplace_back();
+      type.push_back(buffer->dtype);
       type.insert(type.end(), buffer->dims, buffer->dims + buffer->rank);
-      all.append(type);
     }
   };
   add(frame->args.size, frame->args.args);
@@ -66,20 +55,16 @@ nb::list TypesOf(const XLA_FFI_CallFrame* frame) {
   return all;
 }
 
-/// Asks Python to read the text that describes a call of registered host code
-/// (_export/texts.py). When the program is loaded, it only checks the text, and
-/// returns null. For a run, it makes the plan, if its operands and results are what
-/// the text says. Throws XlaError.
+/// Asks Python to read a text (PlanMakers::of_text); for a run, with the types of
+/// its buffers. Throws XlaError.
 Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
                        XLA_FFI_TypeId* type, bool runs) {
-  const auto ask = [&]() -> Counted<Plan> {
-    nb::object types = nb::none();
-    if (runs) types = TypesOf(frame);
-    const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
-        nb::str(text.data(), text.size()), type == &g_cuda_plan_type, types);
-    return runs ? nb::cast<PlanHandle&>(made).plan : Counted<Plan>();
-  };
-  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, ask);
+  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, [&] {
+    std::vector<BufferType> buffers;
+    if (runs) buffers = TypesOf(frame);
+    return g_plan_makers.of_text(text, type == &g_cuda_plan_type,
+                                 runs ? &buffers : nullptr);
+  });
 }
 
 /// Throws XlaError unless XLA's buffers have the sizes that a plan reads and
@@ -156,13 +141,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   }
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
-    // The plan of a device's block of the call: from the plan of the whole call,
-    // and a text that says which block it is (_primitives/blocks.py).
     plan = AskPython(frame, XLA_FFI_Error_Code_INTERNAL, [&] {
-      const nb::handle info = plan->info.get();
-      const nb::object made =
-          info.attr("plan_of_block")(nb::str(block->ptr, block->len));
-      return nb::cast<PlanHandle&>(made).plan;
+      return g_plan_makers.of_block(*plan, {block->ptr, block->len});
     });
   }
   if (!state) state = StateFor(std::move(plan));
@@ -172,6 +152,8 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   (void)state.release();  // XLA owns it now
   return nullptr;
 }
+
+PlanMakers g_plan_makers = {};
 
 PlanState::~PlanState() {
   // Relaxed: XLA destroys a state behind all runs of its executable.

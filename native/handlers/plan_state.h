@@ -38,6 +38,24 @@ SlotTable<Plan>& Slots(bool across);
 /// In a program's text, added to the counts of the `across` table.
 constexpr uint64_t kAcross = uint64_t{1} << 32;
 
+/// A buffer that XLA passes: its dtype as XLA_FFI_DataType, then its dimensions.
+using BufferType = std::vector<int64_t>;
+/// Asks Python for plans. The bindings set it once: they know Python's class of
+/// plans, and the handlers need no nanobind. The GIL is held. Throws what Python
+/// raises.
+struct PlanMakers {
+  /// The plan of a device's block of a call: from the plan of the whole call, and a
+  /// text that says which block it is (_primitives/blocks.py).
+  Counted<Plan> (*of_block)(const Plan& whole, std::string_view block);
+  /// Reads the text that describes a call of registered host code
+  /// (_export/texts.py). Without `buffers`, when the program is loaded, it
+  /// only checks the text, and returns null. With them, the operands and results of
+  /// a run, it makes the plan, if they are what the text says.
+  Counted<Plan> (*of_text)(std::string_view text, bool on_cuda,
+                           const std::vector<BufferType>* buffers);
+};
+extern PlanMakers g_plan_makers;
+
 /// Read by all threads that execute the place; only `made` and `fits` change after
 /// it was made.
 ///

@@ -149,8 +149,8 @@ struct TapSettings {
   /// Whether the last operand is the flag `always`: a bool that lets an execution
   /// through which `every` or `sample` would leave out. It is not queued.
   bool always = false;
-  int64_t batch =
-      0;  ///< up to this many events in one call; 0: each alone, unstacked
+  /// Up to this many events in one call; 0: each alone, unstacked.
+  int64_t batch = 0;
 };
 
 /// The settings of a feed: its results are an item of a ring, and a bool that says

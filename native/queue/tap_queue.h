@@ -340,8 +340,8 @@ class TapQueue {
     const auto until = std::chrono::steady_clock::now() +
                        std::chrono::duration_cast<std::chrono::nanoseconds>(
                            std::chrono::duration<double>(seconds));
-    flushing_.fetch_add(
-        1);  // from here on the worker neither naps nor forgets to notify
+    // From here on the worker neither naps nor forgets to notify.
+    flushing_.fetch_add(1);
     Wake();
     bool done;
     {
@@ -405,8 +405,8 @@ class TapQueue {
   /// How the worker rests.
   enum Rest { kAwakeNow, kNapping, kAsleep };
   static constexpr std::chrono::microseconds kNap{5'000};  ///< length of a nap
-  static constexpr std::chrono::microseconds kAwake{
-      60'000};                                    ///< naps before it sleeps
+  /// Naps before it sleeps.
+  static constexpr std::chrono::microseconds kAwake{60'000};
   static constexpr int64_t kWakeBytes = 1 << 20;  ///< this much queued ends a nap
 
   TapLane& LaneOf(int device) {
