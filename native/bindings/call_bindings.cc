@@ -132,8 +132,8 @@ void InitCalls(nb::module_& m) {
         AddAmbientSetting({kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
                            value.is_none() ? nullptr : value.ptr(), unset.ptr()});
       },
-      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-      nb::arg());
+      nb::arg("kind"), nb::arg("setting"), nb::arg("swap"), nb::arg("set"),
+      nb::arg("get"), nb::arg("value").none(), nb::arg("unset"));
 }
 
 }  // namespace hostcall

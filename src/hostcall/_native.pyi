@@ -336,7 +336,6 @@ def add_ambient_setting(
     get: Callable[..., Any],
     value: Any | None,
     unset: Any,
-    /,
 ) -> None: ...
 def copy_into(
     buffer: Buffer, address: int, nbytes: int, stream: int | None

@@ -432,6 +432,16 @@ def steps(order: str) -> Callable[..., Any]:
     )(x)
 
 
+@pytest.mark.parametrize("derivative", [linearize, jit_of_linearize])
+def test_a_loop_that_needs_a_result_of_jaxs_own_callback_is_refused(derivative):
+    def run(i: Any, v: Any) -> Any:
+        hc.call(lambda i: None, None, i, order="unordered")
+        return jax.experimental.io_callback(lambda i: np.int32(i + 1), I32, i)
+
+    with pytest.raises(DerivativeError, match=r"with order='.*Use lax\.scan"):
+        derivative(while_loop(run))
+
+
 @pytest.mark.parametrize("derivative", [linearize, linearize_of_jit, jit_of_linearize])
 @pytest.mark.parametrize("loop", [factor, steps])
 @pytest.mark.parametrize("order", ["unordered", "ordered"])

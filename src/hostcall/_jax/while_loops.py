@@ -182,11 +182,12 @@ def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | N
     second, used_ins, used_outs = _needed(again, outs)
     for eqn in _eqns_in(second):
         if eqn.primitive is _removed_p and not whole:
-            call = next(filter(_runs_once, within(eqn.params["of"])), None)
-            error = call and _once[call.primitive]
-            if call is None or error is None:  # it needs something of JAX's own
-                return None
-            raise error(call.params)
+            # If it needs something of JAX's own, the loop's own calls would run twice.
+            calls = [*within(eqn.params["of"]), *_eqns_in(params)]
+            for call in filter(_runs_once, calls):
+                if error := _once[call.primitive]:
+                    raise error(call.params)
+            return None
     return _Split(ins, carry, first, second, used_ins, used_outs)
 
 
