@@ -24,7 +24,7 @@ from hostcall._core.options import (
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
-from hostcall._primitives.call import make
+from hostcall._primitives.make import make
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike

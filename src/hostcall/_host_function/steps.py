@@ -58,7 +58,7 @@ from hostcall._host_function.rules import (
 from hostcall._host_function.trees import Positions, RuleTrees, pick, spread
 from hostcall._jax.types import Aval
 from hostcall._policies.layer import same
-from hostcall._primitives.call import make
+from hostcall._primitives.make import make
 
 T = TypeVar("T")
 # (function to run, its arguments, function that makes arrays of its value).

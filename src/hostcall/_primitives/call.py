@@ -15,8 +15,6 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import config, errors
-from hostcall._core.arguments import conflict
-from hostcall._core.callback import Callback
 from hostcall._core.errors import HostcallError
 from hostcall._core.host_code import own
 from hostcall._engine import plans, targets
@@ -83,37 +81,8 @@ def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:
 
 
 call_p = define("host_call", _impl, would_run_twice)
+bind: Callable[..., list[jax.Array]] = call_p.bind
 _jax.batchers[call_p] = partial(batch, call_p)
-
-
-def make(
-    callback: Callback, operands: Sequence[jax.Array], mask: jax.Array | None
-) -> list[jax.Array]:
-    """Binds a call that its face has checked and flattened: `hc.call`, HostFunctions
-    and objects end here. Returns one array for each leaf of its results.
-
-    Args:
-        callback: what is called, with the options of its place.
-        operands: one array for each array of its arguments. A typed key is passed as
-            its uint32 block, here and in the results.
-        mask: the condition of `where=`, or None.
-    """
-    if callback.options.arrays == "cuda":
-        # Imported here, since most programs call no function on a GPU's memory.
-        from hostcall._primitives.buffer import make as make_on_device
-
-        return make_on_device(callback, operands, mask)
-    if callback.policy.coalesce is not None and not operands:
-        raise conflict(
-            f"`{callback.name}`",
-            "coalesce= and no array among its arguments, so it could not tell how many"
-            " calls were merged: pass one, or leave out coalesce=",
-        )
-    masked = mask is not None
-    avals = callback.results.avals
-    params = CallParams(callback=callback, avals=avals, masked=masked)
-    operands = [mask, *operands] if masked else operands
-    return call_p.bind(*operands, params=params)  # type: ignore[no-any-return]
 
 
 # --- JVP, transpose ----------------------------------------------------------------

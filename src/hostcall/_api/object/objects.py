@@ -52,7 +52,7 @@ from hostcall._core.spec import (
     parse_result,
 )
 from hostcall._policies.on_loop import settled
-from hostcall._primitives.call import make
+from hostcall._primitives.make import make
 from hostcall._runtime import context, lifecycle, loop
 from hostcall._runtime.context import Current
 
