@@ -30,6 +30,17 @@ constexpr size_t kMaxAmbient = 4;  // CallScope::saved_ has as many places
 AmbientSetting g_ambient[kMaxAmbient];
 size_t g_ambient_count = 0;
 
+/// For an error of Python code before the function, which the call can't raise. An
+/// interrupt comes to this thread again, in the function.
+void NotRaised(PyObject* where) {
+  if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    PyErr_WriteUnraisable(where);
+    return;
+  }
+  PyErr_Clear();
+  PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), PyExc_KeyboardInterrupt);
+}
+
 }  // namespace
 
 ActiveCall* CurrentCall() { return t_current; }
@@ -113,7 +124,7 @@ CallScope::CallScope(ActiveCall& call) : call_(call) {
   }
   if (plan.enter) {
     entered_ = Call(plan.enter.get());
-    if (!entered_) PyErr_WriteUnraisable(plan.enter.get());
+    if (!entered_) NotRaised(plan.enter.get());
   }
   // Whether the settings stay set after the call (see t_device).
   const bool stays = call_.foreign && call_.outer == nullptr;
@@ -154,7 +165,7 @@ CallScope::CallScope(ActiveCall& call) : call_(call) {
     Ref before = Call(setting.swap, setting.self, value);
     // If it fails, the call goes on with the setting as it was, which is better
     // than no call.
-    if (!before) PyErr_WriteUnraisable(setting.swap);
+    if (!before) NotRaised(setting.swap);
     if (!stays) saved_[i] = std::move(before);
   }
 }

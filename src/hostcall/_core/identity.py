@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from hostcall._core.source import Place
 from hostcall._core.spec import Static
 from hostcall._jax.types import Aval, KeyDtype, TreeDef
 
@@ -51,7 +50,7 @@ _attributes = type.__dict__["__dict__"].__get__  # runs nothing of a metaclass
 
 def _parts(thing: Any, kind: type) -> Sequence[Any] | None:
     """What a thing is made of that calls are made of; None for others."""
-    if kind is tuple or kind is Place:
+    if kind is tuple:
         return thing  # type: ignore[no-any-return]
     if kind is TreeDef:
         of, more = thing.node_data() or (None, ())

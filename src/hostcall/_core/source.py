@@ -7,7 +7,8 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
 
@@ -20,7 +21,8 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A line of the user's program.
 
     Attributes:

@@ -8,6 +8,7 @@ loaded without running code of theirs, and any tool can read it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -93,7 +94,7 @@ class WatchError(HostcallError, RuntimeError):
         """
         state = self.__reduce__()[2]
         state = {"text": self.args[0], **{name: state[name] for name in _SAVED}}
-        state["place"] = self.place and tuple(self.place)
+        state["place"] = self.place and dataclasses.astuple(self.place)
         state["history"] = [one._asdict() for one in self.history]
         beside = f"{os.fspath(path)}.{os.getpid()}.part"
         with contextlib.suppress(FileNotFoundError):
