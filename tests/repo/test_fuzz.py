@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-
-import pytest
+from importlib.util import find_spec
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGES = {"exports": "flatbuffers", "records": "pyarrow"}
@@ -41,10 +40,10 @@ NAMES = ["prints", "specs", "buffers", "exports", "records", "stacks"]
 
 def test_fuzzers_find_nothing_in_their_seeds(run_python):
     """One after the other in one process. The last that is named is where it ended."""
-    for package in PACKAGES.values():
-        pytest.importorskip(package)
-    done = run_python(SMOKE, ROOT, *NAMES)
-    wanted = "".join(f"{name}\nran True\n" for name in NAMES)
+    missing = {n for n, package in PACKAGES.items() if find_spec(package) is None}
+    names = [name for name in NAMES if name not in missing]
+    done = run_python(SMOKE, ROOT, *names)
+    wanted = "".join(f"{name}\nran True\n" for name in names)
     assert done.stdout.endswith(wanted), done.stdout + done.stderr
 
 
