@@ -58,12 +58,11 @@ std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
 /// Asks Python to read a text (PlanMakers::of_text); for a run, with the types of
 /// its buffers. Throws XlaError.
 Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
-                       XLA_FFI_TypeId* type, bool runs) {
+                       bool on_cuda, bool runs) {
   return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, [&] {
     std::vector<BufferType> buffers;
     if (runs) buffers = TypesOf(frame);
-    return g_plan_makers.of_text(text, type == &g_cuda_plan_type,
-                                 runs ? &buffers : nullptr);
+    return g_plan_makers.of_text(text, on_cuda, runs ? &buffers : nullptr);
   });
 }
 
@@ -85,11 +84,10 @@ void CheckFit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
 }
 
 /// The state with the plan of a text, made if there is none yet. Throws XlaError.
-const PlanState& Made(const PlanState& late, XLA_FFI_CallFrame* frame,
-                      XLA_FFI_TypeId* type) {
+const PlanState& Made(const PlanState& late, XLA_FFI_CallFrame* frame) {
   const PlanState* state = late.made.load(std::memory_order_acquire);
   if (state != nullptr) return *state;
-  Counted<Plan> plan = ReadText(frame, late.text, type, true);
+  Counted<Plan> plan = ReadText(frame, late.text, late.on_cuda, true);
   CheckFit(*plan, frame);
   std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
   // On failure `state` becomes the one that another thread has published, so that
@@ -127,9 +125,10 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
     const std::string_view text(span->ptr, span->len);
     if (!plan || plan->text != text) {
       plan = {};
-      ReadText(frame, text, type, false);
       state = std::make_unique<PlanState>();
       state->text = text;
+      state->on_cuda = type == &g_cuda_plan_type;
+      ReadText(frame, text, state->on_cuda, false);
     }
   } else if (!plan) {
     return MakeError(frame->api,
@@ -182,7 +181,7 @@ const PlanState& FindState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
                            XLA_FFI_ExecutionStage_INSTANTIATE, type, nullptr})
                           .state;
   const auto& state = *static_cast<const PlanState*>(found);
-  return state.plan ? state : Made(state, frame, type);
+  return state.plan ? state : Made(state, frame);
 }
 
 Work::Work(XLA_FFI_CallFrame* f, bool taps, XLA_FFI_TypeId* type)

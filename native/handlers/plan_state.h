@@ -69,7 +69,9 @@ struct PlanState : NoCopy {
   Counted<Plan> plan;                  ///< null: `made` has it
   std::unique_ptr<Team> team;          ///< null: each device calls alone
   std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
-  std::string text;                    ///< used only without a plan
+  // Both are used only without a plan.
+  std::string text;
+  bool on_cuda = false;  ///< whether the place was compiled for CUDA
   /// The state with the plan of the text; null before the first run. Owned.
   /// Published with release and read with acquire: whoever finds the state sees all
   /// of it.
