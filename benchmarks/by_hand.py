@@ -81,7 +81,6 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
         elsewhere=False,
         team=None,
         guard=None,
-        scout=None,
         inside=_native.Inside.NEVER,
         keeps_mesh=False,
         tap=None,
