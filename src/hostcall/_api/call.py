@@ -192,8 +192,7 @@ def call(
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
-    if tag is not None:
-        mistakes.warn_of_own(_FACE, fn, tag=tag)
+    mistakes.warn_of_own(_FACE, fn, tag=tag)
     results = parse_result(result, name)
     if how.order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)

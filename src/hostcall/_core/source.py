@@ -89,8 +89,7 @@ def is_anonymous(fn: Function) -> bool:
 
 def place_of(fn: Function) -> Place:
     """The place where a function is defined."""
-    plain = type(fn) is types.FunctionType
-    code = fn.__code__ if plain else asked(innermost(fn), "__code__", types.CodeType)
+    code = asked(innermost(fn), "__code__", types.CodeType)
     if code is None:
         return Place("(built in)", 0, name_of(fn))
     return Place(code.co_filename, code.co_firstlineno, name_of(fn))

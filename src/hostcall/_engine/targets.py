@@ -94,7 +94,7 @@ def failures_over(program_is_across: bool) -> Failures | None:
 def start_lowering(program: _jax.Program) -> Failures | None:
     """Prepares for a call or tap of this program; returns `failures_over` it."""
     start_on(program.client)
-    return failures_over(True) if program.across else None
+    return failures_over(program.across)
 
 
 def _register() -> None:

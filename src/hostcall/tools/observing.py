@@ -169,9 +169,9 @@ class observe:
             try:
                 hc.barrier()
             except Exception:
-                if (
-                    error is None
-                ):  # else the block raises its own; taps have been logged
+                # If the block raises its own error, that one goes on. Failures of taps
+                # have been logged.
+                if error is None:
                     raise
         if "progress" in self._uses:
             hc.progress.close()

@@ -69,25 +69,25 @@ def targets(line: SourceLine) -> list[Target]:
     return _targets(max(around, key=_span)) if around else []
 
 
-class _Code(NamedTuple):
+class _Parsed(NamedTuple):
     """All simple statements of a file, at any depth, and where its loops are."""
 
     statements: list[ast.stmt]
     loops: list[tuple[int, int, int, int]]
 
 
-def _code(file: str) -> _Code:
+def _code(file: str) -> _Parsed:
     return _parsed("".join(linecache.getlines(file)))
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(source: str) -> _Code:
+def _parsed(source: str) -> _Parsed:
     try:
         nodes = [*ast.walk(ast.parse(source))]
     except SyntaxError:  # a notebook's magics
         nodes = []
     statements = (n for n in nodes if isinstance(n, ast.stmt))
-    return _Code(
+    return _Parsed(
         [n for n in statements if "body" not in n._fields],
         [_span(n) for n in nodes if isinstance(n, _LOOPS)],
     )
