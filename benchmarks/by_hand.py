@@ -34,7 +34,7 @@ _call_p.def_abstract_eval(lambda x, *, params: [SCALAR])
 
 
 def call(fn: Callable[..., Any], result: Any, x: Any) -> Any:
-    name = arguments.check_function(fn, "call(fn, result, x)", awaits=True)
+    name = arguments.check_function(fn, "call(fn, result, x)", awaits=True).name
     operands, template = spec.flatten_arguments((x,), {})
     assert signatures.accepts(fn, 1, ())
     results = spec.parse_result(result, name)

@@ -10,7 +10,7 @@ import jax
 from hostcall._core import mistakes
 from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.callback import Callback
-from hostcall._core.host_code import HostCode, handle, is_coroutine_function
+from hostcall._core.host_code import HostCode, handle
 from hostcall._core.options import (
     CALL,
     POLICY,
@@ -185,9 +185,9 @@ def call(
         owner, code, own, before = callee
         fn, args, options = owner.fn, (*before, *args), own | options
         policy = Policy.of(own, owner)
-    name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**options, "awaits": awaits}, fn=fn)
+    seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
+    name = seen.name
+    check(f"`{name}`", {**options, "awaits": seen.awaits}, fn=fn)
     how = CallOptions.of(options)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
@@ -213,7 +213,7 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     executions (`execution`). Each execution costs a copy of the arguments; 0 only
     counts.
     """
-    name = check_function(fn, "hc.watch(x)")
+    name = check_function(fn, "hc.watch(x)").name
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)

@@ -240,7 +240,7 @@ def prepare(
     `options` are those of `hc.tap` that are given.
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
-    called = check_function(fn, usage, awaits=True, returns=False)
+    called = check_function(fn, usage, awaits=True, returns=False).name
     check(f"the tap `{called}`", options, TAP)
     how = TapParams.takes.of(options)
     if how.order == "pure" and face is not _FACE_OF_ONE:

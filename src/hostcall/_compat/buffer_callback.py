@@ -106,7 +106,7 @@ def buffer_callback(
         "hc.buffers.buffer_callback(callback, result_shape_dtypes), where machine code"
         " is hc.buffers.native(address)"
     )
-    name = check_function(callback, usage)
+    name = check_function(callback, usage).name
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     try:
         avals = tuple(map(result_aval, described))

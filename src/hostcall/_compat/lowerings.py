@@ -21,7 +21,7 @@ from hostcall._compat.pure_and_io import OPTIONS, trees_of
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
-from hostcall._core.source import Place, place_of
+from hostcall._core.source import Place, look
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._primitives import buffer, call, drop_in
@@ -37,7 +37,7 @@ chosen: str | None = None
 def _place(ctx: _jax.LoweringContext, fn: Callable[..., object]) -> Place:
     """The line that called; if JAX does not know it, the line of the function."""
     line = _jax.line_of(ctx)
-    return place_of(fn) if line is None else Place(*line)
+    return look(fn).place if line is None else Place(*line)
 
 
 def _lower(

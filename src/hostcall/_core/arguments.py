@@ -11,20 +11,15 @@ import jax
 import numpy as np
 
 from hostcall._core.errors import SpecError
-from hostcall._core.host_code import (
-    handle,
-    is_coroutine_function,
-    is_generator_function,
-    layers,
-)
+from hostcall._core.host_code import handle, layers
 from hostcall._core.signatures import accepts, own_option, signature_of
-from hostcall._core.source import name_of
+from hostcall._core.source import Look, look
 
 
 def check_function(
     fn: Any, usage: str, awaits: bool = False, returns: bool = True
-) -> str:
-    """Returns the function's name; refuses anything that is not a plain function.
+) -> Look:
+    """Returns what is known of a function; refuses what is not a plain one.
 
     Calling a coroutine or generator function runs none of its code.
 
@@ -44,10 +39,10 @@ def check_function(
         made = handle(each)
         if made is not None and (why := made._why_not()):
             raise SpecError(why, code="hc-result-spec")
-    name = name_of(fn)
+    seen = look(fn)
     if not awaits:
         refuse_coroutines(fn)
-    if is_generator_function(fn):
+    if seen.yields:
         instead = (
             "Make the generator outside the program, and pass a function that takes its"
             ' next value: lambda: next(generator), with order="ordered"'
@@ -57,17 +52,18 @@ def check_function(
             " start it outside the program, and pass its method generator.send"
         )
         raise SpecError(
-            f"hostcall: `{name}` is a generator function: calling it only makes a"
+            f"hostcall: `{seen.name}` is a generator function: calling it only makes a"
             f" generator. {instead}",
             code="hc-coroutine",
         )
-    return name
+    return seen
 
 
 def refuse_coroutines(fn: Any) -> None:
     """Refuses a coroutine function where nothing would await what it returns."""
-    if is_coroutine_function(fn):
-        name = name_of(fn)
+    seen = look(fn)
+    if seen.awaits:
+        name = seen.name
         raise SpecError(
             f"hostcall: `{name}` is a coroutine function: calling it only makes a"
             " coroutine, which nothing here awaits. hc.call, hc.host, hc.Object and"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from hostcall import _jax
-from hostcall._core.host_code import is_coroutine_function
 from hostcall._core.options import PlaceOptions, Policy
-from hostcall._core.source import Place, name_of, source_of
+from hostcall._core.source import Look, Place, look
 from hostcall._core.spec import Results, Static, Template
 
 
@@ -32,6 +30,9 @@ class Callback:
         policy: how the function is run.
         traced: the settings of JAX under which it was traced, so that the function
             runs under them on any thread; None if they were the process's own.
+        function: the function itself.
+        seen: what hostcall knows of it.
+        name: by which messages call it.
     """
 
     fn: Static
@@ -42,29 +43,23 @@ class Callback:
     place: Place = field(compare=False)
     policy: Policy = field(default=Policy(), hash=False)
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here, hash=False)
+    function: Callable[..., Any] = field(init=False, compare=False)
+    seen: Look = field(init=False, compare=False)
+    name: str = field(init=False, compare=False)
 
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        return self.fn.value  # type: ignore[no-any-return]
-
-    @cached_property
-    def awaits(self) -> bool:
-        """Whether the function is a coroutine function."""
-        return is_coroutine_function(self.function)
-
-    @cached_property
-    def name(self) -> str:
-        return name_of(self.function)
+    def __post_init__(self) -> None:
+        seen = look(self.fn.value)
+        vars(self).update(function=self.fn.value, seen=seen, name=seen.name)
 
     @property
     def shown(self) -> str:
         """The name in statistics and profiles."""
         return self.options.tag or self.name
 
-    @cached_property
+    @property
     def counted_as(self) -> str:
         """Under which name its calls are counted; see `costs`."""
-        return self.options.tag or source_of(self.function)
+        return self.options.tag or self.seen.source
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"

@@ -193,68 +193,6 @@ def layers(fn: Any) -> Iterator[Any]:
     )
 
 
-def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What is called in the end."""
-    if type(fn) is types.FunctionType:  # most are
-        return fn
-    *_, last = layers(fn)
-    return last  # type: ignore[no-any-return]
-
-
-def is_alone(fn: object) -> bool:
-    """Whether this is a plain function that holds nothing: no variable of a function
-    around it, and no default. (A quick look: False if that takes longer to say.)
-    """
-    if type(fn) is not types.FunctionType:
-        return False
-    return not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
-
-
-_ROUTINES = (
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-)
-
-
-def body_of(fn: Any) -> Any:
-    """The code that runs: a function itself, what a functools.partial calls, or the
-    `__call__` of an object.
-    """
-    fn = innermost(fn)
-    # By its type, since a Mock with a spec has the `__class__` of a function.
-    return fn if issubclass(type(fn), _ROUTINES) else type(fn).__call__
-
-
-def is_generator_function(fn: Any) -> bool:
-    """Whether calling this function makes a generator, asynchronous or not."""
-    if type(fn) is types.FunctionType:
-        return bool(fn.__code__.co_flags & _YIELDS)
-    body = body_of(fn)
-    return inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
-
-
-_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-
-def is_coroutine_function(fn: Any) -> bool:
-    """Whether calling this function makes a coroutine."""
-    if type(fn) is types.FunctionType and not fn.__dict__:  # without a mark
-        return bool(fn.__code__.co_flags & inspect.CO_COROUTINE)
-    if own(fn) is fn and own(fn).inside() is None:
-        return own(fn).awaits()
-    if not callable(fn):
-        return False
-    inner = innermost(fn)  # inspect follows a partial of itself for ever
-    try:
-        return any(map(inspect.iscoroutinefunction, (inner, body_of(inner))))
-    except Exception:  # a Mock with a spec has the class of a function, and no code
-        return False
-
-
 def asked(thing: object, attribute: str, kind: type[T]) -> T | None:
     """An attribute of Python's own, such as `__code__`, if it has the type that it has
     in Python's own objects.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import host_code, signatures
+from hostcall._core import signatures
 from hostcall._core.captured import has_tracers_text, traced_values
 from hostcall._core.counted import counted
 from hostcall._core.errors import SpecError
@@ -129,8 +129,10 @@ def refuse_traced(fn: Any, instead: Callable[[str, str], str]) -> None:
         fn: the function.
         instead: says what to write, given the names of the function and of the value.
     """
-    if host_code.is_alone(fn):
-        return
+    if type(fn) is types.FunctionType and not (
+        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
+    ):
+        return  # it holds nothing
     for how, value, tracer in traced_values(fn, set()):
         name = name_of(fn)
         raise SpecError(

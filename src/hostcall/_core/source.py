@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from hostcall._core.host_code import asked, innermost, is_partial, layers, own, text_of
+from hostcall._core.host_code import asked, is_partial, layers, own, text_of
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -62,17 +63,75 @@ def users_frame() -> types.FrameType:
     return frame
 
 
-def name_of(fn: Function) -> str:
-    """The name by which messages call this function."""
-    if type(fn) is types.FunctionType:  # eager calls ask each time
-        return fn.__qualname__
-    name, inner = "", fn
-    for inner in layers(fn):  # functools.update_wrapper may have named a partial
-        name = text_of(inner, "__qualname__")
-        if name:
-            break
-    name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
-    return f"partial({name})" if inner is not fn else name
+class Look(NamedTuple):
+    """What hostcall knows of a callable, of which nothing has run.
+
+    Attributes:
+        name: by which messages call it.
+        place: where it is defined; line 0 if it has no code in Python.
+        awaits: whether a call makes a coroutine.
+        yields: whether a call makes a generator, asynchronous or not.
+        source: its name and place, which all closures over one `def` share.
+    """
+
+    name: str
+    place: Place
+    awaits: bool
+    yields: bool
+    source: str
+
+
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_ROUTINES = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)
+
+
+def look(fn: Any) -> Look:
+    """Looks at a callable; see `Look`. Other objects have a name, and nothing else."""
+    if type(fn) is types.FunctionType and not fn.__dict__:  # most; eager calls ask too
+        name, code = fn.__qualname__, fn.__code__
+        place = Place(code.co_filename, code.co_firstlineno, name)
+        awaits = bool(code.co_flags & inspect.CO_COROUTINE)
+        yields = bool(code.co_flags & _YIELDS)
+        return Look(name, place, awaits, yields, _source(name, place))
+    every = list(layers(fn))
+    # functools.update_wrapper may have named a partial.
+    told = ((each, text_of(each, "__qualname__")) for each in every)
+    inner = every[-1]
+    bare = text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
+    named, name = next((pair for pair in told if pair[1]), (inner, bare))
+    if named is not fn:
+        name = f"partial({name})"
+    place = Place("(built in)", 0, name)
+    if (found := asked(inner, "__code__", types.CodeType)) is not None:
+        place = Place(found.co_filename, found.co_firstlineno, name)
+    source = own(fn).source() or _source(name, place)
+    if own(inner) is inner:
+        return Look(name, place, own(inner).awaits(), False, source)
+    try:
+        # By its type, since a Mock with a spec has the `__class__` of a function.
+        routine = issubclass(type(inner), _ROUTINES)
+        body = inner if routine else type(inner).__call__
+        awaits = any(map(inspect.iscoroutinefunction, (inner, body)))
+        yields = inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
+    except Exception:  # it can't be called, or is such a Mock, without code
+        awaits = yields = False
+    return Look(name, place, awaits, yields, source)
+
+
+def _source(name: str, place: Place) -> str:
+    return f"{name} ({place.file}:{place.line})" if place.line else name
+
+
+def name_of(fn: Any) -> str:
+    """The name by which messages call it."""
+    return look(fn).name
 
 
 def is_anonymous(fn: Function) -> bool:
@@ -87,23 +146,6 @@ def is_anonymous(fn: Function) -> bool:
     return "<" in name or name.startswith("partial(")
 
 
-def place_of(fn: Function) -> Place:
-    """The place where a function is defined."""
-    code = asked(innermost(fn), "__code__", types.CodeType)
-    if code is None:
-        return Place("(built in)", 0, name_of(fn))
-    return Place(code.co_filename, code.co_firstlineno, name_of(fn))
-
-
 def is_jaxs(fn: Function) -> bool:
     """Whether this function is JAX's own code."""
-    return place_of(fn).file.startswith(_JAX)
-
-
-def source_of(fn: Function) -> str:
-    """A function's name and place, which all closures over one `def` share."""
-    if said := own(fn).source():
-        return said
-    place = place_of(fn)
-    name = place.function
-    return f"{name} ({place.file}:{place.line})" if place.line else name
+    return look(fn).place.file.startswith(_JAX)

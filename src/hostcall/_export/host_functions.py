@@ -14,7 +14,7 @@ from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
 from hostcall._core.options import Policy
 from hostcall._core.registered import Name
-from hostcall._core.source import Place, name_of, source_of
+from hostcall._core.source import Place, look, name_of
 from hostcall._export import records, registry
 from hostcall._export.structures import CODEC
 from hostcall._host_function.rules import RULES, Kind
@@ -65,7 +65,7 @@ def _function(name: Name, kind: Kind) -> Any:
     if not is_function(function):
         raise LoadError(
             f"hostcall: the program calls {name} as a hc.host function, and here"
-            f" {name_of(function)} ({source_of(function)}) is registered, which is a"
+            f" {name_of(function)} ({look(function).source}) is registered, which is a"
             " plain function. Register the result of hc.host"
         )
     needs, _ = RULES[kind]

@@ -27,10 +27,10 @@ from hostcall._core import options
 from hostcall._core.callback import Callback
 from hostcall._core.codec import Json, Malformed, Natural, NotPortable
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_coroutine_function, is_function, own
+from hostcall._core.host_code import is_function, own
 from hostcall._core.options import CallOptions, PlaceOptions, Policy, TapOptions
 from hostcall._core.registered import Name, names
-from hostcall._core.source import Place
+from hostcall._core.source import Place, look
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.equation import Equation
 from hostcall._export import registry
@@ -276,7 +276,7 @@ def _check_policy(
     record: CallRecord, how: PlaceOptions, function: object, policy: Policy
 ) -> None:
     """Refuses an equation that does not go with how its function is run here."""
-    ours = {**policy.at_a_place(), "awaits": is_coroutine_function(function)}
+    ours = {**policy.at_a_place(), "awaits": look(function).awaits}
     what = options.pair_refused({**vars(how), **ours})
     if what is not None:
         raise LoadError(

@@ -15,7 +15,7 @@ from hostcall._core.arguments import wrong
 from hostcall._core.errors import RegistryError, SpecError
 from hostcall._core.host_code import handle
 from hostcall._core.registered import Name, names
-from hostcall._core.source import name_of, source_of
+from hostcall._core.source import look, name_of
 from hostcall._export import definitions
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -186,5 +186,5 @@ def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
 
 def _said(thing: Any) -> str:
     shown = held_of(thing) if definitions.is_feed(thing) else thing
-    name, source = name_of(shown), source_of(shown)
+    name, source = name_of(shown), look(shown).source
     return f"`{name}`{source.removeprefix(name)}"

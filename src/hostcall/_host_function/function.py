@@ -22,11 +22,10 @@ from hostcall._core.host_code import (
     Kwargs,
     TakesMask,
     dress,
-    is_coroutine_function,
 )
 from hostcall._core.options import WHOLE, Option, check
 from hostcall._core.signatures import accepts, signature_of
-from hostcall._core.source import name_of, users_place
+from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept, result_specs
 from hostcall._host_function.primitives import bind
@@ -87,13 +86,14 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         options = {**_PLAIN, **options}
         name = options.pop("name")
         dress(self, fn)
-        self.__name__ = name or name_of(fn).rpartition(".")[2]
-        self.__qualname__ = name or name_of(fn)
+        seen = look(fn)
+        self.__name__ = name or seen.name.rpartition(".")[2]
+        self.__qualname__ = name or seen.name
         self.fn, self.rules, self.options = fn, Rules(), options
         self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
         if callable(options["vmap_method"]):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
-        given = {**options, "awaits": is_coroutine_function(fn), "result": self.result}
+        given = {**options, "awaits": seen.awaits, "result": self.result}
         if self.result is ...:  # hc.call may say how batches are called
             del given["vmap_method"]
         check(f"`{self.__qualname__}`", given)
@@ -427,7 +427,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 raise SpecError(
                     f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
                 )
-            awaits, this = is_coroutine_function(rule), f"the rule `{name_of(rule)}`"
+            seen = look(rule)
+            awaits, this = seen.awaits, f"the rule `{seen.name}`"
             if awaits and where == "jax":
                 raise SpecError(
                     f"hostcall: {this} of `{self.__name__}` is a coroutine function and"

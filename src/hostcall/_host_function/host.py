@@ -189,7 +189,7 @@ def host(
     options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(host, **options)
-    shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True)
+    shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True).name
     options["nondiff"] = checked(shown, result, nondiff)
     if order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)

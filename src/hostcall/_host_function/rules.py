@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
-from hostcall._core.host_code import Handle, is_coroutine_function
+from hostcall._core.host_code import Handle
+from hostcall._core.source import look
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 
@@ -152,7 +153,7 @@ class Ruled(Handle):
 
 def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
     """Calls a user's function on this thread, or on the event loop and waits."""
-    return run_one(fn, *args) if is_coroutine_function(fn) else fn(*args)
+    return run_one(fn, *args) if look(fn).awaits else fn(*args)
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
-from hostcall._core.host_code import HostCode, TakesMask, is_coroutine_function
+from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
-from hostcall._core.source import name_of, source_of
+from hostcall._core.source import look, name_of
 from hostcall._core.spec import (
     Results,
     Static,
@@ -213,7 +213,7 @@ class Steps(HostCode, Value):
     # --- What the engine asks ------------------------------------------------------
 
     def source(self) -> str:
-        return source_of(self.code)
+        return look(self.code).source
 
     def result_words(self, number: int) -> tuple[str, str]:
         if self.kind != "jacobian":
@@ -230,7 +230,7 @@ class Steps(HostCode, Value):
             called += [function.fn, *(f for f in self.rule.each if f is not None)]
         elif self.kind == "backward":  # runs it if its residual was dropped
             called.append(function._code_of("forward"))
-        return any(map(is_coroutine_function, called))
+        return any(look(each).awaits for each in called)
 
     def lane(self) -> Function:  # the function and its rules are one
         return self.site.function.fn
@@ -362,7 +362,7 @@ class Steps(HostCode, Value):
         if there:
             return back, (residual, *more), pulled
         # The forward rule again, as the store has dropped its residual.
-        source = source_of(site.function.fn)
+        source = look(site.function.fn).source
         store.warn(handle, site.name, source, site.place)
         sent = (
             self._code("forward"),

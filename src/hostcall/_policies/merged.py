@@ -123,12 +123,12 @@ class Merged:
         who = callback.fn, callback.options.tag, trees, how, shapes
         self._meeting: _Meeting = shared.one(who, _Meeting)
         self._turn: Any = contextlib.nullcontext()
-        if not callback.awaits:
+        if not callback.seen.awaits:
             name, rung = choices.results.name, choices.device
             self._turn = shared.one((callback.fn, rung), lambda: _Turn(name))
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
-        if self._callback.awaits:  # another thread may need the loop for the call
+        if self._callback.seen.awaits:  # another thread may need the loop for the call
             free_loop(self._callback.function)
         parts: Parts = []
         leads: list[_Batch] = []

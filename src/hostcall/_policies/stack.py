@@ -50,7 +50,7 @@ def entries(choices: Choices) -> Entries:
     plain = choices.compressed or merges or caches
     # Merged rows are one call, so they need no executor.
     together = choices.grid and choices.parallel and not merges
-    if not (plain or together or callback.awaits or policy.timeout is not None):
+    if not (plain or together or callback.seen.awaits or policy.timeout is not None):
         return Entries(_direct(choices), choices.form)
     # Innermost is what runs the function and waits for it, so what has the limit. It
     # gets (args, kwargs), which can be sent elsewhere; no treedef can.
@@ -95,12 +95,12 @@ def _runs(choices: Choices, together: bool) -> Runs:
     and executors don't meet.
     """
     callback, policy = choices.callback, choices.callback.policy
-    if not (callback.awaits or together or policy.timeout is not None):
+    if not (callback.seen.awaits or together or policy.timeout is not None):
         return Here(callback.function)
     settings = ThreadSettings(choices.device, choices.guard, callback.traced)
     name = choices.results.name
     bound = Bound(callback.function, settings, policy.timeout, name)
-    if callback.awaits:
+    if callback.seen.awaits:
         from hostcall._policies.on_loop import OnLoop
 
         return OnLoop(bound, policy.concurrency)

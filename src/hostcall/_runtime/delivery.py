@@ -19,7 +19,7 @@ from hostcall._core import config, daemon
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned, starting
-from hostcall._core.source import name_of, place_of
+from hostcall._core.source import look
 from hostcall._core.wait import over, wait
 from hostcall._runtime import tap_failures, workers
 
@@ -89,7 +89,8 @@ def call_at_barrier(*, ending: bool) -> None:
         except BaseException as error:
             if not (ending or isinstance(error, Exception)):
                 raise
-            tap_failures.failed(name_of(fn), place_of(fn), error, ())
+            seen = look(fn)
+            tap_failures.failed(seen.name, seen.place, error, ())
 
 
 def refuse_inside_a_tap(who: str) -> None:

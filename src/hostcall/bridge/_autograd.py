@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.arguments import check_function, wrong
-from hostcall._core.source import source_of
+from hostcall._core.source import look
 from hostcall._host_function.trees import pick, spread
 from hostcall.bridge._library import (
     Arrays,
@@ -98,7 +98,7 @@ def of_autograd(
     options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(of_autograd, **options)
-    shown = name or check_function(fn, "hc.bridge.autograd(fn)")
+    shown = name or check_function(fn, "hc.bridge.autograd(fn)").name
     needed("autograd", "autograd")
     options["advice"] = check_derivatives("autograd", shown, derivatives)
     if vmap_method not in (None, "sequential", "parallel"):
@@ -106,7 +106,7 @@ def of_autograd(
         wanted = "'sequential' or 'parallel'"
         raise wrong("vmap_method", f"`{shown}`", wanted, vmap_method, why)
     make_thread_safe()
-    return OfAutograd(FromAutograd(fn, shown, source_of(fn), fn), **options)
+    return OfAutograd(FromAutograd(fn, shown, look(fn).source, fn), **options)
 
 
 class OfAutograd(TakesNoRules, LibraryFunction):

@@ -91,7 +91,7 @@ def on_device(
     if fn is None:
         options = {k: v for k, v in dict(locals()).items() if k != "fn"}
         return functools.partial(on_device, **options)
-    shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)")
+    shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)").name
     is_here = (
         isinstance(device, jax.Device) and device.process_index == jax.process_index()
     )

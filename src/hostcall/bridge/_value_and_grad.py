@@ -94,7 +94,7 @@ def value_and_grad(
     if fn is None:
         return functools.partial(value_and_grad, **options)
     usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"
-    shown = name or check_function(fn, usage)
+    shown = name or check_function(fn, usage).name
     if value is not None and not callable(value):
         wanted = "a function of the same arguments that returns only the value"
         raise wrong("value", f"`{shown}`", wanted, value)

@@ -238,7 +238,8 @@ def _made(public: Callable[..., Any], kind: type[_Problem], given: Any) -> Any:
     fun = given.pop("fun")
     if fun is None:
         return functools.partial(public, **given)
-    shown = given["name"] or check_function(fun, f"hc.bridge.scipy.{kind.word}(fun)")
+    usage = f"hc.bridge.scipy.{kind.word}(fun)"
+    shown = given["name"] or check_function(fun, usage).name
     of_host = {key: given.pop(key) for key in ("vmap_method", "timeout")}
     rows = f"{choices(ROWS)}, since SciPy solves for one row at a time"
     methods = {"vmap_method": Option(rows, ROWS.__contains__)}

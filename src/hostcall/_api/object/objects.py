@@ -40,10 +40,10 @@ from hostcall._core.arguments import (
 from hostcall._core.callback import Callback
 from hostcall._core.counted import counted
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.host_code import HostCode, is_coroutine_function
+from hostcall._core.host_code import HostCode
 from hostcall._core.options import CALL, CallOptions, Option, Policy, check
 from hostcall._core.process import Owned, living
-from hostcall._core.source import name_of, users_place
+from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import (
     Results,
     Static,
@@ -145,13 +145,13 @@ class Object:
     ) -> None:
         options = {each: v for each, v in dict(locals()).items() if each in OPTIONS}
         usage = "hc.Object(factory, methods={...}); for one that exists, lambda: it"
-        said = check_function(factory, usage, awaits=True)
+        said = check_function(factory, usage, awaits=True).name
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
         group = Group(factory, _parse_methods(name, methods), name, options)
         if _jax.is_tracing():
             mistakes.refuse_traced(factory, _instead_of_traced)
-        awaits = any(is_coroutine_function(group.definition(m)) for m in methods)
+        awaits = any(look(group.definition(m)).awaits for m in methods)
         check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)
         if (save is None) != (restore is None):
             what = "only one of save= and restore=. Pass both, or neither"
@@ -708,7 +708,7 @@ class Entry(HostCode):
 
     def __init__(self, group: Group, method: str) -> None:
         self.group, self.name, self.who = group, method, f"{method}()"
-        self._awaits = is_coroutine_function(group.definition(method))
+        self._awaits = look(group.definition(method)).awaits
         self.__qualname__ = f"{group.name}.{method}"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

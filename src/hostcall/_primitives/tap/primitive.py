@@ -17,7 +17,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core import errors, process
 from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.source import source_of
+from hostcall._core.source import look
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
@@ -56,7 +56,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     tap, always = params.settings(in_program=False), params.flag_of(operands)
     for home, place, values in _blocks(operands, params):
         if params.options.thinned:
-            source, device = source_of(callback.function), (home.platform, home.id)
+            source, device = look(callback.function).source, (home.platform, home.id)
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)
                 kept[:] = kept or [_native.Throttle(tap)]

@@ -99,7 +99,7 @@ def torch(
     if fn is None:
         return functools.partial(torch, **options)
     needed("torch", "torch")
-    shown = name or check_function(fn, "hc.bridge.torch(fn)")
+    shown = name or check_function(fn, "hc.bridge.torch(fn)").name
     options["advice"] = check_derivatives("torch", shown, derivatives)
     if lend not in (False, True):
         raise wrong("lend", f"`{shown}`", "True or False", lend)

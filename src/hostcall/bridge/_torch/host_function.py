@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
-from hostcall._core.source import source_of
+from hostcall._core.source import look
 from hostcall._host_function.host import checked
 from hostcall.bridge._library import LibraryFunction, shaped
 from hostcall.bridge._torch.code import OfModule, OnHost
@@ -28,8 +28,8 @@ def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
     options["nondiff"] = checked(shown, options["result"], options["nondiff"])
     if isinstance(fn, torch.nn.Module):
-        return TorchModule(OfModule(fn, shown, source_of(fn)), **options)
-    return TorchFunction(OnHost(fn, shown, source_of(fn), fn), **options)
+        return TorchModule(OfModule(fn, shown, look(fn).source), **options)
+    return TorchFunction(OnHost(fn, shown, look(fn).source, fn), **options)
 
 
 class TorchFunction(LibraryFunction):
