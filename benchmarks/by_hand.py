@@ -19,7 +19,7 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
 from hostcall import _jax, _native
-from hostcall._core import arguments, signatures, source, spec
+from hostcall._core import mistakes, signatures, source, spec
 from hostcall._core.callback import Callback
 from hostcall._core.options import CallOptions
 from hostcall._engine.counters import costs
@@ -34,7 +34,7 @@ _call_p.def_abstract_eval(lambda x, *, params: [SCALAR])
 
 
 def call(fn: Callable[..., Any], result: Any, x: Any) -> Any:
-    name = arguments.check_function(fn, "call(fn, result, x)", awaits=True).name
+    name = mistakes.check_function(fn, "call(fn, result, x)", awaits=True).name
     operands, template = spec.flatten_arguments((x,), {})
     assert signatures.accepts(fn, 1, ())
     results = spec.parse_result(result, name)

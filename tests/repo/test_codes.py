@@ -19,7 +19,7 @@ import pytest
 import hostcall as hc
 from hostcall.__main__ import main
 from hostcall._cli import explain
-from hostcall._core import codes, failures
+from hostcall._core import errors, failures
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hostcall"
@@ -190,9 +190,9 @@ def test_the_code_comes_after_the_number_of_the_failure():
         text,
     )
     assert failures.without_number(text).endswith("called at train.py:3)")
-    assert codes.code_in(text) == "hc-result"
+    assert errors.code_in(text) == "hc-result"
     other = failures.text_for_xla(ValueError("no"), "f", "train.py:3", ())
-    assert codes.code_in(other) is None
+    assert errors.code_in(other) is None
 
 
 def test_jax_reports_a_failed_program_with_the_code():
@@ -201,7 +201,7 @@ def test_jax_reports_a_failed_program_with_the_code():
         f(jnp.float32(1)).block_until_ready()
     text = str(caught.value)
     assert text.count("python -m hostcall explain") == 1
-    assert codes.code_in(text) == "hc-result"
+    assert errors.code_in(text) == "hc-result"
     assert isinstance(hc.errors.last_error(), hc.errors.ResultError)
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias, overload
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.callback import Callback
 from hostcall._core.host_code import HostCode, handle
+from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
     CALL,
     POLICY,

@@ -15,8 +15,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.captured import has_tracers_text
-from hostcall._core.counted import counted
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, counted
 from hostcall._core.spec import is_numeric
 
 # --- When the line is printed --------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 from hostcall import _native
-from hostcall._core.arguments import of_all_processes
+from hostcall._core.mistakes import of_all_processes
 from hostcall._engine.counters import Tally, costs
 from hostcall._runtime.running import ActiveCall, ProcessStatus, running
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.arguments import check_function, parse_mask
 from hostcall._core.callback import Callback
 from hostcall._core.errors import SpecError
+from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
     TAP,
     Arrays,

@@ -16,9 +16,9 @@ from hostcall._compat.pure_and_io import (
     result_aval,
     trees_of,
 )
-from hostcall._core.arguments import check_function, conflict, wrong
 from hostcall._core.callback import Callback
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, conflict, wrong
+from hostcall._core.mistakes import check_function
 from hostcall._core.options import WHOLE, CallOptions, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types

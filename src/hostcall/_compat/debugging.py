@@ -15,8 +15,8 @@ from hostcall import _jax
 from hostcall._api.print_format import parsed
 from hostcall._compat.pure_and_io import OPTIONS
 from hostcall._core import stream
-from hostcall._core.arguments import refuse_coroutines
 from hostcall._core.host_code import HostCode
+from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.drop_in import PRINT, arrays_of, make_params
 from hostcall._primitives.drop_in import bind

@@ -21,9 +21,9 @@ import numpy as np
 from hostcall import _jax
 from hostcall._api.call import call
 from hostcall._api.tap import tap
-from hostcall._core import codes
-from hostcall._core.arguments import refuse_coroutines
-from hostcall._core.counted import counted
+from hostcall._core import errors
+from hostcall._core.errors import counted
+from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.order import ORDERED, effects_with
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
@@ -167,7 +167,7 @@ def _emit(params: Outside, xs: Arrays, devices: Sequence[_jax.Device] = ()) -> A
             f"hostcall: device_index={params.device_index}, but the program runs on"
             f" {counted(len(devices), 'device')}"
         )
-        raise ValueError(codes.ended(text, "hc-device"))
+        raise ValueError(errors.with_code(text, "hc-device"))
     on = devices[params.device_index] if devices else "once"
     if not params.identity:
         return list(call(params, params.avals, *xs, order="ordered", on=on))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.arguments import refuse_coroutines
+from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.options import WHOLE
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params

@@ -13,8 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.counted import counted
-from hostcall._core.errors import ResultError
+from hostcall._core.errors import ResultError, counted
 from hostcall._core.spec import NUMBERS, is_numeric, masked
 from hostcall._jax.types import Aval, TreeDef
 

@@ -3,9 +3,42 @@
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from hostcall._core import codes
+# --- Codes ---------------------------------------------------------------------------
+#
+# `python -m hostcall explain hc-escape` prints the page of a code, which is the file
+# docs/errors/hc-escape.md. A message shows one code, as its last line, also if it
+# quotes another message with a code (docs/design/errors.md).
+
+# Compiled when a message is first read, not at import.
+_LINE = r"\n?\[(hc-[a-z0-9-]+)\] python -m hostcall explain \1(?![a-z0-9-])"
+
+
+def code_line(code: str) -> str:
+    """The last line of a message with this code."""
+    return f"[{code}] python -m hostcall explain {code}"
+
+
+def with_code(text: str, code: str) -> str:
+    """The text with the line of this code at its end, and no other such line."""
+    return f"{without_code(text)}\n{code_line(code)}".lstrip("\n")
+
+
+def without_code(text: str) -> str:
+    """The text without lines of codes."""
+    return re.sub(_LINE, "", text)
+
+
+def code_in(text: str) -> str | None:
+    """The code of a text, the last one if it has more lines of codes."""
+    found: list[str] = re.findall(_LINE, text)
+    return found[-1] if found else None
+
+
+# --- The exceptions ------------------------------------------------------------------
 
 
 class HostcallError(Exception):
@@ -27,7 +60,7 @@ class HostcallError(Exception):
             self.code = code
 
     def __str__(self) -> str:
-        return codes.ended(super().__str__(), self.code)
+        return with_code(super().__str__(), self.code)
 
 
 class SpecError(HostcallError, ValueError):
@@ -147,6 +180,31 @@ class PackageError(HostcallError, ModuleNotFoundError):
             )
             missing.name = name
             raise missing from error
+
+
+# --- Words of messages ---------------------------------------------------------------
+
+
+def wrong(option: str, of: str, wanted: str, got: object, more: str = "") -> SpecError:
+    """The error for `option=` of `of`, which should be `wanted`."""
+    return SpecError(
+        f"hostcall: {option}= of {of} should be {wanted}, got {got!r}{more}",
+        code="hc-option",
+    )
+
+
+def conflict(of: str, what: str) -> SpecError:
+    """The error for options of `of` that do not go together."""
+    return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
+
+
+def choices(allowed: Sequence[object]) -> str:
+    return f"one of {', '.join(map(repr, allowed))}"
+
+
+def counted(number: int, noun: str) -> str:
+    """The number with its noun: "1 tap", "3 taps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 for _each in list(globals().values()):

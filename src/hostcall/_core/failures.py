@@ -37,7 +37,7 @@ from typing import Any
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import codes, config, frames
+from hostcall._core import config, errors, frames
 from hostcall._core.process import Guarded, once
 from hostcall._core.watch_error import WatchError
 
@@ -215,7 +215,7 @@ def text_for_xla(
             f" Such a value has no number. Pass it as an argument {where}. JAX says:"
             f" {said.partition(': ')[2]}"
         )
-        return numbered(exception, codes.ended(said, "hc-traced"))
+        return numbered(exception, errors.with_code(said, "hc-traced"))
     return numbered(exception, f"{said} {where}")
 
 
@@ -232,16 +232,16 @@ def numbered(exception: BaseException, said: str) -> str:
 
     The line of the text's code stays the last one.
     """
-    code = codes.code_in(said)
-    text = f"{codes.without(said)} [hostcall error {keep(exception)}]"
-    return codes.ended(text, code) if code else text
+    code = errors.code_in(said)
+    text = f"{errors.without_code(said)} [hostcall error {keep(exception)}]"
+    return errors.with_code(text, code) if code else text
 
 
 def without_number(text: str) -> str:
     """Removes the number from another process's text, since it means nothing here, and
     the line of its code, since other words will follow.
     """
-    return codes.without(_NUMBER.sub("", text)).rstrip()
+    return errors.without_code(_NUMBER.sub("", text)).rstrip()
 
 
 def failures_so_far() -> int:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
 import jax
 
 from hostcall._core import config
-from hostcall._core.arguments import choices, conflict, wrong
+from hostcall._core.errors import choices, conflict, wrong
 from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import own_option
 from hostcall._core.source import name_of

@@ -11,8 +11,7 @@ import jax
 
 import hostcall
 from hostcall import _jax
-from hostcall._core.arguments import wrong
-from hostcall._core.errors import ExportError, LoadError, SpecError
+from hostcall._core.errors import ExportError, LoadError, SpecError, wrong
 from hostcall._core.registered import Name
 from hostcall._export import container, registry
 from hostcall._export.inspection import TARGETS, calls_in, derivatives

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from hostcall._core.arguments import wrong
-from hostcall._core.errors import RegistryError, SpecError
+from hostcall._core.errors import RegistryError, SpecError, wrong
 from hostcall._core.host_code import handle
 from hostcall._core.registered import Name, names
 from hostcall._core.source import look, name_of

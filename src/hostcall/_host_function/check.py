@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core import codes
+from hostcall._core import errors
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
 from hostcall._core.spec import is_array_like
 from hostcall._host_function.difference_error import central_error, eps_of, lines
@@ -387,7 +387,7 @@ def _short(x: jax.Array) -> str:
 
 
 def _said(error: Exception) -> str:
-    return codes.without(str(error))
+    return errors.without_code(str(error))
 
 
 # --- The report ----------------------------------------------------------------------

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.arguments import conflict
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, conflict
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like

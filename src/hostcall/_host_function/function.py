@@ -14,7 +14,6 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import mistakes
-from hostcall._core.arguments import parse_mask
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import (
     Callee,
@@ -23,6 +22,7 @@ from hostcall._core.host_code import (
     TakesMask,
     dress,
 )
+from hostcall._core.mistakes import parse_mask
 from hostcall._core.options import WHOLE, Option, check
 from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import look, name_of, users_place

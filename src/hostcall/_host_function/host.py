@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from hostcall._core.arguments import check_function, wrong
-from hostcall._core.errors import SpecError
-from hostcall._core.mistakes import refuse_unneeded
+from hostcall._core.errors import SpecError, wrong
+from hostcall._core.mistakes import check_function, refuse_unneeded
 from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
 from hostcall._host_function.function import HostFunction

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hostcall._core.arguments import conflict
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, conflict
 from hostcall._core.host_code import asked, text_of
 from hostcall._core.source import is_anonymous, name_of
 from hostcall._host_function.rules import Function

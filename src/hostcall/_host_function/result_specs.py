@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.counted import counted
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import OfArguments
 from hostcall._core.spec import is_array_like, widened
 from hostcall._host_function.primitives import Arrays

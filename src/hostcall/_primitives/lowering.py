@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._core import codes
+from hostcall._core import errors
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
 from hostcall._core.host_code import own
@@ -117,7 +117,7 @@ def refuse_some_axes(program: _jax.Program, name: str, remedy: str = "") -> None
             f"hostcall: `{name}` is called inside a shard_map that is manual over some"
             f" mesh axes only. Make it manual over {axes} too{remedy}"
         )
-        raise NotImplementedError(codes.ended(text, "hc-device"))
+        raise NotImplementedError(errors.with_code(text, "hc-device"))
 
 
 def _lower_once(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import jax
 
-from hostcall._core.arguments import conflict
 from hostcall._core.callback import Callback
+from hostcall._core.errors import conflict
 from hostcall._engine.params.equation import CallParams
 from hostcall._primitives.call import bind
 

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 
 from hostcall import _native
 from hostcall._core import config, daemon
-from hostcall._core.counted import counted
-from hostcall._core.errors import HostcallError
+from hostcall._core.errors import HostcallError, counted
 from hostcall._core.process import Owned, starting
 from hostcall._core.source import look
 from hostcall._core.wait import over, wait

@@ -38,9 +38,8 @@ from typing import Any, ClassVar
 
 from hostcall import _jax, _native
 from hostcall._core import config, failures
-from hostcall._core.counted import counted
 from hostcall._core.daemon import Job, daemon, fulfil, start
-from hostcall._core.errors import FeedEndError, FeedError
+from hostcall._core.errors import FeedEndError, FeedError, counted
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
 from hostcall._core.wait import ended, over, wait

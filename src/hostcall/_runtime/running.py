@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostcall import _native
-from hostcall._core.counted import counted
+from hostcall._core.errors import counted
 from hostcall._core.source import Place
 from hostcall._runtime import workers
 

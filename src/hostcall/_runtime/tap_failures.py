@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostcall._core import codes, config, failures
-from hostcall._core.counted import counted
+from hostcall._core import config, errors, failures
+from hostcall._core.errors import counted
 from hostcall._core.process import Owned
 
 logger = logging.getLogger("hostcall")
@@ -88,7 +88,7 @@ _state = _TapFailures()
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
     """Logs the exception of a tap, and keeps it for the next barrier."""
     failures.keep(error)
-    said = codes.without(failures.summary(error))[:500]
+    said = errors.without_code(failures.summary(error))[:500]
     with _state.lock:
         tally = _state.tallies.setdefault((name, place), _Count(name, place))
         tally.count += 1

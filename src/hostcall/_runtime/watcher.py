@@ -49,7 +49,7 @@ from types import MethodType
 
 from hostcall import _native
 from hostcall._core import config, daemon, failures
-from hostcall._core.counted import counted
+from hostcall._core.errors import counted
 from hostcall._core.process import Owned
 from hostcall._core.wait import SLICE, over, wait
 from hostcall._native import Signal

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import check_function, wrong
+from hostcall._core.errors import wrong
+from hostcall._core.mistakes import check_function
 from hostcall._core.source import look
 from hostcall._host_function.trees import pick, spread
 from hostcall.bridge._library import (

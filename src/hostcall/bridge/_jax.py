@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
-from hostcall._core.arguments import check_function, wrong
+from hostcall._core.errors import wrong
 from hostcall._core.failures import original
 from hostcall._core.host_code import Handle
+from hostcall._core.mistakes import check_function
 from hostcall._core.spec import Template
 from hostcall._host_function import result_specs
 from hostcall._runtime import host_device

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import wrong
-from hostcall._core.errors import PackageError, SpecError
+from hostcall._core.errors import PackageError, SpecError, wrong
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Static, Template, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction

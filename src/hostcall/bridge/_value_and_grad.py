@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._core.arguments import check_function, wrong
-from hostcall._core.errors import ResultError, SpecError
+from hostcall._core.errors import ResultError, SpecError, wrong
 from hostcall._core.host_code import HostCode
+from hostcall._core.mistakes import check_function
 from hostcall._host_function.host import host
 from hostcall._host_function.rules import among
 from hostcall._host_function.trees import pick

@@ -27,9 +27,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from hostcall import _jax
-from hostcall._core.arguments import check_function, choices, wrong
-from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.errors import HostcallError, SpecError, choices, wrong
 from hostcall._core.host_code import HostCode, TakesMask
+from hostcall._core.mistakes import check_function
 from hostcall._core.options import ROWS, Option, check
 from hostcall._core.spec import Template
 from hostcall._host_function.host import host

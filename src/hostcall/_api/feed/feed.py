@@ -13,10 +13,10 @@ from hostcall import _jax, _native
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import parse_spec, read_source, reader, spec_of
 from hostcall._core import mistakes
-from hostcall._core.arguments import parse_mask, wrong
 from hostcall._core.callback import Callback
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, wrong
 from hostcall._core.host_code import Handle
+from hostcall._core.mistakes import parse_mask
 from hostcall._core.options import FEED, CallOptions, check
 from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Results, Static, Template, is_array_like

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.arguments import wrong
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, wrong
 from hostcall._core.spec import Results
 
 Slices = tuple[slice, ...]

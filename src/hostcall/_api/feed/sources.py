@@ -11,9 +11,8 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import coerce
-from hostcall._core.arguments import of_a_number
-from hostcall._core.counted import counted
-from hostcall._core.errors import ResultError, SpecError
+from hostcall._core.errors import ResultError, SpecError, counted
+from hostcall._core.mistakes import of_a_number
 from hostcall._core.spec import Results, is_numeric, parse_result
 
 

@@ -29,18 +29,16 @@ from jax.typing import ArrayLike
 from hostcall import _jax, _native
 from hostcall._api.object import everywhere
 from hostcall._core import failures, mistakes
-from hostcall._core.arguments import (
+from hostcall._core.callback import Callback
+from hostcall._core.errors import HostcallError, SpecError, conflict, counted
+from hostcall._core.host_code import HostCode
+from hostcall._core.mistakes import (
     check_function,
-    conflict,
     first_default,
     of_a_number,
     of_all_processes,
     parse_mask,
 )
-from hostcall._core.callback import Callback
-from hostcall._core.counted import counted
-from hostcall._core.errors import HostcallError, SpecError
-from hostcall._core.host_code import HostCode
 from hostcall._core.options import CALL, CallOptions, Option, Policy, check
 from hostcall._core.process import Owned, living
 from hostcall._core.source import look, name_of, users_place

@@ -24,8 +24,8 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.arguments import wrong
 from hostcall._core.callback import Callback
+from hostcall._core.errors import wrong
 from hostcall._core.host_code import own
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order

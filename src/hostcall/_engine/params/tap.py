@@ -10,7 +10,7 @@ import numpy as np
 
 from hostcall import _native
 from hostcall._core import failures
-from hostcall._core.arguments import conflict
+from hostcall._core.errors import conflict
 from hostcall._core.options import TapOptions
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo

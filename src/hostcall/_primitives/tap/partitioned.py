@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.arguments import conflict
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, conflict
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hostcall._core.arguments import check_function, wrong
+from hostcall._core.errors import wrong
+from hostcall._core.mistakes import check_function
 from hostcall.bridge._library import check_derivatives, needed
 
 
