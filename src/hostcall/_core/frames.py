@@ -1,4 +1,4 @@
-"""Finds and empties the frames of exceptions that hostcall keeps.
+"""Lets go of arrays: of those in the frames of exceptions, and of those in cycles.
 
 A frame in a traceback keeps its local variables alive, large arrays among them.
 """
@@ -8,8 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
+import time
 import traceback
-from types import FrameType, TracebackType
+from types import CellType, FrameType, FunctionType, TracebackType
+from typing import Any
+
+import numpy as np
 
 
 def chained(
@@ -61,3 +66,78 @@ def clear_values(trace: TracebackType | None) -> None:
     for frame in ended(trace):
         with contextlib.suppress(RuntimeError):  # the frame is running after all
             frame.clear()
+
+
+def let_go(error: BaseException) -> None:
+    """Makes an exception, and all behind it, release the arrays of a failed call.
+
+    The frames of its traceback hold the function's arguments. They lose their values;
+    the traceback keeps its lines. Arrays in the exception's `args` become copies.
+    """
+    for current in chained(error, around=sys.exception()):
+        frames = ended(current.__traceback__)
+        cells = [cell for frame in frames for cell in _own_cells(frame)]
+        clear_values(current.__traceback__)
+        for cell in cells:
+            with contextlib.suppress(ValueError):  # the cell is empty
+                del cell.cell_contents
+        if any(isinstance(arg, np.ndarray) for arg in current.args):
+            current.args = tuple(
+                arg.copy() if isinstance(arg, np.ndarray) else arg
+                for arg in current.args
+            )
+
+
+def _own_cells(frame: FrameType) -> list[CellType]:
+    """The cells of variables that a frame shares with functions defined in it.
+
+    Clearing a frame does not empty them. Cells of the frame's own outer variables are
+    left out, since they belong to functions further out.
+    """
+    inside = gc.get_referents(frame)
+    free = {
+        id(cell)
+        for f in inside
+        if isinstance(f, FunctionType) and f.__code__ is frame.f_code
+        for cell in f.__closure__ or ()
+    }
+    cells = [x for x in inside if isinstance(x, CellType)]
+    return [cell for cell in cells if id(cell) not in free]
+
+
+# --- Garbage collection that has really run, also without the GIL -------------------
+#
+# There, an object is freed by the thread that made it, if another thread drops the last
+# reference: when that thread next runs Python code, or by the garbage collector.
+# `gc.collect()` returns at once while another thread collects, and that collection may
+# have passed the object already.
+
+_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
+_TRIES = 1000  # of a millisecond; a bound in case somebody clears gc.callbacks
+
+
+class _OfThread(threading.local):
+    has_collected = False
+
+
+_thread = _OfThread()
+
+
+def _note(phase: str, _: Any) -> None:
+    if phase == "stop":
+        _thread.has_collected = True
+
+
+if not _GIL:
+    gc.callbacks.append(_note)
+
+
+def collect() -> None:
+    """Collects on this thread, after a collection of another thread has ended."""
+    _thread.has_collected = _GIL
+    gc.collect()
+    for _ in range(_TRIES):
+        if _thread.has_collected:
+            return
+        time.sleep(0.001)
+        gc.collect()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import json
 import logging
 import math
 import os
-import sys
 import threading
-import types
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from hostcall import _native
-from hostcall._core import coerce, collector, errors, failures, frames
+from hostcall._core import coerce, errors, failures, frames
 from hostcall._core.callback import Callback
 from hostcall._core.host_code import own
 from hostcall._core.source import Place
@@ -260,8 +256,8 @@ class CallInfo:
         """
         if held is None:
             if error is not None:
-                _let_go(error)
-            collector.collect()
+                frames.let_go(error)
+            frames.collect()
             return
         names = ", ".join(itertools.starmap(self._name_of, held))
         ended = "returned" if error is None else f"raised {type(error).__name__}"
@@ -293,43 +289,6 @@ class CallInfo:
             f" ({aval.dtype}{list(aval.shape)}). With lend='out' write"
             " out[...] = value, or return the value"
         )
-
-
-def _let_go(error: BaseException) -> None:
-    """Makes an exception, and all behind it, release the arrays of a failed call.
-
-    The frames of its traceback hold the function's arguments. They lose their values;
-    the traceback keeps its lines. Arrays in the exception's `args` become copies.
-    """
-    for current in frames.chained(error, around=sys.exception()):
-        ended = frames.ended(current.__traceback__)
-        cells = [cell for frame in ended for cell in _own_cells(frame)]
-        frames.clear_values(current.__traceback__)
-        for cell in cells:
-            with contextlib.suppress(ValueError):  # the cell is empty
-                del cell.cell_contents
-        if any(isinstance(arg, np.ndarray) for arg in current.args):
-            current.args = tuple(
-                arg.copy() if isinstance(arg, np.ndarray) else arg
-                for arg in current.args
-            )
-
-
-def _own_cells(frame: types.FrameType) -> list[types.CellType]:
-    """The cells of variables that a frame shares with functions defined in it.
-
-    Clearing a frame does not empty them. Cells of the frame's own outer variables are
-    left out, since they belong to functions further out.
-    """
-    inside = gc.get_referents(frame)
-    free = {
-        id(cell)
-        for f in inside
-        if isinstance(f, types.FunctionType) and f.__code__ is frame.f_code
-        for cell in f.__closure__ or ()
-    }
-    cells = [x for x in inside if isinstance(x, types.CellType)]
-    return [cell for cell in cells if id(cell) not in free]
 
 
 # --- Numbers for the places of calls --------------------------------------------------
