@@ -68,17 +68,31 @@ class Look(NamedTuple):
 
     Attributes:
         name: by which messages call it.
-        place: where it is defined; line 0 if it has no code in Python.
+        code: what Python runs; None if that is not Python's.
         awaits: whether a call makes a coroutine.
         yields: whether a call makes a generator, asynchronous or not.
-        source: its name and place, which all closures over one `def` share.
+        told: `source`, if a function of hostcall's says it.
     """
 
     name: str
-    place: Place
+    code: types.CodeType | None
     awaits: bool
     yields: bool
-    source: str
+    told: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Where it is defined."""
+        if self.code is None:
+            return Place("(built in)", 0, self.name)
+        return Place(self.code.co_filename, self.code.co_firstlineno, self.name)
+
+    @property
+    def source(self) -> str:
+        """Its name and place, which all closures over one `def` share."""
+        if self.told or self.code is None:
+            return self.told or self.name
+        return f"{self.name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -94,26 +108,23 @@ _ROUTINES = (
 
 def look(fn: Any) -> Look:
     """Looks at a callable; see `Look`. Other objects have a name, and nothing else."""
-    if type(fn) is types.FunctionType and not fn.__dict__:  # most; eager calls ask too
-        name, code = fn.__qualname__, fn.__code__
-        place = Place(code.co_filename, code.co_firstlineno, name)
+    if type(fn) is types.FunctionType:  # most are; eager calls look each time
+        code = fn.__code__
         awaits = bool(code.co_flags & inspect.CO_COROUTINE)
-        yields = bool(code.co_flags & _YIELDS)
-        return Look(name, place, awaits, yields, _source(name, place))
+        if fn.__dict__:  # perhaps the mark of inspect.markcoroutinefunction
+            awaits = inspect.iscoroutinefunction(fn)
+        return Look(fn.__qualname__, code, awaits, bool(code.co_flags & _YIELDS))
     every = list(layers(fn))
     # functools.update_wrapper may have named a partial.
-    told = ((each, text_of(each, "__qualname__")) for each in every)
+    names = ((each, text_of(each, "__qualname__")) for each in every)
     inner = every[-1]
     bare = text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
-    named, name = next((pair for pair in told if pair[1]), (inner, bare))
+    named, name = next((pair for pair in names if pair[1]), (inner, bare))
     if named is not fn:
         name = f"partial({name})"
-    place = Place("(built in)", 0, name)
-    if (found := asked(inner, "__code__", types.CodeType)) is not None:
-        place = Place(found.co_filename, found.co_firstlineno, name)
-    source = own(fn).source() or _source(name, place)
+    found, told = asked(inner, "__code__", types.CodeType), own(fn).source()
     if own(inner) is inner:
-        return Look(name, place, own(inner).awaits(), False, source)
+        return Look(name, found, own(inner).awaits(), False, told)
     try:
         # By its type, since a Mock with a spec has the `__class__` of a function.
         routine = issubclass(type(inner), _ROUTINES)
@@ -122,11 +133,7 @@ def look(fn: Any) -> Look:
         yields = inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
     except Exception:  # it can't be called, or is such a Mock, without code
         awaits = yields = False
-    return Look(name, place, awaits, yields, source)
-
-
-def _source(name: str, place: Place) -> str:
-    return f"{name} ({place.file}:{place.line})" if place.line else name
+    return Look(name, found, awaits, yields, told)
 
 
 def name_of(fn: Any) -> str:

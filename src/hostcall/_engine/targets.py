@@ -80,21 +80,18 @@ def _prepare_for_cuda() -> None:
     _native.limit_pinned(config.settings.pinned_bytes, config.settings.tap_queue_bytes)
 
 
-def failures_over(program_is_across: bool) -> Failures | None:
-    """Where failures of a program over several processes are noted, and told to the
-    others; None for a program of this process alone.
+def start_lowering(program: _jax.Program) -> Failures | None:
+    """Prepares for a call or tap of this program.
+
+    Returns where its failures are noted, and told to the other processes that run it;
+    None if this process runs it alone.
     """
-    if not program_is_across:
+    start_on(program.client)
+    if not program.across:
         return None
     from hostcall._job.job import job  # never in a job of one process
 
     return job().failures
-
-
-def start_lowering(program: _jax.Program) -> Failures | None:
-    """Prepares for a call or tap of this program; returns `failures_over` it."""
-    start_on(program.client)
-    return failures_over(program.across)
 
 
 def _register() -> None:

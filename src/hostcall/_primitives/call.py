@@ -271,8 +271,7 @@ def lower_through_jax(
     partitioned: bool = False,
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
-    targets.start()
-    job = targets.failures_over(program.across)
+    job = targets.start_lowering(program)
     made: dict[object, tuple[CallInfo, Plan]] = {}
 
     def planned(

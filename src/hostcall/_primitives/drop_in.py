@@ -144,7 +144,6 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
             program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
-        targets.start_lowering(program)
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)
@@ -180,7 +179,7 @@ class CallBlocks(Partitioned):
     target = targets.TARGET
 
     def __init__(self, program: _jax.Program, params: DropInParams) -> None:
-        self._job = targets.failures_over(program.across)
+        self._job = targets.start_lowering(program)
         super().__init__(program, self._info(params, program.by_ordinal))
 
     def _info(self, params: DropInParams, devices: dict[int, Device]) -> CallInfo:

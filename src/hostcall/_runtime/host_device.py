@@ -47,7 +47,10 @@ def level(client: Any | None) -> int:
     """The number of a client's rung; 0 for the process's own clients, 1 for the first
     that was made for host code. Programs on a higher one are started by host code.
     """
-    return next((n for n, c in enumerate(_ladder.clients, 1) if c is client), 0)
+    for number, made in enumerate(_ladder.clients, 1):
+        if made is client:
+            return number
+    return 0
 
 
 def above(client: Any | None) -> Any:
