@@ -24,7 +24,6 @@ from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._observe import labels
 
-
 _Span: TypeAlias = tuple[int, int, int, int]  # line, column, end line, end column
 
 
