@@ -176,7 +176,7 @@ soak: $(VENV)/.installed
 fuzz: SECONDS := 600
 fuzz: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check atheris
-	for name in prints specs buffers exports records; do \
+	for name in prints specs buffers exports records stacks; do \
 	  $(BIN)/python -m fuzz $$name --seconds $(SECONDS) || exit 1; \
 	done
 	$(MAKE) -C fuzz/native run PYTHON=$(abspath $(BIN)/python) SECONDS=$(SECONDS)

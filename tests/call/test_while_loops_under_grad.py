@@ -433,13 +433,17 @@ def steps(order: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("derivative", [linearize, jit_of_linearize])
-def test_a_loop_that_needs_a_result_of_jaxs_own_callback_is_refused(derivative):
+@pytest.mark.parametrize("name", ["unordered", "tap", "tap_through", "print"])
+def test_a_loop_that_needs_a_result_of_jaxs_own_callback_is_refused(name, derivative):
+    log = Log()
+
     def run(i: Any, v: Any) -> Any:
-        hc.call(lambda i: None, None, i, order="unordered")
+        EFFECTS[name](log, i, v)
         return jax.experimental.io_callback(lambda i: np.int32(i + 1), I32, i)
 
-    with pytest.raises(DerivativeError, match=r"with order='.*Use lax\.scan"):
+    with pytest.raises(DerivativeError, match=r"while_loop .* Use lax\.scan"):
         derivative(while_loop(run))
+    assert log.all() == []
 
 
 @pytest.mark.parametrize("derivative", [linearize, linearize_of_jit, jit_of_linearize])

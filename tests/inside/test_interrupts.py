@@ -15,7 +15,7 @@ def test_an_interrupt_while_settings_are_set_reaches_the_function(monkeypatch):
         spec = jax.ShapeDtypeStruct((), jnp.float64)
         f = jax.jit(lambda x: hc.call(lambda x: x + 1, spec, x))
         assert f(1.0) == 2.0
-        plain, left = settings._swap, [1]
+        plain, left = settings._set, [1]
 
         def interrupted(name, value):
             if left:
@@ -23,8 +23,27 @@ def test_an_interrupt_while_settings_are_set_reaches_the_function(monkeypatch):
                 raise KeyboardInterrupt
             return plain(name, value)
 
-        monkeypatch.setattr(settings, "_swap", interrupted)
+        monkeypatch.setattr(settings, "_set", interrupted)
         with pytest.raises((KeyboardInterrupt, jax.errors.JaxRuntimeError)) as raised:
             f(1.0).block_until_ready()
         assert "KeyboardInterrupt" in repr(raised.value)
         assert f(1.0) == 2.0
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_an_interrupt_among_several_settings_leaves_none(monkeypatch, step):
+    with jax.enable_x64(True), jax.default_matmul_precision("float32"):
+        traced = settings.traced_here()
+    here, plain, left = settings.traced_here(), settings._set, [step]
+
+    def interrupted(name, value):
+        plain(name, value)
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(settings, "_set", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        traced.leave(traced.enter())
+    assert left[0] < 0
+    assert settings.traced_here() == here

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+import jax
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PACKAGES = {"exports": "flatbuffers", "records": "pyarrow"}
@@ -58,3 +62,11 @@ def test_the_list_of_fuzzers_is_whole():
     assert {*NAMES, "draw", "stablehlo", "__init__", "__main__", "native"} == found - {
         "__pycache__"
     }
+
+
+def test_the_native_fuzzers_are_of_these_headers():
+    """They are built with clang, which may not be here; any compiler can read them."""
+    compiler, native = os.environ.get("CXX", "c++"), Path(ROOT, "fuzz", "native")
+    include = [f"-I{ROOT}/native", f"-isystem{jax.ffi.include_dir()}"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", *include]
+    subprocess.run([compiler, *flags, *native.glob("*.cc")], check=True)

@@ -119,6 +119,19 @@ def test_a_loop_of_python():
     observed(jax.jit(f), X, names=["x"]).check(x=xs)
 
 
+def test_an_assignment_inside_an_expression():
+    def f(x):
+        if (a := x + 1).shape:
+            b = (c := a * 2) + jnp.sin(d := c * c)
+        g = (h := x * 3)
+        return b, d, g * h
+
+    a = X + 1
+    b, c, d = a * 2 + np.sin(4 * a * a), a * 2, 4 * a * a
+    for name, value in {"a": a, "b": b, "c": c, "d": d, "g": X * 3, "h": X * 3}.items():
+        observed(jax.jit(f), X, names=[name]).check(**{name: [value]})
+
+
 def test_tuples():
     def f(x):
         a, b = x + 1, x * 3

@@ -54,13 +54,12 @@ def _taken() -> dict[str, _config.config_ext.Config]:
 _settings = _taken()
 
 
-def _swap(name: str, value: object) -> object:
-    """Sets a setting on the calling thread. Returns the former value."""
+def _set(name: str, value: object) -> None:
+    """Sets a setting on the calling thread."""
     setting = _settings[name]
-    before = setting.swap_local(value)
+    setting.swap_local(value)
     if isinstance(setting, _config.State) and setting._update_thread_local_hook:
         setting._update_thread_local_hook(None if value is _UNSET else value)
-    return before
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,29 @@ class Traced:
     values: tuple[tuple[str, object], ...]
 
     def enter(self) -> list[object]:
-        """Sets them on the calling thread. Returns the former values."""
-        return [_swap(name, value) for name, value in self.values]
+        """Sets all of them on the calling thread, or none if Ctrl-C comes meanwhile.
+
+        Returns the former values.
+        """
+        before = [_settings[name].get_local() for name, _ in self.values]
+        try:
+            for name, value in self.values:
+                _set(name, value)
+        except BaseException:
+            self.leave(before)
+            raise
+        return before
 
     def leave(self, before: list[object]) -> None:
         """Sets what `enter` has returned."""
-        for (name, _), value in zip(self.values, before, strict=True):
-            _swap(name, value)
+        former = [(n, b) for (n, _), b in zip(self.values, before, strict=True)]
+        try:
+            for name, value in former:
+                _set(name, value)
+        except BaseException:  # Ctrl-C: from the first one again
+            for name, value in former:
+                _set(name, value)
+            raise
 
 
 def traced_here() -> Traced | None:

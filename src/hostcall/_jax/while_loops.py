@@ -10,8 +10,8 @@ second loop again for each tangent.
 The remedy: the second loop is what JAX's rules for remat make of the loop if it
 computes all again but calls with known operands. Then dead code is eliminated, since
 the second loop has to compute the known values only as far as the others need them. If
-it needs a result of a call, the loop is refused: it has nowhere to keep a number of
-results that is not known.
+it needs a result of a call, or of one of JAX's own callbacks, the loop is refused: it
+has nowhere to keep a number of results that is not known.
 
 Loops without such calls, and drop-ins for JAX's callbacks, keep JAX's own rules.
 """
@@ -43,29 +43,33 @@ Flags: TypeAlias = Sequence[bool]
 Atoms: TypeAlias = Sequence[_t.Atom]
 Error: TypeAlias = Callable[[_t.Params], Exception]
 
-# The primitives whose equations run once, and what makes the error if the second loop
-# needs a result of one.
-_once: dict[_t.Primitive, Error | None] = {}
+# The primitives whose equations run once, and what makes the error if they can't.
+_once: dict[_t.Primitive, Error] = {}
+# Those of them whose equations without effects run once, too.
+_passing: set[_t.Primitive] = set()
 
 
 def run_once_in_while_loops(
-    primitive: _t.Primitive, error: Error | None = None
+    primitive: _t.Primitive, error: Error, *, passes_on: bool = False
 ) -> None:
     """Equations of this primitive with effects run once in a loop that JAX splits.
 
     Args:
         primitive: the primitive.
-        error: makes the error if the second loop needs a result, from the equation's
-            parameters. Without it, the primitive's rule for remat leaves `passed_on` in
-            the second loop, and equations without effects run once, too.
+        error: makes the error, from an equation's parameters, if the second loop needs
+            a result of it, or of one of JAX's own equations with effects.
+        passes_on: whether its results are its operands. Its rule for remat leaves
+            `passed_on` in the second loop, and equations without effects run once, too.
     """
     _once[primitive] = error
+    if passes_on:
+        _passing.add(primitive)
 
 
 def _runs_once(eqn: _t.JaxprEquation) -> bool:
     if eqn.primitive not in _once:
         return False
-    return _once[eqn.primitive] is None or bool(eqn.effects)
+    return eqn.primitive in _passing or bool(eqn.effects)
 
 
 def _eqns_in(loop: _t.Params) -> Iterator[_t.JaxprEquation]:
@@ -184,10 +188,8 @@ def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | N
         if eqn.primitive is _removed_p and not whole:
             # If it needs something of JAX's own, the loop's own calls would run twice.
             calls = [*within(eqn.params["of"]), *_eqns_in(params)]
-            for call in filter(_runs_once, calls):
-                if error := _once[call.primitive]:
-                    raise error(call.params)
-            return None
+            call = next(filter(_runs_once, calls))
+            raise _once[call.primitive](call.params)
     return _Split(ins, carry, first, second, used_ins, used_outs)
 
 

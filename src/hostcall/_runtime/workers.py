@@ -59,7 +59,7 @@ class ThreadSettings:
         self.traced = traced
         given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
         self._given = [
-            (each.swap, each.set, each.setting, value)
+            (each.get, each.set, each.setting, value)
             for each in _jax.ambient_settings()
             if (value := given.get(each.kind, each.value)) is not None
         ]
@@ -72,18 +72,30 @@ class ThreadSettings:
         return cls(device, guard, _jax.traced_here())
 
     def enter(self) -> tuple[list[Any], list[Any]]:
-        """Sets them on the calling thread. Returns the former values."""
-        before = [swap(setting, value) for swap, _, setting, value in self._given]
-        return before, [] if self.traced is None else self.traced.enter()
+        """Sets all of them on the calling thread, or none if it is interrupted.
+
+        Returns the former values.
+        """
+        before = [get(setting) for get, _, setting, _ in self._given]
+        try:
+            for _, put, setting, value in self._given:
+                put(setting, value)
+            return before, [] if self.traced is None else self.traced.enter()
+        except BaseException:
+            self._put_back(before)
+            raise
 
     def leave(self, before: tuple[list[Any], list[Any]]) -> None:
         """Sets what `enter` has returned."""
-        if self.traced is not None:
-            self.traced.leave(before[1])
-        for (_, put_back, setting, _), value in zip(
-            self._given, before[0], strict=True
-        ):
-            put_back(setting, value)
+        try:
+            if self.traced is not None:
+                self.traced.leave(before[1])
+        finally:
+            self._put_back(before[0])
+
+    def _put_back(self, before: list[Any]) -> None:
+        for (_, put, setting, _), value in zip(self._given, before, strict=True):
+            put(setting, value)
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls `step(*args)` with the settings, and puts the thread's own back."""

@@ -128,7 +128,19 @@ def _abstract_eval(
 tap_p.def_effectful_abstract_eval(_abstract_eval)
 
 
-_jax.run_once_in_while_loops(tap_p)
+def _would_run_twice(equation: dict[str, TapParams]) -> errors.DerivativeError:
+    params = equation["params"]
+    return errors.DerivativeError(
+        f"hostcall: jax.linearize or jax.grad of a while_loop with {params.shown},"
+        f" written at {params.callback.place}, whose derivative or condition needs a"
+        " result of one of JAX's own callbacks. JAX would run the loop, the callback"
+        " and the tap once more for the derivative. Use lax.scan: it keeps the results."
+        " Or use jax.jvp, which runs the loop once. If the loop has no derivative, put"
+        " jax.lax.stop_gradient around what it starts with"
+    )
+
+
+_jax.run_once_in_while_loops(tap_p, _would_run_twice, passes_on=True)
 
 
 # --- batching ----------------------------------------------------------------------

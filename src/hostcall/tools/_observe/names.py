@@ -24,6 +24,8 @@ from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._observe import labels
 
+_Span: TypeAlias = tuple[int, int, int, int]  # line, column, end line, end column
+
 
 class Target(NamedTuple):
     """A name that a statement assigns to.
@@ -31,12 +33,12 @@ class Target(NamedTuple):
     Attributes:
         name: such as `loss` or `self.loss`.
         part: its index, if the statement assigns to a tuple; None: it is all.
-        span: (line, column, end line, end column) of its expression.
+        span: of its expression.
     """
 
     name: str
     part: int | None
-    span: tuple[int, int, int, int]
+    span: _Span
 
 
 class Variable(NamedTuple):
@@ -62,18 +64,28 @@ _PARTS = "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"
 
 
 def targets(line: SourceLine) -> list[Target]:
-    """What the statement of this frame assigns to."""
+    """What the statement of this frame assigns to. What is inside of a `:=` belongs to
+    that, and to the statement only if it is all of its value.
+    """
     if line.function.endswith(_PARTS):
         return []
-    around = [s for s in _code(line.file).statements if _within(line, _span(s))]
-    return _targets(max(around, key=_span)) if around else []
+    code = _code(line.file)
+    around = [s for s in code.statements if _within(line, _span(s))]
+    found = _targets(max(around, key=_span)) if around else []
+    for span, one in code.walruses:
+        if _within(line, one.span):
+            found = [outer for outer in found if outer.span == span] + [one]
+    return found
 
 
 class _Parsed(NamedTuple):
-    """All simple statements of a file, at any depth, and where its loops are."""
+    """All simple statements of a file, at any depth; where each `:=` is, the outer ones
+    first, and what it assigns to; and where loops are.
+    """
 
     statements: list[ast.stmt]
-    loops: list[tuple[int, int, int, int]]
+    walruses: list[tuple[_Span, Target]]
+    loops: list[_Span]
 
 
 def _code(file: str) -> _Parsed:
@@ -87,8 +99,10 @@ def _parsed(source: str) -> _Parsed:
     except SyntaxError:  # a notebook's magics
         nodes = []
     statements = (n for n in nodes if isinstance(n, ast.stmt))
+    walruses = (n for n in nodes if isinstance(n, ast.NamedExpr))
     return _Parsed(
         [n for n in statements if "body" not in n._fields],
+        [(_span(n), Target(n.target.id, None, _span(n.value))) for n in walruses],
         [_span(n) for n in nodes if isinstance(n, _LOOPS)],
     )
 
@@ -99,7 +113,7 @@ _LOOPS = (
 )
 
 
-def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int, int]:
+def _span(node: ast.expr | ast.stmt) -> _Span:
     end = node.end_lineno or 0, node.end_col_offset or 0
     return node.lineno, node.col_offset, *end
 
@@ -220,7 +234,7 @@ def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
     return (lines[0].file, *target.span[:2]), *outer
 
 
-def _within(line: SourceLine, span: tuple[int, int, int, int]) -> bool:
+def _within(line: SourceLine, span: _Span) -> bool:
     begin, end = (line.line, line.column), (line.end_line, line.end_column)
     return begin >= span[:2] and end <= span[2:]
 
