@@ -66,8 +66,9 @@ def configure(
             f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
             code="hc-arguments",
         )
-    given = {name: v for name, v in dict(locals()).items() if name in _SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        k: v for k, v in dict(locals()).items() if k in _SETTINGS and v is not None
+    }
     check("hc.configure", given, _SETTINGS)
     for name in _SIZES & given.keys():
         given[name] = int(given[name])
@@ -129,9 +130,6 @@ _SETTINGS = {
     "fail": choice(*config.FAILS, or_none=True),
     **dict.fromkeys(
         _SIZES,
-        Option(
-            "a number of bytes above 0, such as 256e6 for 256 MB",
-            _is_size,
-        ),
+        Option("a number of bytes above 0, such as 256e6 for 256 MB", _is_size),
     ),
 }

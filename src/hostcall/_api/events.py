@@ -165,8 +165,5 @@ class events:
 
 
 _READABLE = np.dtype(
-    [
-        (name, {"kind": "U8", "state": "U8"}.get(name, RAW[name]))
-        for name in RAW.names or ()
-    ]
+    [(n, "U8" if n in ("kind", "state") else RAW[n]) for n in RAW.names or ()]
 )

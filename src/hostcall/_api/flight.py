@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -105,13 +105,10 @@ def flight() -> Flight:
     clock = time.time(), _native.ticks(), _native.tick_ns() * 1e-9
     events = np.frombuffer(raw, RAW)
     events = events[np.argsort(events["start"], kind="stable")]
-    rows = zip(*(events[name].tolist() for name in RAW.names or ()), strict=True)
-    return Flight(_record(row, *clock) for row in rows)
+    return Flight(_record(row, *clock) for row in events.tolist())
 
 
-def _record(
-    row: tuple[int, ...], now: float, now_ticks: int, second: float
-) -> FlightRecord:
+def _record(row: Any, now: float, now_ticks: int, second: float) -> FlightRecord:
     kind, state, device, place, start, entered, end, nbytes, run, number, *_ = row
     known = places.named(place)
     held = entered or (now_ticks if STATES[state] == "waiting" else start)

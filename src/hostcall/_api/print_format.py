@@ -203,7 +203,11 @@ def _why_not(value: object, spec: str) -> str:
         dtype, shape = value.dtype, value.shape
         if 0 in shape or _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
             return ""  # nothing to format, or what only printing finds out
-        return _why_no_number(np.dtype(dtype), shape == (), spec)
+        try:
+            formatted(f"{{:{spec}}}", [np.zeros((1,) if shape else (), dtype)], {})
+        except (TypeError, ValueError) as error:
+            return f"it is {dtype}, and Python says: {error}. Write {{:.3g}}, or {{}}"
+        return ""
     kind: Any = type(value)
     if kind.__format__ is not object.__format__ or hasattr(value, "__jax_array__"):
         return ""
@@ -211,15 +215,6 @@ def _why_not(value: object, spec: str) -> str:
         f"a {kind.__name__} takes no format. Give its numbers fields of their own, as"
         " in {x[0]:.3f} and {x[name]:.3f}, or write {}"
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _why_no_number(dtype: np.dtype, is_scalar: bool, spec: str) -> str:
-    try:
-        formatted(f"{{:{spec}}}", [np.zeros(() if is_scalar else 1, dtype)], {})
-    except (TypeError, ValueError) as error:
-        return f"it is {dtype}, and Python says: {error}. Write {{:.3g}}, or {{}}"
-    return ""
 
 
 def _wrong(what: str) -> SpecError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from typing import NamedTuple, TextIO
+from collections.abc import Iterator
+from typing import NamedTuple, TextIO, TypeAlias
 
 from hostcall._api.status import CallStats, stats
 from hostcall._engine.counters import Facts, costs
@@ -99,21 +101,25 @@ def _seconds(c: CallStats) -> float:
 def _finding(name: str, c: CallStats, facts: Facts) -> Finding:
     """The first rule that fits."""
     seconds = _seconds(c)
-    found = None
+    cause, remedy = (
+        f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls",
+        "",
+    )
     if seconds >= _SECONDS and c.calls >= _CALLS:
         of_kind = _of_calls if "call" in facts.kinds else _of_taps
-        found = _of_both(c, facts) or of_kind(c, facts)
-    each = f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls"
-    return Finding(name, seconds, *(found or (each, "")))
+        found = itertools.chain(_of_both(c, facts), of_kind(c, facts))
+        cause, remedy = next(found, (cause, remedy))
+    return Finding(name, seconds, cause, remedy)
 
 
-# Each returns the cause and the remedy; None if no rule fits.
+# Each yields the causes and the remedies of the rules that fit.
+_Found: TypeAlias = Iterator[tuple[str, str]]
 
 
-def _of_both(c: CallStats, facts: Facts) -> tuple[str, str] | None:
+def _of_both(c: CallStats, facts: Facts) -> _Found:
     is_call = "call" in facts.kinds
     if c.wait_seconds > 0.5 * _seconds(c):
-        return (
+        yield (
             f"devices waited {c.wait_seconds:.4f} s for space in the full queue of"
             " taps",
             "The function is slower than the taps come: let fewer through (every=,"
@@ -127,9 +133,9 @@ def _of_both(c: CallStats, facts: Facts) -> tuple[str, str] | None:
         )
         if is_call and facts.nothing:
             remedy += "; or use hc.tap, which does not wait for the GIL"
-        return f"the calls waited {c.gil_seconds:.4f} s for the GIL", remedy
+        yield f"the calls waited {c.gil_seconds:.4f} s for the GIL", remedy
     if is_call and facts.nothing:
-        return (
+        yield (
             "the program waits for a function that returns nothing",
             "hc.tap hands over the values and does not wait for the function",
         )
@@ -137,37 +143,34 @@ def _of_both(c: CallStats, facts: Facts) -> tuple[str, str] | None:
         remedy = 'arrays="numpy" hands out NumPy arrays'
         if "jax" not in facts.arrays:
             remedy += ": hc.call instead of the drop-in"
-        return "most of a short call is making jax.Arrays of its arguments", remedy
-    return None
+        yield "most of a short call is making jax.Arrays of its arguments", remedy
 
 
-def _of_calls(c: CallStats, facts: Facts) -> tuple[str, str] | None:
+def _of_calls(c: CallStats, facts: Facts) -> _Found:
     each, size = c.python_seconds / c.calls, (c.bytes_in + c.bytes_out) / c.calls
     rows = facts.rows if "sequential" in facts.methods else 1
     if rows >= 8 and each < 1e-3:
-        return (
+        yield (
             f"a batch of {rows} rows makes as many calls",
             'vmap_method="expand_dims" (or "broadcast_all") calls the function once for'
             " the batch, if it can take arrays with a leading axis",
         )
     if rows >= 2 and each >= 1e-2:
-        return (
+        yield (
             f"{rows} slow rows run one after another",
             'vmap_method="parallel" runs the rows at the same time',
         )
     if not facts.lends and size >= 1 << 18 and each < 1e-2:
-        return (
+        yield (
             f"each call copies {size / 1e6:.2f} MB of arguments and results",
             "lend=True hands out views of XLA's memory instead of copies of the"
             ' arguments; lend="out" lets the function write the results there too',
         )
-    return None
 
 
-def _of_taps(c: CallStats, _: Facts) -> tuple[str, str] | None:
+def _of_taps(c: CallStats, _: Facts) -> _Found:
     if c.python_seconds / c.calls < 1e-4 and c.calls >= 100_000:
-        return (
+        yield (
             f"{c.calls} taps are delivered one by one",
             "batch= delivers many taps in one call, stacked along a new axis",
         )
-    return None

@@ -91,11 +91,7 @@ def stats() -> dict[str, CallStats]:
     """
     tallies, none = dict(costs.tallies), Tally()
     return {
-        name: CallStats(
-            **c.read(),
-            hits=tallies.get(name, none).hits,
-            misses=tallies.get(name, none).misses,
-        )
+        name: CallStats(**c.read(), **vars(tallies.get(name, none)))
         for name, c in dict(costs.counters).items()
     }
 

@@ -534,13 +534,15 @@ class Group(Owned):
                 code="hc-closed",
             )
 
-    def call(self, place: Place, who: str, run: Callable[[Any], Any]) -> Any:
-        """`run(object)`, alone with the object at a place."""
+    def call(
+        self, place: Place, who: str, run: Callable[..., Any], *args: object
+    ) -> Any:
+        """`run(object, *args)`, alone with the object at a place."""
         while True:
             member = self.join(place, who)
             with member.lock:
                 if self.is_there(place, member):
-                    return settled(run(member.value))
+                    return settled(run(member.value, *args))
 
     def join(self, place: Place, who: str) -> Member:
         """What is at a place, maybe without its object."""
@@ -632,11 +634,7 @@ class Group(Owned):
                 self.members.update({p: Member(value) for p, value in values.items()})
                 return failures
         for place, value in values.items():
-
-            def put_back(each: Any, state: Any = value) -> Any:
-                return put(each, state)
-
-            self.call(place, "restore()", put_back)
+            self.call(place, "restore()", put, value)
         return failures
 
     def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:

@@ -44,27 +44,15 @@ def _bits(dtype: np.dtype) -> str:
     return "" if dtype.isbuiltin == 1 else f"uint{8 * dtype.itemsize}"
 
 
-def _takes_read_only() -> bool:
-    array = np.zeros(1, np.float32)
-    array.setflags(write=False)
-    try:
-        from_dlpack(array.__dlpack__(max_version=_VERSION))
-    except (TypeError, RuntimeError, BufferError):  # NumPy or torch is older
-        return False
-    return True
-
-
-_LENDS = _takes_read_only()
-
-
 def tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor over the array's memory, even if that is read-only."""
     bits = _bits(array.dtype)
     if bits:
         return tensor(array.view(bits)).view(torch_dtype(array.dtype))
-    if _LENDS:
+    try:
         return from_dlpack(array.__dlpack__(max_version=_VERSION))  # type: ignore[no-any-return]
-    return torch.from_numpy(array if array.flags.writeable else array.copy())  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError, BufferError):  # NumPy or torch is older
+        return torch.from_numpy(array if array.flags.writeable else array.copy())  # type: ignore[no-any-return]
 
 
 def own_tensor(array: np.ndarray) -> torch.Tensor:
