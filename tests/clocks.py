@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hostcall._core import wait
-from hostcall._runtime import flights, tap_failures
+from hostcall._runtime import delivery, flights
 
 
 def log_waits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,5 +22,5 @@ def log_flights_again() -> None:
 def of_tap_failures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that only the test moves: `clock[0]` is the time."""
     now = [0.0]
-    monkeypatch.setattr(tap_failures, "clock", lambda: now[0])
+    monkeypatch.setattr(delivery, "clock", lambda: now[0])
     return now

@@ -12,7 +12,7 @@ from hostcall._core import failures, mistakes
 from hostcall._core.daemon import limited
 from hostcall._core.wait import ended, wait
 from hostcall._engine.counters import costs
-from hostcall._runtime import delivery, tap_failures
+from hostcall._runtime import delivery
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
@@ -70,7 +70,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if not delivery.flush(left):
         return False
     delivery.call_at_barrier(ending=False)
-    raised = _first(failed) or failures.first_owed() or tap_failures.take_as_one()
+    raised = _first(failed) or failures.first_owed() or delivery.take_as_one()
     try:
         if raised is not None:
             raise raised

@@ -222,7 +222,6 @@ def _in_a_late_handler() -> bool:
 
 
 def _wait_for_calls(interpreter: bool) -> None:
-    watcher.watch_calls_too()
     if interpreter:
         # From now on a call on a daemon thread that ends stays inside the engine. JAX's
         # C++ would ask for the GIL next, while the interpreter shuts down.
