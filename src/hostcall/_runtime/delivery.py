@@ -125,11 +125,11 @@ def stop() -> None:
     _native.stop_taps()
     worker.join()
     _log_counts()
-    errors, more = take()
-    if errors:
+    count = sum(tally.count for tally in state.tallies.values())
+    if take() is not None:
         logger.error(
             "%s failed, and no barrier() raised that (see the log above)",
-            counted(len(errors) + more, "tap"),
+            counted(count, "tap"),
         )
 
 
@@ -253,27 +253,18 @@ def _log_counts() -> None:
         tally.log()
 
 
-def take() -> tuple[list[BaseException], int]:
-    """Some exceptions that taps have raised since the last call, and how many more
-    there were.
-    """
+def take() -> BaseException | None:
+    """What taps have raised since the last call: the object, or a group of some."""
     with state.lock:
-        taken = list(state.failures)
-        more = sum(t.count for t in state.tallies.values()) - len(taken)
-        state.failures.clear()
-        state.tallies.clear()
-    for error in taken:
+        errors, state.failures = state.failures, []
+        tallies, state.tallies = state.tallies, {}
+    for error in errors:
         failures.hand_over(error)
-    return taken, more
-
-
-def take_as_one() -> BaseException | None:
-    """As `take`, but as one exception: the object itself, or a group."""
-    errors, more = take()
-    if len(errors) + more < 2:
+    count = sum(tally.count for tally in tallies.values())
+    if count < 2:
         return errors[0] if errors else None
-    text = f"{counted(len(errors) + more, 'tap')} failed"
-    if more:
+    text = f"{counted(count, 'tap')} failed"
+    if count > len(errors):
         here = f"the errors here are different ones ({len(errors)})"
         text += f"; {here}, and the log counts the rest"
     return BaseExceptionGroup(text, errors)

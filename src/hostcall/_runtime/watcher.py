@@ -226,5 +226,5 @@ class _Ending:
                 " interrupted now (Ctrl-C ends the process at once): %s",
                 ", ".join(stuck),
             )
-            flights.ENDING.log()
+            flights.log(flights.ENDING)
             _native.interrupt_calls()

@@ -76,22 +76,17 @@ class ThreadSettings:
         before = [swap(setting, value) for swap, _, setting, value in self._given]
         return before, [] if self.traced is None else self.traced.enter()
 
-    def leave(self, before: tuple[list[Any], list[Any]]) -> None:
-        """Sets what `enter` has returned."""
-        if self.traced is not None:
-            self.traced.leave(before[1])
-        for (_, put_back, setting, _), value in zip(
-            self._given, before[0], strict=True
-        ):
-            put_back(setting, value)
-
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls `step(*args)` with the settings, and puts the thread's own back."""
-        before = self.enter()
+        before, traced = self.enter()
         try:
             return step(*args)
         finally:
-            self.leave(before)
+            if self.traced is not None:
+                self.traced.leave(traced)
+            given = zip(self._given, before, strict=True)
+            for (_, put_back, setting, _), value in given:
+                put_back(setting, value)
 
 
 def be_host_code() -> bool:
