@@ -455,9 +455,4 @@ def failures_of_programs() -> list[BaseException]:
     return [*failures_of_effects(), *iter(first_owed, None)]
 
 
-def _raise_first() -> None:
-    if (error := first_owed()) is not None:
-        raise error
-
-
-_jax.when_waiting_for_effects(_raise_first)
+_jax.when_waiting_for_effects(first_owed)

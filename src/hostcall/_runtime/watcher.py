@@ -195,16 +195,14 @@ class _Ending:
         self._next_call = math.inf
 
     def look(self) -> None:
-        now = time.monotonic()
+        now, worker = time.monotonic(), delivery.worker.thread
         if _native.closed() and self._next_call == math.inf:
             self._next_call = now + self._patience
-        worker = delivery.worker.thread
-        running = [
-            (info.name, age, worker is not None and thread == worker.ident)
-            for info, thread, age, _ in _native.active()
-        ]
-        for name, age, is_tap in running:
-            if is_tap and age >= self._patience and now >= self._next_tap:
+        stuck = []
+        for info, thread, age, _ in _native.active():
+            if worker is None or thread != worker.ident:
+                stuck.append(f"{info.name} ({age:.0f} s)")
+            elif age >= self._patience and now >= self._next_tap:
                 # Interrupt before logging, which takes time: the worker could have gone
                 # on to the next tap. The next interrupt leaves this one time to clean
                 # up.
@@ -212,14 +210,13 @@ class _Ending:
                 logger.warning(
                     "the process is ending and waits for the tap `%s`, which has taken"
                     " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
-                    name,
+                    info.name,
                     age,
                 )
                 self._next_tap = now + self._patience
         if now < self._next_call:
             return
         self._next_call = now + self._patience
-        stuck = [f"{name} ({age:.0f} s)" for name, age, is_tap in running if not is_tap]
         if stuck:
             logger.warning(
                 "the process is ending and waits for these callbacks, which are"
