@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from hostcall._core import wait
-from hostcall._runtime import flights, tap_failures
+from hostcall._runtime import delivery, flights
 
 
 def log_waits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,11 +14,11 @@ def log_waits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def log_flights_again() -> None:
     """Each reason is logged once in 10 s."""
-    flights.LATE.logged = flights.DEADLOCK.logged = -math.inf
+    flights.logged.clear()
 
 
 def of_tap_failures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that only the test moves: `clock[0]` is the time."""
     now = [0.0]
-    monkeypatch.setattr(tap_failures, "clock", lambda: now[0])
+    monkeypatch.setattr(delivery, "clock", lambda: now[0])
     return now

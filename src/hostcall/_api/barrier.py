@@ -12,7 +12,7 @@ from hostcall._core import failures, mistakes
 from hostcall._core.daemon import limited
 from hostcall._core.wait import ended, wait
 from hostcall._engine.counters import costs
-from hostcall._runtime import delivery, tap_failures
+from hostcall._runtime import delivery
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
@@ -63,14 +63,12 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if timeout is not None and not _programs_end_in(timeout):
         return False
     failed = delivery.state.reports  # outlives this wait if Ctrl-C or the limit ends it
-    failed += failures.failures_of_effects()
-    # Only failures of host calls.
-    failed += filter(failures.number_in, failures.failures_of_arrays())
+    failed += failures.failures_of_all()
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left):
         return False
     delivery.call_at_barrier(ending=False)
-    raised = _first(failed) or failures.first_owed() or tap_failures.take_as_one()
+    raised = _first(failed) or failures.first_owed() or delivery.take()
     try:
         if raised is not None:
             raise raised

@@ -16,7 +16,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._api.configure import configure
 from hostcall._compat.outside_call import Unpacked, bind, raised
-from hostcall._core.failures import failures_of_arrays, failures_of_effects
+from hostcall._core.failures import failures_of_all
 from hostcall._runtime import delivery
 
 logger = logging.getLogger("hostcall.host_callback")
@@ -220,7 +220,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     name = logging_name or ""
     logger.debug("barrier_wait[%s]: start", name)
     delivery.refuse_inside_a_tap("barrier_wait()")
-    for failure in (*failures_of_effects(), *failures_of_arrays()):
+    for failure in failures_of_all():
         logger.debug("barrier_wait[%s]: a program failed: %s", name, failure)
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
     delivery.flush()

@@ -27,7 +27,7 @@ KEPT_SECONDS = 60.0
 
 # How many exceptions that taps raised are kept for the next `barrier`. The first
 # exception of each further tap that fails is kept beyond this number, up to four times
-# as many (_runtime/tap_failures.py).
+# as many (_runtime/delivery.py).
 KEPT_TAP_ERRORS = 16
 
 # Threads in the pool that runs vmap_method="parallel" if there is no `executor=`.

@@ -15,11 +15,12 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any, Protocol
+from typing import Any
 
 from hostcall import _native
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned
+from hostcall._core.wait import over, wait
 
 
 def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -48,30 +49,45 @@ def start(thread: threading.Thread, what: str) -> threading.Thread:
         ) from None
 
 
-Job = tuple[futures.Future[Any], Callable[[], Any]]
+class Service(Owned):
+    """A thread that lives as long as the process. A forked child starts its own.
 
-
-class HasThread(Protocol):
-    thread: threading.Thread | None
-
-
-def start_of(
-    owner: HasThread, name: str, target: Callable[..., Any], what: str
-) -> None:
-    """Starts the thread of an owner that has none.
-
-    The owner has it before it runs: a signal handler may come in between and start it
-    too, or raise. If it does not begin, the owner has none again.
+    Attributes:
+        thread: None until it is started.
     """
-    if owner.thread is not None:
-        return
-    thread = owner.thread = daemon(name, target)
-    try:
-        start(thread, what)
-    except BaseException:
-        if thread.ident is None:
-            owner.thread = None
-        raise
+
+    def __init__(self, name: str, target: Callable[[], Any], what: str) -> None:
+        self._name, self._target, self._what = name, target, what
+        self.thread: threading.Thread | None = None
+        super().__init__()
+
+    def renew(self) -> None:
+        _native.keep_for_ever(self.thread)
+        self.thread = None
+
+    def start(self) -> None:
+        """Starts it, once. If it does not begin, the next call tries again.
+
+        It is noted before it runs: a signal handler may come in between and start it
+        too, or raise.
+        """
+        if self.thread is not None:
+            return
+        thread = self.thread = daemon(self._name, self._target)
+        try:
+            start(thread, self._what)
+        except BaseException:
+            if thread.ident is None:
+                self.thread = None
+            raise
+
+    def join(self, seconds: float | None = None) -> None:
+        """Waits until it has ended, if it was started, but no longer than `seconds`."""
+        if self.thread is not None:
+            wait(over(self.thread), seconds)
+
+
+Job = tuple[futures.Future[Any], Callable[[], Any]]
 
 
 def fulfil(future: futures.Future[Any], job: Callable[[], Any]) -> None:

@@ -296,11 +296,15 @@ def failures_of_effects() -> list[BaseException]:
         return _jax.wait_for_effects(is_kept)
 
 
-def failures_of_arrays() -> Iterator[Exception]:
-    """Waits for every live array; yields what JAX raises for each that has failed."""
+def failures_of_all() -> Iterator[BaseException]:
+    """Waits for the programs with effects that this thread has dispatched, then for
+    every live array. Yields the failures of the former, and those of host calls of the
+    latter.
+    """
+    yield from failures_of_effects()
     for array in jax.live_arrays():
         failure = failure_of(array)
-        if failure is not None:
+        if failure is not None and number_in(failure):
             yield failure
 
 
@@ -451,9 +455,4 @@ def failures_of_programs() -> list[BaseException]:
     return [*failures_of_effects(), *iter(first_owed, None)]
 
 
-def _raise_first() -> None:
-    if (error := first_owed()) is not None:
-        raise error
-
-
-_jax.when_waiting_for_effects(_raise_first)
+_jax.when_waiting_for_effects(first_owed)

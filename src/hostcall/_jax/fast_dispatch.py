@@ -204,8 +204,8 @@ def _compiled(main: str, device: _t.Device) -> _xla_client.LoadedExecutable:
         )
 
 
-def when_waiting_for_effects(then: Callable[[], None]) -> None:
-    """`jax.effects_barrier` waits for programs without tokens too, then calls this."""
+def when_waiting_for_effects(failure: Callable[[], BaseException | None]) -> None:
+    """`jax.effects_barrier` waits for programs without tokens too, then raises this."""
     plain = _dispatch.RuntimeTokenSet.block_until_ready
 
     @functools.wraps(plain)
@@ -213,6 +213,7 @@ def when_waiting_for_effects(then: Callable[[], None]) -> None:
         for mark in marks():
             mark.block_until_ready()
         plain(self)
-        then()
+        if (error := failure()) is not None:
+            raise error
 
     _dispatch.RuntimeTokenSet.block_until_ready = block_until_ready

@@ -32,8 +32,9 @@ from concurrent.futures import Future
 import jax
 
 from hostcall import _jax
-from hostcall._core.daemon import daemon
-from hostcall._core.wait import ended, over, wait
+from hostcall._core.daemon import Service
+from hostcall._core.errors import HostcallError
+from hostcall._core.wait import ended, wait
 
 BOARD = "hostcall/board/"
 
@@ -63,11 +64,11 @@ class Mailbox:
         # The letters (key, text, when it is there).
         self._outbox = queue.SimpleQueue[tuple[str, str, Future[None]]]()
         self._stopping = False  # set before the last one is put there
-        self._thread = daemon("hostcall-job", self._run)
+        self._thread = Service("hostcall-job", self._run, "a job")
 
     def start(self) -> None:
         # Python starts no thread in handlers of atexit: nobody is told anything then.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(HostcallError, RuntimeError):
             self._thread.start()
 
     def post(self, key: str, text: str = "") -> Future[None]:
@@ -88,8 +89,7 @@ class Mailbox:
         """
         self._stopping = True
         self.post("")
-        if self._thread.is_alive():
-            wait(over(self._thread), 4 * self.patience)
+        self._thread.join(4 * self.patience)
 
     def _run(self) -> None:
         while not (self._stopping and self._outbox.empty()):

@@ -186,7 +186,7 @@ class Bound(NamedTuple):
 
     def late(self, row: Row, stuck: str) -> CallTimeoutError:
         """The error of a run that takes too long; has the shapes of one of its rows."""
-        flights.LATE.log()
+        flights.log(flights.LATE)
         kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
         arrays = [x for x in jax.tree.leaves(row) if issubclass(type(x), kinds)]
         shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)

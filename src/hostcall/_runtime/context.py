@@ -184,8 +184,7 @@ kept_rows: contextvars.ContextVar[tuple[np.ndarray, ...] | None] = (
 def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:
     if mesh is None or device is None or isinstance(mesh, jax.sharding.AbstractMesh):
         return {}
-    ids = np.vectorize(lambda d: d.id, otypes=[int])(mesh.devices)
-    places = np.argwhere(ids == device.id)
+    places = np.argwhere(mesh.devices == device)
     if not len(places):
         return {}
     return {name: int(i) for name, i in zip(mesh.axis_names, places[0], strict=True)}

@@ -1,8 +1,17 @@
-"""The worker thread that delivers taps, and waiting for it.
+"""The worker thread that delivers taps, waiting for it, and what taps have raised.
 
 The queue and the worker's loop are native (native/queue/tap_queue.h and
 native/invoke/taps.h). Python makes the thread, so that it has a name in
 debuggers, `hc.monitor.status()` and tracebacks.
+
+A tap that fails does not stop its program, and so may fail a million times. The first
+three failures of each tap are logged in full. After that, one line a second says how
+many more there were, with the newest one; the end of each wait for taps logs such a
+line too. The next barrier raises a few of the exceptions, one of those that are equal,
+and says how many there were.
+
+The worker adds failures while other threads log counts or take the exceptions. Logging
+is done outside the lock.
 """
 
 from __future__ import annotations
@@ -11,16 +20,19 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hostcall import _native
-from hostcall._core import config, daemon
+from hostcall._core import config, errors, failures
+from hostcall._core.daemon import Service
 from hostcall._core.errors import HostcallError, counted
 from hostcall._core.process import Owned, starting
-from hostcall._core.source import look
-from hostcall._core.wait import over, wait
-from hostcall._runtime import tap_failures, workers
+from hostcall._core.source import look, name_of
+from hostcall._core.wait import wait
+from hostcall._runtime import workers
 
 logger = logging.getLogger("hostcall")
 
@@ -31,35 +43,103 @@ class _Taps(Owned):
         at_barrier: called at each barrier, by a forked child too.
         collectors: see tagged taps as they are delivered (hc.testing.collect). A list
             is changed and copied in single steps, with the GIL and without: no lock.
-        thread: the worker. It is set once, so a look at it needs no lock.
         reports: failures of programs, for the barrier to raise.
+        lock: protects the rest.
+        tallies: by the tap's name and place, so no more than lines that tap.
+        failures: the exceptions of taps that are kept for the barrier.
     """
 
     at_barrier: ClassVar[list[Callable[[bool], object]]] = []
     collectors: ClassVar[list[Callable[[str, Any, Any], object]]] = []
 
     def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
         self.reports: list[BaseException] = []
+        self.lock = threading.Lock()
+        self.tallies: dict[tuple[str, Any], _Count] = {}
+        self.failures: list[BaseException] = []
         super().__init__()
 
 
 state = _Taps()
+
+# --- The worker -----------------------------------------------------------------------
+
+worker = Service("hostcall-taps", _native.run_tap_worker, "a tap")
 
 
 def start() -> None:
     """Starts the worker, once. Does nothing in a forked child, which takes no taps, and
     after the end, where the thread that taps delivers.
     """
-    if state.thread is not None or _native.closed():
+    if worker.thread is not None or _native.closed():
         return
     with starting.lock:
         _native.set_tap_limit(config.settings.tap_queue_bytes)
         try:
-            daemon.start_of(state, "hostcall-taps", _native.run_tap_worker, "a tap")
+            worker.start()
         except HostcallError:
             # Without a worker, the thread that taps delivers.
             _native.stop_taps()
+
+
+def refuse_inside_a_tap(who: str) -> None:
+    if _native.on_tap_worker() or workers.in_tap.get():
+        raise HostcallError(
+            f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
+            " the program is called",
+            code="hc-deadlock",
+        )
+
+
+def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
+    """Waits until all taps are delivered that programs have sent so far.
+
+    Not inside a tap: see `refuse_inside_a_tap`.
+
+    Args:
+        timeout: the limit in seconds, after which this returns False.
+        queued_only: does not wait for taps that a GPU has been given, but has not put
+            into the queue yet: it may not have reached them.
+    """
+    if worker.thread is None:
+        return True  # no tap was ever lowered, so none can be queued
+    mark = _native.tap_mark() if queued_only else None
+
+    def delivered(seconds: float) -> bool:
+        nonlocal mark
+        if mark is None:
+            if not _native.await_taps_of_gpus(seconds):
+                return False
+            mark = _native.tap_mark()
+        return _native.flush_taps(mark, seconds)
+
+    if not wait(delivered, timeout):
+        return False
+    _log_counts()
+    return True
+
+
+def stop() -> None:
+    """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
+    _native.stop_taps()
+    worker.join()
+    _log_counts()
+    count = sum(tally.count for tally in state.tallies.values())
+    if take() is not None:
+        logger.error(
+            "%s failed, and no barrier() raised that (see the log above)",
+            counted(count, "tap"),
+        )
+
+
+def flush_streams() -> None:
+    """Writes what stdout and stderr hold, before an end that would lose it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, broken, or not a stream
+            stream.flush()
+
+
+# --- What is called at a barrier ------------------------------------------------------
 
 
 def at_barrier(fn: Callable[[bool], object]) -> None:
@@ -88,69 +168,102 @@ def call_at_barrier(*, ending: bool) -> None:
         except BaseException as error:
             if not (ending or isinstance(error, Exception)):
                 raise
-            seen = look(fn)
-            tap_failures.failed(seen.name, seen.place, error, ())
+            failed(name_of(fn), look(fn).place, error, ())
 
 
-def refuse_inside_a_tap(who: str) -> None:
-    if _native.on_tap_worker() or workers.in_tap.get():
-        raise HostcallError(
-            f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
-            " the program is called",
-            code="hc-deadlock",
-        )
+# --- Failures -------------------------------------------------------------------------
+
+IN_FULL = 3
+SECONDS = 1.0  # between two lines for one tap
+
+clock = time.monotonic  # tests replace it
 
 
-def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
-    """Waits until all taps are delivered that programs have sent so far.
+@dataclass
+class _Count:
+    """The failures of one tap since the last barrier that raised.
 
-    Not inside a tap: see `refuse_inside_a_tap`.
-
-    Args:
-        timeout: the limit in seconds, after which this returns False.
-        queued_only: does not wait for taps that a GPU has been given, but has not put
-            into the queue yet: it may not have reached them.
+    Attributes:
+        name, place: the tap's.
+        count: how many there were.
+        logged: how many of them the log mentions.
+        until: the earliest time of the next line in the log.
+        newest: the newest failure, as a text.
+        kept: the texts of those that are kept for the barrier.
     """
-    if state.thread is None:
-        return True  # no tap was ever lowered, so none can be queued
-    mark = _native.tap_mark() if queued_only else None
 
-    def delivered(seconds: float) -> bool:
-        nonlocal mark
-        if mark is None:
-            if not _native.await_taps_of_gpus(seconds):
-                return False
-            mark = _native.tap_mark()
-        return _native.flush_taps(mark, seconds)
+    name: str
+    place: Any
+    count: int = 0
+    logged: int = 0
+    until: float = 0.0
+    newest: str = ""
+    kept: set[str] = field(default_factory=set)
 
-    if not wait(delivered, timeout):
-        return False
-    tap_failures.tell_counts()
-    return True
+    def log(self) -> None:
+        """Logs how many there were since the last line."""
+        with state.lock:
+            count, more = self.count, self.count - self.logged
+            self.logged, self.until = count, clock() + SECONDS
+        if more:
+            logger.error(
+                "tap `%s`, written at %s, failed %s (%d in all). Last error: %s",
+                self.name,
+                self.place,
+                counted(more, "more time"),
+                count,
+                self.newest,
+            )
 
 
-def is_worker(thread: int) -> bool:
-    """Whether this is the identifier of the worker."""
-    return state.thread is not None and state.thread.ident == thread
-
-
-def stop() -> None:
-    """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
-    _native.stop_taps()
-    if state.thread is None:
-        return
-    wait(over(state.thread))
-    tap_failures.tell_counts()
-    errors, more = tap_failures.take()
-    if errors:
+def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
+    """Logs the exception of a tap, and keeps it for the next barrier."""
+    failures.keep(error)
+    said = errors.without_code(failures.summary(error))[:500]
+    with state.lock:
+        tally = state.tallies.setdefault((name, place), _Count(name, place))
+        tally.count += 1
+        # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
+        # have filled the list.
+        first = tally.count == 1 or not isinstance(error, Exception)
+        most = config.KEPT_TAP_ERRORS * (4 if first else 1)
+        if said not in tally.kept and len(state.failures) < most:
+            state.failures.append(error)
+            tally.kept.add(said)
+        count, tally.newest = tally.count, said
+        if count <= IN_FULL:
+            tally.logged, tally.until = count, clock() + SECONDS
+    if count <= IN_FULL:
         logger.error(
-            "%s failed, and no barrier() raised that (see the log above)",
-            counted(len(errors) + more, "tap"),
+            "tap `%s`%s, written at %s, failed; the program goes on%s",
+            name,
+            f", row {row[0] if len(row) == 1 else row}" if row else "",
+            place,
+            " (its further failures are only counted here)" if count == IN_FULL else "",
+            exc_info=error,
         )
+    elif clock() >= tally.until:
+        tally.log()
 
 
-def flush_streams() -> None:
-    """Writes what stdout and stderr hold, before an end that would lose it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, broken, or not a stream
-            stream.flush()
+def _log_counts() -> None:
+    """Logs the failures that have only been counted so far."""
+    for tally in list(state.tallies.values()):
+        tally.log()
+
+
+def take() -> BaseException | None:
+    """What taps have raised since the last call: the object, or a group of some."""
+    with state.lock:
+        errors, state.failures = state.failures, []
+        tallies, state.tallies = state.tallies, {}
+    for error in errors:
+        failures.hand_over(error)
+    count = sum(tally.count for tally in tallies.values())
+    if count < 2:
+        return errors[0] if errors else None
+    text = f"{counted(count, 'tap')} failed"
+    if count > len(errors):
+        here = f"the errors here are different ones ({len(errors)})"
+        text += f"; {here}, and the log counts the rest"
+    return BaseExceptionGroup(text, errors)

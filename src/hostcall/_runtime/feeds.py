@@ -91,7 +91,9 @@ class Stream(HostCode):
         def item(seconds: float) -> bool:
             found = self.ring.wait(lane, seconds)
             if found is FeedFound.STOPPED:
-                self.puller.why_stopped()
+                self.puller.check_open()
+                if (error := self.puller.error) is not None:  # else there was a reset
+                    raise error()
             return found is not FeedFound.NOTHING
 
         def look() -> None:
@@ -284,12 +286,6 @@ class Puller(Owned):
             pulling_seconds=0.0 if since is None else time.monotonic() - since,
         )
 
-    def why_stopped(self) -> None:
-        """Raises the reason why no item comes, unless there has been a reset."""
-        self.check_open()
-        if (error := self.error) is not None:
-            raise error()
-
     # --- Jobs. If the source can't be opened, or refuses a state, the feed goes on as
     # before.
 
@@ -386,45 +382,54 @@ class Puller(Owned):
 
     def _next(self) -> tuple[Opened, Any]:
         """(the open source, its next item, or _NOTHING at the end)."""
-        self._be_host()
+        self._as_host = self._as_host or workers.be_host_code()
         if self._opened is None:
             self._opened = self._open(0)
             self._after[0] = (0, self._opened.position())
         return self._opened, next(self._opened.iterator, _NOTHING)
 
     def _open(self, epoch: int) -> Opened:
-        self._be_host()
+        # The program that waits for the item may occupy its client's only stream.
+        self._as_host = self._as_host or workers.be_host_code()
         return Opened(self._make(epoch), epoch, self._again)
 
-    def _be_host(self) -> None:
-        # The program that waits for the item may occupy its client's only stream.
-        if not self._as_host:
-            self._as_host = workers.be_host_code()
-
     def _end_epoch(self, opened: Opened) -> None:
-        error: FeedError | None = None
+        error: Callable[[], BaseException] | None = None
+        # A new one each time: its traceback leads to the program that raises it.
         if self.on_end == "raise":
-            error = FeedEndError(
+            error = functools.partial(
+                FeedEndError,
                 f"hostcall: the feed `{self.name}` has ended after"
                 f" {counted(opened.item, 'item')}, and a program wants another"
                 ' (on_end="raise"). Run fewer steps, call feed.reset() before the next'
-                ' epoch, or use "mask"'
+                ' epoch, or use "mask"',
             )
         elif self.on_end == "repeat":
             if opened.item:
                 self._opened = self._open(opened.epoch + 1)
                 return
-            error = FeedError(
+            error = functools.partial(
+                FeedError,
                 f"hostcall: the source of the feed `{self.name}` gave no item in epoch"
                 f' {opened.epoch}, so on_end="repeat" would repeat it for ever. Does it'
-                " give an iterator that was used up before?"
+                " give an iterator that was used up before?",
             )
-        # A new one each time: its traceback leads to the program that raises it.
-        again = None if error is None else functools.partial(type(error), *error.args)
-        self._finish(again, "ended")
+        self._finish(error, "ended")
 
     def _fail(self, error: BaseException) -> Callable[[], BaseException]:
-        self._finish(failure := Failure(error, self.name), "failed")
+        """Keeps what the source raised among the newest failures, as those of calls
+        are. Not here: once a program got it, its traceback leads to the program, which
+        holds the feed, and no garbage collector sees that circle.
+        """
+        number, said = failures.keep(error), failures.summary(error)
+
+        def failure() -> BaseException:
+            return failures.kept(number) or FeedError(
+                f"hostcall: the source of the feed `{self.name}` has failed before with"
+                f" {said}. It gives nothing until reset() or restore() is called"
+            )
+
+        self._finish(failure, "failed")
         return failure
 
     def _finish(self, error: Callable[[], BaseException] | None, over: str) -> None:
@@ -496,32 +501,6 @@ class Opened:
         holder, _, load = self._stateful
         getattr(holder, load)(copy.deepcopy(state))  # it may change what it got
         self.iterator = iter(holder)  # an iterator is its own
-
-
-# --- Why there is nothing more -------------------------------------------------------
-
-
-class Failure:
-    """What a source raised, for all who want items after it.
-
-    The object is not held here once somebody has got it: its traceback then leads to
-    the program, which holds the feed, and no garbage collector sees that circle. It is
-    kept among the newest failures, as those of calls are.
-    """
-
-    def __init__(self, error: BaseException, name: str) -> None:
-        self._error: BaseException | None = error
-        self._name, self._said, self._number = name, failures.summary(error), 0
-
-    def __call__(self) -> BaseException:
-        error = self._error
-        if error is not None:
-            self._number, self._error = failures.keep(error), None
-            return error
-        return failures.kept(self._number) or FeedError(
-            f"hostcall: the source of the feed `{self._name}` has failed before with"
-            f" {self._said}. It gives nothing until reset() or restore() is called"
-        )
 
 
 def once(name: str, what: str) -> str:

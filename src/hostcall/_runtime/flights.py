@@ -23,29 +23,21 @@ def apply() -> None:
     _native.watch_fatal_signals(config.settings.flight == "signals")
 
 
-class Hang:
-    """A reason why something hangs.
+LATE = "a call takes longer than its timeout"
+DEADLOCK = "a callback would deadlock"
+ENDING = "a callback holds up the end of the process"
 
-    Attributes:
-        pause: seconds. A program whose calls all fail would otherwise log a table for
-            each.
-        logged: when the recorder was logged for this reason.
-    """
+# Seconds between two tables of one reason: a program whose calls all fail would
+# otherwise log a table for each.
+PAUSE = 10.0
 
-    pause = 10.0
-
-    def __init__(self, why: str) -> None:
-        self._why, self.logged = why, -self.pause
-
-    def log(self) -> None:
-        """Logs the newest calls and taps, but not again within `pause`."""
-        now = time.monotonic()
-        if config.settings.flight != "off" and now - self.logged >= self.pause:
-            self.logged = now
-            text = _native.flight_text(self._why).decode(errors="replace")
-            logger.warning("%s", text.rstrip())
+logged: dict[str, float] = {}  # when, by the reason
 
 
-LATE = Hang("a call takes longer than its timeout")
-DEADLOCK = Hang("a callback would deadlock")
-ENDING = Hang("a callback holds up the end of the process")
+def log(why: str) -> None:
+    """Logs the newest calls and taps, but not again within `PAUSE` for one reason."""
+    now = time.monotonic()
+    if config.settings.flight != "off" and now - logged.get(why, -PAUSE) >= PAUSE:
+        logged[why] = now
+        text = _native.flight_text(why).decode(errors="replace")
+        logger.warning("%s", text.rstrip())

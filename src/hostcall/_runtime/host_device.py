@@ -147,7 +147,7 @@ def guard(
 
     def check(of_program: Sequence[Any]) -> None:
         if devices and len(of_program) > 1 and not devices.isdisjoint(of_program):
-            flights.DEADLOCK.log()
+            flights.log(flights.DEADLOCK)
             raise DeadlockError(_WOULD_WAIT)
         on_process = scouts and any(
             device.platform == "cpu" and level(device.client) == 0

@@ -86,14 +86,13 @@ class _End:
     """
     Attributes:
         begun: the engine is used.
-        ending: `end` has been called.
-        ender: the thread that ends the process.
+        ender: the thread that has called `end`.
         last: what is called when no program calls any more.
         job: the job that the end leaves.
     """
 
     def __init__(self) -> None:
-        self.begun = self.ending = False
+        self.begun = False
         self.ender: int | None = None
         self.last: list[Callable[[], object]] = []
         self.job = JobEnd()
@@ -104,7 +103,7 @@ _end = _End()
 
 def begin() -> None:
     """Prepares the process for its end, once, when the engine is first used."""
-    if _end.ending or _end.begun:
+    if _end.ender or _end.begun:
         return
     try:
         watcher.start()
@@ -139,7 +138,7 @@ def leave_by(job: JobEnd) -> None:
 
 def drain() -> None:
     """Runs the first two steps. What is done meanwhile is not refused."""
-    if _end.ending or not _end.begun or _native.closed():
+    if _end.ender or not _end.begun or _native.closed():
         return
     with _ending_by_ctrl_c():
         _drain()
@@ -153,9 +152,9 @@ def end(*, interpreter: bool = True) -> None:
             False if the process ends by os._exit instead.
     """
     with starting.lock:  # atexit and a Finalize may both come here
-        if _end.ending or _native.closed():  # in a forked child the engine is closed
+        if _end.ender or _native.closed():  # in a forked child the engine is closed
             return
-        _end.ending, _end.ender = True, threading.get_ident()
+        _end.ender = threading.get_ident()
     with _ending_by_ctrl_c():
         if _end.begun:
             _drain()
@@ -222,7 +221,6 @@ def _in_a_late_handler() -> bool:
 
 
 def _wait_for_calls(interpreter: bool) -> None:
-    watcher.watch_calls_too()
     if interpreter:
         # From now on a call on a daemon thread that ends stays inside the engine. JAX's
         # C++ would ask for the GIL next, while the interpreter shuts down.

@@ -67,7 +67,12 @@ def current() -> asyncio.AbstractEventLoop:
         return given
     with _state.lock:
         if _state.own is None:
-            loop = _new_loop()
+            import asyncio
+
+            maker: Any = asyncio
+            with contextlib.suppress(ImportError):
+                maker = importlib.import_module("uvloop")
+            loop: asyncio.AbstractEventLoop = maker.new_event_loop()
             loop.set_default_executor(
                 Pool(_THREADS, thread_name_prefix="hostcall-to-thread")
             )
@@ -85,15 +90,6 @@ def running() -> asyncio.AbstractEventLoop | None:
     import asyncio
 
     return asyncio._get_running_loop()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    import asyncio
-
-    maker: Any = asyncio
-    with contextlib.suppress(ImportError):
-        maker = importlib.import_module("uvloop")
-    return maker.new_event_loop()  # type: ignore[no-any-return]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

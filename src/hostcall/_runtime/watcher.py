@@ -48,10 +48,10 @@ import time
 from types import MethodType
 
 from hostcall import _native
-from hostcall._core import config, daemon, failures
+from hostcall._core import config, failures
+from hostcall._core.daemon import Service
 from hostcall._core.errors import counted
-from hostcall._core.process import Owned
-from hostcall._core.wait import SLICE, over, wait
+from hostcall._core.wait import SLICE
 from hostcall._native import Signal
 from hostcall._runtime import delivery, flights
 
@@ -60,22 +60,12 @@ logger = logging.getLogger("hostcall")
 _SEARCH = 2.0  # seconds to look for callbacks that a Ctrl-C interrupts
 
 
-class _Watcher(Owned):
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.calls_too = False  # the end waits for calls, not only for taps
-        super().__init__()
-
-
-_state = _Watcher()
-
-
 def start() -> None:
     """Starts the thread, once, for SIGINT and, if it has the default action, SIGTERM.
 
     A signal handler may come here between any two steps, or end them.
     """
-    daemon.start_of(_state, "hostcall-watcher", _watch, "the engine")
+    _service.start()
     flights.apply()
     _watch_interrupt()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -83,20 +73,16 @@ def start() -> None:
 
 
 def watch_the_end() -> None:
-    """From now on, names and interrupts a tap that hangs."""
+    """From now on, names and interrupts a tap that hangs; a call, too, once the engine
+    is closed and waits for it.
+    """
     _native.post_signal(Signal.ENDING)
-
-
-def watch_calls_too() -> None:
-    """From now on, does so with calls too. The engine is closed and waits for them."""
-    _state.calls_too = True
 
 
 def stop() -> None:
     """Ends the thread. A signal that comes later wakes nobody, and does no harm."""
-    if _state.thread is not None:
-        _native.post_signal(Signal.STOP)
-        wait(over(_state.thread))
+    _native.post_signal(Signal.STOP)
+    _service.join()
 
 
 def _watch() -> None:
@@ -117,6 +103,9 @@ def _watch() -> None:
             end = _Ending()
         if end is not None:
             end.look()
+
+
+_service = Service("hostcall-watcher", _watch, "the engine")
 
 
 # --- Ctrl-C --------------------------------------------------------------------------
@@ -206,15 +195,14 @@ class _Ending:
         self._next_call = math.inf
 
     def look(self) -> None:
-        now = time.monotonic()
-        if _state.calls_too and self._next_call == math.inf:
+        now, worker = time.monotonic(), delivery.worker.thread
+        if _native.closed() and self._next_call == math.inf:
             self._next_call = now + self._patience
-        running = [
-            (info.name, age, delivery.is_worker(thread))
-            for info, thread, age, _ in _native.active()
-        ]
-        for name, age, is_tap in running:
-            if is_tap and age >= self._patience and now >= self._next_tap:
+        stuck = []
+        for info, thread, age, _ in _native.active():
+            if worker is None or thread != worker.ident:
+                stuck.append(f"{info.name} ({age:.0f} s)")
+            elif age >= self._patience and now >= self._next_tap:
                 # Interrupt before logging, which takes time: the worker could have gone
                 # on to the next tap. The next interrupt leaves this one time to clean
                 # up.
@@ -222,19 +210,18 @@ class _Ending:
                 logger.warning(
                     "the process is ending and waits for the tap `%s`, which has taken"
                     " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
-                    name,
+                    info.name,
                     age,
                 )
                 self._next_tap = now + self._patience
         if now < self._next_call:
             return
         self._next_call = now + self._patience
-        stuck = [f"{name} ({age:.0f} s)" for name, age, is_tap in running if not is_tap]
         if stuck:
             logger.warning(
                 "the process is ending and waits for these callbacks, which are"
                 " interrupted now (Ctrl-C ends the process at once): %s",
                 ", ".join(stuck),
             )
-            flights.ENDING.log()
+            flights.log(flights.ENDING)
             _native.interrupt_calls()

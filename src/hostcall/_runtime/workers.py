@@ -85,25 +85,21 @@ class ThreadSettings:
             self._put_back(before)
             raise
 
-    def leave(self, before: tuple[list[Any], list[Any]]) -> None:
-        """Sets what `enter` has returned."""
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls `step(*args)` with the settings, and puts the thread's own back."""
+        before, traced = self.enter()
         try:
-            if self.traced is not None:
-                self.traced.leave(before[1])
+            return step(*args)
         finally:
-            self._put_back(before[0])
+            try:
+                if self.traced is not None:
+                    self.traced.leave(traced)
+            finally:
+                self._put_back(before)
 
     def _put_back(self, before: list[Any]) -> None:
         for (_, put, setting, _), value in zip(self._given, before, strict=True):
             put(setting, value)
-
-    def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Calls `step(*args)` with the settings, and puts the thread's own back."""
-        before = self.enter()
-        try:
-            return step(*args)
-        finally:
-            self.leave(before)
 
 
 def be_host_code() -> bool:

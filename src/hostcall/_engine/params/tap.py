@@ -16,7 +16,7 @@ from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation, Transforms
 from hostcall._jax.types import Aval, Device, Mesh
-from hostcall._runtime import delivery, tap_failures
+from hostcall._runtime import delivery
 
 _BATCHED = (
     "hostcall: under vmap this tap gets the values of all rows at once, with the batch"
@@ -31,7 +31,7 @@ class TapInfo(CallInfo):
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
         if self.params.transforms and isinstance(error, (TypeError, ValueError)):
             failures.add_note(error, _BATCHED)
-        tap_failures.failed(self.name, self.place, error, row)
+        delivery.failed(self.name, self.place, error, row)
         return ""
 
 
