@@ -14,7 +14,6 @@ without effects, 35 us with one, 94 us with an ordered one. So a pure call has n
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from typing import Literal
 
 from hostcall import _jax
@@ -58,17 +57,6 @@ _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
-def _is_lowered_here(effects: Collection[Effect]) -> bool:
-    """Whether a loop whose condition has these effects is lowered by hostcall.
-
-    Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
-    """
-    if any(isinstance(e, OrderedCallEffect) for e in effects):
-        return True
-    jaxs = {_jax.ORDERED_IO_EFFECT, _jax.ORDERED_DEBUG_EFFECT}
-    return jaxs.isdisjoint(effects) and any(isinstance(e, CallEffect) for e in effects)
-
-
 def _heal(effect: Effect) -> None:
     """Forgets this thread's token of an effect if the program that left it has failed.
 
@@ -88,8 +76,6 @@ def _heal(effect: Effect) -> None:
         logger.error("ordered calls continue after a failed program: %s", failure)
 
 
-_jax.lower_effectful_conditions(_is_lowered_here)
-_jax.dispatch_fast(lambda e: isinstance(e, CallEffect), _jax.rewritten_here)
 _jax.wrap_dispatches(failures.looking)
 _jax.before_tokens(_heal)
 

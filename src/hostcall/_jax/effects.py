@@ -11,8 +11,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 
-from hostcall._jax.fast_dispatch import marks
-from hostcall._jax.hoisting import kept_in_loops
+from hostcall._jax.fast_dispatch import marks, own_effects
 from hostcall._jax.types import Device, Effect, Token
 
 
@@ -25,7 +24,7 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     # Without this, partial evaluation under grad drops effectful equations of a scan
     # that have no outputs.
     _effects.partial_eval_kept_effects.add_type(effect_type)
-    kept_in_loops.add_type(effect_type)
+    own_effects.add_type(effect_type)
     if ordered:
         _effects.ordered_effects.add_type(effect_type)
         _effects.shardable_ordered_effects.add_type(effect_type)

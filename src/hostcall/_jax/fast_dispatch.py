@@ -78,17 +78,16 @@ def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
 
 # --- Which programs -------------------------------------------------------------------
 
+# The effects that nothing but an engine's call has.
+own_effects = _effects.EffectTypeSet()
 # Primitives whose effects are those of the engine's calls; JAX's own ones while
 # `replace_lowering` lowers them.
 ENGINE_CALLS: set[_t.Primitive] = set()
 
 
-def _are_engine_calls(jaxpr: _t.Jaxpr, is_ours: Callable[[_t.Effect], bool]) -> bool:
-    """Whether all effects are made by the engine's calls.
-
-    `is_ours` says whether an effect can have been made by nothing else.
-    """
-    others = {e for e in jaxpr.effects if not is_ours(e)}
+def _are_engine_calls(jaxpr: _t.Jaxpr) -> bool:
+    """Whether all effects are made by the engine's calls."""
+    others = {*own_effects.filter_not_in(jaxpr.effects)}
     return not others or all(
         eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, others)
     )
@@ -116,35 +115,31 @@ def _is_for_one_cpu(args: Sequence[object]) -> bool:
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
-def _is_for_export(options: Mapping[str, object]) -> bool:
+def is_for_export(options: Mapping[str, object]) -> bool:
+    """Whether a program is lowered to leave the process, by the named arguments of
+    `_cached_lowering_to_hlo`; also if these don't tell.
+    """
     parameters = options.get("lowering_parameters")
     return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
 
 
-def dispatch_fast(
-    is_ours: Callable[[_t.Effect], bool], rewritten: Callable[[_t.Jaxpr], _t.Jaxpr]
-) -> None:
-    """From now on, JAX's fast dispatch serves the programs that it can.
-
-    `is_ours` says whether an effect can have been made by nothing but an engine's call.
-    `rewritten` gives what to lower in a program's place (`hc.observe`).
-    """
-    if not hasattr(_pxla, "_cached_lowering_to_hlo"):
-        return  # a later JAX: programs go through Python
+def _dispatch_fast() -> None:
+    """From now on, JAX's fast dispatch serves the programs that it can."""
     plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
-        if _is_for_export(options):
-            return plain(jaxpr, *args, **options)
-        jaxpr = rewritten(jaxpr)
-        one = jaxpr.effects and _is_for_one_cpu(args)
-        if one and _are_engine_calls(jaxpr, is_ours):
+        one = jaxpr.effects and _is_for_one_cpu(args) and not is_for_export(options)
+        if one and _are_engine_calls(jaxpr):
             wait_for_programs_on(args[1])
             jaxpr = _without_effects(jaxpr)
         return plain(jaxpr, *args, **options)
 
     _pxla._cached_lowering_to_hlo = lowered
+
+
+if hasattr(_pxla, "_cached_lowering_to_hlo"):  # else, in a later JAX, all have tokens
+    _dispatch_fast()
 
 
 # --- Programs that are waited for, and programs over several devices ------------------

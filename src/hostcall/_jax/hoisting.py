@@ -23,11 +23,9 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
+from hostcall._jax.fast_dispatch import own_effects
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
 from hostcall._jax.versions import changed
-
-# Equations with these effects stay in the scans that they are in.
-kept_in_loops = _effects.EffectTypeSet()
 
 _disguised_p = _core.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
@@ -35,11 +33,11 @@ _disguised_p.multiple_results = True
 
 def _disguise(jaxpr: Jaxpr) -> Jaxpr:
     """The body of a loop with its effectful equations disguised."""
-    if not kept_in_loops.filter_in(jaxpr.effects):
+    if not own_effects.filter_in(jaxpr.effects):
         return jaxpr
     eqns = [
         eqn.replace(primitive=_disguised_p, params={"eqn": eqn})
-        if kept_in_loops.filter_in(eqn.effects)
+        if own_effects.filter_in(eqn.effects)
         else eqn
         for eqn in jaxpr.eqns
     ]

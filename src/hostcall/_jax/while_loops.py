@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
@@ -33,6 +34,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax import types as _t
+from hostcall._jax.fast_dispatch import own_effects
 from hostcall._jax.jaxprs import within
 from hostcall._jax.lowering_api import lower_by
 from hostcall._jax.versions import changed, open_jaxpr
@@ -315,35 +317,39 @@ _pe.partial_eval_jaxpr_custom_rules[_while_p] = _while_partial_eval_custom
 # lets every row run on until the last one stops. All other loops keep JAX's lowering.
 
 
-def lower_effectful_conditions(chosen: Callable[[Collection[_t.Effect]], bool]) -> None:
-    """Lowers loops as `_with_condition_inside` whose conditions have chosen effects."""
-    table = _mlir._lowerings
-    entry = table[_while_p]
+def _is_lowered_here(effects: Collection[_t.Effect]) -> bool:
+    """Whether a loop whose condition has these effects is lowered by hostcall.
 
-    def rule(
-        ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
-    ) -> object:
-        if not chosen(cond_jaxpr.effects):
-            return entry.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
-        # Inside shard_map, a carry in which some rows have stopped varies over the mesh
-        # axes of the condition, and the carry's type may not say so. Lower with the
-        # varying-axes check off: JAX checked the program when it was traced.
-        fixed = _core.ManualAxisType()
-        avals = [
-            aval
-            if aval is _core.abstract_token
-            else aval.update(manual_axis_type=fixed)
-            for aval in ctx.avals_in
-        ]
-        inner = ctx.replace(avals_in=avals)
-        loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
-        with _config._check_vma(False):
-            outs = lower_by(inner, loop, *xs)
-        ctx.set_tokens_out(inner.tokens_out)
-        return outs
+    Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
+    """
+    own = own_effects.filter_in(effects)
+    ordered = _effects.ordered_effects.filter_in(effects)
+    return bool(own) and (not ordered or not {*ordered}.isdisjoint(own))
 
-    table[_while_p] = type(entry)(rule, entry.inline)
 
+def _lower(
+    ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
+) -> object:
+    if not _is_lowered_here(cond_jaxpr.effects):
+        return _lowering.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
+    # Inside shard_map, a carry in which some rows have stopped varies over the mesh
+    # axes of the condition, and the carry's type may not say so. Lower with the
+    # varying-axes check off: JAX checked the program when it was traced.
+    fixed = _core.ManualAxisType()
+    avals = [
+        aval if aval is _core.abstract_token else aval.update(manual_axis_type=fixed)
+        for aval in ctx.avals_in
+    ]
+    inner = ctx.replace(avals_in=avals)
+    loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
+    with _config._check_vma(False):
+        outs = lower_by(inner, loop, *xs)
+    ctx.set_tokens_out(inner.tokens_out)
+    return outs
+
+
+_lowering = _mlir._lowerings[_while_p]
+_mlir._lowerings[_while_p] = type(_lowering)(_lower, _lowering.inline)
 
 State: TypeAlias = tuple[jax.Array, list[jax.Array]]
 

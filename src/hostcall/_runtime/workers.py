@@ -59,31 +59,29 @@ class ThreadSettings:
         self.traced = traced
         given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
         self._given = [
-            (each.swap, each.set, each.setting, value)
-            for each in _jax.ambient_settings()
-            if (value := given.get(each.kind, each.value)) is not None
+            (setting, value)
+            for kind, setting, fixed in _jax.AMBIENT
+            if (value := given.get(kind, fixed)) is not None
         ]
 
     @classmethod
     def here(cls) -> ThreadSettings:
         """Those of the calling thread, which runs host code."""
-        now = {each.kind: each.get(each.setting) for each in _jax.ambient_settings()}
+        now = {kind: setting.get_local() for kind, setting, _ in _jax.AMBIENT}
         device, guard = map(now.get, (_native.Ambient.DEVICE, _native.Ambient.GUARD))
         return cls(device, guard, _jax.traced_here())
 
     def enter(self) -> tuple[list[Any], list[Any]]:
         """Sets them on the calling thread. Returns the former values."""
-        before = [swap(setting, value) for swap, _, setting, value in self._given]
+        before = [setting.swap_local(value) for setting, value in self._given]
         return before, [] if self.traced is None else self.traced.enter()
 
     def leave(self, before: tuple[list[Any], list[Any]]) -> None:
         """Sets what `enter` has returned."""
         if self.traced is not None:
             self.traced.leave(before[1])
-        for (_, put_back, setting, _), value in zip(
-            self._given, before[0], strict=True
-        ):
-            put_back(setting, value)
+        for (setting, _), value in zip(self._given, before[0], strict=True):
+            setting.set_local(value)
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls `step(*args)` with the settings, and puts the thread's own back."""
