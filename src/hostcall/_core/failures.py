@@ -118,7 +118,7 @@ _failures = _Known()
 
 @once
 def _watch_reports() -> None:
-    _jax.tell_of_reports(_report_is_made)
+    _jax.wrap_reports(_report_is_made)
     _native.monitor_raises()
 
 
@@ -456,4 +456,4 @@ def _raise_first() -> None:
         raise error
 
 
-_jax.when_waiting_for_effects(_raise_first)
+_jax.wrap_barriers(_raise_first)

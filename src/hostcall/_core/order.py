@@ -18,7 +18,7 @@ from typing import Literal
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._jax.types import Effect
+from hostcall._jax.types import Effect, Token
 
 logger = logging.getLogger("hostcall")
 
@@ -57,15 +57,14 @@ _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
-def _heal(effect: Effect) -> None:
+def _heal(effect: Effect, token: Token | None) -> None:
     """Forgets this thread's token of an effect if the program that left it has failed.
 
     JAX passes the newest token of each ordered effect to the next program. That of a
     failed program would therefore fail every later ordered program. A program that is
     still running is not waited for.
     """
-    token = _jax.token_of(effect) if failures.failures_so_far() else None
-    if token is None or not _jax.is_token_ready(token):
+    if not failures.failures_so_far() or not _jax.is_token_ready(token):
         return
     failure = failures.failure_of(token)
     if failure is None:
@@ -77,7 +76,7 @@ def _heal(effect: Effect) -> None:
 
 
 _jax.wrap_dispatches(failures.looking)
-_jax.before_tokens(_heal)
+_jax.wrap_tokens(_heal)
 
 
 EFFECTS: dict[Order, Effect | None] = {

@@ -11,12 +11,12 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     lowering_api  how to add lowering rules, and what a rule asks of JAX
     program       what JAX knows about the program of an equation that it lowers
     custom_call   the operations that hostcall emits into such a program
-    effects       effects, and the tokens that stand for them
+    effects       effects
     hoisting      keeps calls with effects in the scans that they are in
     while_loops   runs host calls once in loops that JAX runs twice
-    dispatch      tells of the programs that a thread dispatches, and of those that fail
+    dispatch      programs that a thread has dispatched: order, waits, who hears of them
     fast_dispatch programs with host calls on JAX's fast dispatch
-    execution     settings that JAX reads before it runs a program
+    execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
     user_lines    where the user wrote an equation

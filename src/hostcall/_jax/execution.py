@@ -19,7 +19,7 @@ from jax._src import config as _config
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
-from hostcall._jax.fast_dispatch import forget_fast_dispatches
+from hostcall._jax.dispatch import forget_fast_dispatches
 from hostcall._jax.settings import UNSET
 from hostcall._jax.types import Device, Executable
 

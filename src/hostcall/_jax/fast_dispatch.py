@@ -23,23 +23,18 @@ put in order by `wrap_dispatches` (dispatch.py).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-from jax._src import compiler as _compiler
 from jax._src import core as _core
-from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
+from hostcall._jax.dispatch import wait_for_programs_on
+from hostcall._jax.effects import own_effects
 from hostcall._jax.versions import changed, open_jaxpr
-from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------
 
@@ -78,8 +73,6 @@ def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
 
 # --- Which programs -------------------------------------------------------------------
 
-# The effects that nothing but an engine's call has.
-own_effects = _effects.EffectTypeSet()
 # Primitives whose effects are those of the engine's calls; JAX's own ones while
 # `replace_lowering` lowers them.
 ENGINE_CALLS: set[_t.Primitive] = set()
@@ -140,74 +133,3 @@ def _dispatch_fast() -> None:
 
 if hasattr(_pxla, "_cached_lowering_to_hlo"):  # else, in a later JAX, all have tokens
     _dispatch_fast()
-
-
-# --- Programs that are waited for, and programs over several devices ------------------
-#
-# Both need programs that do nothing, one for each CPU device: what XLA puts behind them
-# or before them is in order with all that the thread has dispatched.
-
-_clients: set[_t.Client] = set()  # of such programs
-
-
-def wait_for_programs_on(client: _t.Client) -> None:
-    """From now on, `marks` has those of this CPU client: a program is lowered for it,
-    or comes to it from another process.
-    """
-    _clients.add(client)
-
-
-def forget_fast_dispatches() -> None:
-    """For a forked child, in which nothing can run."""
-    _clients.clear()
-
-
-def marks() -> list[_t.Token]:
-    """Things to wait for. They are ready when the programs have ended that the calling
-    thread has dispatched before. Cost: 10 us for each CPU device.
-
-    In a callback there are none: the programs that it dispatches have ended by then
-    (_runtime/host_device.py). XLA may have no place for another one: a client admits
-    32, which may all be waiting in callbacks.
-    """
-    if current() is not None:
-        return []
-    clients = list(_clients)
-    devices = [device for client in clients for device in client.local_devices()]
-    return [run_nothing(device) for device in devices]
-
-
-def run_nothing(device: _t.Device, *tokens: _t.Token) -> _t.Token:
-    """Dispatches a program that does nothing, after these tokens; returns its own."""
-    operands = ", ".join(f"%{i}: tensor<0xi1>" for i in range(len(tokens)))
-    program = _compiled(f"func.func public @main({operands})", device)
-    return program.execute_sharded(list(tokens), with_tokens=True).consume_token()
-
-
-@functools.cache
-def _compiled(main: str, device: _t.Device) -> _xla_client.LoadedExecutable:
-    options = _compiler.get_compile_options(
-        1, 1, np.array([[device]]), backend=device.client
-    )
-    with _mlir.make_ir_context(), _ir.Location.unknown():
-        return _compiler.backend_compile_and_load(
-            device.client,
-            _ir.Module.parse(f"module @nothing {{ {main} {{ return }} }}"),
-            _pxla._create_device_list((device,)),
-            options,
-            [],
-        )
-
-
-def when_waiting_for_effects(then: Callable[[], None]) -> None:
-    """`jax.effects_barrier` waits for programs without tokens too, then calls this."""
-    plain = _dispatch.RuntimeTokenSet.block_until_ready
-
-    @functools.wraps(plain)
-    def block_until_ready(self: _dispatch.RuntimeTokenSet) -> None:
-        for mark in marks():
-            mark.block_until_ready()
-        plain(self)
-        then()
-
-    _dispatch.RuntimeTokenSet.block_until_ready = block_until_ready

@@ -23,7 +23,7 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
-from hostcall._jax.fast_dispatch import own_effects
+from hostcall._jax.effects import own_effects
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
 from hostcall._jax.versions import changed
 

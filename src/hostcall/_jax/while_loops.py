@@ -34,7 +34,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax import types as _t
-from hostcall._jax.fast_dispatch import own_effects
+from hostcall._jax.effects import own_effects
 from hostcall._jax.jaxprs import within
 from hostcall._jax.lowering_api import lower_by
 from hostcall._jax.versions import changed, open_jaxpr
