@@ -33,7 +33,7 @@ from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax import types as _t
 from hostcall._jax.dispatch import wait_for_programs_on
-from hostcall._jax.effects import own_effects
+from hostcall._jax.tracing import own_effects
 from hostcall._jax.versions import changed, open_jaxpr
 
 # --- A program as one equation without effects ----------------------------------------
@@ -67,7 +67,7 @@ def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
     invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, {"jaxpr": jaxpr}, set())
-    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn], "effects": set()}
+    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}
     return changed(jaxpr, consts=[], constvars=[], **parts)
 
 

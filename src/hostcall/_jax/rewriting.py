@@ -317,9 +317,8 @@ def _with(
     names = inner.debug_info
     if len(invars) > len(inner.invars):
         names = names.with_unknown_names()
-    effects = _pe.make_jaxpr_effects(inner.constvars, invars, outvars, eqns)
     parts = {"invars": invars, "outvars": outvars, "debug_info": names}
-    return changed(jaxpr, eqns=eqns, effects=effects, **parts)
+    return changed(jaxpr, eqns=eqns, **parts)
 
 
 # --- Walk -----------------------------------------------------------------------------

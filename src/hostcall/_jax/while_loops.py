@@ -34,10 +34,10 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.control_flow import loops as _loops
 
 from hostcall._jax import types as _t
-from hostcall._jax.effects import own_effects
 from hostcall._jax.jaxprs import within
 from hostcall._jax.lowering_api import lower_by
-from hostcall._jax.versions import changed, open_jaxpr
+from hostcall._jax.tracing import own_effects
+from hostcall._jax.versions import changed, closed_as, open_jaxpr
 
 _while_p = _loops.while_p
 
@@ -96,24 +96,14 @@ def passed_on(eqn: _t.JaxprEquation, operands: Atoms) -> _t.JaxprEquation:
     )
 
 
-def _with(jaxpr: _t.Jaxpr, new: _t.Jaxpr, **changes: Any) -> _t.Jaxpr:
-    """What was made of an open jaxpr, closed if it was closed, with other parts."""
-    new = changed(new, **changes)
-    parts = new.constvars, new.invars, new.outvars, new.eqns
-    new = new.replace(effects=_pe.make_jaxpr_effects(*parts))
-    return new if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=new)
-
-
 def _parted(
     jaxpr: _t.Jaxpr, unknown: Flags, outs: Flags
 ) -> tuple[_t.Jaxpr, _t.Jaxpr, list[bool]]:
     """(the known part of a jaxpr, all of it without its known calls, which outputs are
     unknown: these and others).
     """
-    inner = open_jaxpr(jaxpr)
-    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(
-        inner, list(unknown), True, list(outs), True, in_second_loop
-    )
+    given = open_jaxpr(jaxpr), list(unknown), True, list(outs), True, in_second_loop
+    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(*given)
     own = len(outs) - sum(unknown_outs)
     # What the known part would have to leave comes first in the other one.
     makers = {v: eqn for eqn in known.eqns for v in eqn.outvars}
@@ -121,10 +111,9 @@ def _parted(
         _pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
         for v, of in zip(again.invars[:left], known.outvars[own:], strict=True)
     ]
-    again = _with(
-        jaxpr, again, invars=again.invars[left:], eqns=[*missing, *again.eqns]
-    )
-    return _with(jaxpr, known, outvars=known.outvars[:own]), again, unknown_outs
+    again = changed(again, invars=again.invars[left:], eqns=[*missing, *again.eqns])
+    known = changed(known, outvars=known.outvars[:own])
+    return closed_as(jaxpr, known), closed_as(jaxpr, again), unknown_outs
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -204,9 +193,8 @@ def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list
     def without_dead_code(
         jaxpr: _t.Jaxpr, outs: Flags, keep: bool | list[bool]
     ) -> tuple[_t.Jaxpr, list[bool]]:
-        inner = open_jaxpr(jaxpr)
-        new, used = _pe.dce_jaxpr(inner, outs, instantiate=keep)
-        return (new if inner is jaxpr else jaxpr.replace(jaxpr=new)), used
+        new, used = _pe.dce_jaxpr(open_jaxpr(jaxpr), outs, instantiate=keep)
+        return closed_as(jaxpr, new), used
 
     _, used = without_dead_code(cond, [True], False)
     carry = _either(outs, used[n_cond:])
