@@ -33,19 +33,14 @@ class ExecutionGuard:
     it has another key. A program that has passed gets a fast path under this guard's
     key, and is not looked at again.
 
-    For the whole process it also takes the place of `jax_no_tracing`, which JAX reads
-    when a jitted function is called that is not on the fast path. There the arguments
-    show whether the program would span processes, so it is refused before it is
-    compiled, which may take minutes.
-
     Attributes:
-        before: the value that it stands in front of.
+        before: the value that it stands in front of; UNSET: that of the process.
     """
 
     def __init__(
         self,
         check: Callable[[Sequence[Device]], object] | None = None,
-        before: object = False,
+        before: object = UNSET,
     ) -> None:
         """`check` gets a program's devices, and raises in order to refuse it."""
         self._check, self.before = check, before
@@ -57,18 +52,15 @@ class ExecutionGuard:
         """Looks at the program that JAX is about to start in this frame. Returns what
         JAX takes for the value of its setting.
         """
-        program = _program_that_asks(frame)
-        if _refusal_across is not None:
-            _refuse_across(program, frame)
-            if frame.f_code.co_name == "_get_fastpath_data":
-                # JAX has just dispatched this program and asks whether its next calls
-                # may take the fast path. True forbids that: each is looked at here.
-                return True
         if self._check is not None:
+            program = _program_that_asks(frame)
             self._check(() if program is None else program._local_devices)
-        if isinstance(self.before, ExecutionGuard):
-            return self.before.forbids(frame)
-        return self.before is not UNSET and bool(self.before)
+        before = self.before
+        if before is UNSET:
+            before = _config.no_execution.get_global()
+        if isinstance(before, ExecutionGuard):
+            return before.forbids(frame)
+        return bool(before)
 
 
 def _program_that_asks(frame: FrameType) -> Executable | None:
@@ -86,6 +78,24 @@ def _program_that_asks(frame: FrameType) -> Executable | None:
 _refusal_across: Callable[[], Exception] | None = None
 
 
+class _AcrossGuard(ExecutionGuard):
+    """Looks at the programs of the whole process.
+
+    It also takes the place of the value of `jax_no_tracing`, which JAX reads when a
+    jitted function is called that is not on the fast path. There the arguments show
+    whether the program would span processes, so it is refused before it is compiled,
+    which may take minutes.
+    """
+
+    def forbids(self, frame: FrameType) -> bool:
+        if frame.f_code.co_name == "_get_fastpath_data":
+            # JAX has just dispatched this program and asks whether its next calls may
+            # take the fast path. True forbids that, so each of them is looked at here.
+            return True
+        _refuse_across(frame)
+        return super().forbids(frame)
+
+
 def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     """From now on, a program over several processes raises instead of starting.
 
@@ -94,11 +104,12 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     global _refusal_across
     _refusal_across = refusal
     for setting in (_config.no_tracing, _config.no_execution):
-        if not isinstance(setting.get_global(), ExecutionGuard):
-            setting.set_global(ExecutionGuard(before=setting.get_global()))
+        if not isinstance(setting.get_global(), _AcrossGuard):
+            setting.set_global(_AcrossGuard(before=setting.get_global()))
 
 
-def _refuse_across(program: Executable | None, frame: FrameType) -> None:
+def _refuse_across(frame: FrameType) -> None:
+    program = _program_that_asks(frame)
     if program is None:  # a function that is not traced yet: look at its arguments
         leaves = jax.tree.leaves([frame.f_locals.get(n) for n in ("args", "kwargs")])
         tracer = jax.core.Tracer
@@ -128,7 +139,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
     forget_fast_dispatches()
     _mlir.lower_jaxpr_to_module = refuse
     _compiler.compile_or_get_cached = refuse
-    setting, guard = _config.no_execution, ExecutionGuard(refuse)
+    setting, guard = _config.no_execution, ExecutionGuard(refuse, before=False)
     setting.set_global(guard)
     if setting.get_local() is not UNSET:  # a callback's guard: the callback has forked
         setting.set_local(guard)
