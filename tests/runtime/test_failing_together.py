@@ -169,6 +169,9 @@ wrong = ["failed/7", "failed/x", "failed/1/2", "asks/1", "asks/9.1", "asks/../x"
 if me == 1:
     for name in wrong:
         _jax.job_put(f"hostcall/board/{name}", "wrong")
+    from jax._src import distributed
+    put_bytes = distributed.global_state.client.key_value_set_bytes
+    put_bytes("hostcall/board/failed/8", b"\\xff no text")
     for number, text in enumerate(["[", "[1, 2, 3]", '[1, 0, "", [[{}]]]', "[" * 9999]):
         _jax.job_put(f"hostcall/answers/0.{number}/1", text)
 _jax.job_meet("written", 60)

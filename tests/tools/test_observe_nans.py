@@ -736,6 +736,7 @@ def test_a_block_before_the_program_chooses_its_devices(run_python):
 TAKEN_AWAY = """
 del pxla._cached_lowering_to_hlo
 import hostcall as hc
+hc.observe  # imports what looks for it
 """
 PUT_BACK = """
 pxla._cached_lowering_to_hlo = plain
@@ -745,6 +746,7 @@ def before(*args, parameters, **options):
     return plain(*args, lowering_parameters=parameters, **options)
 pxla._cached_lowering_to_hlo = before
 import hostcall as hc
+hc.observe
 ours = pxla._cached_lowering_to_hlo
 def after(*args, lowering_parameters, **options):
     return ours(*args, parameters=lowering_parameters, **options)

@@ -118,7 +118,7 @@ _failures = _Known()
 
 @once
 def _watch_reports() -> None:
-    _jax.tell_of_reports(_report_is_made)
+    _jax.wrap_reports(_report_is_made)
     _native.monitor_raises()
 
 

@@ -14,12 +14,11 @@ without effects, 35 us with one, 94 us with an ordered one. So a pure call has n
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from typing import Literal
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._jax.types import Effect
+from hostcall._jax.types import Effect, Token
 
 logger = logging.getLogger("hostcall")
 
@@ -58,26 +57,14 @@ _jax.register_effect(CallEffect, ordered=False)
 _jax.register_effect(OrderedCallEffect, ordered=True)
 
 
-def _is_lowered_here(effects: Collection[Effect]) -> bool:
-    """Whether a loop whose condition has these effects is lowered by hostcall.
-
-    Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
-    """
-    if any(isinstance(e, OrderedCallEffect) for e in effects):
-        return True
-    jaxs = {_jax.ORDERED_IO_EFFECT, _jax.ORDERED_DEBUG_EFFECT}
-    return jaxs.isdisjoint(effects) and any(isinstance(e, CallEffect) for e in effects)
-
-
-def _heal(effect: Effect) -> None:
+def _heal(effect: Effect, token: Token | None) -> None:
     """Forgets this thread's token of an effect if the program that left it has failed.
 
     JAX passes the newest token of each ordered effect to the next program. That of a
     failed program would therefore fail every later ordered program. A program that is
     still running is not waited for.
     """
-    token = _jax.token_of(effect) if failures.failures_so_far() else None
-    if token is None or not _jax.is_token_ready(token):
+    if not failures.failures_so_far() or not _jax.is_token_ready(token):
         return
     failure = failures.failure_of(token)
     if failure is None:
@@ -88,10 +75,8 @@ def _heal(effect: Effect) -> None:
         logger.error("ordered calls continue after a failed program: %s", failure)
 
 
-_jax.lower_effectful_conditions(_is_lowered_here)
-_jax.dispatch_fast(lambda e: isinstance(e, CallEffect), _jax.rewritten_here)
 _jax.wrap_dispatches(failures.looking)
-_jax.before_tokens(_heal)
+_jax.wrap_tokens(_heal)
 
 
 EFFECTS: dict[Order, Effect | None] = {

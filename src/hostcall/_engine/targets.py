@@ -44,8 +44,9 @@ def start() -> bool:
     inside = _jax.host_callback_handler()
     if inside is not None:
         _native.set_host_callback_handler(inside, _native.run_pending)
-    for setting in _jax.ambient_settings():
-        _native.add_ambient_setting(*setting, _jax.UNSET)
+    for kind, setting, value in _jax.AMBIENT:
+        methods = _jax.SWAP_SET_GET
+        _native.add_ambient_setting(kind, setting, *methods, value, _jax.UNSET)
     _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
     lifecycle.begin()
     return inside is not None

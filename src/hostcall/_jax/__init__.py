@@ -6,17 +6,16 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
 
     types         names for what JAX passes to us
     versions      what the two versions of JAX keep in different places
-    tracing       primitives, their rules, and values while a program is traced
+    tracing       primitives, effects, rules, and values while a program is traced
     dtypes        typed keys, float0, the x64 setting, symbolic sizes; arrays to NumPy
     lowering_api  how to add lowering rules, and what a rule asks of JAX
     program       what JAX knows about the program of an equation that it lowers
-    custom_call   the operations that hostcall emits into such a program
-    effects       effects, and the tokens that stand for them
+    operations    the operations that hostcall emits into such a program
     hoisting      keeps calls with effects in the scans that they are in
     while_loops   runs host calls once in loops that JAX runs twice
-    dispatch      tells of the programs that a thread dispatches, and of those that fail
+    dispatch      programs that a thread has dispatched: order, waits, who hears of them
     fast_dispatch programs with host calls on JAX's fast dispatch
-    execution     settings that JAX reads before it runs a program
+    execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
     user_lines    where the user wrote an equation
@@ -31,16 +30,15 @@ Other modules write `_jax.name`: every public name of these files is exported he
 
 from hostcall._jax.callbacks import *  # noqa: F403
 from hostcall._jax.coordination import *  # noqa: F403
-from hostcall._jax.custom_call import *  # noqa: F403
 from hostcall._jax.devices import *  # noqa: F403
 from hostcall._jax.dispatch import *  # noqa: F403
 from hostcall._jax.dtypes import *  # noqa: F403
-from hostcall._jax.effects import *  # noqa: F403
 from hostcall._jax.execution import *  # noqa: F403
 from hostcall._jax.exporting import *  # noqa: F403
 from hostcall._jax.fast_dispatch import *  # noqa: F403
 from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering_api import *  # noqa: F403
+from hostcall._jax.operations import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403

@@ -9,16 +9,11 @@ What the service can't do raises `jax.errors.JaxRuntimeError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import jax
 from jax._src import distributed as _distributed
 from jax._src.lib import _jax as _jaxlib
 
 from hostcall import _native
-
-T = TypeVar("T")
 
 
 def place_in_job() -> tuple[int, int]:
@@ -60,22 +55,8 @@ def job_put(key: str, text: str, overwrite: bool = False) -> bool:
 
 def job_get(key: str) -> str | None:
     """The text of `key`; None if it has none."""
-    return _found(_client().key_value_try_get, key)
-
-
-def job_put_bytes(key: str, value: bytes) -> None:
-    """Stores bytes under a new key."""
-    _client().key_value_set_bytes(key, value)
-
-
-def job_get_bytes(key: str) -> bytes | None:
-    """The bytes of `key`; None if it has none."""
-    return _found(_client().key_value_try_get_bytes, key)
-
-
-def _found(get: Callable[[str], T], key: str) -> T | None:
     try:
-        return get(key)
+        return _text(_client().key_value_try_get_bytes(key))
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" not in str(error):
             raise
@@ -86,8 +67,13 @@ def job_folder(name: str) -> dict[str, str]:
     """All texts whose keys begin with `name`, which ends with a slash, by the rest of
     their keys.
     """
-    found = _client().key_value_dir_get(name)
-    return {key.removeprefix(name): text for key, text in found}
+    found = _client().key_value_dir_get_bytes(name)
+    return {key.removeprefix(name): _text(value) for key, value in found}
+
+
+def _text(value: bytes) -> str:
+    """Anyone who reaches the service may have written other bytes."""
+    return value.decode(errors="replace")
 
 
 def job_delete(key: str) -> None:

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 
+from hostcall._jax.settings import default_device
 from hostcall._jax.types import Client, Device, Sharding
-
-default_device = _config.default_device
 
 
 def make_host_client() -> Client:

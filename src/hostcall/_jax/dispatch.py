@@ -1,5 +1,5 @@
-"""The dispatches of programs and the reports of failed ones: who hears of them, and the
-order of ordered ones.
+"""What a thread has dispatched: who hears of it, in which order it runs, and how it is
+waited for.
 
 JAX dispatches in two ways. The first call of a program, and every call of a program
 with tokens, goes through Python (`ExecuteReplicated.__call__`, which is wrapped here).
@@ -14,20 +14,148 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
+import numpy as np
 from jax._src import api as _api
+from jax._src import compiler as _compiler
+from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import xla_client as _xla_client
+from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.fast_dispatch import marks, run_nothing
-from hostcall._jax.types import Executable, Token
-
-# (results, tokens) of a dispatch.
-Tell: TypeAlias = Callable[[Sequence[jax.Array], Sequence[Token]], None]
+from hostcall._jax.types import Client, Device, Effect, Executable, Token
+from hostcall._native import current
 
 # What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
 # path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
 # except, on Python 3.11, under a debugger or where a thread of XLA's made the call.
 REPORTS = (jax.errors.JaxRuntimeError, ValueError)
+
+# --- Marks ----------------------------------------------------------------------------
+#
+# Programs that do nothing: what XLA puts behind them or before them is in order with
+# all that the thread has dispatched. Waits for programs without tokens need one for
+# each CPU device, and so do ordered programs over several devices.
+
+_clients: set[Client] = set()  # of such programs
+
+
+def wait_for_programs_on(client: Client) -> None:
+    """From now on, `tokens` has marks of this CPU client: a program is lowered for it,
+    or comes to it from another process.
+    """
+    _clients.add(client)
+
+
+def forget_fast_dispatches() -> None:
+    """For a forked child, in which nothing can run."""
+    _clients.clear()
+
+
+def _marks() -> list[Token]:
+    """Tokens that are ready when the programs have ended that the calling thread has
+    dispatched before. Cost: 10 us for each CPU device.
+
+    In a callback there are none: the programs that it dispatches have ended by then
+    (_runtime/host_device.py). XLA may have no place for another one: a client admits
+    32, which may all be waiting in callbacks.
+    """
+    if current() is not None:
+        return []
+    clients = list(_clients)
+    devices = [device for client in clients for device in client.local_devices()]
+    return [_run_nothing(device) for device in devices]
+
+
+def _run_nothing(device: Device, *tokens: Token) -> Token:
+    """Dispatches a program that does nothing, after these tokens; returns its own."""
+    operands = ", ".join(f"%{i}: tensor<0xi1>" for i in range(len(tokens)))
+    program = _compiled(f"func.func public @main({operands})", device)
+    return program.execute_sharded(list(tokens), with_tokens=True).consume_token()
+
+
+@functools.cache
+def _compiled(main: str, device: Device) -> _xla_client.LoadedExecutable:
+    options = _compiler.get_compile_options(
+        1, 1, np.array([[device]]), backend=device.client
+    )
+    with _mlir.make_ir_context(), _ir.Location.unknown():
+        return _compiler.backend_compile_and_load(
+            device.client,
+            _ir.Module.parse(f"module @nothing {{ {main} {{ return }} }}"),
+            _pxla._create_device_list((device,)),
+            options,
+            [],
+        )
+
+
+# --- Waits ----------------------------------------------------------------------------
+
+
+def wait_for_programs() -> None:
+    """Waits for the programs without tokens that this thread has dispatched."""
+    for mark in _marks():
+        mark.block_until_ready()
+
+
+def tokens() -> list[Token]:
+    """What is ready when all programs have ended that this thread has dispatched."""
+    held = _dispatch.runtime_tokens
+    latest = [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
+    return [*_marks(), *latest]
+
+
+def wait_for_effects(
+    is_failure: Callable[[BaseException], bool] = lambda error: False,
+) -> list[BaseException]:
+    """Waits for the programs with effects that this thread has dispatched.
+
+    Unlike `jax.effects_barrier`, which in 0.10.2 stops at the first failed program and
+    fails on the same one at the next wait, this waits for all of them.
+
+    Args:
+        is_failure: whether a KeyboardInterrupt or SystemExit raised by the wait is a
+            callback's own exception. Any other one is raised.
+
+    Returns:
+        The exceptions that the programs failed with, each once.
+    """
+    found: dict[str, BaseException] = {}
+    for token in tokens():
+        try:
+            token.block_until_ready()
+        except (KeyboardInterrupt, SystemExit, jax.errors.JaxRuntimeError) as error:
+            if not (isinstance(error, Exception) or is_failure(error)):
+                raise
+            found.setdefault(str(error), error)
+    _dispatch.runtime_tokens.clear()
+    return list(found.values())
+
+
+def is_token_ready(token: object) -> bool:
+    """Whether an ordered effect's token is ready; False for other tokens, which JAX
+    gives no way to ask.
+    """
+    return isinstance(token, _core.Token) and bool(token._buf.is_ready())
+
+
+def forget_tokens(given: Sequence[Token]) -> None:
+    """Removes these tokens from those that JAX's next wait for effects waits for."""
+    tokens = _dispatch.runtime_tokens
+    numbers = set(map(id, given))
+    for latest in (tokens.output_runtime_tokens, tokens.current_tokens):
+        kept = [(key, t) for key, t in list(latest.items()) if id(t) not in numbers]
+        if len(kept) < len(latest):
+            latest.clear()
+            latest.update(kept)
+
+
+# --- Who hears of a dispatch ----------------------------------------------------------
+
+# (results, tokens) of a dispatch.
+Tell: TypeAlias = Callable[[Sequence[jax.Array], Sequence[Token]], None]
 
 # JAX calls `hook(function, args, kwargs, results)` after each dispatch on its fast
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
@@ -67,7 +195,7 @@ def _ordered_tokens_of(program: Executable) -> list[Token]:
     return [held[effect] for effect in program.ordered_effects if effect in held]
 
 
-# --- Order between programs over one device and over several --------------------------
+# --- What is wrapped ------------------------------------------------------------------
 
 
 def wrap_dispatches(
@@ -86,20 +214,18 @@ def wrap_dispatches(
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
-        devices = self._local_devices
-        alone = len(devices) == 1 or devices[0].platform != "cpu"
-        if alone or not self.ordered_effects:
-            results: list[jax.Array] = plain(self, *args)
-        else:
+        several = self.ordered_effects and len(self._local_devices) > 1
+        several = several and self._local_devices[0].platform == "cpu"
+        if several:
             with quietly():
-                for mark in marks():
-                    mark.block_until_ready()
-            results = plain(self, *args)
+                wait_for_programs()
+        results: list[jax.Array] = plain(self, *args)
+        if several:
             # Of a program that has failed already there is nothing to wait for.
             with quietly(), contextlib.suppress(*REPORTS):
                 for token in _ordered_tokens_of(self):
                     for part in token._buf.addressable_shards:
-                        run_nothing(part.device, part.data)
+                        _run_nothing(part.device, part.data)
         for tell in list(_tells):
             tell(results, _tokens_of(self))
         return results
@@ -107,13 +233,44 @@ def wrap_dispatches(
     _pxla.ExecuteReplicated.__call__ = call
 
 
-# --- Reports --------------------------------------------------------------------------
+def wrap_tokens(then: Callable[[Effect, Token | None], None]) -> None:
+    """Calls `then(effect, token)` before JAX takes the token of an ordered effect, if
+    there is one so far, and passes it to the program that it dispatches.
+
+    The first token is made by a transfer. JAX makes an implicit one, which a transfer
+    guard refuses; here it is explicit.
+    """
+    plain = _dispatch.RuntimeTokenSet.get_token_input
+
+    @functools.wraps(plain)
+    def get_token_input(
+        self: _dispatch.RuntimeTokenSet, effect: Effect, devices: Sequence[Device]
+    ) -> Token:
+        then(effect, self.current_tokens.get(effect))
+        with _config.explicit_device_put_scope():
+            return plain(self, effect, devices)
+
+    _dispatch.RuntimeTokenSet.get_token_input = get_token_input
 
 
-def tell_of_reports(tell: Callable[[str], None]) -> None:
-    """Calls `tell(text)` whenever a JaxRuntimeError is made.
+def when_waiting_for_effects(failure: Callable[[], BaseException | None]) -> None:
+    """`jax.effects_barrier` waits for programs without tokens too, then raises this."""
+    plain = _dispatch.RuntimeTokenSet.block_until_ready
 
-    If `tell` raises, that exception replaces the JaxRuntimeError. jaxlib's C++ makes
+    @functools.wraps(plain)
+    def block_until_ready(self: _dispatch.RuntimeTokenSet) -> None:
+        wait_for_programs()
+        plain(self)
+        if (error := failure()) is not None:
+            raise error
+
+    _dispatch.RuntimeTokenSet.block_until_ready = block_until_ready
+
+
+def wrap_reports(then: Callable[[str], None]) -> None:
+    """Calls `then(text)` whenever a JaxRuntimeError is made.
+
+    If `then` raises, that exception replaces the JaxRuntimeError. jaxlib's C++ makes
     the error on the thread that reads the result, and the constructor of the class is
     the only Python code that it runs on the way.
     """
@@ -122,6 +279,6 @@ def tell_of_reports(tell: Callable[[str], None]) -> None:
     def init(self: jax.errors.JaxRuntimeError, *args: object) -> None:
         plain(self, *args)
         if args and isinstance(args[0], str):
-            tell(args[0])
+            then(args[0])
 
     jax.errors.JaxRuntimeError.__init__ = init  # type: ignore[method-assign]

@@ -23,23 +23,18 @@ put in order by `wrap_dispatches` (dispatch.py).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-from jax._src import compiler as _compiler
 from jax._src import core as _core
-from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
+from hostcall._jax.dispatch import wait_for_programs_on
+from hostcall._jax.tracing import own_effects
 from hostcall._jax.versions import changed, open_jaxpr
-from hostcall._native import current
 
 # --- A program as one equation without effects ----------------------------------------
 
@@ -72,7 +67,7 @@ def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
     invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, {"jaxpr": jaxpr}, set())
-    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn], "effects": set()}
+    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}
     return changed(jaxpr, consts=[], constvars=[], **parts)
 
 
@@ -83,12 +78,9 @@ def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
 ENGINE_CALLS: set[_t.Primitive] = set()
 
 
-def _are_engine_calls(jaxpr: _t.Jaxpr, is_ours: Callable[[_t.Effect], bool]) -> bool:
-    """Whether all effects are made by the engine's calls.
-
-    `is_ours` says whether an effect can have been made by nothing else.
-    """
-    others = {e for e in jaxpr.effects if not is_ours(e)}
+def _are_engine_calls(jaxpr: _t.Jaxpr) -> bool:
+    """Whether all effects are made by the engine's calls."""
+    others = {*own_effects.filter_not_in(jaxpr.effects)}
     return not others or all(
         eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, others)
     )
@@ -116,30 +108,22 @@ def _is_for_one_cpu(args: Sequence[object]) -> bool:
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
-def _is_for_export(options: Mapping[str, object]) -> bool:
+def is_for_export(options: Mapping[str, object]) -> bool:
+    """Whether a program is lowered to leave the process, by the named arguments of
+    `_cached_lowering_to_hlo`; also if these don't tell.
+    """
     parameters = options.get("lowering_parameters")
     return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
 
 
-def dispatch_fast(
-    is_ours: Callable[[_t.Effect], bool], rewritten: Callable[[_t.Jaxpr], _t.Jaxpr]
-) -> None:
-    """From now on, JAX's fast dispatch serves the programs that it can.
-
-    `is_ours` says whether an effect can have been made by nothing but an engine's call.
-    `rewritten` gives what to lower in a program's place (`hc.observe`).
-    """
-    if not hasattr(_pxla, "_cached_lowering_to_hlo"):
-        return  # a later JAX: programs go through Python
+def _dispatch_fast() -> None:
+    """From now on, JAX's fast dispatch serves the programs that it can."""
     plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
-        if _is_for_export(options):
-            return plain(jaxpr, *args, **options)
-        jaxpr = rewritten(jaxpr)
-        one = jaxpr.effects and _is_for_one_cpu(args)
-        if one and _are_engine_calls(jaxpr, is_ours):
+        one = jaxpr.effects and _is_for_one_cpu(args) and not is_for_export(options)
+        if one and _are_engine_calls(jaxpr):
             wait_for_programs_on(args[1])
             jaxpr = _without_effects(jaxpr)
         return plain(jaxpr, *args, **options)
@@ -147,73 +131,5 @@ def dispatch_fast(
     _pxla._cached_lowering_to_hlo = lowered
 
 
-# --- Programs that are waited for, and programs over several devices ------------------
-#
-# Both need programs that do nothing, one for each CPU device: what XLA puts behind them
-# or before them is in order with all that the thread has dispatched.
-
-_clients: set[_t.Client] = set()  # of such programs
-
-
-def wait_for_programs_on(client: _t.Client) -> None:
-    """From now on, `marks` has those of this CPU client: a program is lowered for it,
-    or comes to it from another process.
-    """
-    _clients.add(client)
-
-
-def forget_fast_dispatches() -> None:
-    """For a forked child, in which nothing can run."""
-    _clients.clear()
-
-
-def marks() -> list[_t.Token]:
-    """Things to wait for. They are ready when the programs have ended that the calling
-    thread has dispatched before. Cost: 10 us for each CPU device.
-
-    In a callback there are none: the programs that it dispatches have ended by then
-    (_runtime/host_device.py). XLA may have no place for another one: a client admits
-    32, which may all be waiting in callbacks.
-    """
-    if current() is not None:
-        return []
-    clients = list(_clients)
-    devices = [device for client in clients for device in client.local_devices()]
-    return [run_nothing(device) for device in devices]
-
-
-def run_nothing(device: _t.Device, *tokens: _t.Token) -> _t.Token:
-    """Dispatches a program that does nothing, after these tokens; returns its own."""
-    operands = ", ".join(f"%{i}: tensor<0xi1>" for i in range(len(tokens)))
-    program = _compiled(f"func.func public @main({operands})", device)
-    return program.execute_sharded(list(tokens), with_tokens=True).consume_token()
-
-
-@functools.cache
-def _compiled(main: str, device: _t.Device) -> _xla_client.LoadedExecutable:
-    options = _compiler.get_compile_options(
-        1, 1, np.array([[device]]), backend=device.client
-    )
-    with _mlir.make_ir_context(), _ir.Location.unknown():
-        return _compiler.backend_compile_and_load(
-            device.client,
-            _ir.Module.parse(f"module @nothing {{ {main} {{ return }} }}"),
-            _pxla._create_device_list((device,)),
-            options,
-            [],
-        )
-
-
-def when_waiting_for_effects(failure: Callable[[], BaseException | None]) -> None:
-    """`jax.effects_barrier` waits for programs without tokens too, then raises this."""
-    plain = _dispatch.RuntimeTokenSet.block_until_ready
-
-    @functools.wraps(plain)
-    def block_until_ready(self: _dispatch.RuntimeTokenSet) -> None:
-        for mark in marks():
-            mark.block_until_ready()
-        plain(self)
-        if (error := failure()) is not None:
-            raise error
-
-    _dispatch.RuntimeTokenSet.block_until_ready = block_until_ready
+if hasattr(_pxla, "_cached_lowering_to_hlo"):  # else, in a later JAX, all have tokens
+    _dispatch_fast()

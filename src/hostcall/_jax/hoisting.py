@@ -15,7 +15,7 @@ hoisted as before. JAX's own callbacks are left as they are.
 from __future__ import annotations
 
 import contextlib
-import threading
+import contextvars
 from collections.abc import Iterator
 
 from jax._src import core as _core
@@ -23,11 +23,9 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax.control_flow import loops as _loops
 
+from hostcall._jax.tracing import own_effects
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
 from hostcall._jax.versions import changed
-
-# Equations with these effects stay in the scans that they are in.
-kept_in_loops = _effects.EffectTypeSet()
 
 _disguised_p = _core.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
@@ -35,11 +33,11 @@ _disguised_p.multiple_results = True
 
 def _disguise(jaxpr: Jaxpr) -> Jaxpr:
     """The body of a loop with its effectful equations disguised."""
-    if not kept_in_loops.filter_in(jaxpr.effects):
+    if not own_effects.filter_in(jaxpr.effects):
         return jaxpr
     eqns = [
         eqn.replace(primitive=_disguised_p, params={"eqn": eqn})
-        if kept_in_loops.filter_in(eqn.effects)
+        if own_effects.filter_in(eqn.effects)
         else eqn
         for eqn in jaxpr.eqns
     ]
@@ -69,20 +67,17 @@ _pe.custom_partial_eval_rules[_disguised_p] = _stage
 # --- The two places ------------------------------------------------------------------
 
 
-class _InRule(threading.local):
-    hoists = False  # the rule for remat is about to hoist
-
-
-_in_rule = _InRule()
+# Whether the rule for remat is about to hoist.
+_hoists = contextvars.ContextVar("hostcall.hoists", default=False)
 
 
 @contextlib.contextmanager
 def _hoisting(yes: bool) -> Iterator[None]:
-    before, _in_rule.hoists = _in_rule.hoists, yes
+    before = _hoists.set(yes)
     try:
         yield
     finally:
-        _in_rule.hoists = before
+        _hoists.reset(before)
 
 
 class _PartialEval:
@@ -97,7 +92,7 @@ class _PartialEval:
     ) -> object:
         # loops.py also splits the bodies of while loops by this function. There,
         # nothing is hoisted, and a known call must stay known.
-        if _in_rule.hoists:
+        if _hoists.get():
             jaxpr = _disguise(jaxpr)
         with _hoisting(False):
             return _pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)

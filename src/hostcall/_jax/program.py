@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -28,14 +29,11 @@ class Program(NamedTuple):
             as when a program is exported for another platform.
         mesh: the mesh of the enclosing shard_map or pmap, if any.
         automatic: the axes of that mesh over which the shard_map is not manual.
-        devices: its devices, in its order; None if there is one, or if a nested manual
-            region hides them.
-        every: its devices, as others are told: None if there is one, empty if they are
-            not known.
-        size: how many devices it has. Outside manual regions this is known even if the
-            devices themselves are not.
-        local: those of its devices that belong to this process; None if `devices` or
-            `client` is None, or if the engine does not serve a platform.
+        devices: its devices, in its order; None if there is one; empty if they are not
+            known, as in a nested manual region, or are those of a mesh of one.
+        size: how many devices it has, which is known even if these are not.
+        local: those of its devices that belong to this process; None if it has no
+            `devices`, or `client` is None, or if the engine does not serve a platform.
         by_ordinal: this process's devices, by `ordinal`; empty in a cross-lowering, and
             on platforms that the engine does not serve.
         is_partitioned: whether the compiler splits it over several devices.
@@ -51,8 +49,7 @@ class Program(NamedTuple):
     client: Client | None
     mesh: Mesh | None
     automatic: frozenset[object]
-    devices: list[Device] | None
-    every: tuple[Device, ...] | None
+    devices: tuple[Device, ...] | None
     size: int
     local: list[Device] | None
     by_ordinal: dict[int, Device]
@@ -63,49 +60,47 @@ class Program(NamedTuple):
 
 def program_of(ctx: LoweringContext) -> Program:
     module = ctx.module_context
-    context, of = module.axis_context, tuple(module.platforms)
-    attributes = module.module.operation.attributes
+    context, platforms = module.axis_context, tuple(module.platforms)
     try:
         client = module.get_backend()
     except (RuntimeError, ValueError):
         client = None
-    mesh, automatic = None, frozenset[object]()
+    mesh, automatic, size = None, frozenset[object](), 1
+    known: Sequence[Device] = ()
     if isinstance(context, _sharding_impls.SPMDAxisContext):
-        mesh = context.mesh
+        mesh, size = context.mesh, int(context.mesh.size)
         automatic = frozenset(mesh.axis_names) - context.manual_axes
-    devices = _devices(context)
-    if isinstance(context, _sharding_impls.ShardingContext):
-        size = int(context.num_devices)
-    else:
-        size = len(devices or (None,))
-    every: tuple[Device, ...] | None
-    if devices is not None:
-        every = tuple(devices)
+        if not isinstance(mesh, jax.sharding.AbstractMesh):
+            known = mesh.devices.flat
+    elif isinstance(context, _sharding_impls.ShardingContext):
+        size, known = int(context.num_devices), context.device_assignment or ()
+    devices: tuple[Device, ...] | None = tuple(known) if size > 1 else ()
+    if devices:
         across = len({device.process_index for device in devices}) > 1
     else:
-        every = None if size == 1 and mesh is None else ()
-        n = size if mesh is None else mesh.size
-        across = n > 1 and jax.process_count() > 1
+        across = size > 1 and jax.process_count() > 1
+    if size == 1 and mesh is None:
+        devices = None
     local, by_ordinal = None, {}
     # Devices of other platforms may have no number (`local_hardware_id`).
-    if client is not None and set(of) <= set(SERVED):
+    if client is not None and set(platforms) <= set(SERVED):
         by_ordinal = {ordinal(device): device for device in client.local_devices()}
-        if devices is not None:
+        if devices:
             here = client.process_index()
             local = [d for d in devices if d.process_index == here]
+    attributes = module.module.operation.attributes
     return Program(
         ctx=ctx,
         name=str(_ir.StringAttr(attributes["sym_name"]).value),
-        platforms=of,
+        platforms=platforms,
         client=client,
         mesh=mesh,
         automatic=automatic,
         devices=devices,
-        every=every,
         size=size,
         local=local,
         by_ordinal=by_ordinal,
-        is_partitioned=devices is not None and mesh is None,
+        is_partitioned=bool(devices) and mesh is None,
         is_exported=bool(module.lowering_parameters.for_export),
         across=across,
     )
@@ -123,18 +118,6 @@ def is_served(ctx: LoweringContext) -> bool:
     """Whether the program is for one platform that the engine serves."""
     of = ctx.module_context.platforms
     return len(of) == 1 and of[0] in SERVED
-
-
-def _devices(context: object) -> list[Device] | None:
-    if isinstance(context, _sharding_impls.SPMDAxisContext):
-        if isinstance(context.mesh, jax.sharding.AbstractMesh):
-            return None
-        devices = list(context.mesh.devices.flat)
-    elif isinstance(context, _sharding_impls.ShardingContext):
-        devices = list(context.device_assignment or ())
-    else:
-        return None
-    return devices if len(devices) > 1 else None
 
 
 def keep_alive(program: Program, thing: object) -> None:

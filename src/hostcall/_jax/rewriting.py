@@ -11,29 +11,39 @@ stay as they are, and those of a function of the caller's are put between them:
 
 Not entered are loops over Refs, conditions of while loops whose rows differ, kernels,
 custom calls, and the small functions inside reductions, sorts and scatters.
+
+Whoever imports this file has JAX ask it about each program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import linear_util as _lu
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lib.mlir.dialects import sdy as _sdy
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
+from hostcall._jax.devices import back_ends_started
+from hostcall._jax.execution import ExecutionGuard
+from hostcall._jax.fast_dispatch import is_for_export
 from hostcall._jax.jaxprs import LOOPS
 from hostcall._jax.versions import changed, open_jaxpr
 
@@ -115,6 +125,125 @@ def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
     return jaxpr if is_same else _with(jaxpr, eqns, program.invars, program.outvars)
 
 
+# --- Which programs -------------------------------------------------------------------
+
+# A thread's open blocks, each with its uses.
+_Blocks: TypeAlias = Sequence[Mapping[Hashable, Use]]
+
+
+class _Rewriting(ExecutionGuard):
+    """How the programs are rewritten that a thread lowers.
+
+    It is the thread's value of `jax_no_execution`, which is part of the keys of JAX's
+    caches. So programs that were compiled before are kept and found again after, and
+    blocks with equal keys share programs.
+    """
+
+    def __init__(self, blocks: _Blocks, before: object) -> None:
+        super().__init__(before=before)
+        self.blocks = blocks
+        self.uses = {key: use for block in blocks for key, use in block.items()}
+        self._key = before, *self.uses
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rewriting) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _here() -> _Rewriting:
+    value = _config.no_execution.get_local()
+    return value if isinstance(value, _Rewriting) else _Rewriting((), value)
+
+
+def _set_blocks(blocks: _Blocks) -> None:
+    before = _here().before
+    _config.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
+
+
+@contextlib.contextmanager
+def rewritten_by(uses: Mapping[Hashable, Use]) -> Iterator[None]:
+    """A block in which the programs that the calling thread lowers are rewritten, also
+    by these uses. Uses with equal keys put the same into a program.
+
+    Tasks or generators that interleave may leave blocks out of order.
+    """
+    _set_blocks((*_here().blocks, uses))
+    try:
+        yield
+    finally:
+        _set_blocks([b for b in _here().blocks if b is not uses])
+
+
+@contextlib.contextmanager
+def not_rewritten() -> Iterator[None]:
+    """A block in which the calling thread's programs are left alone."""
+    blocks = _here().blocks
+    _set_blocks(())
+    try:
+        yield
+    finally:
+        _set_blocks(blocks)
+
+
+def _rewrite_where_lowered() -> None:
+    """Has JAX lower programs as the block around wants them."""
+    needs = _dispatch.jaxpr_has_prim_requiring_devices
+    plain = _pxla._cached_lowering_to_hlo
+
+    @functools.wraps(needs)
+    def needs_devices(jaxpr: _t.Jaxpr) -> bool:
+        # What is put into a program may need its devices, which JAX finds out before.
+        # A program that is only lowered may have none.
+        has_some = sys._getframe(1).f_locals.get("device_assignment") is not None
+        return needs(jaxpr) or (has_some and bool(_here().blocks))
+
+    @_util.weakref_lru_cache
+    def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
+        uses = _here().uses
+        if uses and not is_for_export(options):
+            jaxpr = rewritten(jaxpr, list(uses.values()))
+        return plain(jaxpr, *args, **options)
+
+    _dispatch.jaxpr_has_prim_requiring_devices = needs_devices
+    _pxla._cached_lowering_to_hlo = lowered
+
+
+if hasattr(_pxla, "_cached_lowering_to_hlo"):
+    _rewrite_where_lowered()
+
+
+class _Looker:
+    """A use that only notes whether it is shown a program."""
+
+    is_shown = False
+
+    def look(self, level: Level) -> tuple[()]:
+        del level
+        self.is_shown = True
+        return ()
+
+
+def shows_programs() -> bool:
+    """Whether this JAX asks here about the programs that it lowers.
+
+    It is not asked to lower one before it has devices, which the caller may still
+    choose. Till then, that it has the function which is replaced has to do.
+    """
+    if not back_ends_started():
+        return hasattr(_pxla, "_cached_lowering_to_hlo")
+    return _shows_one()
+
+
+@functools.cache
+def _shows_one() -> bool:
+    looker = _Looker()
+    with rewritten_by({looker: looker}):
+        jax.jit(lambda x: x).lower(0.0)
+    return looker.is_shown
+
+
 # --- Insert ---------------------------------------------------------------------------
 
 # Stands between a program and what is put into it: calls gather what they get, and the
@@ -188,9 +317,8 @@ def _with(
     names = inner.debug_info
     if len(invars) > len(inner.invars):
         names = names.with_unknown_names()
-    effects = _pe.make_jaxpr_effects(inner.constvars, invars, outvars, eqns)
     parts = {"invars": invars, "outvars": outvars, "debug_info": names}
-    return changed(jaxpr, eqns=eqns, effects=effects, **parts)
+    return changed(jaxpr, eqns=eqns, **parts)
 
 
 # --- Walk -----------------------------------------------------------------------------

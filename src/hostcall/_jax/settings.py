@@ -1,4 +1,4 @@
-"""JAX's settings of one thread, as they are where a call or tap is traced.
+"""JAX's settings of one thread: those of host code, and those of where it is called.
 
 `with jax.enable_x64(True):` and its like set a setting for the calling thread. JAX
 traces and compiles a program once for each value of those in its trace context, so the
@@ -13,8 +13,39 @@ from dataclasses import dataclass
 
 import jax
 from jax._src import config as _config
+from jax._src import mesh as _mesh
 
-_UNSET = _config.config_ext.unset
+from hostcall._jax.versions import MESH_SETTINGS
+from hostcall._native import Ambient
+
+default_device = _config.default_device
+
+# What `get_local` returns for a setting that the calling thread has not set.
+UNSET = _config.config_ext.unset
+
+# --- Settings that host code has values of its own for --------------------------------
+#
+# It may run on the thread that dispatched the program, inside that thread's
+# `jax.default_device` and `jax.set_mesh`, which it must not inherit.
+
+_abstract, _concrete = MESH_SETTINGS
+# (kind, setting, value). For DEVICE and GUARD the value comes from the call's plan.
+AMBIENT: tuple[tuple[Ambient, _config.config_ext.Config, object], ...] = (
+    (Ambient.DEVICE, default_device, None),
+    (Ambient.FIXED, _abstract, _mesh.empty_abstract_mesh),
+    # JAX sets this one only together with the one before it, so the engine skips it
+    # where that one is not set (native/plan/call_scope.cc).
+    (Ambient.WITH, _concrete, _mesh.empty_concrete_mesh),
+    (Ambient.GUARD, _config.no_execution, None),
+)
+# The methods of their class, which the engine calls.
+SWAP_SET_GET = (
+    _config.State.swap_local,
+    _config.State.set_local,
+    _config.State.get_local,
+)
+
+# --- Settings that a trace has of its own ---------------------------------------------
 
 # The engine decides on the first row. The second one is about transfers and threads,
 # and JAX has no value of these in its trace context. JAX itself sets the third one
@@ -59,7 +90,7 @@ def _set(name: str, value: object) -> None:
     setting = _settings[name]
     setting.swap_local(value)
     if isinstance(setting, _config.State) and setting._update_thread_local_hook:
-        setting._update_thread_local_hook(None if value is _UNSET else value)
+        setting._update_thread_local_hook(None if value is UNSET else value)
 
 
 @dataclass(frozen=True)
@@ -101,7 +132,7 @@ def traced_here() -> Traced | None:
     found = []
     for name, setting in _settings.items():  # in each call; most have none
         value = setting.get_local()
-        if value is not _UNSET and value != setting.get_global():
+        if value is not UNSET and value != setting.get_global():
             found.append((name, value))
     return Traced(tuple(found)) if found else None
 

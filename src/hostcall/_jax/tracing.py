@@ -1,4 +1,6 @@
-"""Primitives, their rules, and the values that these see while JAX traces a program."""
+"""Primitives, their effects and rules, and the values that these see while JAX traces a
+program.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
+from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
 from jax._src import pretty_printer as _pretty_printer
-from jax._src import shard_map as _shard_map
 from jax._src import util as _util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
@@ -64,6 +66,30 @@ def zero_tangent(primal: jax.Array) -> _t.Zero:
 
 def is_literal(atom: _t.Atom) -> bool:
     return isinstance(atom, _core.Literal)
+
+
+# The effects that nothing but an engine's call has.
+own_effects = _effects.EffectTypeSet()
+
+
+def register_effect(effect_type: type, ordered: bool) -> None:
+    """Allows an effect in all of JAX's transformations that hostcall supports."""
+    _effects.lowerable_effects.add_type(effect_type)
+    _effects.control_flow_allowed_effects.add_type(effect_type)
+    _effects.custom_derivatives_allowed_effects.add_type(effect_type)
+    _effects.remat_allowed_effects.add_type(effect_type)
+    # Without this, partial evaluation under grad drops effectful equations of a scan
+    # that have no outputs.
+    _effects.partial_eval_kept_effects.add_type(effect_type)
+    own_effects.add_type(effect_type)
+    if ordered:
+        _effects.ordered_effects.add_type(effect_type)
+        _effects.shardable_ordered_effects.add_type(effect_type)
+
+
+def is_ordered(effect: _t.Effect) -> bool:
+    """Whether programs with this effect run one after another on each device."""
+    return bool(_effects.ordered_effects.contains(effect))
 
 
 # (used outputs, equation) -> (used inputs, the equation that remains or None)
@@ -228,7 +254,7 @@ def on_first_of(axes: Sequence[object], f: Callable[[], Arrays]) -> Arrays:
         first = jax.lax.axis_index(tuple(axes)) == 0
         return jax.lax.cond(first, f, lambda: [])  # type: ignore[no-any-return]
 
-    return _shard_map.shard_map(body, in_specs=(), out_specs=[])()  # type: ignore[no-any-return]
+    return jax.shard_map(body, in_specs=(), out_specs=[])()  # type: ignore[no-any-return]
 
 
 def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
@@ -237,7 +263,7 @@ def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
     `f` says itself that its results are the same on all devices.
     """
     spec = jax.sharding.PartitionSpec()
-    mapped = _shard_map.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
     return mapped(*values)  # type: ignore[no-any-return]
 
 

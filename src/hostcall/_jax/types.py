@@ -30,7 +30,6 @@ Dtype: TypeAlias = Any
 # The back end that runs programs.
 Client: TypeAlias = _xla_client.Client
 Effect: TypeAlias = _effects.Effect
-Shard: TypeAlias = jax.Shard
 Sharding: TypeAlias = jax.sharding.Sharding
 Mesh: TypeAlias = jax.sharding.Mesh
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
@@ -35,7 +36,8 @@ from jax._src.lax.control_flow import loops as _loops
 from hostcall._jax import types as _t
 from hostcall._jax.jaxprs import within
 from hostcall._jax.lowering_api import lower_by
-from hostcall._jax.versions import changed, open_jaxpr
+from hostcall._jax.tracing import own_effects
+from hostcall._jax.versions import changed, closed_as, open_jaxpr
 
 _while_p = _loops.while_p
 
@@ -98,24 +100,14 @@ def passed_on(eqn: _t.JaxprEquation, operands: Atoms) -> _t.JaxprEquation:
     )
 
 
-def _with(jaxpr: _t.Jaxpr, new: _t.Jaxpr, **changes: Any) -> _t.Jaxpr:
-    """What was made of an open jaxpr, closed if it was closed, with other parts."""
-    new = changed(new, **changes)
-    parts = new.constvars, new.invars, new.outvars, new.eqns
-    new = new.replace(effects=_pe.make_jaxpr_effects(*parts))
-    return new if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=new)
-
-
 def _parted(
     jaxpr: _t.Jaxpr, unknown: Flags, outs: Flags
 ) -> tuple[_t.Jaxpr, _t.Jaxpr, list[bool]]:
     """(the known part of a jaxpr, all of it without its known calls, which outputs are
     unknown: these and others).
     """
-    inner = open_jaxpr(jaxpr)
-    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(
-        inner, list(unknown), True, list(outs), True, in_second_loop
-    )
+    given = open_jaxpr(jaxpr), list(unknown), True, list(outs), True, in_second_loop
+    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(*given)
     own = len(outs) - sum(unknown_outs)
     # What the known part would have to leave comes first in the other one.
     makers = {v: eqn for eqn in known.eqns for v in eqn.outvars}
@@ -123,10 +115,9 @@ def _parted(
         _pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
         for v, of in zip(again.invars[:left], known.outvars[own:], strict=True)
     ]
-    again = _with(
-        jaxpr, again, invars=again.invars[left:], eqns=[*missing, *again.eqns]
-    )
-    return _with(jaxpr, known, outvars=known.outvars[:own]), again, unknown_outs
+    again = changed(again, invars=again.invars[left:], eqns=[*missing, *again.eqns])
+    known = changed(known, outvars=known.outvars[:own])
+    return closed_as(jaxpr, known), closed_as(jaxpr, again), unknown_outs
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -204,9 +195,8 @@ def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list
     def without_dead_code(
         jaxpr: _t.Jaxpr, outs: Flags, keep: bool | list[bool]
     ) -> tuple[_t.Jaxpr, list[bool]]:
-        inner = open_jaxpr(jaxpr)
-        new, used = _pe.dce_jaxpr(inner, outs, instantiate=keep)
-        return (new if inner is jaxpr else jaxpr.replace(jaxpr=new)), used
+        new, used = _pe.dce_jaxpr(open_jaxpr(jaxpr), outs, instantiate=keep)
+        return closed_as(jaxpr, new), used
 
     _, used = without_dead_code(cond, [True], False)
     carry = _either(outs, used[n_cond:])
@@ -317,35 +307,39 @@ _pe.partial_eval_jaxpr_custom_rules[_while_p] = _while_partial_eval_custom
 # lets every row run on until the last one stops. All other loops keep JAX's lowering.
 
 
-def lower_effectful_conditions(chosen: Callable[[Collection[_t.Effect]], bool]) -> None:
-    """Lowers loops as `_with_condition_inside` whose conditions have chosen effects."""
-    table = _mlir._lowerings
-    entry = table[_while_p]
+def _is_lowered_here(effects: Collection[_t.Effect]) -> bool:
+    """Whether a loop whose condition has these effects is lowered by hostcall.
 
-    def rule(
-        ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
-    ) -> object:
-        if not chosen(cond_jaxpr.effects):
-            return entry.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
-        # Inside shard_map, a carry in which some rows have stopped varies over the mesh
-        # axes of the condition, and the carry's type may not say so. Lower with the
-        # varying-axes check off: JAX checked the program when it was traced.
-        fixed = _core.ManualAxisType()
-        avals = [
-            aval
-            if aval is _core.abstract_token
-            else aval.update(manual_axis_type=fixed)
-            for aval in ctx.avals_in
-        ]
-        inner = ctx.replace(avals_in=avals)
-        loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
-        with _config._check_vma(False):
-            outs = lower_by(inner, loop, *xs)
-        ctx.set_tokens_out(inner.tokens_out)
-        return outs
+    Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
+    """
+    own = own_effects.filter_in(effects)
+    ordered = _effects.ordered_effects.filter_in(effects)
+    return bool(own) and (not ordered or not {*ordered}.isdisjoint(own))
 
-    table[_while_p] = type(entry)(rule, entry.inline)
 
+def _lower(
+    ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
+) -> object:
+    if not _is_lowered_here(cond_jaxpr.effects):
+        return _lowering.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
+    # Inside shard_map, a carry in which some rows have stopped varies over the mesh
+    # axes of the condition, and the carry's type may not say so. Lower with the
+    # varying-axes check off: JAX checked the program when it was traced.
+    fixed = _core.ManualAxisType()
+    avals = [
+        aval if aval is _core.abstract_token else aval.update(manual_axis_type=fixed)
+        for aval in ctx.avals_in
+    ]
+    inner = ctx.replace(avals_in=avals)
+    loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
+    with _config._check_vma(False):
+        outs = lower_by(inner, loop, *xs)
+    ctx.set_tokens_out(inner.tokens_out)
+    return outs
+
+
+_lowering = _mlir._lowerings[_while_p]
+_mlir._lowerings[_while_p] = type(_lowering)(_lower, _lowering.inline)
 
 State: TypeAlias = tuple[jax.Array, list[jax.Array]]
 

@@ -42,7 +42,7 @@ def ask(seconds: float) -> list[ProcessStatus]:
     others = [process for process in range(processes) if process != here]
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
-        texts = fetch(_jax.job_get, f"{_ANSWERS}{question}", others, seconds)
+        texts = fetch(f"{_ANSWERS}{question}", others, seconds)
         found = [_read(process, texts.get(process)) for process in others]
         return [*found[:here], own, *found[here:]]
     finally:

@@ -1,14 +1,14 @@
-"""Bytes that all processes of a job give to each other, or the first gives to all.
+"""Texts that all processes of a job give to each other, or the first gives to all.
 
-The bytes go through the store that the processes share (_jax/coordination.py), not
+They go through the store that the processes share (_jax/coordination.py), not
 through devices: no program runs, so none that hangs or has failed is in the way.
 
-  1. Each process puts its bytes under a key of its own.
+  1. Each process puts its text under a key of its own.
   2. Each fetches the others', looking 20 times a second, so that Ctrl-C ends the wait.
   3. All meet at a barrier; then nobody needs the keys, and each deletes its own.
 
 All processes have to come here in the same order. The keys hold the number and the
-purpose of the exchange, so bytes of two exchanges are never mixed up: a process that is
+purpose of the exchange, so texts of two exchanges are never mixed up: a process that is
 elsewhere is missing, and the others say so.
 """
 
@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Collection
 
 import jax
 
@@ -26,21 +25,19 @@ from hostcall import _jax
 from hostcall._core.errors import HostcallError
 from hostcall._core.wait import seen, wait
 
-T = TypeVar("T")
-
 _numbers = itertools.count()
 
 
 def exchange(
-    what: str, own: bytes | None, seconds: float, *, first: bool = False
-) -> list[bytes]:
-    """The bytes of each process, by its number.
+    what: str, own: str | None, seconds: float, *, first: bool = False
+) -> list[str]:
+    """The text of each process, by its number.
 
     Args:
         what: the purpose, for messages: "save() of `env`".
-        own: this process's bytes.
+        own: this process's text.
         seconds: how long to wait for the others.
-        first: only process 0 gives bytes; those of the others are not needed.
+        first: only process 0 gives a text; those of the others are not needed.
 
     Raises:
         HostcallError: a process did not come in time.
@@ -54,10 +51,10 @@ def exchange(
     name = f"hostcall/exchange/{next(_numbers)}/{what}"
     end = time.monotonic() + seconds
     if own is not None:
-        _jax.job_put_bytes(f"{name}/{here}", own)
+        _jax.job_put(f"{name}/{here}", own, overwrite=True)
     try:
         others = [giver for giver in givers if giver != here]
-        found = fetch(_jax.job_get_bytes, name, others, seconds)
+        found = fetch(name, others, seconds)
         if own is not None:
             found[here] = own
         if missing := [giver for giver in givers if giver not in found]:
@@ -74,16 +71,14 @@ def exchange(
                 _jax.job_delete(f"{name}/{here}")
 
 
-def fetch(
-    get: Callable[[str], T | None], name: str, givers: Collection[int], seconds: float
-) -> dict[int, T]:
-    """What `get` finds in `name`/<giver>, of those who have put it there in time."""
-    found: dict[int, T] = {}
+def fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]:
+    """The texts in `name`/<giver>, of those who have put one there in time."""
+    found: dict[int, str] = {}
 
     def look() -> bool:
         for giver in givers:
-            if giver not in found and (value := get(f"{name}/{giver}")) is not None:
-                found[giver] = value
+            if giver not in found and (text := _jax.job_get(f"{name}/{giver}")):
+                found[giver] = text
         return all(giver in found for giver in givers)
 
     wait(seen(look), seconds)

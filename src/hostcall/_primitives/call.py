@@ -229,15 +229,14 @@ def _place(
     on_host = program.platforms == ("cpu",) or not params.on_buffers
     fail = params.options.fail or config.settings.fail
     together = program.across and on_host and fail == "together"
-    size = program.size if mesh is None else int(mesh.size)
     if params.devices:  # a sharded feed: each takes its part, and makes no call
         return None
-    if local is None or devices is None:
+    if local is None or not devices:
         # A lowering that does not know the program's devices (an export, or a jit
         # with an abstract mesh): the first device that arrives makes the call. With
         # several processes, nothing says how many of the devices are in this one.
-        if size > 1 and jax.process_count() == 1:
-            info.team = Team("ONCE" if mesh is None else "EACH", size, None)
+        if program.size > 1 and jax.process_count() == 1:
+            info.team = Team("ONCE" if mesh is None else "EACH", program.size, None)
     elif mesh is not None:
         info.team = Team("EACH", len(local), None)
     else:
@@ -255,7 +254,7 @@ def _place(
             reach = Reach(len(devices), devices.index(leader), on_host)
             info.caller = leader.process_index
     if reach is None and together:
-        reach = Reach(size)
+        reach = Reach(program.size)
         info.origins = [device.process_index for device in devices or ()]
     info.tells = reach is not None and reach.tells
     return reach

@@ -195,8 +195,7 @@ class _Block:
             # for effects would raise the same failure again.
             _jax.forget_tokens(tokens)
         if waits and first is None and self._without_sign:
-            for mark in _jax.marks():
-                mark.block_until_ready()
+            _jax.wait_for_programs()
             first = failures.first_owed()
         return first
 

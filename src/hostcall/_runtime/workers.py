@@ -59,15 +59,15 @@ class ThreadSettings:
         self.traced = traced
         given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
         self._given = [
-            (each.get, each.set, each.setting, value)
-            for each in _jax.ambient_settings()
-            if (value := given.get(each.kind, each.value)) is not None
+            (setting, value)
+            for kind, setting, fixed in _jax.AMBIENT
+            if (value := given.get(kind, fixed)) is not None
         ]
 
     @classmethod
     def here(cls) -> ThreadSettings:
         """Those of the calling thread, which runs host code."""
-        now = {each.kind: each.get(each.setting) for each in _jax.ambient_settings()}
+        now = {kind: setting.get_local() for kind, setting, _ in _jax.AMBIENT}
         device, guard = map(now.get, (_native.Ambient.DEVICE, _native.Ambient.GUARD))
         return cls(device, guard, _jax.traced_here())
 
@@ -76,10 +76,10 @@ class ThreadSettings:
 
         Returns the former values.
         """
-        before = [get(setting) for get, _, setting, _ in self._given]
+        before = [setting.get_local() for setting, _ in self._given]
         try:
-            for _, put, setting, value in self._given:
-                put(setting, value)
+            for setting, value in self._given:
+                setting.set_local(value)
             return before, [] if self.traced is None else self.traced.enter()
         except BaseException:
             self._put_back(before)
@@ -98,8 +98,8 @@ class ThreadSettings:
                 self._put_back(before)
 
     def _put_back(self, before: list[Any]) -> None:
-        for (_, put, setting, _), value in zip(self._given, before, strict=True):
-            put(setting, value)
+        for (setting, _), value in zip(self._given, before, strict=True):
+            setting.set_local(value)
 
 
 def be_host_code() -> bool:

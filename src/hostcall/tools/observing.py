@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 import hostcall as hc
-from hostcall._jax import execution, rewriting, tracing
+from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.loops import Loops
 from hostcall.tools._observe.nans import Nans
@@ -133,7 +133,7 @@ class observe:
         with contextlib.ExitStack() as stack:
             stack.push(self._end)  # the last to end, after what may raise an error
             stack.enter_context(hc.reraise())
-            stack.enter_context(execution.rewritten_by(self._uses))
+            stack.enter_context(rewriting.rewritten_by(self._uses))
             self._block = stack.pop_all()
         return self
 
@@ -182,7 +182,7 @@ class observe:
 
 
 def _need_programs() -> None:
-    if not execution.shows_programs():
+    if not rewriting.shows_programs():
         raise HostcallError(
             "hostcall: hc.observe can't see the programs of this JAX, version"
             f" {jax.__version__}, which does not lower them where hostcall looks."

@@ -41,7 +41,7 @@ def gather(name: str, part: Callable[[], Snapshot], limit: float) -> Snapshot:
     return _joined(name, [decode(one, who, n) for n, one in enumerate(given)])
 
 
-def _told(make: Callable[[], Snapshot]) -> tuple[bytes, Exception | None]:
+def _told(make: Callable[[], Snapshot]) -> tuple[str, Exception | None]:
     """What this process gives the others; if `make` fails, they get the reason."""
     try:
         return encode(make()), None
@@ -81,7 +81,7 @@ def scatter(
     name: str, state: object, check: Callable[[object], Snapshot], limit: float
 ) -> Snapshot:
     """The state that process 0 has given. `check` raises if it is no snapshot."""
-    own: bytes | None = None
+    own: str | None = None
     failure: Exception | None = None
     if state is not None or _jax.place_in_job()[0] == 0:
         own, failure = _told(lambda: check(state))
@@ -117,16 +117,16 @@ class _Exchanged:
     waiting: _STATES
 
 
-def encode(snapshot: Snapshot) -> bytes:
+def encode(snapshot: Snapshot) -> str:
     """`snapshot` has a batch and states, or the text of an "error"."""
     told = {
         key: tuple(sorted(part.items())) if isinstance(part, dict) else part
         for key, part in snapshot.items()
     }
-    return codec.write(_CODEC.encode(told, "a snapshot")).encode()
+    return codec.write(_CODEC.encode(told, "a snapshot"))
 
 
-def decode(data: bytes, who: str, process: int) -> Snapshot:
+def decode(data: str | bytes, who: str, process: int) -> Snapshot:
     """What `encode` was given by a process, with empty states where it had none.
 
     Raises:

@@ -292,7 +292,7 @@ def _delivers_blocks(program: _jax.Program, params: TapParams) -> bool:
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
     """The device that taps, in a program that is partitioned over several."""
     devices = program.devices
-    assert devices is not None
+    assert devices
     device = params.options.device or devices[0]
     if device not in devices:
         raise HostcallError(

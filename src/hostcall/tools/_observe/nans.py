@@ -27,7 +27,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, execution, jaxprs
+from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 from hostcall.tools._observe.replay import (
@@ -208,7 +208,7 @@ class _Tell(HostCode):
         return file, line, function
 
     def __call__(self, *values: np.ndarray) -> None:
-        with execution.not_rewritten(), jax.transfer_guard("allow"):
+        with rewriting.not_rewritten(), jax.transfer_guard("allow"):
             self._find(dict(zip(self.operands, values, strict=True)))
 
     def _find(self, known: dict[Var, np.ndarray]) -> None:
