@@ -199,7 +199,7 @@ def call(
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
     callback = Callback(Static(code), *trees, how, users_place(fn), policy)
-    return results.fill(make(callback, operands, mask))
+    return results.unflatten(make(callback, operands, mask))
 
 
 _NO_RESULT = parse_result(None, "a watch")

@@ -208,10 +208,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
         if self.options["order"] != "pure":  # no derivatives, and no primitives
             method = self.rules.batch or self.options["vmap_method"]
-            return results.fill(site.run(operands, vmap_method=method))
+            return results.unflatten(site.run(operands, vmap_method=method))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
-        return results.fill(bind(_jax.vary_alike(operands), site))
+        return results.unflatten(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.

@@ -264,7 +264,7 @@ class Steps(HostCode, Value):
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template
-        return arrays if template.is_flat else template.fill(arrays)[0]
+        return arrays if template.is_flat else template.unflatten(arrays)[0]
 
     def _kept(self, residual: Tree) -> Arrays:
         """The arrays that a forward rule's residual becomes in the program."""
@@ -320,7 +320,7 @@ class Steps(HostCode, Value):
         else:
             positions = sorted(set(pick(site.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
-            result = site.results.fill(outs) if outs else None
+            result = site.results.unflatten(outs) if outs else None
             fn = None if outs else self._code("value")
             calls = self._several(sendable.push_each, terms, fn, result, args)
         return *calls, self._pushed
@@ -466,12 +466,12 @@ class TracedSteps(Steps):
         """The function itself, as a call in the program."""
         arrays, _ = flatten_arguments(args, {})
         mask = [] if self.mask is None else [self.mask]
-        return self.site.results.fill(bind([*arrays, *mask], self.site))
+        return self.site.results.unflatten(bind([*arrays, *mask], self.site))
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template
         keys = template.keys
-        return template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
+        return template.unflatten(wrap_keys(arrays[: len(keys)], keys))[0]
 
     def _kept(self, residual: Tree) -> Arrays:
         kept, template = flatten_arguments((residual,), {})
@@ -480,7 +480,9 @@ class TracedSteps(Steps):
 
     def _residual(self, leaves: Arrays) -> Tree:
         assert self.template is not None
-        ((residual,), _) = self.template.fill(wrap_keys(leaves, self.template.keys))
+        ((residual,), _) = self.template.unflatten(
+            wrap_keys(leaves, self.template.keys)
+        )
         return residual
 
     # Both fit what may be anything that JAX takes for an array, or None for zero.

@@ -116,7 +116,7 @@ class JaxFunction(TakesNoRules):
         self._device, self._given = device, given
 
         def flat(template: Template, *arrays: jax.Array) -> object:
-            args, kwargs = template.fill(arrays)
+            args, kwargs = template.unflatten(arrays)
             return fn(*args, **kwargs)
 
         flat.__name__ = self.__name__
