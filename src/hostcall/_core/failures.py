@@ -122,8 +122,8 @@ def _watch_reports() -> None:
     _native.monitor_raises()
 
 
-def keep(exception: BaseException, handed_over: bool = False) -> int:
-    """Keeps an exception that a callback raised; returns its number.
+def store(exception: BaseException, handed_over: bool = False) -> int:
+    """Stores an exception that a callback raised; returns its number.
 
     Args:
         exception: the object.
@@ -233,7 +233,7 @@ def numbered(exception: BaseException, said: str) -> str:
     The line of the text's code stays the last one.
     """
     code = codes.code_in(said)
-    text = f"{codes.without(said)} [hostcall error {keep(exception)}]"
+    text = f"{codes.without(said)} [hostcall error {store(exception)}]"
     return codes.ended(text, code) if code else text
 
 
@@ -268,7 +268,7 @@ def original(report: BaseException) -> BaseException | None:
 
 
 def kept(number: int) -> BaseException | None:
-    """The exception that `keep` gave this number, if it is still kept."""
+    """The exception that `store` gave this number, if it is still kept."""
     found = _failures.kept.get(number)
     return None if found is None else found.get()
 

@@ -517,7 +517,7 @@ class Failure:
     def __call__(self) -> BaseException:
         error = self._error
         if error is not None:
-            self._number, self._error = failures.keep(error), None
+            self._number, self._error = failures.store(error), None
             return error
         return failures.kept(self._number) or FeedError(
             f"hostcall: the source of the feed `{self._name}` has failed before with"

@@ -87,7 +87,7 @@ _state = _TapFailures()
 
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
     """Logs the exception of a tap, and keeps it for the next barrier."""
-    failures.keep(error)
+    failures.store(error)
     said = codes.without(failures.summary(error))[:500]
     with _state.lock:
         tally = _state.tallies.setdefault((name, place), _Count(name, place))
