@@ -368,7 +368,7 @@ _TOLD_AT_MOST = 4096
 
 
 class _Looking(threading.local):
-    on = False
+    inside = False
 
 
 _looking = _Looking()
@@ -377,11 +377,11 @@ _looking = _Looking()
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
     """Marks reports made inside, on this thread, as read by hostcall, not the user."""
-    before, _looking.on = _looking.on, True
+    before, _looking.inside = _looking.inside, True
     try:
         yield
     finally:
-        _looking.on = before
+        _looking.inside = before
 
 
 def is_told(number: int) -> bool:
@@ -412,7 +412,7 @@ def _report_is_made(text: str) -> None:
     number = number_of(text)
     found = kept(number)
     is_programs = found is not None and not isinstance(found, Exception)
-    if _looking.on and (is_told(number) or not is_programs):
+    if _looking.inside and (is_told(number) or not is_programs):
         return
     if number:
         tell(number)
