@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
@@ -179,16 +180,17 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    options = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
-    made, code, policy = handle(fn), fn, Policy()
+    given = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
+    made, code, how, policy = handle(fn), fn, None, Policy()
     if made is not None and (callee := made._callee()) is not None:
-        owner, code, own, before = callee
-        fn, args, options = owner.fn, (*before, *args), own | options
-        policy = Policy.of(own, owner)
+        owner, code, how, before = callee
+        fn, args = owner.fn, (*before, *args)
+        policy = replace(owner.policy, owner=owner)
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
+    check(f"`{name}`", given, fn=fn)
+    how = CallOptions.of(given, how)
     awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**options, "awaits": awaits}, fn=fn)
-    how = CallOptions.of(options)
+    check(f"`{name}`", {**vars(policy), **how.met(policy), "awaits": awaits}, {})
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)

@@ -215,9 +215,10 @@ class PlaceOptions:
         return {"on": self.sharding, **vars(self), **there, "where": where}
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """Those of the options that a place has."""
-        own = {k: v for k, v in given.items() if k in cls.__dataclass_fields__}
+    def of(cls, given: Mapping[str, Any], others: Self | None = None) -> Self:
+        """Those of the options that a place has; `others` has what is not given."""
+        own = {} if others is None else vars(others).copy()
+        own |= {k: v for k, v in given.items() if k in cls.__dataclass_fields__}
         if isinstance(on := given.get("on"), jax.Device):
             own["sharding"] = jax.sharding.SingleDeviceSharding(on)
             own.pop("on", None)
@@ -362,6 +363,10 @@ class Policy:
     def pool(self) -> Any:
         """The executor of its rows; None for the default."""
         return None if self.executor is None else self.executor.value
+
+    def sent(self) -> Policy:
+        """The same in another process, which does not get the executor."""
+        return replace(self, executor=None)
 
 
 # Options of `hc.host` that are part of another one: of `coalesce`, and of `cache`.

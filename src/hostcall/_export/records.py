@@ -267,7 +267,7 @@ def _registered(name: Sequence[Json]) -> tuple[Any, Policy]:
     thing = registry.find(*name)
     if not is_function(thing):
         return registry.held_of(thing), Policy()
-    return thing.fn, Policy.of(thing.options, thing)
+    return thing.fn, replace(thing.policy, owner=thing)
 
 
 def _check_policy(
