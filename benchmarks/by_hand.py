@@ -42,7 +42,7 @@ def call(fn: Callable[..., Any], result: Any, x: Any) -> Any:
     place = source.users_place(fn)
     callback = Callback(spec.Static(fn), *trees, CallOptions(), place)
     params = CallParams(callback=callback, avals=results.avals, masked=False)
-    return results.fill(_call_p.bind(*operands, params=params))
+    return results.unflatten(_call_p.bind(*operands, params=params))
 
 
 def _leaf() -> _native.Leaf:

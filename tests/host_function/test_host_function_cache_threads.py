@@ -42,7 +42,7 @@ def on(i, x):
 
 def waiting(host):
     """How many calls of a function wait for another's computation."""
-    flights = host.options["cache"].cache.under_way.values()
+    flights = host.policy.cache.cache.under_way.values()
     return sum(flight.waiting for flight in list(flights))
 
 
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_the_wait_for_another_computation(run_python):
         first = threading.Thread(target=lambda: print(f(1.0)))
         first.start()
         entered.wait(120)
-        flights = f.options["cache"].cache.under_way
+        flights = f.policy.cache.cache.under_way
 
         def interrupt():
             while not any(flight.waiting for flight in flights.values()):

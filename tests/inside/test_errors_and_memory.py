@@ -19,12 +19,12 @@ def test_numbers_of_raised_errors_do_not_pile_up():
     first = failures.failures_so_far() + 1
     most = 2 * failures._TOLD_AT_MOST
     for _ in range(most + 1):
-        failures.tell(failures.keep(LookupError()))
+        failures.tell(failures.store(LookupError()))
     assert len(failures._failures.told) < most
     assert len(failures._failures.kept) <= config.MOST_KEPT_ERRORS
     assert all(map(failures.is_told, range(first, failures.failures_so_far() + 1)))
     assert failures.is_told(0)  # no host call's
-    assert not failures.is_told(failures.keep(LookupError()))
+    assert not failures.is_told(failures.store(LookupError()))
 
 
 def test_what_old_exceptions_hold_is_let_go(monkeypatch):

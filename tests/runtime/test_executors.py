@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall._core.options import Policy
 from hostcall._policies import executors as kinds
 from hostcall._policies import layer, on_executor
 from hostcall._runtime import workers
@@ -226,11 +227,11 @@ def test_an_error_of_a_worker_has_the_traceback_from_there(executor):
 
 
 def test_decorated_functions_are_sent_by_name(processes):
-    decorated.options["executor"] = processes
+    before, decorated.policy = decorated.policy, Policy.of({"executor": processes})
     try:
         values, dots = jax.vmap(lambda x: jax.jvp(decorated, (x,), (1.0,)))(X)
     finally:
-        decorated.options["executor"] = None
+        decorated.policy = before
     np.testing.assert_allclose(values, np.sin(X), rtol=1e-6)
     np.testing.assert_allclose(dots, np.cos(X), rtol=1e-6)
 
@@ -395,5 +396,5 @@ def test_an_executor_that_will_fork_is_told_of(method, caplog):
 def test_a_function_is_copied_and_pickled_without_its_executor(processes):
     f = host(np.sin, processes)
     assert copy.deepcopy(f) is f
-    assert pickle.loads(pickle.dumps(f)).options["executor"] is None
+    assert pickle.loads(pickle.dumps(f)).policy.pool is None
     np.testing.assert_allclose(jax.vmap(f)(X), np.sin(X), rtol=1e-6)

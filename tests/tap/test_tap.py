@@ -563,6 +563,8 @@ WRONG = {
     "arrays= of the tap": {"arrays": "torch"},
     "every= of the tap": {"every": 0},
     "should be a number of executions": {"every": True},
+    r"below 2\*\*31, got 2147483648": {"every": 2**31},
+    r"below 2\*\*31, got inf": {"every": float("inf")},
     "sample= of the tap": {"sample": 1.5},
     "tag= of": {"tag": 3},
     "tag= of .*non-empty": {"tag": ""},

@@ -40,7 +40,7 @@ MISTAKES = {
     "every": (
         lambda: hc.progress(1, every=0),
         "every= of the tap `hc.progress` should be a number of executions (an int) or of"
-        " seconds (a float) above 0, got 0",
+        " seconds (a float) above 0 and below 2**31, got 0",
     ),
     "rows": (
         lambda: hc.progress(1, rows="all"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
@@ -179,16 +180,18 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    options = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
-    made, code, policy = handle(fn), fn, Policy()
+    given = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
+    made, code, how, policy = handle(fn), fn, None, Policy()
     if made is not None and (callee := made._callee()) is not None:
-        owner, code, own, before = callee
-        fn, args, options = owner.fn, (*before, *args), own | options
-        policy = Policy.of(own, owner)
+        owner, code, how, before = callee
+        fn, args = owner.fn, (*before, *args)
+        policy = replace(owner.policy, owner=owner)
     seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     name = seen.name
-    check(f"`{name}`", {**options, "awaits": seen.awaits}, fn=fn)
-    how = CallOptions.of(options)
+    check(f"`{name}`", given, fn=fn)
+    how = CallOptions.of(given, how)
+    met = {**vars(policy), **how.met(policy), "awaits": seen.awaits}
+    check(f"`{name}`", met, {})
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
@@ -199,7 +202,7 @@ def call(
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
     callback = Callback(Static(code), *trees, how, users_place(fn), policy)
-    return results.fill(make(callback, operands, mask))
+    return results.unflatten(make(callback, operands, mask))
 
 
 _NO_RESULT = parse_result(None, "a watch")

@@ -270,5 +270,5 @@ def prepare(
 def rebuilt(params: TapParams, arrays: list[jax.Array]) -> Any:
     """Rebuilds the one argument of a tap from its arrays."""
     template = params.callback.template
-    (x,), _ = template.fill(wrap_keys(arrays, template.keys))
+    (x,), _ = template.unflatten(wrap_keys(arrays, template.keys))
     return x

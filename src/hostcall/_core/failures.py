@@ -122,8 +122,8 @@ def _watch_reports() -> None:
     _native.monitor_raises()
 
 
-def keep(exception: BaseException, handed_over: bool = False) -> int:
-    """Keeps an exception that a callback raised; returns its number.
+def store(exception: BaseException, handed_over: bool = False) -> int:
+    """Stores an exception that a callback raised; returns its number.
 
     Args:
         exception: the object.
@@ -233,7 +233,7 @@ def numbered(exception: BaseException, said: str) -> str:
     The line of the text's code stays the last one.
     """
     code = errors.code_in(said)
-    text = f"{errors.without_code(said)} [hostcall error {keep(exception)}]"
+    text = f"{errors.without_code(said)} [hostcall error {store(exception)}]"
     return errors.with_code(text, code) if code else text
 
 
@@ -268,7 +268,7 @@ def original(report: BaseException) -> BaseException | None:
 
 
 def kept(number: int) -> BaseException | None:
-    """The exception that `keep` gave this number, if it is still kept."""
+    """The exception that `store` gave this number, if it is still kept."""
     found = _failures.kept.get(number)
     return None if found is None else found.get()
 
@@ -372,7 +372,7 @@ _TOLD_AT_MOST = 4096
 
 
 class _Looking(threading.local):
-    on = False
+    inside = False
 
 
 _looking = _Looking()
@@ -381,11 +381,11 @@ _looking = _Looking()
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
     """Marks reports made inside, on this thread, as read by hostcall, not the user."""
-    before, _looking.on = _looking.on, True
+    before, _looking.inside = _looking.inside, True
     try:
         yield
     finally:
-        _looking.on = before
+        _looking.inside = before
 
 
 def is_told(number: int) -> bool:
@@ -416,7 +416,7 @@ def _report_is_made(text: str) -> None:
     number = number_of(text)
     found = kept(number)
     is_programs = found is not None and not isinstance(found, Exception)
-    if _looking.on and (is_told(number) or not is_programs):
+    if _looking.inside and (is_told(number) or not is_programs):
         return
     if number:
         tell(number)

@@ -103,13 +103,13 @@ class Callee(NamedTuple):
     Attributes:
         function: the HostFunction.
         code: what calls its Python function, in a form that its executor can send.
-        options: those of a call.
+        options: those of a call, unless it has its own: CallOptions.
         before: arguments before those that are given: the object of a method.
     """
 
     function: Any
     code: Callable[..., Any]
-    options: dict[str, Any]
+    options: Any
     before: tuple[Any, ...] = ()
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
 
 import jax
 
+from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import choices, conflict, wrong
 from hostcall._core.order import ORDERS, Order
@@ -205,10 +206,19 @@ class PlaceOptions:
         """The device that `on` names."""
         return None if self.sharding is None else next(iter(self.sharding.device_set))
 
+    def met(self, policy: Policy, where: object = None) -> dict[str, object]:
+        """What may not meet (`check`) at a place that a program has chosen. (Rows that
+        don't run at the same time do without the executor.)
+        """
+        names = ("timeout", "coalesce", "cache", "float64")
+        there = {each: vars(policy)[each] for each in names}
+        return {"on": self.sharding, **vars(self), **there, "where": where}
+
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """Those of the options that a place has."""
-        own = {k: v for k, v in given.items() if k in cls.__dataclass_fields__}
+    def of(cls, given: Mapping[str, Any], others: Self | None = None) -> Self:
+        """Those of the options that a place has; `others` has what is not given."""
+        own = {} if others is None else vars(others).copy()
+        own |= {k: v for k, v in given.items() if k in cls.__dataclass_fields__}
         if isinstance(on := given.get("on"), jax.Device):
             own["sharding"] = jax.sharding.SingleDeviceSharding(on)
             own.pop("on", None)
@@ -252,8 +262,9 @@ class TapOptions(PlaceOptions):
     on: On = option(_on(*get_args(On)), "once")
     every: int | float | None = option(
         Option(
-            "a number of executions (an int) or of seconds (a float) above 0",
-            SECONDS.fits,
+            "a number of executions (an int) or of seconds (a float) above 0 and below"
+            " 2**31",  # the engine counts nanoseconds in 64 bits
+            lambda v: _number(v) and 0 < v < 2**31,
         )
     )
     sample: float | None = option(
@@ -273,6 +284,28 @@ class TapOptions(PlaceOptions):
     def thinned(self) -> bool:
         """Whether some executions don't tap."""
         return self.every is not None or self.sample is not None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of the value are delivered, each by itself."""
+        return self.on != "once"
+
+    @property
+    def by_device(self) -> bool:
+        """Whether these are the blocks of each device, not of each process."""
+        return self.on == "shards"
+
+    @property
+    def native(self) -> dict[str, Any]:
+        """Those that the engine acts on, as `_native.TapSettings` takes them."""
+        every = self.every
+        return {
+            "when_full": _native.WhenFull[self.when_full.upper()],
+            "every_steps": every if isinstance(every, int) else 0,
+            "every_ns": int(every * 1e9) if isinstance(every, float) else 0,
+            "sample": 1.0 if self.sample is None else self.sample,
+            "batch": self.batch or 0,
+        }
 
 
 _WAIT = 0.002  # seconds that a call waits for others without `wait=`
@@ -326,17 +359,14 @@ class Policy:
             given["coalesce"] = merged, float(_WAIT if wait is None else wait)
         return cls(**given, owner=owner)
 
-    def at_a_place(self) -> dict[str, object]:
-        """What may not meet an option of a place that a program has chosen. (Rows that
-        don't run at the same time do without the executor.)
-        """
-        names = ("timeout", "coalesce", "cache", "float64")
-        return {each: vars(self)[each] for each in names}
-
     @property
     def pool(self) -> Any:
         """The executor of its rows; None for the default."""
         return None if self.executor is None else self.executor.value
+
+    def sent(self) -> Policy:
+        """The same in another process, which does not get the executor."""
+        return replace(self, executor=None)
 
 
 # Options of `hc.host` that are part of another one: of `coalesce`, and of `cache`.

@@ -101,7 +101,9 @@ class Template:
         n = len(self.leaves)
         return self.treedef == _flat(n) and len(self.keys) == n
 
-    def fill(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unflatten(
+        self, arrays: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
         rest = iter(arrays)
         leaves = [x.value if isinstance(x, Static) else next(rest) for x in self.leaves]
@@ -242,7 +244,7 @@ class Results:
         structure = tree.tree_structure((0,) * len(avals))
         return cls(structure, tuple(avals), tuple(keys or (None,) * len(avals)))
 
-    def fill(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The result with these leaves; a key is given as its uint32 block."""
         return self.treedef.unflatten(wrap_keys(leaves, self.keys))
 

@@ -53,7 +53,7 @@ def read(given: Json) -> tuple[Steps, Policy]:
     place = Place("a loaded program", 0, function.__name__)
     site = CallSite(function, place=place, **CODEC.fields(code.site, CallSite))
     steps = Steps(site, **parts)
-    return steps, Policy.of(steps.options(), function)
+    return steps, steps.how()[1]
 
 
 def _function(name: Name, kind: Kind) -> Any:

@@ -28,7 +28,7 @@ from hostcall._core.callback import Callback
 from hostcall._core.codec import Json, Malformed, Natural, NotPortable
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, own
-from hostcall._core.options import CallOptions, PlaceOptions, Policy, TapOptions
+from hostcall._core.options import CallOptions, PlaceOptions, Policy
 from hostcall._core.registered import Name, names
 from hostcall._core.source import Place, look
 from hostcall._core.spec import Results, Static, Template
@@ -252,8 +252,6 @@ def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) ->
         if value is not None and not row.fits(value):
             raise Malformed(f"the option {name}={value!r}")
     how: PlaceOptions = cls.takes(**given)
-    if isinstance(how, TapOptions) and (how.every or 0) >= 2**31:
-        raise Malformed(f"the option every={how.every}")
     if isinstance(how, CallOptions):
         whole = "expand_dims" if params["levels"] else None
         how = replace(how, vmap_method="parallel" if record.parallel else whole)
@@ -269,15 +267,15 @@ def _registered(name: Sequence[Json]) -> tuple[Any, Policy]:
     thing = registry.find(*name)
     if not is_function(thing):
         return registry.held_of(thing), Policy()
-    return thing.fn, Policy.of(thing.options, thing)
+    return thing.fn, replace(thing.policy, owner=thing)
 
 
 def _check_policy(
     record: CallRecord, how: PlaceOptions, function: object, policy: Policy
 ) -> None:
     """Refuses an equation that does not go with how its function is run here."""
-    ours = {**policy.at_a_place(), "awaits": look(function).awaits}
-    what = options.pair_refused({**vars(how), **ours})
+    awaits = look(function).awaits
+    what = options.pair_refused({**how.met(policy), "awaits": awaits})
     if what is not None:
         raise LoadError(
             f"hostcall: what the program does with {name_in(record) or 'a function'}"

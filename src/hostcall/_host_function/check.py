@@ -111,7 +111,7 @@ class Checks:
         return found
 
     def _outcome(self, body: Callable[[], str | None]) -> tuple[Status, str]:
-        order = self.f.options["order"]
+        order = self.f.options.order
         if order != "pure" and body != self.result:
             return "left out", f"order={order!r}"
         try:
@@ -291,7 +291,7 @@ class Checks:
     # --- Memory, threads -------------------------------------------------------------
 
     def lent(self) -> str:
-        if self.f.options["lend"] == "out":
+        if self.f.options.lend == "out":
             raise Ended("left out", 'lend="out": every call is checked')
         spec = tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.out)
         try:
@@ -306,7 +306,7 @@ class Checks:
             what = "writes to its arguments"
         else:
             return "neither kept nor written: lend=True is safe"
-        if self.f.options["lend"]:
+        if self.f.options.lend:
             raise Ended("failed", f"the function {what}, and has lend=True")
         return f"the function {what}: it needs its own copies, as without lend="
 

@@ -67,7 +67,7 @@ def finite_difference(
         )
     shown = f"`{f.__name__}`"
     check(shown, {"step": step}, {"step": replace(SECONDS, wanted="a number above 0")})
-    if f.options.get("coalesce") is not None:
+    if f.policy.coalesce is not None:
         raise conflict(
             shown,
             "coalesce= and finite differences, which call it with one entry: leave out"

@@ -7,6 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, TypeAlias, overload
 
 import jax
@@ -23,7 +24,7 @@ from hostcall._core.host_code import (
     dress,
 )
 from hostcall._core.mistakes import parse_mask
-from hostcall._core.options import WHOLE, Option, check
+from hostcall._core.options import WHOLE, CallOptions, Option, Policy, check
 from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
@@ -50,11 +51,6 @@ _WHERE = Option(
     "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
     lambda value: value in ("host", "jax"),
 )
-# What bridges leave out of the options.
-_PLAIN: dict[str, Any] = {
-    **{"name": None, "nondiff": (), "order": "pure", "lend": False},
-    **{"vmap_method": None, "arrays": "numpy", "executor": None},
-}
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
@@ -76,29 +72,36 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     Attributes:
         fn: the Python function.
         rules: what the def* methods were given.
-        options: of the calls that run the function, as `make` takes them.
+        options: of the calls that run the function, where these have none of their own.
+        policy: how it is run, its rules too.
         rules_copy: whether rules that keep an argument as a residual copy it.
     """
 
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
 
-    def __init__(self, fn: Callable[P, R], **options: Any) -> None:
-        options = {**_PLAIN, **options}
-        name = options.pop("name")
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        *,
+        result: Tree,
+        name: str | None = None,
+        nondiff: tuple[int, ...] = (),
+        **options: Any,
+    ) -> None:
         dress(self, fn)
         seen = look(fn)
         self.__name__ = name or seen.name.rpartition(".")[2]
         self.__qualname__ = name or seen.name
-        self.fn, self.rules, self.options = fn, Rules(), options
-        self.result, self.nondiff = options.pop("result"), options.pop("nondiff")
-        if callable(options["vmap_method"]):
+        self.fn, self.rules, self.result, self.nondiff = fn, Rules(), result, nondiff
+        if callable(options.get("vmap_method")):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
-        given = {**options, "awaits": seen.awaits, "result": self.result}
-        if self.result is ...:  # hc.call may say how batches are called
-            del given["vmap_method"]
+        given = {**options, "awaits": seen.awaits, "result": result}
+        if result is ...:  # hc.call may say how batches are called
+            given.pop("vmap_method", None)
         check(f"`{self.__qualname__}`", given)
         cache, version = options.get("cache"), options.pop("version", None)
         options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
+        self.options, self.policy = CallOptions.of(options), Policy.of(options)
         self._inferred: dict[object, Tree] = {}
         self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""
@@ -117,7 +120,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if isinstance(found, (Method, types.MethodType)) and found.__func__ is self:
             return getattr, (found, "__func__")
         state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
-        state["options"] = dict(self.options, executor=None)
+        state["policy"] = self.policy.sent()
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -193,10 +196,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
-        also = ("out",) if self.options["lend"] == "out" else ()
+        also = ("out",) if self.options.lend == "out" else ()
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args)
-        if spec is None and self.options["order"] == "pure":
+        if spec is None and self.options.order == "pure":
             mistakes.refuse_unneeded("hc.host", self.__name__)
         results = parse_result(spec, self.__name__)
         fills = None
@@ -206,20 +209,19 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
         nondiff = self.nondiff and among(self.nondiff, len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
-        if self.options["order"] != "pure":  # no derivatives, and no primitives
-            method = self.rules.batch or self.options["vmap_method"]
-            return results.fill(site.run(operands, vmap_method=method))
+        if self.options.order != "pure":  # no derivatives, and no primitives
+            return results.unflatten(site.run(operands, self.rules.batch))
         if not results.avals:  # an empty tree, as bridges and `same_tree` may give
             return jax.tree.unflatten(results.treedef, ())
-        return results.fill(bind(_jax.vary_alike(operands), site))
+        return results.unflatten(bind(_jax.vary_alike(operands), site))
 
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.
-        method = self.rules.batch or self.options["vmap_method"]
+        method = self.rules.batch or self.options.vmap_method
         if self.result is result_specs.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
-        options = {**self.options, "vmap_method": method}
-        return Callee(self, Sendable(self) if options["executor"] else self.fn, options)
+        code = self.fn if self.policy.pool is None else Sendable(self)
+        return Callee(self, code, replace(self.options, vmap_method=method))
 
     def _why_not(self) -> str:
         if self.result is not ...:
@@ -249,8 +251,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self._inferred[key]
 
     def _infer(self, avals: Trees) -> Tree:
-        float64 = self.options.get("float64", False)
-        return result_specs.inferred(self.fn, avals, self.__name__, float64)
+        wide = self.policy.float64
+        return result_specs.inferred(self.fn, avals, self.__name__, wide)
 
     def _positional(self, args: Trees, kwargs: Kwargs) -> Trees:
         why = (
@@ -402,7 +404,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     def cache_clear(self) -> None:
         """Drops the results of this function and its rules that `cache=` has kept."""
-        kept.clear(self.options.get("cache"), self.__name__)
+        kept.clear(self.policy.cache, self.__name__)
 
     def _give(self, kind: Kind, where: Where, rule: F | None) -> object:
         """Sets a rule that may be given by a decorator."""
@@ -419,7 +421,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         shown = f"{usage} of `{self.__name__}`"
         check(shown, {"where": where}, {"where": _WHERE})
         face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
-        options = {key: self.options[key] for key in ("arrays", "lend", "executor")}
+        options = vars(self.options) | vars(self.policy)
         if any(isinstance(rule, HostFunction) for rule in rules):
             where = "jax"
         for rule in rules:

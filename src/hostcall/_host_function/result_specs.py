@@ -15,12 +15,12 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import OfArguments
+from hostcall._core.options import VmapMethod
 from hostcall._core.spec import is_array_like, widened
 from hostcall._host_function.primitives import Arrays
 from hostcall._host_function.rules import (
     Function,
     Kind,
-    Options,
     Tree,
     Trees,
     call_here,
@@ -183,11 +183,13 @@ def inferred(fn: Function, avals: Trees, name: str, float64: bool) -> Tree:
     return tree.tree_map(lambda leaf: aval_of(np.asarray(leaf)), value)
 
 
-def aligned(args: Arrays, site: RuleTrees, kind: Kind, options: Options) -> Arrays:
+def aligned(
+    args: Arrays, site: RuleTrees, kind: Kind, method: VmapMethod
+) -> tuple[Arrays, VmapMethod]:
     """Gives the operands of an elementwise function as many axes as the result.
 
-    `kind` says which of its codes takes them; `options` are those of the call, whose
-    vmap_method may change.
+    `kind` says which of its codes takes them; `method` is how batches of it are called,
+    and comes back as it is for these operands.
 
     A batch is one more axis in front of each operand. Without this, a batch of 16
     scalars beside one row of 9 would be (16,) beside (1, 9), which does not
@@ -200,9 +202,9 @@ def aligned(args: Arrays, site: RuleTrees, kind: Kind, options: Options) -> Arra
     if kind not in ("value", "jvp", "both") and not jacobian:
         avals = site.unmasked(site.in_avals)
         if any(len(aval.shape) != axes for aval in avals):
-            options["vmap_method"] = "sequential"
-        return args
-    if kind != "value" and options["vmap_method"] == "expand_dims":
+            method = "sequential"
+        return args, method
+    if kind != "value" and method == "expand_dims":
         # A rule may ignore the very argument that has the batch.
-        options["vmap_method"] = "broadcast_all"
-    return with_axes(args, axes)
+        method = "broadcast_all"
+    return with_axes(args, axes), method

@@ -9,6 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
+from hostcall._core.options import CallOptions, Policy
 from hostcall._core.source import look
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
@@ -18,8 +19,6 @@ Function = Callable[..., Any]
 # An argument, a result or a residual of the user's: a pytree of anything.
 Tree: TypeAlias = Any
 Trees: TypeAlias = tuple[Tree, ...]
-# Of calls, as `make` takes them.
-Options: TypeAlias = dict[str, Any]
 # The parameters and the result of the function that a HostFunction is made of.
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -95,7 +94,8 @@ class Ruled(Handle):
     __qualname__: str
     fn: Function
     rules: Rules
-    options: Options
+    options: CallOptions
+    policy: Policy
     result: Tree
     nondiff: tuple[int, ...]
     advice: str  # what errors advise if the rules are not the user's to give
@@ -103,7 +103,7 @@ class Ruled(Handle):
 
     def _add(self, kind: str, rule: object) -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
-        own, order, code = self.rules, self.options["order"], "hc-rule"
+        own, order, code = self.rules, self.options.order, "hc-rule"
         kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(own, k)]
         if order != "pure" and kind != "batch":
             code = "hc-conflict"

@@ -111,8 +111,7 @@ class Sendable(HostCode):
         return look(self._fn).source
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
-        fn, executor = self._fn, self.function.options["executor"]
-        by_name = executors.by_name(executor)
+        fn, by_name = self._fn, executors.by_name(self.function.policy.pool)
         if by_name and isinstance(fn, types.FunctionType) and at_its_name(fn) is not fn:
             return Ruled._code_of, (self.function, self.kind, self.index)
         return same, (fn,)

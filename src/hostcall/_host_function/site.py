@@ -49,7 +49,7 @@ from hostcall._host_function.primitives import (
     filled,
 )
 from hostcall._host_function.residuals import HANDLE, store
-from hostcall._host_function.rules import Rule
+from hostcall._host_function.rules import Function, Rule
 from hostcall._host_function.steps import Steps, TracedSteps
 from hostcall._host_function.trees import RuleTrees, pick, spread
 from hostcall._jax.types import Aval, TreeDef
@@ -60,8 +60,8 @@ from hostcall._primitives.batching import Dims, batch_by_rule
 class CallSite(RuleTrees):
     """A HostFunction, called with arguments of these trees."""
 
-    def run(self, operands: Arrays, **more: object) -> Arrays:
-        return Steps(self, "value", self.avals).run(operands, **more)
+    def run(self, operands: Arrays, by_rule: Function | None = None) -> Arrays:
+        return Steps(self, "value", self.avals).run(operands, by_rule)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         found = self.function.rules
@@ -184,9 +184,9 @@ class Derivative(Pair):
         return (*self.value.avals, *self.value.out_avals)
 
     def run(self, operands: Arrays) -> Arrays:
-        site, options = self.value, self.value.function.options
-        jvp = site.function.rules.jvp
-        alone = options["lend"] == "out" or options.get("coalesce") is not None
+        site, function = self.value, self.value.function
+        jvp = function.rules.jvp
+        alone = function.options.lend == "out" or function.policy.coalesce is not None
         if jvp and (jvp.where == "jax" or not alone):
             return Steps(site, "both", self.avals, self.nz).called(operands)
         outs, consts, linear = self.start(operands[: self.n], False)

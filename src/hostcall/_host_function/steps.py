@@ -49,7 +49,6 @@ from hostcall._host_function.rules import (
     RULES,
     Function,
     Kind,
-    Options,
     Rule,
     Tree,
     Trees,
@@ -109,18 +108,21 @@ class Steps(HostCode, Value):
         code = self.site, self.kind, self.avals, self.nz
         return TracedSteps(*code, template=template).trace(operands)
 
-    def run(self, operands: Arrays, **more: object) -> Arrays:
-        """The results of the call; `more` are options in place of its own."""
-        site, options = self.site, self.options() | more
+    def run(self, operands: Arrays, by_rule: Function | None = None) -> Arrays:
+        """The results of the call; `by_rule` is the rule for batches of one with
+        effects, which binds no primitive of ours.
+        """
+        site, (how, policy) = self.site, self.how()
         operands, mask = self.unmasked(operands)
-        if site.function.result is elementwise and options["vmap_method"] in WHOLE:
-            operands = aligned(operands, site, self.kind, options)
+        method = by_rule or how.vmap_method
+        if site.function.result is elementwise and method in WHOLE:
+            operands, method = aligned(operands, site, self.kind, method)
         trees = site.template, site.results
         if self.kind != "value":  # a rule gets flat arrays
             marks = site.template.keys[: self.n]
             template = Template.flat(*marks, *(None,) * (len(operands) - len(marks)))
             trees = template, Results.flat(self.avals, self._of_results(trees[1].keys))
-        how, policy = CallOptions.of(options), Policy.of(options, site.function)
+        how = replace(how, vmap_method=method)
         fills = self._of_results(site.fills)
         callback = Callback(Static(self), *trees, fills, how, site.place, policy)
         return make(callback, operands, mask)
@@ -132,23 +134,27 @@ class Steps(HostCode, Value):
         own = (self.kind in ("value", "both", "forward") and own) or ()
         return *own, *(None,) * (len(self.avals) - len(own))
 
-    def options(self) -> Options:
-        """The options of its calls, as `make` takes them."""
-        function, options = self.site.function, dict(self.site.function.options)
+    def how(self) -> tuple[CallOptions, Policy]:
+        """The options of its calls, and how they are run."""
+        function = self.site.function
+        how, policy = function.options, replace(function.policy, owner=function)
         if self.kind != "value":
-            options |= {"lend": bool(options["lend"]), "coalesce": None, "wait": None}
+            how = replace(how, lend=bool(how.lend))
+            policy = replace(policy, coalesce=None)
         if self.rule.keeps_objects:
-            options["cache"] = None  # one backward rule takes the residual
+            method = "parallel" if how.vmap_method == "parallel" else "sequential"
             # A residual that is kept may be an argument.
-            options["lend"] = options["lend"] and function.rules_copy
-            if options["vmap_method"] != "parallel":
-                options["vmap_method"] = "sequential"
-        if (cache := options.get("cache")) is not None:
+            lend = how.lend and function.rules_copy
+            how = replace(how, lend=lend, vmap_method=method)
+            # One backward rule takes the residual.
+            policy = replace(policy, cache=None)
+        if policy.cache is not None:
             # version= says which code computes the value; a rule can be set again.
             code = () if self.kind == "value" else (fingerprint(self.code),)
             label, template = str((self.kind, self.nz, *code)), self.site.template
-            options["cache"] = replace(cache, label=label, template=template)
-        return options
+            cache = replace(policy.cache, label=label, template=template)
+            policy = replace(policy, cache=cache)
+        return how, policy
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents
@@ -252,7 +258,7 @@ class Steps(HostCode, Value):
     def _code(self, kind: Kind, index: int | None = None) -> Function:
         """One of the user's functions, in a form that the executor can send."""
         function = self.site.function
-        if function.options["executor"] is None:
+        if function.policy.pool is None:
             return function._code_of(kind, index)
         return sendable.Sendable(function, kind, index)
 
@@ -264,7 +270,7 @@ class Steps(HostCode, Value):
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template
-        return arrays if template.is_flat else template.fill(arrays)[0]
+        return arrays if template.is_flat else template.unflatten(arrays)[0]
 
     def _kept(self, residual: Tree) -> Arrays:
         """The arrays that a forward rule's residual becomes in the program."""
@@ -320,7 +326,7 @@ class Steps(HostCode, Value):
         else:
             positions = sorted(set(pick(site.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
-            result = site.results.fill(outs) if outs else None
+            result = site.results.unflatten(outs) if outs else None
             fn = None if outs else self._code("value")
             calls = self._several(sendable.push_each, terms, fn, result, args)
         return *calls, self._pushed
@@ -466,12 +472,12 @@ class TracedSteps(Steps):
         """The function itself, as a call in the program."""
         arrays, _ = flatten_arguments(args, {})
         mask = [] if self.mask is None else [self.mask]
-        return self.site.results.fill(bind([*arrays, *mask], self.site))
+        return self.site.results.unflatten(bind([*arrays, *mask], self.site))
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template
         keys = template.keys
-        return template.fill(wrap_keys(arrays[: len(keys)], keys))[0]
+        return template.unflatten(wrap_keys(arrays[: len(keys)], keys))[0]
 
     def _kept(self, residual: Tree) -> Arrays:
         kept, template = flatten_arguments((residual,), {})
@@ -480,7 +486,9 @@ class TracedSteps(Steps):
 
     def _residual(self, leaves: Arrays) -> Tree:
         assert self.template is not None
-        ((residual,), _) = self.template.fill(wrap_keys(leaves, self.template.keys))
+        ((residual,), _) = self.template.unflatten(
+            wrap_keys(leaves, self.template.keys)
+        )
         return residual
 
     # Both fit what may be anything that JAX takes for an array, or None for zero.

@@ -120,7 +120,7 @@ class Merged:
         shapes = tuple((shape, str(dtype)) for shape, dtype in choices.shapes)
         trees = callback.template, callback.results, callback.fills
         how = callback.policy, callback.traced, callback.options.arrays
-        who = callback.fn, callback.options.tag, trees, how, shapes
+        who = callback.fn, callback.counted_as, trees, how, shapes
         self._meeting: _Meeting = shared.one(who, _Meeting)
         self._turn: Any = contextlib.nullcontext()
         if not callback.seen.awaits:

@@ -67,19 +67,19 @@ class OnExecutor:
 
     Args:
         bound: the function. Code of hostcall's own may have steps (`HostCode.split`).
-        executor: as `hc.host` takes it; None for the default pool.
+        pool: of `executor=`, as `hc.host` takes it; None for the default one.
         once: no row may run twice.
     """
 
-    def __init__(self, bound: Bound, executor: Any = None, once: bool = False) -> None:
+    def __init__(self, bound: Bound, pool: Any = None, once: bool = False) -> None:
         self.bound, self.name = bound, name_of(bound.fn)
-        self.executor, self.once = executor, once
-        self.sends = executor is not None and executors.sends(executor)
+        self.pool, self.once = pool, once
+        self.sends = pool is not None and executors.sends(pool)
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
-        executor = _default if self.executor is None else self.executor
-        if executor is not _default or not _thread.in_pool:
-            return _RowsThere(self, executor, rows, site).values()
+        pool = _default if self.pool is None else self.pool
+        if pool is not _default or not _thread.in_pool:
+            return _RowsThere(self, pool, rows, site).values()
         # A row on a thread of the pool makes this call and waits for it. Rows in the
         # same pool could wait for a free thread forever, so they get a pool of their
         # own.
@@ -113,12 +113,12 @@ class _RowsThere:
     """
 
     def __init__(
-        self, of: OnExecutor, executor: Any, rows: Sequence[Row], site: Site
+        self, of: OnExecutor, pool: Any, rows: Sequence[Row], site: Site
     ) -> None:
-        self._of, self._bound, self._executor = of, of.bound, executor
+        self._of, self._bound, self._pool = of, of.bound, pool
         self._first = rows[0]  # whose shapes messages have
         self._fn, self._rows, self._finish = of.bound.split(rows)
-        self._workers = executors.workers_of(executor, of.once)
+        self._workers = executors.workers_of(pool, of.once)
         self._site, self._here = site, site.here()
         self._place = workers.place_here()
         self._context = contextvars.copy_context()  # for rows on threads
@@ -303,7 +303,7 @@ class _RowsThere:
                 self._site.failed(rows.start)
             if isinstance(error, Exception):
                 sent = (self._fn, self._rows[rows.start])
-                executors.explain(error, self._executor, self._of.name, which, sent)
+                executors.explain(error, self._pool, self._of.name, which, sent)
             raise error
         finally:
             del error

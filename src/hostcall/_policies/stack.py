@@ -122,23 +122,23 @@ class Trees:
     """Leaves to (args, kwargs). Collectors (`tag=` of a tap) see these first."""
 
     def __init__(self, inner: Runs, choices: Choices) -> None:
-        self._inner, self._fill = inner, filled(choices)
+        self._inner, self._unflatten = inner, unflattened(choices)
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
-        return self._inner.rows([self._fill(row) for row in rows], site)
+        return self._inner.rows([self._unflatten(row) for row in rows], site)
 
 
-def filled(choices: Choices) -> Callable[[Leaves], Row]:
+def unflattened(choices: Choices) -> Callable[[Leaves], Row]:
     """What makes (args, kwargs) of leaves."""
-    fill = choices.callback.template.fill
+    unflatten = choices.callback.template.unflatten
     tag = choices.callback.options.tag if choices.tap else None
     if tag is None:
-        return fill
+        return unflatten
 
     def seen(leaves: Leaves) -> Row:
         for take in delivery.state.collectors.copy():
-            take(tag, *fill(leaves))
-        return fill(leaves)
+            take(tag, *unflatten(leaves))
+        return unflatten(leaves)
 
     return seen
 
@@ -174,14 +174,14 @@ def _direct(choices: Choices) -> Callable[..., Any]:
     whole = callback.function
     options = callback.options
     if not callback.template.is_flat or (choices.tap and options.tag is not None):
-        whole = _with_trees(whole, filled(choices))
+        whole = _with_trees(whole, unflattened(choices))
     own = isinstance(options, CallOptions) and options.lend == "out"
     return _with_own_results(whole) if own else whole
 
 
-def _with_trees(fn: Callable[..., Any], fill: Callable[..., Any]) -> Any:
+def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:
     def whole(*leaves: Any, **out: Any) -> Any:
-        args, kwargs = fill(leaves)
+        args, kwargs = unflatten(leaves)
         return fn(*args, **kwargs, **out)
 
     return whole

@@ -147,8 +147,8 @@ def batch_by_rule(
             ' where=, or use one of the named methods ("sequential", "expand_dims")'
         )
     leaves = wrap_keys(in_front(operands, dims), template.keys)
-    args, kwargs = template.fill(leaves)
-    in_args, in_kwargs = template.fill([d is not None for d in dims])
+    args, kwargs = template.unflatten(leaves)
+    in_args, in_kwargs = template.unflatten([d is not None for d in dims])
     in_batched = (*in_args, in_kwargs) if kwargs else tuple(in_args)
     answer = rule(size, in_batched, *args, **kwargs)
     what = f"the vmap_method of `{name}`"

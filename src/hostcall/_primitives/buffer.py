@@ -60,8 +60,7 @@ def make(
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
     how = cast(CallOptions, callback.options)
     method = how.vmap_method
-    met = {"where": mask, "on": how.sharding, **callback.policy.at_a_place()}
-    check(f"`{callback.name}`", {**vars(how), **met}, {})
+    check(f"`{callback.name}`", how.met(callback.policy, mask), {})
     on_device = replace(
         callback,
         fn=Static(OnDevice(callback.fn, callback.results, callback.name)),

@@ -77,7 +77,7 @@ def _open_keys(
         isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in operands
     ):
         return list(operands), params
-    blocks, template = flatten_arguments(*params.callback.template.fill(operands))
+    blocks, template = flatten_arguments(*params.callback.template.unflatten(operands))
     return blocks, replace(params, callback=replace(params.callback, template=template))
 
 
@@ -201,7 +201,7 @@ def _with_number(params: DropInParams) -> DropInParams:
     fn, template = callback.function, callback.template
 
     def numbered(number: Any, *leaves: Any) -> np.ndarray:
-        args, kwargs = template.fill(leaves)
+        args, kwargs = template.unflatten(leaves)
         fn(*args, **kwargs)
         return np.zeros((), np.int32)
 

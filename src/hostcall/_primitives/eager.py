@@ -58,7 +58,7 @@ def run_and_keep(*operands: jax.Array, params: Equation) -> list[jax.Array]:
     try:
         return prepare(operands, params)[1]()
     except BaseException as error:
-        failures.keep(error, handed_over=True)
+        failures.store(error, handed_over=True)
         raise
 
 
@@ -92,7 +92,7 @@ def run_eagerly(
         finally:  # breaks the reference cycle of the exception with this frame
             del raised
     except BaseException as error:  # KeyboardInterrupt, SystemExit
-        failures.keep(error, handed_over=True)
+        failures.store(error, handed_over=True)
         raise
     what = params.callback.described
     _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")

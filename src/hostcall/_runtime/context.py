@@ -127,8 +127,10 @@ def current() -> Current | None:
     device = info.devices.get(ordinal)
     process, processes = _jax.place_in_job()
     execution, kept = before or (None, ())
-    fill = info.callback.template.fill
-    history = tuple(Earlier(r, number, *fill(arrays)) for r, number, arrays in kept)
+    unflatten = info.callback.template.unflatten
+    history = tuple(
+        Earlier(r, number, *unflatten(arrays)) for r, number, arrays in kept
+    )
     return Current(
         name=info.name,
         place=info.place,

@@ -218,7 +218,7 @@ class _Count:
 
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
     """Logs the exception of a tap, and keeps it for the next barrier."""
-    failures.keep(error)
+    failures.store(error)
     said = errors.without_code(failures.summary(error))[:500]
     with state.lock:
         tally = state.tallies.setdefault((name, place), _Count(name, place))

@@ -421,7 +421,7 @@ class Puller(Owned):
         are. Not here: once a program got it, its traceback leads to the program, which
         holds the feed, and no garbage collector sees that circle.
         """
-        number, said = failures.keep(error), failures.summary(error)
+        number, said = failures.store(error), failures.summary(error)
 
         def failure() -> BaseException:
             return failures.kept(number) or FeedError(

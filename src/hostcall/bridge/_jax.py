@@ -117,7 +117,7 @@ class JaxFunction(TakesNoRules):
         self._device, self._given = device, given
 
         def flat(template: Template, *arrays: jax.Array) -> object:
-            args, kwargs = template.fill(arrays)
+            args, kwargs = template.unflatten(arrays)
             return fn(*args, **kwargs)
 
         flat.__name__ = self.__name__
@@ -166,7 +166,7 @@ class JaxFunction(TakesNoRules):
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts)
         program = DeviceProgram(self.__name__, jaxpr, self._device)
-        return ProgramFunction(program, self.options["timeout"])
+        return ProgramFunction(program, self.policy.timeout)
 
 
 class DeviceProgram(Code):
@@ -220,7 +220,7 @@ class ProgramFunction(OverOthers):
 
     def _make(self, what: str, *flags: bytes) -> JaxFunction:
         name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
-        given = {"name": name, "timeout": self.options["timeout"]}
+        given = {"name": name, "timeout": self.policy.timeout}
         return JaxFunction(self.fn.over(what, *flags), self.fn.device, **given)
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:

@@ -275,10 +275,13 @@ class LibraryFunction(OverOthers):
             "advice": self.advice,
             "derivatives": max(self.derivatives - 1, 0),
             "vmap_method": self._method if of_rows else None,
-            **{key: self.options[key] for key in ("lend", "timeout", "executor")},
+            "lend": self.options.lend,
             **more,
         }
-        return type(self)(self.fn.derived(what, name, *flags), name=name, **options)
+        code = self.fn.derived(what, name, *flags)
+        made = type(self)(code, name=name, **options)
+        made.policy = self.policy
+        return made
 
 
 class TakesNoRules(Function):

@@ -127,8 +127,8 @@ class OfSympy(Function):
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(self, evaluate: Evaluate, timeout: float | None) -> None:
-        how = {"vmap_method": "expand_dims", "timeout": timeout}
         name, result = evaluate.name, evaluate.spec
+        how: dict[str, Any] = {"vmap_method": "expand_dims", "timeout": timeout}
         super().__init__(evaluate, name=name, result=result, **how)
         self._slopes: dict[object, tuple[list[int], OfSympy | None]] = {}
         shares = [
@@ -211,7 +211,7 @@ class OfSympy(Function):
         outs = tuple(found[k].xreplace(back) for k in at)
         name = f"d({self.__name__})/d{by}"
         evaluate = dataclasses.replace(self.fn, name=name, outs=outs, form="list")
-        return at, OfSympy(evaluate, self.options["timeout"])
+        return at, OfSympy(evaluate, self.policy.timeout)
 
 
 # --- SymPy expressions as NumPy code -------------------------------------------------

@@ -337,13 +337,13 @@ class _Problem(HostCode):
         return ravel_pytree(self.fun(*args))[0].reshape(self.shape)
 
     def _numbers(self, template: Template, *arrays: jax.Array) -> Any:
-        return self.fun(*template.fill(arrays)[0])
+        return self.fun(*template.unflatten(arrays)[0])
 
     def _on_flat(self, code: Callable[[Code], Code]) -> Callable[..., Any]:
         """(template, z, *arrays) -> the code at z, which is x as one array."""
 
         def run(template: Template, z: jax.Array, *arrays: jax.Array) -> Any:
-            (x, *args), _ = template.fill(arrays)
+            (x, *args), _ = template.unflatten(arrays)
             return code(lambda z: self._flat(ravel_pytree(x)[1](z), *args))(z)
 
         return run
@@ -467,7 +467,7 @@ class _Problem(HostCode):
 
     def _found(self, start: np.ndarray, template: Template, arrays: Arrays) -> Any:
         """SciPy's result, which is no success where a number is NaN."""
-        (x0, *_), _ = template.fill(arrays)
+        (x0, *_), _ = template.unflatten(arrays)
         limits = None if self.bounds is None else self._limits(x0)
         arrays = [jnp.asarray(x) for x in arrays]  # sent once, not in each step
         seen = _Seen(start, bool(np.isfinite(start).all()))

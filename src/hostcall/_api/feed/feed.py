@@ -82,7 +82,7 @@ class Feed(Handle):
         take = functools.partial(bind, params=params)
         operands = [*mask, *markers]
         *leaves, ok = take(*operands) if shards is None else shards.over(take, operands)
-        return self._items.fill(leaves), ok
+        return self._items.unflatten(leaves), ok
 
     def state(self) -> dict[str, Any]:
         """The position after the last item that a program took.

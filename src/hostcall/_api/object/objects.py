@@ -433,7 +433,7 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         trees = template, results, fills
         how, policy = CallOptions.of(group.options), Policy.of(group.options)
         callback = Callback(Static(entry), *trees, how, users_place(), policy)
-        return results.fill(make(callback, operands, mask))
+        return results.unflatten(make(callback, operands, mask))
 
     method.__name__, method.__qualname__ = name, entry.__qualname__
     return method

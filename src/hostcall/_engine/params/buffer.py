@@ -200,7 +200,7 @@ class BufferParams(CallParams):
 
         def whole(ctx: Any, *buffers: Any) -> Any:
             out = results.treedef.unflatten(buffers[:n])
-            args, kwargs = template.fill(buffers[n:])
+            args, kwargs = template.unflatten(buffers[n:])
             return fn(ctx, out, *args, **kwargs)
 
         return whole

@@ -115,7 +115,7 @@ class DropInInfo(CallInfo):
         if self.params.kind != "debug":
             return super().eager_error(error)
         self.log(error)
-        failures.keep(error, handed_over=True)
+        failures.store(error, handed_over=True)
         return error
 
     def log(self, error: BaseException) -> None:

@@ -90,7 +90,7 @@ class TapParams(Equation):
         self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
     ) -> CallInfo:
         info = super().info(devices, mesh)
-        if self.options.on != "once" and mesh is None and avals:
+        if self.options.in_blocks and mesh is None and avals:
             whole = (a.shape for a in self.arguments(avals))
             place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
             info.places = dict.fromkeys(devices, place)
@@ -113,19 +113,13 @@ class TapParams(Equation):
                 `always`; else Python reads the flag.
         """
         delivery.start()
-        how = self.options
-        every = how.every
         return _native.TapSettings(
-            when_full=_native.WhenFull[how.when_full.upper()],
+            **self.options.native,
             nested=nested,
             only=only,
             linked=linked,
             through=self.through,
-            every_steps=every if isinstance(every, int) else 0,
-            every_ns=int(every * 1e9) if isinstance(every, float) else 0,
-            sample=1.0 if how.sample is None else how.sample,
             always=self.always and in_program,
-            batch=how.batch or 0,
         )
 
     def compresses(self, operands: Sequence[Any]) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.errors import SpecError, conflict
+from hostcall._core.errors import HostcallError, SpecError, conflict
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.tap import TapParams
@@ -91,7 +91,7 @@ class TapBlocks(Partitioned):
     def regroup(
         self, sharding: Sharding, shape: Sequence[int], number: int
     ) -> Sharding:
-        if self.params.options.on == "shards":
+        if self.params.options.by_device:
             return sharding
         return tiles_of_processes(self.params, sharding, shape, number)
 
@@ -119,6 +119,16 @@ def lower(
         )
     targets.start_lowering(program)
     return lower_blocks(program, operands, TapBlocks(program, params))
+
+
+def refuse_through_jax(program: _jax.Program, params: TapParams) -> NoReturn:
+    raise HostcallError(
+        f"hostcall: {params.shown} has on={params.options.on!r}, and is lowered for"
+        f" {', '.join(program.platforms)}, where JAX's callbacks get only the whole"
+        " value. Put the tap into a jax.shard_map, where each device taps its own"
+        " block, or leave out on=",
+        code="hc-device",
+    )
 
 
 # --- The parts of processes -----------------------------------------------------------
@@ -188,7 +198,7 @@ def blocks_here(operands: Operands, params: TapParams) -> Iterator[Block]:
     """The deliveries of an eager tap in this process."""
     arrays = [x for x in operands if isinstance(x, jax.Array)]
     sharded = [x for x in arrays if len(x.devices()) > 1]
-    each = params.options.on == "shards" and bool(sharded)
+    each = params.options.by_device and bool(sharded)
     if each:
         homes = [shard.device for shard in sharded[0].addressable_shards]
     else:

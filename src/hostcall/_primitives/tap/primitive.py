@@ -90,7 +90,7 @@ def _blocks(
     array's block lies (None: it is whole), and the operands.
     """
     arrays = [x for x in operands if isinstance(x, jax.Array)]
-    if params.options.on != "once":
+    if params.options.in_blocks:
         from hostcall._primitives.tap import partitioned  # most taps deliver no blocks
 
         return partitioned.blocks_here(operands, params)
@@ -285,8 +285,8 @@ _NOT_HERE = -1  # no device has this ordinal
 
 def _delivers_blocks(program: _jax.Program, params: TapParams) -> bool:
     """Whether the tap of this program, which is partitioned, is one of blocks."""
-    on = params.options.on  # within one process its part is the whole value
-    return on == "shards" or (on == "process" and program.across)
+    how = params.options  # within one process its part is the whole value
+    return how.by_device or (how.in_blocks and program.across)
 
 
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
@@ -384,13 +384,9 @@ def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     if not program.is_partitioned:
         return None
     if _delivers_blocks(program, params):
-        raise HostcallError(
-            f"hostcall: {params.shown} has on={params.options.on!r}, and is"
-            f" lowered for {', '.join(program.platforms)}, where JAX's callbacks get"
-            " only the whole value. Put the tap into a jax.shard_map, where each device"
-            " taps its own block, or leave out on=",
-            code="hc-device",
-        )
+        from hostcall._primitives.tap import partitioned
+
+        partitioned.refuse_through_jax(program, params)
     return jax.sharding.SingleDeviceSharding(_tapping(program, params))
 
 
