@@ -188,10 +188,11 @@ def call(
         policy = replace(owner.policy, owner=owner)
     seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     name = seen.name
-    check(f"`{name}`", given, fn=fn)
+    check(f"`{name}`", {**given, "awaits": seen.awaits}, fn=fn)
     how = CallOptions.of(given, how)
-    met = {**vars(policy), **how.met(policy), "awaits": seen.awaits}
-    check(f"`{name}`", met, {})
+    if policy.owner is not None:  # its options may not meet those of this place either
+        met = {**vars(policy), **how.met(policy), "awaits": seen.awaits}
+        check(f"`{name}`", met, {})
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) if how.lend == "out" else ()
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
