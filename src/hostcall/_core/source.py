@@ -114,12 +114,11 @@ def look(fn: Any) -> Look:
         if fn.__dict__:  # perhaps the mark of inspect.markcoroutinefunction
             awaits = inspect.iscoroutinefunction(fn)
         return Look(fn.__qualname__, code, awaits, bool(code.co_flags & _YIELDS))
-    every = list(layers(fn))
-    # functools.update_wrapper may have named a partial.
-    names = ((each, text_of(each, "__qualname__")) for each in every)
-    inner = every[-1]
-    bare = text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
-    named, name = next((pair for pair in names if pair[1]), (inner, bare))
+    named, name, inner = fn, "", fn
+    for inner in layers(fn):
+        if not name:  # functools.update_wrapper may have named a partial
+            named, name = inner, text_of(inner, "__qualname__")
+    name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
     if named is not fn:
         name = f"partial({name})"
     found, told = asked(inner, "__code__", types.CodeType), own(fn).source()
