@@ -71,7 +71,8 @@ class _TapFailures(Owned):
     """
     Attributes:
         lock: protects the others.
-        tallies: by the tap's name and place, so no more than lines that tap.
+        tallies: by the names of the tap's function and its place, not by its tag: no
+            more than lines that tap.
         failures: the exceptions that are kept.
     """
 
