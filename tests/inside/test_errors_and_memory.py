@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._core import coerce, config, failures
+from hostcall._core import callback, coerce, config, failures
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -25,6 +25,25 @@ def test_numbers_of_raised_errors_do_not_pile_up():
     assert all(map(failures.is_told, range(first, failures.failures_so_far() + 1)))
     assert failures.is_told(0)  # no host call's
     assert not failures.is_told(failures.store(LookupError()))
+
+
+def test_ever_new_tags_do_not_pile_up(monkeypatch):
+    """Names of statistics and events are kept for ever. A collector gets every tag."""
+
+    def seen(x):
+        pass
+
+    monkeypatch.setattr(callback, "_MOST_TAGS", len(callback._tags) + 1)
+    before = len(hc.monitor.stats())
+    with hc.testing.collect() as collected:
+        for i in range(4):
+            hc.tap(seen, np.float32(i), tag=f"new tag {i}")
+    assert [*collected] == [f"new tag {i}" for i in range(4)]
+    first, others = [*hc.monitor.stats()][before:]
+    assert (first, others.split(" (")[0]) == ("new tag 0", seen.__qualname__)
+    assert hc.monitor.stats()[others].calls == 3
+    taps = [r.name for r in hc.monitor.flight() if r.kind == "tap"][-4:]
+    assert taps == ["new tag 0", *3 * [seen.__qualname__]]
 
 
 def test_what_old_exceptions_hold_is_let_go(monkeypatch):

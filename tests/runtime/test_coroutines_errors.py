@@ -270,9 +270,13 @@ def test_concurrency_is_for_coroutine_functions():
 
 def test_rules_that_could_not_run():
     function = hc.host(lambda x: x, result=hc.results.like(0))
+    plain = hc.host(np.cos, result=hc.results.like(0))
     for rule in (
         lambda: function.defjvp(same, where="jax"),
         lambda: function.defbatch(same),
+        # A rule that is a HostFunction makes both JAX code.
+        lambda: function.defvjp(plain, same),
+        lambda: function.defvjp(same, plain),
     ):
         with pytest.raises(hc.errors.SpecError, match="a coroutine function and JAX"):
             rule()

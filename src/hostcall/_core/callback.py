@@ -11,6 +11,12 @@ from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.source import Look, Place, look
 from hostcall._core.spec import Results, Static, Template
 
+# Rows of statistics and places of events have names, which live as long as the process.
+# A program with ever-new tags (f"step {i}") must not use more and more memory. Changed
+# in single steps, without a lock.
+_MOST_TAGS = 4096
+_tags: dict[str, None] = {}
+
 
 @dataclass(frozen=True, repr=False)
 class Callback:
@@ -57,9 +63,17 @@ class Callback:
         return self.options.tag or self.name
 
     @property
+    def lasting_tag(self) -> str | None:
+        """The tag, if it is among the first of the process, or else None."""
+        tag = self.options.tag
+        if tag is not None and len(_tags) < _MOST_TAGS:
+            _tags[tag] = None
+        return tag if tag in _tags else None
+
+    @property
     def counted_as(self) -> str:
         """Under which name its calls are counted; see `costs`."""
-        return self.options.tag or self.seen.source
+        return self.lasting_tag or self.seen.source
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"

@@ -295,8 +295,8 @@ class CallInfo:
 #
 # Events of the engine hold the number of a place instead of its name, since the plan
 # that made them may be gone when they are read. Equal places get one number, so there
-# are as many as lines of the program that write calls, however many functions they
-# make.
+# are as many as lines of the program that write calls, and some tags, however many
+# functions they make.
 
 
 class Named(NamedTuple):
@@ -319,7 +319,7 @@ class _Places:
 
     def number_of(self, callback: Callback) -> int:
         """The number of a call's place."""
-        key = Named(callback.shown, callback.place)
+        key = Named(callback.lasting_tag or callback.name, callback.place)
         found = self._numbers.get(key)
         if found is not None:
             return found

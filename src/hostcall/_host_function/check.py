@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat, starmap
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -83,8 +83,13 @@ class Checks:
             if isinstance(x, jax.Array) or is_array_like(x):
                 self.places.setdefault(position, []).append(n)
         still = among(self.f.nondiff, len(self.args))
-        diff = chain(*(ns for p, ns in self.places.items() if p not in still))
-        self.moving = [n for n in diff if _inexact(self.leaves[n])]
+        self.moving = [
+            n
+            for position, numbers in self.places.items()
+            if position not in still
+            for n in numbers
+            if _inexact(self.leaves[n])
+        ]
         bits = {jnp.finfo(jnp.result_type(self.leaves[n])).bits for n in self.moving}
         self.wide = bits == {64}
         usual = 1e-4 if self.wide else 2e-2
@@ -192,10 +197,12 @@ class Checks:
 
     def direction(self, like: Arrays) -> Arrays:
         # Not all functions are holomorphic, so both parts of complex ones move.
-        noise = [self.random.standard_normal((*x.shape, 2)) @ [1, 1j] for x in like]
-        pairs = zip(noise, like, strict=True)
-        parts = [(z if jnp.iscomplexobj(x) else z.real, x.dtype) for z, x in pairs]
-        return list(starmap(jnp.asarray, parts))
+        def noise(x: jax.Array) -> jax.Array:
+            real, imag = self.random.standard_normal((2, *x.shape))
+            part = real + 1j * imag if jnp.iscomplexobj(x) else real
+            return jnp.asarray(part, x.dtype)
+
+        return list(map(noise, like))
 
     def difference(self, g: Code, primals: Arrays, tangents: Arrays) -> Slopes:
         """The derivative along a direction by differences, and the errors of that.
@@ -203,13 +210,14 @@ class Checks:
         Takes the best of several steps. No single one suits all functions: a long one
         is wrong for a function that varies fast, and a short one drowns in rounding.
         """
-        step, best = max([1.0, *map(_largest, primals)]) / 16, list[tuple[float, Any]]()
+        step = max([1.0, *map(_largest, primals)]) / 16
+        best: list[tuple[float, np.ndarray]] = []  # (error, slope) of each result
 
         def at(far: float) -> tuple[list[np.ndarray], float]:
             moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
             return list(map(np.asarray, g(*moved))), far
 
-        varies: Iterable[np.ndarray | bool] = repeat(False)
+        varies: list[np.ndarray] = []  # where a step so far saw each result change
         for left in reversed(range(_STEPS[self.wide])):
             step /= 4
             try:
@@ -219,18 +227,20 @@ class Checks:
                     raise
                 continue
             # Where a longer step saw a change, none now is rounding.
-            varies = [v | ~line.flat for v, line in zip(varies, found, strict=False)]
-            errors = [
-                _largest(central_error(eps_of([line]) * v, line))
-                for v, line in zip(varies, found, strict=True)
-            ]
-            now = list(zip(errors, (line.central(2) for line in found), strict=True))
-            pairs = zip(now, best or now, strict=True)
-            best = [min(pair, key=itemgetter(0)) for pair in pairs]
+            changes = [~line.flat for line in found]
+            varies = list(map(np.logical_or, varies or changes, changes))
+            now = []
+            for line, changed in zip(found, varies, strict=True):
+                errors = central_error(eps_of([line]) * changed, line)
+                now.append((_largest(errors), line.central(2)))
+            if best:
+                now = [min(p, key=itemgetter(0)) for p in zip(now, best, strict=True)]
+            best = now
             if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
                 break
         for error, slope in best:
-            if error > max(0.1 * (size := _largest(slope)), 1e-6):
+            size = _largest(slope)
+            if error > max(0.1 * size, 1e-6):
                 raise Ended(
                     "left out",
                     f"differences are {size:.3g} +- {error:.3g}, too inexact to check"
@@ -333,10 +343,10 @@ def _same(got: Arrays, wanted: Tree, what: str) -> None:
 
 
 def _close(
-    got: Arrays, wanted: Arrays, what: str, rtol: float, errors: Iterable[float] = ()
+    got: Arrays, wanted: Arrays, what: str, rtol: float, errors: Sequence[float] = ()
 ) -> None:
-    """`errors` says how wrong each leaf of `wanted` may be itself."""
-    for a, b, error in zip(got, wanted, chain(errors, repeat(0.0)), strict=False):
+    """`errors` says how wrong each leaf of `wanted` may be itself; else none is."""
+    for a, b, error in zip(got, wanted, errors or [0.0] * len(got), strict=True):
         atol = rtol * _largest(b) + 2 * error + 1e-6
         # Integers may be rounded values.
         close = not _inexact(a) or np.allclose(a, b, rtol, atol, equal_nan=True)

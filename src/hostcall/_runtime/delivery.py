@@ -45,7 +45,8 @@ class _Taps(Owned):
             is changed and copied in single steps, with the GIL and without: no lock.
         reports: failures of programs, for the barrier to raise.
         lock: protects the rest.
-        tallies: by the tap's name and place, so no more than lines that tap.
+        tallies: by the names of the tap's function and its place, not by its tag: no
+            more than lines that tap.
         failures: the exceptions of taps that are kept for the barrier.
     """
 
