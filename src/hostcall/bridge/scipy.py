@@ -240,14 +240,27 @@ def _made(public: Callable[..., Any], kind: type[_Problem], given: Any) -> Any:
         return functools.partial(public, **given)
     usage = f"hc.bridge.scipy.{kind.word}(fun)"
     shown = given["name"] or check_function(fun, usage).name
-    of_host = {key: given.pop(key) for key in ("vmap_method", "timeout")}
-    rows = f"{choices(ROWS)}, since SciPy solves for one row at a time"
-    methods = {"vmap_method": Option(rows, ROWS.__contains__)}
-    check(f"`{shown}`", of_host, methods)
     problem = kind(fun, {**given, "name": shown})
+    of_host = {key: given[key] for key in ("vmap_method", "timeout")}
     made = host(problem, result=problem.spec, float64=True, name=shown, **of_host)
     made.defjvp(_Implicit(problem, made), where="jax")
     return made
+
+
+# What the options may be that all solvers have.
+_ROWS = {
+    "vmap_method": Option(
+        f"{choices(ROWS)}, since SciPy solves for one row at a time", ROWS.__contains__
+    ),
+    "tol": Option(
+        "a number of at least 0", lambda v: isinstance(v, (int, float)) and v >= 0
+    ),
+    "full_output": Option("True or False", lambda v: isinstance(v, bool)),
+    "bounds": Option(
+        "a tuple (low, high), each a number or a pytree like x",
+        lambda v: isinstance(v, tuple) and len(v) == 2,
+    ),
+}
 
 
 class _Implicit(TakesMask):
@@ -302,25 +315,13 @@ class _Problem(HostCode):
 
     def _check(self, may: Sequence[str]) -> None:
         """Refuses wrong options; `may` are the methods."""
-        options = f"a dict of options of scipy.optimize.{self.word}{self.other_keys}"
-        rows: dict[str, tuple[str, Callable[[Any], bool]]] = {
-            "method": (choices(may) + self.others, may.__contains__),
-            "tol": (
-                "a number of at least 0",
-                lambda v: isinstance(v, (int, float)) and v >= 0,
-            ),
-            "options": (
-                options,
-                lambda v: isinstance(v, Mapping) and set(v) <= set(self.keys or v),
-            ),
-            "full_output": ("True or False", lambda v: isinstance(v, bool)),
-            "bounds": (
-                "a tuple (low, high), each a number or a pytree like x",
-                lambda v: isinstance(v, tuple) and len(v) == 2,
-            ),
-        }
-        given = {**self._given, "method": self.method}
-        check(f"`{self.name}`", given, {k: Option(*row) for k, row in rows.items()})
+        options = Option(
+            f"a dict of options of scipy.optimize.{self.word}{self.other_keys}",
+            lambda v: isinstance(v, Mapping) and set(v) <= set(self.keys or v),
+        )
+        method = Option(choices(may) + self.others, may.__contains__)
+        rows = {**_ROWS, "method": method, "options": options}
+        check(f"`{self.name}`", {**self._given, "method": self.method}, rows)
 
     def __reduce__(self) -> Any:
         return type(self), (self.fun, self._given)
@@ -330,7 +331,7 @@ class _Problem(HostCode):
     @staticmethod
     def zero(fun: Code) -> Code:
         """What is zero at a solution, made of `fun` on flat arrays."""
-        raise NotImplementedError
+        return fun
 
     def _flat(self, *args: Any) -> jax.Array:
         """What `fun` returns, as one array."""
@@ -524,7 +525,6 @@ _NEAR = 1.5e-8  # of the length of x: the root of float64's precision
 
 class _Root(_Problem):
     word, returns = "root", "as many real floating numbers as the unknown has"
-    zero = staticmethod(lambda fun: fun)
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
         value, slope = run

@@ -56,10 +56,10 @@ class Shards:
         self, shape: tuple[int, ...], mine: list[Any], path: str
     ) -> tuple[tuple[int, ...], list[Slices]]:
         """(the shape of a device's block, the part of this process's item for each)."""
+        of = f"item{path} of the feed `{self._name}` has the shape {list(shape)}"
         if len(self.sharding.spec) > len(shape):
             raise SpecError(
-                f"hostcall: item{path} of the feed `{self._name}` has the shape"
-                f" {list(shape)}, which has no axis for {self.sharding.spec}. Give it"
+                f"hostcall: {of}, which has no axis for {self.sharding.spec}. Give it"
                 " one, or feed it by another hc.feed without sharding=",
                 code="hc-device",
             )
@@ -75,8 +75,7 @@ class Shards:
             n, rest = divmod(size, len(parts))
             if rest:
                 raise SpecError(
-                    f"hostcall: item{path} of the feed `{self._name}` has the shape"
-                    f" {list(shape)}, and axis {axis} can't be cut into {len(parts)}"
+                    f"hostcall: {of}, and axis {axis} can't be cut into {len(parts)}"
                     f" equal parts, as {self.sharding.spec} wants",
                     code="hc-device",
                 )

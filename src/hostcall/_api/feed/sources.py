@@ -116,10 +116,9 @@ def parse_spec(spec: Any, name: str) -> Results:
     """What `spec` declares."""
     results = parse_result(spec, name)
     if not results.avals:
-        why = (
+        raise _refused(
             f"the items of the feed `{name}` have no leaves. Does the source give None?"
         )
-        raise _refused(why)
     return results
 
 

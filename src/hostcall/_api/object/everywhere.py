@@ -57,24 +57,22 @@ def _joined(name: str, parts: list[Snapshot]) -> Snapshot:
             f" {sorted(map(str, batches))}. Save them in each process, with save()",
             code="hc-object",
         )
-    objects: dict[tuple[int, ...], bytes] = {}
-    holders: dict[tuple[int, ...], int] = {}
-    for process, part in enumerate(parts):
-        for index, state in part["objects"].items():
-            if index in objects:
-                raise HostcallError(
-                    f"hostcall: processes {holders[index]} and {process} each have an"
-                    f" object {index} of `{name}`, since each ran a program of its own."
-                    " One snapshot can't hold both: call save() without processes= in"
-                    " each process, and keep a file for each",
-                    code="hc-object",
-                )
-            objects[index], holders[index] = state, process
-    for part in parts:
-        for index, state in part["waiting"].items():
-            objects.setdefault(index, state)  # nobody has called this object since
+    states: dict[tuple[int, ...], bytes] = {}
+    for key in ("waiting", "objects"):  # a state waits if nobody has called its object
+        for part in parts:
+            states |= part[key]
+    for index in states:
+        holders = [n for n, part in enumerate(parts) if index in part["objects"]]
+        if len(holders) > 1:
+            raise HostcallError(
+                f"hostcall: processes {' and '.join(map(str, holders))} each have an"
+                f" object {index} of `{name}`, since each ran a program of its own. One"
+                " snapshot can't hold both: call save() without processes= in each"
+                " process, and keep a file for each",
+                code="hc-object",
+            )
     batch = batches.pop() if batches else ()
-    return {"batch": batch, "objects": dict(sorted(objects.items()))}
+    return {"batch": batch, "objects": dict(sorted(states.items()))}
 
 
 def scatter(
@@ -110,20 +108,21 @@ _CODEC = codec.Codec({})
 
 @dataclass(frozen=True)
 class _Exchanged:
-    """What a process gives the others."""
+    """What a process gives the others: its states, or why it has none."""
 
-    batch: tuple[int | tuple[str, int], ...]
-    objects: _STATES
-    waiting: _STATES
+    batch: tuple[int | tuple[str, int], ...] = ()
+    objects: _STATES = ()
+    waiting: _STATES = ()
+    error: str = ""
 
 
 def encode(snapshot: Snapshot) -> str:
     """`snapshot` has a batch and states, or the text of an "error"."""
-    told = {
+    told: dict[str, Any] = {
         key: tuple(sorted(part.items())) if isinstance(part, dict) else part
         for key, part in snapshot.items()
     }
-    return codec.write(_CODEC.encode(told, "a snapshot"))
+    return codec.write(_CODEC.encode(_Exchanged(**told), "a snapshot"))
 
 
 def decode(data: str | bytes, who: str, process: int) -> Snapshot:
@@ -133,11 +132,7 @@ def decode(data: str | bytes, who: str, process: int) -> Snapshot:
         HostcallError: these are other bytes, or an error.
     """
     try:
-        told = codec.read(data)
-        if told.keys() == {"error"}:
-            why = _CODEC.decode(told["error"], str, "error")
-        else:
-            why, found = "", _CODEC.fields({"waiting": [], **told}, _Exchanged)
+        found = _CODEC.fields(codec.read(data), _Exchanged)
     except Exception as error:
         raise HostcallError(
             f"hostcall: what the job's store holds for {who}, process {process} was not"
@@ -147,7 +142,7 @@ def decode(data: str | bytes, who: str, process: int) -> Snapshot:
             " job's network, and restart the job",
             code="hc-process",
         ) from error
-    if why:
+    if why := found.pop("error"):
         raise HostcallError(
             f"hostcall: {who} failed in process {process}: {why}", code="hc-failed"
         )

@@ -373,33 +373,31 @@ OPTIONS = {
 
 def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
     """What each method returns; refuses wrong names."""
-    wrong = ""
     if not isinstance(methods, Mapping) or not methods:
-        wrong = (
+        raise _undeclarable(
             f"methods= of `{name}` should be a dict from method names to result specs,"
             f" got {methods!r}"
         )
-    for method in () if wrong else methods:
+    parsed: dict[str, Results] = {}
+    for method, each in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
-            wrong = (
+            raise _undeclarable(
                 f"methods= of `{name}` has the key {method!r}, which is not the name of"
                 " a public method"
             )
-        elif method in vars(Object):
-            wrong = (
+        if method in vars(Object):
+            raise _undeclarable(
                 f"`{name}` can't declare `{method}`, since hc.Object has its own method"
                 " of that name. Add a method with another name that calls it, and"
                 " declare that one"
             )
-    if wrong:
-        raise SpecError(f"hostcall: {wrong}", code="hc-object")
-    return {
-        # Those of an exported program are read.
-        method: each
-        if isinstance(each, Results)
-        else parse_result(each, f"{name}.{method}")
-        for method, each in methods.items()
-    }
+        is_read = isinstance(each, Results)  # of an exported program
+        parsed[method] = each if is_read else parse_result(each, f"{name}.{method}")
+    return parsed
+
+
+def _undeclarable(why: str) -> SpecError:
+    return SpecError(f"hostcall: {why}", code="hc-object")
 
 
 # --- Calls ---------------------------------------------------------------------------
@@ -414,8 +412,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    called = group.definition(name)
+    how, policy = CallOptions.of(group.options), Policy.of(group.options)
     bound: Callable[..., Any] | None = None
+    called = group.definition(name)
     if isinstance(called, types.FunctionType):  # a static method gets no object
         defined = inspect.getattr_static(group.factory, name)
         is_static = isinstance(defined, staticmethod)
@@ -431,7 +430,6 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         trees = template, results, fills
-        how, policy = CallOptions.of(group.options), Policy.of(group.options)
         callback = Callback(Static(entry), *trees, how, users_place(), policy)
         return results.unflatten(make(callback, operands, mask))
 
