@@ -125,7 +125,7 @@ def stop() -> None:
     _native.stop_taps()
     worker.join()
     _log_counts()
-    count = sum(tally.count for tally in state.tallies.values())
+    count = sum(tally.count for tally in list(state.tallies.values()))
     if take() is not None:
         logger.error(
             "%s failed, and no barrier() raised that (see the log above)",
