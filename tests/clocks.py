@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hostcall._core import wait
@@ -22,3 +24,10 @@ def of_tap_failures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr(delivery, "clock", lambda: now[0])
     return now
+
+
+def while_tap_failures_are_counted(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]
+) -> None:
+    """Calls `then()` on each thread that is counting failures of taps."""
+    monkeypatch.setattr(delivery, "clock", lambda: then() or 0.0)

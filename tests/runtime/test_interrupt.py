@@ -1,4 +1,6 @@
-"""Ctrl-C while the main thread waits inside JAX for a callback on another thread."""
+"""Ctrl-C while the main thread waits inside JAX for a callback on another thread, and
+other signals whose handlers use hostcall.
+"""
 
 from __future__ import annotations
 
@@ -169,3 +171,26 @@ def test_the_interrupt_does_not_hit_the_next_call(run_python):
         """
     )
     assert done.stdout.strip() == "False 1 5"
+
+
+@pytest.mark.parametrize("thread", ["hostcall-timeout", "hostcall-loop"])
+def test_a_handler_of_a_signal_while_a_thread_is_started(run_python, thread):
+    """The handler needs the same thread."""
+    run_python(f"""
+        import signal, threading, jax.numpy as jnp, hostcall as hc
+        async def same(x):
+            return x
+        def work():
+            y = hc.call(same, jnp.float32(0), jnp.float32(1))
+            done.append(hc.barrier(timeout=30) and float(y) == 1)
+        done, interrupted, start = [], [], threading.Thread.start
+        def started(self):
+            if self.name == {thread!r} and not interrupted:
+                interrupted.append(self)
+                signal.raise_signal(signal.SIGUSR1)
+            start(self)
+        signal.signal(signal.SIGUSR1, lambda *_: work())
+        threading.Thread.start = started
+        work()
+        assert done == [True, True]
+    """)

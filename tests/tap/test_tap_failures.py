@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import signal
+import threading
 import weakref
 
 import clocks
@@ -208,3 +210,26 @@ def test_at_exit_the_rest_is_counted(run_python):
     assert done.stderr.count("Traceback") == 3
     assert "(500 in all). Last error: KeyError: 499" in done.stderr
     assert "500 taps failed, and no barrier() raised that" in done.stderr
+
+
+def test_a_handler_of_a_signal_that_waits_while_failures_are_counted(monkeypatch):
+    def fail(i):
+        raise ValueError(f"step {i}")
+
+    found, before = [], signal.getsignal(signal.SIGUSR1)
+    signal.signal(
+        signal.SIGUSR1, lambda *_: found.append(hc.barrier(5, programs=False))
+    )
+
+    def interrupt():
+        if threading.current_thread() is threading.main_thread() and not found:
+            found.append(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    try:
+        clocks.while_tap_failures_are_counted(monkeypatch, interrupt)
+        steps(fail, 2)()
+        assert len(barrier_group().exceptions) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [None, True]

@@ -223,6 +223,35 @@ def test_a_barrier_with_a_limit():
     assert gated.seen == [0, 1, 2]
 
 
+def test_a_barrier_without_time_says_that_all_is_over():
+    hc.barrier()
+    assert any(hc.barrier(timeout=0) for _ in range(5))
+
+
+def test_a_barrier_inside_a_call_waits_for_taps_and_not_for_its_program():
+    gate, seen, found = threading.Event(), [], []
+
+    def late(x):
+        gate.wait(60)
+        return x
+
+    def host(x):
+        found.append((hc.barrier(timeout=2), len(seen)))
+        return x
+
+    @jax.jit
+    def f(m):
+        hc.tap(seen.append, m[0, 0])
+        return hc.call(host, m, m, order="unordered")
+
+    m = jnp.ones((600, 600))  # large enough that XLA runs it on one of its threads
+    m = jax.jit(lambda m: hc.call(late, m, m @ m))(m)
+    y = f(m)  # does not run on the dispatching thread
+    gate.set()
+    y.block_until_ready()
+    assert found == [(True, 1)]
+
+
 def test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error():
     gate = threading.Event()
 

@@ -10,9 +10,9 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import failures, mistakes
 from hostcall._core.daemon import limited
-from hostcall._core.wait import ended, wait
+from hostcall._core.wait import SLICE, ended, wait
 from hostcall._engine.counters import costs
-from hostcall._runtime import delivery
+from hostcall._runtime import context, delivery
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
@@ -21,7 +21,8 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     The barrier waits for the effects that this thread has dispatched, for every live
     array, and for the tap queue. A program that has no effect (`hc.tap_through`) is
     waited for as long as its results are alive. Ctrl-C interrupts the wait without
-    losing a tap or an error.
+    losing a tap or an error. Inside a host function it waits for taps only, since the
+    program that made the call can't end meanwhile.
 
     Args:
         timeout: the limit in seconds; None for no limit.
@@ -61,10 +62,11 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
     if not programs:
         return delivery.flush(timeout, queued_only=True)
     end = None if timeout is None else time.monotonic() + timeout
-    if timeout is not None and not _programs_end_in(timeout):
-        return False
     failed = delivery.state.reports  # outlives this wait if Ctrl-C or the limit ends it
-    failed += failures.failures_of_all()
+    if context.current() is None:  # else its program's results are among the arrays
+        if timeout is not None and not _programs_end_in(timeout):
+            return False
+        failed += failures.failures_of_all()
     left = None if end is None else max(0.0, end - time.monotonic())
     if not delivery.flush(left):
         return False
@@ -107,7 +109,8 @@ def _programs_end_in(seconds: float) -> bool:
                 with contextlib.suppress(BaseException):  # its reader sees the error
                     thing.block_until_ready()
 
-    return wait(ended(limited.submit(wait_for_all)), max(seconds, 0.0))
+    # A thread takes a moment, also without anything to wait for.
+    return wait(ended(limited.submit(wait_for_all)), max(seconds, SLICE))
 
 
 def discard_taps() -> None:

@@ -135,7 +135,8 @@ class DaemonPool(Owned, futures.Executor):
 
     def _start_anew(self) -> None:
         self._jobs = queue.SimpleQueue[Job | None]()
-        self._lock = threading.Lock()  # of the two below
+        # Of the two below. A handler of a signal may use the pool, too.
+        self._lock = threading.RLock()
         self._threads = 0
         self._free = 0  # threads that wait for a job, less the jobs that wait for them
 

@@ -44,7 +44,8 @@ class _Taps(Owned):
         collectors: see tagged taps as they are delivered (hc.testing.collect). A list
             is changed and copied in single steps, with the GIL and without: no lock.
         reports: failures of programs, for the barrier to raise.
-        lock: protects the rest.
+        lock: protects the rest. It is reentrant, since a handler of a signal may wait
+            for taps while this thread holds it.
         tallies: by the names of the tap's function and its place, not by its tag: no
             more than lines that tap.
         failures: the exceptions of taps that are kept for the barrier.
@@ -55,7 +56,7 @@ class _Taps(Owned):
 
     def __init__(self) -> None:
         self.reports: list[BaseException] = []
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.tallies: dict[tuple[str, Any], _Count] = {}
         self.failures: list[BaseException] = []
         super().__init__()
@@ -125,7 +126,7 @@ def stop() -> None:
     _native.stop_taps()
     worker.join()
     _log_counts()
-    count = sum(tally.count for tally in state.tallies.values())
+    count = sum(tally.count for tally in list(state.tallies.values()))
     if take() is not None:
         logger.error(
             "%s failed, and no barrier() raised that (see the log above)",
@@ -255,13 +256,13 @@ def _log_counts() -> None:
 
 def take() -> BaseException | None:
     """What taps have raised since the last call: the object, or a group of some."""
-    with state.lock:
-        errors, state.failures = state.failures, []
+    with state.lock:  # a handler of a signal may take the errors in between
         tallies, state.tallies = state.tallies, {}
+        errors, state.failures = state.failures, []
     for error in errors:
         failures.hand_over(error)
-    count = sum(tally.count for tally in tallies.values())
-    if count < 2:
+    count = max(len(errors), sum(tally.count for tally in tallies.values()))
+    if count < 2 or not errors:
         return errors[0] if errors else None
     text = f"{counted(count, 'tap')} failed"
     if count > len(errors):

@@ -41,10 +41,12 @@ _LAST = 2.0
 
 
 class _State(Owned):
-    """`lock` protects the rest; it is never held while anything waits."""
+    """`lock` protects the rest; it is never held while anything waits. A handler of a
+    signal may come while this thread holds it, so it is reentrant.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.own: asyncio.AbstractEventLoop | None = None
         self.thread: threading.Thread | None = None
         self.stopping = threading.Event()  # set while `stop` waits
