@@ -73,12 +73,9 @@ print_checker = _debugging.formatter  # refuses arguments that a format does not
 FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
 
 
-def flatten_with_refs(tree: object) -> tuple[list[object], _t.TreeDef]:
-    """Flattens a tree as JAX flattens the arguments of debug callbacks: views of Refs
-    are nodes.
-    """
-    leaves, treedef = _tree_util.tracing_registry.flatten(tree)
-    return list(leaves), treedef
+# Flattens a tree as JAX flattens the arguments of debug callbacks: views of Refs are
+# nodes.
+flatten_with_refs = _tree_util.tracing_registry.flatten
 
 
 def is_traceable(leaf: object) -> bool:
@@ -161,6 +158,4 @@ def define_old_flags(flags: dict[str, bool | int], help_text: str) -> None:
         flag(name, env(name.upper(), default), help=help_text)
 
 
-def old_flag(name: str) -> bool | int:
-    value: bool | int = _config.config.read(name)
-    return value
+old_flag = _config.config.read

@@ -13,7 +13,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax.dtypes import is_symbolic
-from hostcall._jax.types import Attribute, Client, Dtype, Operation, Value
+from hostcall._jax.types import Attribute, Dtype, Operation, Value
 
 # Makes bytes of a node's auxiliary data, and nodes of those and of children.
 ToBytes: TypeAlias = Callable[[Any], bytes]
@@ -67,9 +67,8 @@ def size_from(text: str, known: Mapping[str, int]) -> int | None:
     return int(size._evaluate({name: known[name] for name in names}))
 
 
-def client_of(platform: str) -> Client:
-    """The client of a platform on which this process runs programs."""
-    return _xla_bridge.get_backend(platform)
+# The client of a platform on which this process runs programs.
+client_of = _xla_bridge.get_backend
 
 
 def marked(

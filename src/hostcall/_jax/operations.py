@@ -28,7 +28,6 @@ def custom_call(
     target: str,
     token: Value | None,
     operands: Sequence[Value],
-    avals_in: Sequence[Aval],
     avals_out: Sequence[Aval],
     *,
     returns_token: bool,
@@ -46,30 +45,30 @@ def custom_call(
         target: the name under which the handler is registered.
         token: the call's first operand, if not None.
         operands: its other operands.
-        avals_in: the avals of `operands`.
         avals_out: the avals of its results.
         returns_token: the call's first result is a token.
         has_side_effect: XLA may neither drop nor merge the call.
         attributes: the numbers and texts that the handler decodes.
         aliases: operand number -> number of the result that may take its memory.
     """
-    ctx, abstract_token = program.ctx, _core.abstract_token
+    ctx = program.ctx
     if aliases:
         # XLA counts tokens among the operands and results.
         first = int(token is not None)
         aliases = {i + first: o + returns_token for i, o in aliases.items()}
     if token is not None:
-        operands, avals_in = [token, *operands], [abstract_token, *avals_in]
+        operands = [token, *operands]
     if returns_token:
-        avals_out = [abstract_token, *avals_out]
+        avals_out = [_core.abstract_token, *avals_out]
     number, shapes = _ir.IntegerType.get_unsigned(64), None
     if has_symbolic(avals_out):  # XLA wants the sizes as values
         physical = map(_core.physical_aval, avals_out)
         shapes = [_mlir.eval_dynamic_shape_as_tensor(ctx, x.shape) for x in physical]
     # As `jax.ffi` does it, which takes twice as long.
+    types = _ir_types(ctx, avals_out)
     op = _mlir.custom_call(
         target,
-        result_types=_ir_types(ctx, avals_out),
+        result_types=types,
         operands=operands,
         api_version=4,
         backend_config={
@@ -81,19 +80,18 @@ def custom_call(
         has_side_effect=has_side_effect,
         result_shapes=shapes,
         operand_output_aliases=aliases,
-        operand_layouts=[_row_major(aval) for aval in avals_in],
-        result_layouts=[_row_major(aval) for aval in avals_out],
+        operand_layouts=[range(_rank(x.type))[::-1] for x in operands],
+        result_layouts=[range(_rank(type_))[::-1] for type_ in types],
     )
     if program.size > 1 or program.mesh is not None:
-        _mark_each_device(ctx, op, avals_out)
+        _mark_each_device(ctx, op)
     results = list(op.results)
     return (results[1:], results[0]) if returns_token else (results, None)
 
 
-def _row_major(aval: Aval) -> tuple[int, ...]:
-    """The layout of a value, the last axis first; a token has none."""
-    ndim = 0 if aval is _core.abstract_token else _core.physical_aval(aval).ndim
-    return tuple(range(ndim))[::-1]
+def _rank(of: _ir.Type) -> int:
+    """How many axes a value of this type has; a token has none."""
+    return of.rank if isinstance(of, _ir.RankedTensorType) else 0
 
 
 def _ir_types(ctx: LoweringContext, avals: Sequence[Aval]) -> list[_ir.Type]:
@@ -112,34 +110,32 @@ def named(ctx: LoweringContext, label: str) -> _ir.Location:
     return _ir.Location.name(name, childLoc=_ir.Location.current)
 
 
-def _mark_each_device(
-    ctx: LoweringContext, op: Operation, avals_out: Sequence[Aval]
-) -> None:
+def _mark_each_device(ctx: LoweringContext, op: Operation) -> None:
     """Says that each device runs this operation of a manual region for itself."""
+    types = [result.type for result in op.results]
     if _config.use_shardy_partitioner.value:
-        _mlir.set_sharding(ctx.module_context, op, _closed((), avals_out or [None]))
+        _mlir.set_sharding(ctx.module_context, op, _closed((), types or [None]))
         return
     # The partitioner wants a tuple of shardings for a tuple of results, and JAX's
     # `set_sharding` can't write one.
-    text = ", ".join(["{manual}"] * len(avals_out))
-    text = text if len(avals_out) == 1 else f"{{{text}}}"
+    text = ", ".join(["{manual}"] * len(types))
+    text = text if len(types) == 1 else f"{{{text}}}"
     op.attributes["mhlo.sharding"] = _ir.StringAttr.get(text)
 
 
 def _closed(
-    mesh_shape: tuple[tuple[str, int], ...], avals: Sequence[Aval | None]
+    mesh_shape: tuple[tuple[str, int], ...], types: Sequence[_ir.Type | None]
 ) -> _sharding_impls.SdyArrayList:
-    """Shardings that split no dimension of these values; a token has no dimensions."""
+    """Shardings that split no dimension of values of these types."""
     dim = _sharding_impls.SdyDim(axes=(), is_open=False)
-    no_dims = (None, _core.abstract_token)
     return _sharding_impls.SdyArrayList(
         tuple(
             _sharding_impls.SdyArray(
                 mesh_shape=mesh_shape,
-                dim_shardings=(dim,) * (aval.ndim if aval not in no_dims else 0),
+                dim_shardings=(dim,) * _rank(type_),
                 logical_device_ids=(),
             )
-            for aval in avals
+            for type_ in types
         )
     )
 
@@ -167,16 +163,17 @@ def on_each_device(
     mesh_shape = (("hostcall", program.size),)
     takes_token = token is not None
     values = [token, *operands] if takes_token else list(operands)
-    avals_in = [_core.abstract_token] * takes_token + list(ctx.avals_in)
+    types_in = [value.type for value in values]
     avals_out = [_core.abstract_token] * returns_token + list(ctx.avals_out)
+    types_out = _ir_types(ctx, avals_out)
     region = _sdy.ManualComputationOp(
-        _ir_types(ctx, avals_out),
+        types_out,
         values,
-        _closed(mesh_shape, avals_in).build(cache),
-        _closed(mesh_shape, avals_out).build(cache),
+        _closed(mesh_shape, types_in).build(cache),
+        _closed(mesh_shape, types_out).build(cache),
         _sdy.ManualAxesAttr.get([_ir.StringAttr.get("hostcall")]),
     )
-    block = _ir.Block.create_at_start(region.body, [value.type for value in values])
+    block = _ir.Block.create_at_start(region.body, types_in)
     with _ir.InsertionPoint(block):
         inner = list(block.arguments)
         results, token = emit(inner.pop(0) if takes_token else None, inner)
@@ -215,7 +212,7 @@ def _on_each_device_gspmd(
 partition_id = _hlo.partition_id
 
 
-def max_over_devices(ctx: LoweringContext, value: Value, aval: Aval, n: int) -> Value:
+def max_over_devices(ctx: LoweringContext, value: Value, n: int) -> Value:
     """The elementwise maximum over the program's `n` devices.
 
     For use in a region that is manual over all of them.
@@ -234,7 +231,7 @@ def max_over_devices(ctx: LoweringContext, value: Value, aval: Aval, n: int) -> 
     block = op.regions[0].blocks.append(scalar, scalar)
     with _ir.InsertionPoint(block):
         _hlo.return_([_hlo.maximum(*block.arguments)])
-    _mark_each_device(ctx, op, [aval])
+    _mark_each_device(ctx, op)
     return op.result
 
 

@@ -74,22 +74,24 @@ own_effects = _effects.EffectTypeSet()
 
 def register_effect(effect_type: type, ordered: bool) -> None:
     """Allows an effect in all of JAX's transformations that hostcall supports."""
-    _effects.lowerable_effects.add_type(effect_type)
-    _effects.control_flow_allowed_effects.add_type(effect_type)
-    _effects.custom_derivatives_allowed_effects.add_type(effect_type)
-    _effects.remat_allowed_effects.add_type(effect_type)
-    # Without this, partial evaluation under grad drops effectful equations of a scan
-    # that have no outputs.
-    _effects.partial_eval_kept_effects.add_type(effect_type)
-    own_effects.add_type(effect_type)
+    kinds = [
+        own_effects,
+        _effects.lowerable_effects,
+        _effects.control_flow_allowed_effects,
+        _effects.custom_derivatives_allowed_effects,
+        _effects.remat_allowed_effects,
+        # Without this, partial evaluation under grad drops effectful equations of a
+        # scan that have no outputs.
+        _effects.partial_eval_kept_effects,
+    ]
     if ordered:
-        _effects.ordered_effects.add_type(effect_type)
-        _effects.shardable_ordered_effects.add_type(effect_type)
+        kinds += [_effects.ordered_effects, _effects.shardable_ordered_effects]
+    for each in kinds:
+        each.add_type(effect_type)
 
 
-def is_ordered(effect: _t.Effect) -> bool:
-    """Whether programs with this effect run one after another on each device."""
-    return bool(_effects.ordered_effects.contains(effect))
+# Whether programs with this effect run one after another on each device.
+is_ordered = _effects.ordered_effects.contains
 
 
 # (used outputs, equation) -> (used inputs, the equation that remains or None)
@@ -106,13 +108,10 @@ def register_dce(primitive: _t.Primitive, rule: DeadCodeRule) -> None:
     _pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
-def hold_weakly_in_caches(parameter_type: type) -> None:
-    """Makes JAX's caches of traced equations hold parameters of this type weakly.
-
-    The caches are global; otherwise they would keep the user's function alive. The type
-    must allow weak references.
-    """
-    _util.weakref_cache_key_types.add(parameter_type)
+# Makes JAX's caches of traced equations hold parameters of this type weakly. The caches
+# are global; otherwise they would keep the user's function alive. The type must allow
+# weak references.
+hold_weakly_in_caches = _util.weakref_cache_key_types.add
 
 
 def result_avals(

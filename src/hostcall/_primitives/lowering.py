@@ -324,7 +324,7 @@ class EngineCall:
         reach: how the outcome of the call reaches all devices; None if it stays where
             it is.
         prepare: makes each device's operands from the whole ones, in a program that the
-            compiler partitions; returns them and their avals.
+            compiler partitions.
     """
 
     program: _jax.Program
@@ -333,9 +333,7 @@ class EngineCall:
     has_side_effect: bool
     aliases: dict[int, int] = field(default_factory=dict)
     reach: Reach | None = None
-    prepare: (
-        Callable[[Sequence[Value]], tuple[Sequence[Value], Sequence[Aval]]] | None
-    ) = None
+    prepare: Callable[[Sequence[Value]], Sequence[Value]] | None = None
 
     def emit(self, operands: Sequence[Value], effect: Effect | None) -> list[Value]:
         """Emits it with the tokens that its order needs; returns the results.
@@ -353,28 +351,23 @@ class EngineCall:
         self, token: Value | None, operands: Sequence[Value], returns_token: bool
     ) -> Emitted:
         """Emits it behind this token; returns (results, token)."""
-        program, avals = self.program, self.program.ctx.avals_in
+        program = self.program
         if program.mesh is not None or program.size == 1:
-            return self._one(token, operands, avals, returns_token)
+            return self._one(token, operands, returns_token)
         if self.reach is not None and token is not None and not operands:
             # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region
             # that a token alone enters and an all-reduce leaves.
             raise HostcallError(_TOKEN_ALONE, code="hc-device")
 
         def in_region(token: Value | None, operands: Sequence[Value]) -> Emitted:
-            inner = avals
             if self.prepare is not None:
-                operands, inner = self.prepare(operands)
-            return self._one(token, operands, inner, returns_token)
+                operands = self.prepare(operands)
+            return self._one(token, operands, returns_token)
 
         return _jax.on_each_device(program, in_region, token, operands, returns_token)
 
     def _one(
-        self,
-        token: Value | None,
-        operands: Sequence[Value],
-        avals_in: Sequence[Aval],
-        returns_token: bool,
+        self, token: Value | None, operands: Sequence[Value], returns_token: bool
     ) -> Emitted:
         """Emits the call of one device."""
         program, reach = self.program, self.reach
@@ -384,9 +377,9 @@ class EngineCall:
         if reach is not None and reach.tells:
             outs.append(OUTCOME_AVAL)
         if returns_token and _jax.has_symbolic(outs):
-            results, token = self._linked(token, operands, avals_in, outs)
+            results, token = self._linked(token, operands, outs)
         else:
-            given = program, self.target, token, operands, avals_in, outs
+            given = program, self.target, token, operands, outs
             results, token = _jax.custom_call(
                 *given, returns_token=returns_token, aliases=self.aliases, **how
             )
@@ -398,15 +391,13 @@ class EngineCall:
             return list(shared), token
         # Passes the results on, or fails on this device if the outcome says so.
         how["aliases"] = {1 + i: i for i in range(len(avals))}
-        values = [outcome, *shared], [OUTCOME_AVAL, *avals], avals
-        given = program, targets.VERDICT_TARGET, token, *values
+        given = program, targets.VERDICT_TARGET, token, [outcome, *shared], avals
         return _jax.custom_call(*given, returns_token=token is not None, **how)
 
     def _linked(
         self,
         token: Value | None,
         operands: Sequence[Value],
-        avals_in: Sequence[Aval],
         avals_out: Sequence[Aval],
     ) -> Emitted:
         """Emits a call with a token and symbolic shapes, which XLA does not put
@@ -420,7 +411,7 @@ class EngineCall:
 
         def link(token: Value | None, number: Value) -> Emitted:
             return _jax.custom_call(
-                *(program, targets.LINK_TARGET, token, [number], [NUMBER], [NUMBER]),
+                *(program, targets.LINK_TARGET, token, [number], [NUMBER]),
                 returns_token=True,
                 has_side_effect=True,
                 attributes={},
@@ -428,7 +419,7 @@ class EngineCall:
 
         (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
         (number,), token = link(token, zero)
-        values = [number, *operands], [NUMBER, *avals_in], [NUMBER, *avals_out]
+        values = [number, *operands], [NUMBER, *avals_out]
         (number, *results), _ = _jax.custom_call(
             *(program, self.target, None, *values),
             returns_token=False,

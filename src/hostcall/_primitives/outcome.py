@@ -92,7 +92,7 @@ class Reach(NamedTuple):
         ctx = program.ctx
         given = (_DEVICE, OUTCOME), (_jax.partition_id(), outcome)
         (number,) = _jax.lower_traced(ctx, _number, *given)
-        number = _jax.max_over_devices(ctx, number, _DEVICE, self.devices)
+        number = _jax.max_over_devices(ctx, number, self.devices)
         (verdict,) = _jax.lower_traced(ctx, _verdict, (_DEVICE,), (number,))
         return verdict
 
@@ -128,10 +128,7 @@ class Reach(NamedTuple):
             shapes = jax.eval_shape(masked, _DEVICE, *given)
             values = (_jax.partition_id(), *results)
             parts = _jax.lower_traced(ctx, masked, (_DEVICE, *given), values)
-            parts = [
-                _jax.max_over_devices(ctx, part, shape, self.devices)
-                for part, shape in zip(parts, shapes, strict=True)
-            ]
+            parts = [_jax.max_over_devices(ctx, x, self.devices) for x in parts]
             taken = _jax.lower_traced(ctx, back, shapes, parts)
         return taken[:n], taken[n] if self.tells else None
 

@@ -324,8 +324,8 @@ def _refuse_device(params: TapParams) -> None:
 
 def _only_on_first(
     program: _jax.Program, avals: Sequence[Aval], operands: Sequence[Value]
-) -> tuple[list[Value], Sequence[Aval]]:
-    """The operands with a mask that is False on all devices but the first; their avals.
+) -> list[Value]:
+    """The operands with a mask that is False on all devices but the first.
 
     Runs inside a region that is manual over all devices. The mask is new if there is
     none so far.
@@ -339,7 +339,7 @@ def _only_on_first(
     given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
     values = (_jax.partition_id(), *operands[:masks])
     mask = _jax.lower_traced(program.ctx, both, given, values)
-    return [*mask, *operands[masks:]], avals
+    return [*mask, *operands[masks:]]
 
 
 def lower_through_jax(
