@@ -187,12 +187,13 @@ def call(
         fn, args = owner.fn, (*before, *args)
         policy = replace(owner.policy, owner=owner)
     name = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    check(f"`{name}`", given, fn=fn)
-    how = CallOptions.of(given, how)
     awaits = is_coroutine_function(fn)
-    check(f"`{name}`", {**vars(policy), **how.met(policy), "awaits": awaits}, {})
+    check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
+    how = CallOptions.of(given, how)
+    if policy.owner is not None:  # pairs of an option here and one of the function
+        check(f"`{name}`", {**vars(policy), **how.met(policy), "awaits": awaits}, {})
     operands, template = flatten_arguments(args, kwargs)
-    also = ("out",) if how.lend == "out" else ()
+    also = ("out",) * how.takes_out
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
     mistakes.warn_of_own(_FACE, fn, tag=tag)
     results = parse_result(result, name)

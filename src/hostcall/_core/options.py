@@ -202,6 +202,11 @@ class PlaceOptions:
     sharding: Sharding | None = field(default=None, metadata=HERE)
 
     @property
+    def takes_out(self) -> bool:
+        """Whether the function gets `out`, arrays for its results."""
+        return False
+
+    @property
     def device(self) -> Device | None:
         """The device that `on` names."""
         return None if self.sharding is None else next(iter(self.sharding.device_set))
@@ -243,6 +248,10 @@ class CallOptions(PlaceOptions):
     lend: Lend = option(choice(False, True, "out"), False)
     fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
     keep: int | None = field(default=None, metadata={_STAYS: True})
+
+    @property
+    def takes_out(self) -> bool:
+        return self.lend == "out"
 
 
 @dataclass(frozen=True, kw_only=True)

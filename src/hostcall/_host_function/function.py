@@ -196,7 +196,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
-        also = ("out",) if self.options.lend == "out" else ()
+        also = ("out",) * self.options.takes_out
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args)
         if spec is None and self.options.order == "pure":
