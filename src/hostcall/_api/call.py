@@ -191,7 +191,7 @@ def call(
     check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
     how = CallOptions.of(given, how)
     if policy.owner is not None:  # pairs of an option here and one of the function
-        check(f"`{name}`", {**vars(policy), **how.met(policy), "awaits": awaits}, {})
+        check(f"`{name}`", {**how.met(policy), "awaits": awaits}, {})
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) * how.takes_out
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)

@@ -212,12 +212,8 @@ class PlaceOptions:
         return None if self.sharding is None else next(iter(self.sharding.device_set))
 
     def met(self, policy: Policy, where: object = None) -> dict[str, object]:
-        """What may not meet (`check`) at a place that a program has chosen. (Rows that
-        don't run at the same time do without the executor.)
-        """
-        names = ("timeout", "coalesce", "cache", "float64")
-        there = {each: vars(policy)[each] for each in names}
-        return {"on": self.sharding, **vars(self), **there, "where": where}
+        """All that is said of a call, for `check`: what of it may not meet."""
+        return {"on": self.sharding, **vars(self), **vars(policy), "where": where}
 
     @classmethod
     def of(cls, given: Mapping[str, Any], others: Self | None = None) -> Self:
@@ -357,7 +353,7 @@ class Policy:
     owner: Any = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
+    def of(cls, options: Mapping[str, Any]) -> Policy:
         """The policy in options as `hc.host` takes them."""
         given = {name: options[name] for name in _POLICY if name in options}
         executor, merged = given.get("executor"), given.get("coalesce")
@@ -366,12 +362,18 @@ class Policy:
         if merged is not None:
             wait = options.get("wait")
             given["coalesce"] = merged, float(_WAIT if wait is None else wait)
-        return cls(**given, owner=owner)
+        return cls(**given)
 
     @property
     def pool(self) -> Any:
         """The executor of its rows; None for the default."""
         return None if self.executor is None else self.executor.value
+
+    def at_least(self) -> Policy:
+        """What holds for each call: rows one by one do without the executor, and plain
+        rules of a coroutine function without its limit.
+        """
+        return replace(self, executor=None, concurrency=None)
 
     def sent(self) -> Policy:
         """The same in another process, which does not get the executor."""

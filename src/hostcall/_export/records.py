@@ -275,7 +275,7 @@ def _check_policy(
 ) -> None:
     """Refuses an equation that does not go with how its function is run here."""
     awaits = is_coroutine_function(function)
-    what = options.pair_refused({**how.met(policy), "awaits": awaits})
+    what = options.pair_refused({**how.met(policy.at_least()), "awaits": awaits})
     if what is not None:
         raise LoadError(
             f"hostcall: what the program does with {name_in(record) or 'a function'}"
