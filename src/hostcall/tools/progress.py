@@ -132,7 +132,7 @@ class Progress:
         edge = step == initial
         if total is not None:
             edge |= step == total - 1
-        put(loop, step, None if known is not None else total, shown, every, edge)
+        loop.tap(step, None if known is not None else total, shown, every, edge)
 
     def scan(self, body: Body, total: ArrayLike | None = None, **options: Any) -> Body:
         """Wraps the body of a `lax.scan`, so that the scan shows a bar:
@@ -166,15 +166,6 @@ class Progress:
 
     def __repr__(self) -> str:
         return "hc.progress"
-
-
-def put(
-    loop: bars.Loop, step: Any, total: Any, metrics: Any, every: float, edge: Any
-) -> None:
-    """Puts a loop's tap into a program. `edge`: whether a step is shown in any case."""
-    # If the queue is full, the newest value of a bar is worth more than the oldest.
-    options = {"every": every, "always": edge, "when_full": "drop_oldest"}
-    hc.tap(loop, step, total, metrics, **options)
 
 
 progress = Progress()

@@ -17,7 +17,6 @@ from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
 from hostcall.tools._progress import bars, drawing
-from hostcall.tools.progress import put
 
 EVERY = 0.1  # seconds between two steps that are shown
 
@@ -46,6 +45,6 @@ class Loops:
             loop = bars.Loop(total, desc, "it", 0, "auto", "batched", depth)
             edge = (step == 0) | (step == (total or 0) - 1)
             # Inner loops may start a million times a second.
-            put(loop, step, None, {}, EVERY, edge if depth == 1 else None)
+            loop.tap(step, None, {}, EVERY, edge if depth == 1 else None)
 
         yield Insertion(show, level.steps[-1:], -1)

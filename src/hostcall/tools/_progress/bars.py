@@ -23,7 +23,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -211,6 +211,12 @@ class Loop(BarSpec, HostCode):
         "hc.progress draws its bar in this process. Leave it out, or print the step"
         " with hc.print"
     )
+
+    def tap(self, step: Any, total: Any, metrics: Any, every: float, edge: Any) -> None:
+        """Puts it into a program. `edge`: whether a step is shown in any case."""
+        # If the queue is full, the newest value of a bar is worth more than the oldest.
+        options = {"every": every, "always": edge, "when_full": "drop_oldest"}
+        hc.tap(self, step, total, metrics, **options)
 
     def __call__(self, step: np.ndarray, total: Total, metrics: Metrics) -> None:
         if clock() < _bars.quiet.get(id(self), 0.0):
