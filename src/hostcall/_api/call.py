@@ -187,14 +187,13 @@ def call(
         fn, args = owner.fn, (*before, *args)
         policy = replace(owner.policy, owner=owner)
     seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    name = seen.name
-    check(f"`{name}`", {**given, "awaits": seen.awaits}, fn=fn)
+    name, awaits = seen.name, seen.awaits
+    check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
     how = CallOptions.of(given, how)
-    if policy.owner is not None:  # its options may not meet those of this place either
-        met = {**vars(policy), **how.met(policy), "awaits": seen.awaits}
-        check(f"`{name}`", met, {})
+    if policy.owner is not None:  # pairs of an option here and one of the function
+        check(f"`{name}`", {**how.met(policy), "awaits": awaits}, {})
     operands, template = flatten_arguments(args, kwargs)
-    also = ("out",) if how.lend == "out" else ()
+    also = ("out",) * how.takes_out
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
     mistakes.warn_of_own(_FACE, fn, tag=tag)
     results = parse_result(result, name)

@@ -57,7 +57,7 @@ Hint: TypeAlias = Callable[[Shape], str] | None
 
 
 def coerce(
-    value: Any, dtype: np.dtype, shape: Shape, where: Words, hint: Hint = None
+    value: Any, dtype: np.dtype, shape: Shape, which: Words, hint: Hint = None
 ) -> np.ndarray:
     """`value` as a row-major array of this dtype and shape.
 
@@ -70,7 +70,7 @@ def coerce(
         value: a leaf of what the function returned.
         dtype: the dtype that the leaf should have.
         shape: the shape that the leaf should have.
-        where: returns the leaf's path and the function's name, for messages.
+        which: returns the leaf's path and the function's name, for messages.
         hint: says what may be wrong with another shape; "" for the usual words.
 
     Raises:
@@ -80,7 +80,7 @@ def coerce(
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
     else:
-        array = _coerce(value, dtype, shape, where, hint)
+        array = _coerce(value, dtype, shape, which, hint)
     array = np.ascontiguousarray(array).reshape(shape)
     # Equal dtypes can be different objects (after pickling, with metadata, longlong).
     # The engine compares pointers, so the array must have this very object.
@@ -88,10 +88,10 @@ def coerce(
 
 
 def _coerce(
-    value: Any, dtype: np.dtype, shape: Shape, where: Words, hint: Hint
+    value: Any, dtype: np.dtype, shape: Shape, which: Words, hint: Hint
 ) -> np.ndarray:
     def wrong(got: str, code: str | None = None) -> ResultError:
-        should = f"{where()} should be {_named(dtype, shape)}"
+        should = f"{which()} should be {_named(dtype, shape)}"
         return ResultError(f"hostcall: {should}, got {got}", code=code)
 
     if value is None:
@@ -101,7 +101,7 @@ def _coerce(
             f"{masked(found)}. Return np.ma.filled(x, number) to give those elements a"
             " value, or return the mask as a separate result (np.ma.getmaskarray(x))"
         )
-    array = _as_numpy(value, where)
+    array = _as_numpy(value, which)
     if not is_numeric(array.dtype):
         if unawaited := _unawaited(value):
             raise wrong(f"a coroutine. {unawaited}", "hc-coroutine")
@@ -115,7 +115,7 @@ def _coerce(
     if array.dtype == dtype:
         return array
     # Python's own numbers have no width that a conversion could lose.
-    return _cast(array, dtype, not hasattr(value, "dtype"), where)
+    return _cast(array, dtype, not hasattr(value, "dtype"), which)
 
 
 def _unawaited(value: object) -> str:
@@ -133,7 +133,7 @@ def _unawaited(value: object) -> str:
 _UNREADABLE = (ValueError, TypeError, RuntimeError, BufferError, AttributeError)
 
 
-def _as_numpy(value: Any, where: Words) -> np.ndarray:
+def _as_numpy(value: Any, which: Words) -> np.ndarray:
     if isinstance(value, jax.Array):
         if _jax.is_key_dtype(value.dtype):
             value = jax.random.key_data(value)
@@ -155,7 +155,7 @@ def _as_numpy(value: Any, where: Words) -> np.ndarray:
         fault = error
     try:
         raise ResultError(
-            f"hostcall: {where()} is a {type(value).__name__} that NumPy can't read:"
+            f"hostcall: {which()} is a {type(value).__name__} that NumPy can't read:"
             f" {fault}. {_CHANGE}"
         ) from fault
     finally:  # its traceback refers to this frame, which would keep the value alive
@@ -172,11 +172,11 @@ def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
         yield value
 
 
-def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.ndarray:
+def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.ndarray:
     have, kind_have, kind_want = array.dtype, _kind(array.dtype), _kind(want)
 
     def wrong(got: str) -> ResultError:
-        said = f"hostcall: {where()} should be {want}, got {have}{got}"
+        said = f"hostcall: {which()} should be {want}, got {have}{got}"
         return ResultError(said, code="hc-result-dtype")
 
     if _ORDER[kind_have] > _ORDER[kind_want]:
@@ -196,7 +196,7 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, where: Words) -> np.nda
         # In place of NumPy's own warning, which would not name the function. The text
         # has no values, so that Python shows it once for each function.
         warnings.warn(
-            f"hostcall: {where()} should be {want}, got {have} with values beyond the"
+            f"hostcall: {which()} should be {want}, got {have} with values beyond the"
             f" range of {want}, which become infinite or NaN. Scale or clip them, or"
             " declare a wider result",
             RuntimeWarning,

@@ -202,17 +202,18 @@ class PlaceOptions:
     sharding: Sharding | None = field(default=None, metadata=HERE)
 
     @property
+    def takes_out(self) -> bool:
+        """Whether the function gets `out`, arrays for its results."""
+        return False
+
+    @property
     def device(self) -> Device | None:
         """The device that `on` names."""
         return None if self.sharding is None else next(iter(self.sharding.device_set))
 
     def met(self, policy: Policy, where: object = None) -> dict[str, object]:
-        """What may not meet (`check`) at a place that a program has chosen. (Rows that
-        don't run at the same time do without the executor.)
-        """
-        names = ("timeout", "coalesce", "cache", "float64")
-        there = {each: vars(policy)[each] for each in names}
-        return {"on": self.sharding, **vars(self), **there, "where": where}
+        """All that is said of a call, for `check`: what of it may not meet."""
+        return {"on": self.sharding, **vars(self), **vars(policy), "where": where}
 
     @classmethod
     def of(cls, given: Mapping[str, Any], others: Self | None = None) -> Self:
@@ -243,6 +244,10 @@ class CallOptions(PlaceOptions):
     lend: Lend = option(choice(False, True, "out"), False)
     fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
     keep: int | None = field(default=None, metadata={_STAYS: True})
+
+    @property
+    def takes_out(self) -> bool:
+        return self.lend == "out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,21 +353,27 @@ class Policy:
     owner: Any = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], owner: Any = None) -> Policy:
+    def of(cls, options: Mapping[str, Any]) -> Policy:
         """The policy in options as `hc.host` takes them."""
-        given = {name: options[name] for name in _POLICY if name in options}
+        given = {k: v for k, v in options.items() if k in cls.__dataclass_fields__}
         executor, merged = given.get("executor"), given.get("coalesce")
         if executor is not None:
             given["executor"] = Static(executor)
         if merged is not None:
             wait = options.get("wait")
             given["coalesce"] = merged, float(_WAIT if wait is None else wait)
-        return cls(**given, owner=owner)
+        return cls(**given)
 
     @property
     def pool(self) -> Any:
         """The executor of its rows; None for the default."""
         return None if self.executor is None else self.executor.value
+
+    def at_least(self) -> Policy:
+        """What holds for each call: rows one by one do without the executor, and plain
+        rules of a coroutine function without its limit.
+        """
+        return replace(self, executor=None, concurrency=None)
 
     def sent(self) -> Policy:
         """The same in another process, which does not get the executor."""
@@ -377,12 +388,10 @@ _PARTS = {
     ),
     "version": Option("a string or an int", lambda v: type(v) in (str, int)),
 }
-_POLICY = table(Policy)
 # Those of a function, which `hc.host` takes; all others are a place's.
-POLICY = (*_POLICY, *_PARTS)
+POLICY = (*table(Policy), *_PARTS)
 
-_PLACE = {**table(CallOptions), "on": _on("once")}
-CALL: Mapping[str, Option] = {**_PLACE, **_POLICY, **_PARTS}
+CALL: Mapping[str, Option] = {**table(CallOptions, Policy), "on": _on("once"), **_PARTS}
 TAP: Mapping[str, Option] = table(TapOptions)
 FEED: Mapping[str, Option] = {
     "batch": count("a number of rows"),
@@ -566,6 +575,17 @@ def _shown(option: str, value: object) -> str:
 # --- Checks --------------------------------------------------------------------------
 
 
+def unfit(given: Mapping[str, object], options: Mapping[str, Option]) -> str | None:
+    """The option that is given a value which it can't have; None if there is none."""
+    for name, value in given.items():
+        option = options.get(name)
+        if option is None or (value is None and not option.needed):
+            continue
+        if not option.fits(value):
+            return name
+    return None
+
+
 def check(
     of: str,
     given: Mapping[str, object],
@@ -581,14 +601,11 @@ def check(
         fn: the function, if its own keywords come with them, so that a value may have
             been meant for it.
     """
-    for name, value in given.items():
-        option = options.get(name)
-        if option is None or (value is None and not option.needed):
-            continue
-        if not option.fits(value):
-            more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
-            own = "" if fn is None else own_option(fn, name, value)
-            more = more.format(fn="fn" if fn is None else name_of(fn))
-            raise wrong(name, of, option.wanted, value, more or own)
+    if (name := unfit(given, options)) is not None:
+        option, value = options[name], given[name]
+        more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
+        own = "" if fn is None else own_option(fn, name, value)
+        more = more.format(fn="fn" if fn is None else name_of(fn))
+        raise wrong(name, of, option.wanted, value, more or own)
     if (what := pair_refused(given)) is not None:
         raise conflict(of, what)

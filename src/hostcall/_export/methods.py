@@ -101,8 +101,7 @@ def read(given: Json) -> tuple[Entry, Policy]:
             f"the method {method!r}, which the hc.Object `{group.name}` with this"
             " number does not declare here"
         )
-    policy = Policy.of({"concurrency": group.options["concurrency"]})
-    return Entry(group, method), policy
+    return Entry(group, method), Policy.of(group.options)
 
 
 def objects_of(functions: Iterable[object]) -> dict[str, Object]:

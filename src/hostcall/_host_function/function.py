@@ -196,7 +196,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
-        also = ("out",) if self.options.lend == "out" else ()
+        also = ("out",) * self.options.takes_out
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args)
         if spec is None and self.options.order == "pure":
@@ -251,8 +251,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self._inferred[key]
 
     def _infer(self, avals: Trees) -> Tree:
-        wide = self.policy.float64
-        return result_specs.inferred(self.fn, avals, self.__name__, wide)
+        how = self.__name__, self.policy.float64
+        return result_specs.inferred(self.fn, avals, *how)
 
     def _positional(self, args: Trees, kwargs: Kwargs) -> Trees:
         why = (

@@ -109,7 +109,7 @@ class Steps(HostCode, Value):
         return TracedSteps(*code, template=template).trace(operands)
 
     def run(self, operands: Arrays, by_rule: Function | None = None) -> Arrays:
-        """The results of the call; `by_rule` is the rule for batches of one with
+        """The results of the call. `by_rule` is the rule for batches of a call with
         effects, which binds no primitive of ours.
         """
         site, (how, policy) = self.site, self.how()
@@ -122,7 +122,8 @@ class Steps(HostCode, Value):
             marks = site.template.keys[: self.n]
             template = Template.flat(*marks, *(None,) * (len(operands) - len(marks)))
             trees = template, Results.flat(self.avals, self._of_results(trees[1].keys))
-        how = replace(how, vmap_method=method)
+        if method is not how.vmap_method:
+            how = replace(how, vmap_method=method)
         fills = self._of_results(site.fills)
         callback = Callback(Static(self), *trees, fills, how, site.place, policy)
         return make(callback, operands, mask)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from hostcall._core.options import CallOptions
 from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Runs, Site
@@ -175,8 +174,7 @@ def _direct(choices: Choices) -> Callable[..., Any]:
     options = callback.options
     if not callback.template.is_flat or (choices.tap and options.tag is not None):
         whole = _with_trees(whole, unflattened(choices))
-    own = isinstance(options, CallOptions) and options.lend == "out"
-    return _with_own_results(whole) if own else whole
+    return _with_own_results(whole) if options.takes_out else whole
 
 
 def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:

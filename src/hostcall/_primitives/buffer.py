@@ -60,7 +60,7 @@ def make(
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
     how = cast(CallOptions, callback.options)
     method = how.vmap_method
-    check(f"`{callback.name}`", how.met(callback.policy, mask), {})
+    check(f"`{callback.name}`", how.met(callback.policy.at_least(), mask), {})
     on_device = replace(
         callback,
         fn=Static(OnDevice(callback.fn, callback.results, callback.name)),

@@ -155,9 +155,9 @@ def reader(
     return read
 
 
-def _array(leaf: Any, aval: Any, where: str) -> np.ndarray:
+def _array(leaf: Any, aval: Any, which: str) -> np.ndarray:
     hint = functools.partial(_hint, aval)
-    return coerce.coerce(_readable(leaf), aval.dtype, aval.shape, lambda: where, hint)
+    return coerce.coerce(_readable(leaf), aval.dtype, aval.shape, lambda: which, hint)
 
 
 def _hint(aval: Any, shape: tuple[int, ...]) -> str:
