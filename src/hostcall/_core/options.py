@@ -577,6 +577,17 @@ def _shown(option: str, value: object) -> str:
 # --- Checks --------------------------------------------------------------------------
 
 
+def unfit(given: Mapping[str, object], options: Mapping[str, Option]) -> str | None:
+    """The option that is given a value which it can't have; None if there is none."""
+    for name, value in given.items():
+        option = options.get(name)
+        if option is None or (value is None and not option.needed):
+            continue
+        if not option.fits(value):
+            return name
+    return None
+
+
 def check(
     of: str,
     given: Mapping[str, object],
@@ -592,14 +603,11 @@ def check(
         fn: the function, if its own keywords come with them, so that a value may have
             been meant for it.
     """
-    for name, value in given.items():
-        option = options.get(name)
-        if option is None or (value is None and not option.needed):
-            continue
-        if not option.fits(value):
-            more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
-            own = "" if fn is None else own_option(fn, name, value)
-            more = more.format(fn="fn" if fn is None else name_of(fn))
-            raise wrong(name, of, option.wanted, value, more or own)
+    if (name := unfit(given, options)) is not None:
+        option, value = options[name], given[name]
+        more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
+        own = "" if fn is None else own_option(fn, name, value)
+        more = more.format(fn="fn" if fn is None else name_of(fn))
+        raise wrong(name, of, option.wanted, value, more or own)
     if (what := pair_refused(given)) is not None:
         raise conflict(of, what)

@@ -247,10 +247,8 @@ def equation_of(record: CallRecord) -> Equation:
 def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) -> Any:
     """The options of the place, checked by their table."""
     given = CODEC.fields(record.options, cls.takes)
-    for name, row in options.table(cls.takes).items():
-        value = given.get(name)
-        if value is not None and not row.fits(value):
-            raise Malformed(f"the option {name}={value!r}")
+    if (name := options.unfit(given, options.table(cls.takes))) is not None:
+        raise Malformed(f"the option {name}={given[name]!r}")
     how: PlaceOptions = cls.takes(**given)
     if isinstance(how, CallOptions):
         whole = "expand_dims" if params["levels"] else None
