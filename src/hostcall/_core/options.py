@@ -355,7 +355,7 @@ class Policy:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:
         """The policy in options as `hc.host` takes them."""
-        given = {name: options[name] for name in _POLICY if name in options}
+        given = {k: v for k, v in options.items() if k in cls.__dataclass_fields__}
         executor, merged = given.get("executor"), given.get("coalesce")
         if executor is not None:
             given["executor"] = Static(executor)
@@ -388,12 +388,10 @@ _PARTS = {
     ),
     "version": Option("a string or an int", lambda v: type(v) in (str, int)),
 }
-_POLICY = table(Policy)
 # Those of a function, which `hc.host` takes; all others are a place's.
-POLICY = (*_POLICY, *_PARTS)
+POLICY = (*table(Policy), *_PARTS)
 
-_PLACE = {**table(CallOptions), "on": _on("once")}
-CALL: Mapping[str, Option] = {**_PLACE, **_POLICY, **_PARTS}
+CALL: Mapping[str, Option] = {**table(CallOptions, Policy), "on": _on("once"), **_PARTS}
 TAP: Mapping[str, Option] = table(TapOptions)
 FEED: Mapping[str, Option] = {
     "batch": count("a number of rows"),

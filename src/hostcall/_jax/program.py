@@ -30,8 +30,8 @@ class Program(NamedTuple):
         automatic: the axes of that mesh over which the shard_map is not manual.
         devices: its devices, in its order; None if there is one, or if a nested manual
             region hides them.
-        told: its devices, as host code is told them: None if there is one, empty if
-            they are not known.
+        every: its devices, as others are told: None if there is one, empty if they are
+            not known.
         size: how many devices it has. Outside manual regions this is known even if the
             devices themselves are not.
         local: those of its devices that belong to this process; None if `devices` or
@@ -52,7 +52,7 @@ class Program(NamedTuple):
     mesh: Mesh | None
     automatic: frozenset[object]
     devices: list[Device] | None
-    told: tuple[Device, ...] | None
+    every: tuple[Device, ...] | None
     size: int
     local: list[Device] | None
     by_ordinal: dict[int, Device]
@@ -78,12 +78,12 @@ def program_of(ctx: LoweringContext) -> Program:
         size = int(context.num_devices)
     else:
         size = len(devices or (None,))
-    told: tuple[Device, ...] | None
+    every: tuple[Device, ...] | None
     if devices is not None:
-        told = tuple(devices)
+        every = tuple(devices)
         across = len({device.process_index for device in devices}) > 1
     else:
-        told = None if size == 1 and mesh is None else ()
+        every = None if size == 1 and mesh is None else ()
         n = size if mesh is None else mesh.size
         across = n > 1 and jax.process_count() > 1
     local, by_ordinal = None, {}
@@ -101,7 +101,7 @@ def program_of(ctx: LoweringContext) -> Program:
         mesh=mesh,
         automatic=automatic,
         devices=devices,
-        told=told,
+        every=every,
         size=size,
         local=local,
         by_ordinal=by_ordinal,

@@ -93,7 +93,7 @@ class Partitioned(abc.ABC):
     def __init__(self, program: _jax.Program, info: CallInfo) -> None:
         self.params, self.devices = info.params, info.devices
         self._client, self._platforms = program.client, program.platforms
-        self._of_program = program.told
+        self._of_program = program.every
         info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
         self.attributes = put(program, info, self._avals, whole=False)

@@ -194,7 +194,7 @@ def put(
         return {targets.TEXT: info.text}
     _native.bury()  # frees the slots of programs that died since the last lowering
     key = info.params.key(avals, program.name)
-    info.of_program = program.told
+    info.of_program = program.every
 
     def make() -> KeptAlive:
         plan = plan_in_program(info, avals, program.client, program.platforms)
@@ -459,7 +459,7 @@ def info_through_jax(
 ) -> CallInfo:
     """The description of a call that comes from this device, if that is known."""
     info = params.info({-1: device}, program.mesh)
-    info.device, info.of_program = host_device.above(None), program.told
+    info.device, info.of_program = host_device.above(None), program.every
     return info
 
 
