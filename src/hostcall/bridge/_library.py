@@ -253,33 +253,28 @@ class LibraryFunction(OverOthers):
         return treedef.unflatten(mapped(*args)), True
 
     def _make(self, what: str, *given: Any) -> LibraryFunction:
-        if what == "vmap":
-            flags, wide = given
-            same = {"derivatives": self.derivatives, "nondiff": self.nondiff}
-            return self._over(what, flags, result=list(wide), **same)
-
-        def result(args: Arrays, _: object, flags: bytes) -> object:
-            if what == "vjp":
-                return pick(shaped(args), flags)
-            outs = tree.tree_leaves(self._spec(tuple(args)))
-            return outs, pick(outs, flags)
-
-        return self._over(what, result=result)
-
-    def _over(self, what: str, *flags: bytes, **more: Any) -> LibraryFunction:
-        """A function made from this one, whose rows run in the same way."""
-        name = f"{what} of {self.__qualname__}"
         # With other methods a derived function would get a whole batch, but its spec
         # has the shapes of one row.
         of_rows = self._method in ("sequential", "parallel", "torch")
-        options = {
+        options: dict[str, Any] = {
             "advice": self.advice,
             "derivatives": max(self.derivatives - 1, 0),
+            "result": functools.partial(self._derived_spec, what),
             "vmap_method": self._method if of_rows else None,
             **{key: self.options[key] for key in ("lend", "timeout", "executor")},
-            **more,
         }
-        return type(self)(self.fn.derived(what, name, *flags), name=name, **options)
+        if what == "vmap":
+            same = {"derivatives": self.derivatives, "nondiff": self.nondiff}
+            options |= {"result": list(given[1]), **same}
+        name = f"{what} of {self.__qualname__}"
+        code = self.fn.derived(what, name, *given[:1])
+        return type(self)(code, name=name, **options)
+
+    def _derived_spec(self, what: str, args: Arrays, _: object, flags: bytes) -> object:
+        if what == "vjp":
+            return pick(shaped(args), flags)
+        outs = tree.tree_leaves(self._spec(tuple(args)))
+        return outs, pick(outs, flags)
 
 
 class TakesNoRules(Function):
