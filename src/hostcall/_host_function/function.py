@@ -251,8 +251,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self._inferred[key]
 
     def _infer(self, avals: Trees) -> Tree:
-        how = self.__name__, self.policy.float64
-        return result_specs.inferred(self.fn, avals, *how)
+        float64 = self.policy.float64
+        return result_specs.inferred(self.fn, avals, self.__name__, float64)
 
     def _positional(self, args: Trees, kwargs: Kwargs) -> Trees:
         why = (

@@ -22,7 +22,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 from jax.typing import ArrayLike
 
@@ -174,7 +174,8 @@ class Object:
 
     def __repr__(self) -> str:
         group = self._group
-        made = sum(member.made for member in list(group.members.values()))
+        members = list(group.members.values())
+        made = sum(member.value is not None for member in members)
         state = "closed" if group.ended else counted(made, "object")
         return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
 
@@ -446,7 +447,6 @@ Place = tuple[Batch, tuple[int, ...]]
 
 # What closes, saves or restores an object: a method's name, or a function of it.
 Hook = str | Callable[..., Any] | None
-Default = TypeVar("Default", bound=Callable[..., Any] | None)
 
 # The reasons why a group's objects can't be called any more. Each completes a sentence
 # that ends in "was called".
@@ -457,20 +457,14 @@ FORKED = (
     " multiprocessing's 'spawn' or 'forkserver' method"
 )
 
-_UNMADE = object()
-
 
 class Member:
     """One object. Its lock is reentrant: a method may call the object again."""
 
-    def __init__(self, value: Any = _UNMADE, state: bytes | None = None) -> None:
+    def __init__(self, value: Any = None, state: bytes | None = None) -> None:
         self.lock = threading.RLock()
-        self.value = value  # _UNMADE before it is made, and after it left its group
+        self.value = value  # None, which has no methods, while there is no object
         self.state = state  # pickled, to make it from
-
-    @property
-    def made(self) -> bool:
-        return self.value is not _UNMADE
 
 
 class Group(Owned):
@@ -501,9 +495,9 @@ class Group(Owned):
         what = f"the factory of `{name}`"
         self._make = of_a_number(factory, what, "the object's index", "index")
         self._untold = first_default(factory)
-        self._close = _hook(options["close"], lambda value: None, lambda: None)
-        self._save: Callable[..., Any] = _hook(options["save"], lambda value: value)
-        self._put = _hook(options["restore"], None)  # None: the object is its state
+        self._close = _hook(options["close"], lambda: None)
+        self._save = _hook(options["save"])  # None: the object is its state
+        self._put = _hook(options["restore"])
         self.number = self.ended = ""
         self.lock = threading.Lock()
         super().__init__()
@@ -555,7 +549,7 @@ class Group(Owned):
 
     def is_there(self, place: Place, member: Member) -> bool:
         """Makes the object if there is none; False if it has left. Its lock is held."""
-        if member.made:
+        if member.value is not None:
             return True
         if self.members.get(place) is not member:
             return False
@@ -598,11 +592,13 @@ class Group(Owned):
         objects, waiting = {}, {}
         for (_, index), member in members:
             with member.lock:
-                if not member.made:
+                if member.value is None:
                     if member.state is not None:
                         waiting[index] = member.state
                     continue
-                state = settled(self._save(member.value))
+                state = member.value
+                if self._save is not None:
+                    state = settled(self._save(state))
                 try:
                     objects[index] = pickle.dumps(state)
                 except Exception as error:
@@ -621,7 +617,7 @@ class Group(Owned):
         batch, put = snapshot["batch"], self._put
         states = {(batch, index): each for index, each in snapshot["objects"].items()}
         with self.lock:
-            made = {place for place, each in self.members.items() if each.made}
+            made = {p for p, each in self.members.items() if each.value is not None}
         now = [p for p in states if not everyones or (put is not None and p in made)]
         # All of them first: if one is broken, nothing has changed.
         values = {place: pickle.loads(states.pop(place)) for place in now}
@@ -644,9 +640,9 @@ class Group(Owned):
         failures = []
         for member in going:
             with member.lock:
-                value, member.value = member.value, _UNMADE
+                value, member.value = member.value, None
                 try:
-                    if value is not _UNMADE:
+                    if value is not None and self._close is not None:
                         settled(self._close(value))
                 except Exception as error:
                     failures.append(error)
@@ -677,15 +673,13 @@ def _at_exit() -> None:
 lifecycle.after_the_last_call(_at_exit)
 
 
-def _hook(
-    given: Hook, default: Default, *lacking: Callable[[], None]
-) -> Callable[..., Any] | Default:
+def _hook(given: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
     """The function of an object that an option gives, itself or as a method's name.
 
     `lacking` is what is called of an object without that method.
     """
     if not isinstance(given, str):
-        return default if given is None else given
+        return given
     return lambda value, *args: getattr(value, given, *lacking)(*args)
 
 
