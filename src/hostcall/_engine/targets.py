@@ -35,21 +35,18 @@ _HANDLERS = {
 
 
 @once
-def start() -> bool:
+def start() -> None:
     """Starts the engine: its threads, and what it does at the process's end.
 
-    Called when a program is lowered or loaded, and at the first eager call. Returns
-    whether calls can run inside one of XLA's host callbacks.
+    Called when a program is lowered or loaded, and at the first eager call.
     """
     inside = _jax.host_callback_handler()
-    if inside is not None:
-        _native.set_host_callback_handler(inside, _native.run_pending)
+    _native.set_host_callback_handler(inside, _native.run_pending)
     for kind, setting, value in _jax.AMBIENT:
         methods = _jax.SWAP_SET_GET
         _native.add_ambient_setting(kind, setting, *methods, value, _jax.UNSET)
     _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
     lifecycle.begin()
-    return inside is not None
 
 
 def _tracing() -> tuple[Any, Any]:

@@ -69,14 +69,12 @@ def in_order(
 
 
 def host_callback_handler() -> object:
-    """JAX's handler of buffer callbacks on CPUs, or None if jaxlib does not show it.
+    """JAX's handler of buffer callbacks on CPUs.
 
     native/handlers/host_callback.h says what the engine needs it for.
     """
-    if not hasattr(_xla_client, "custom_call_targets"):
-        return None
     targets = _xla_client.custom_call_targets("cpu")
-    return targets.get("xla_buffer_python_cpu_callback", {}).get("execute")
+    return targets["xla_buffer_python_cpu_callback"]["execute"]
 
 
 def lower_by(
@@ -114,8 +112,7 @@ def lower_traced(
     """Emits the JAX function `f` on values of these avals; returns its results."""
     avals = [_core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     inner = ctx.replace(primitive=None, avals_in=avals, avals_out=None)
-    results = _mlir.lower_fun(f)(inner, *values)
-    return list(_mlir.ir_tree_registry.flatten(results)[0])
+    return lower_by(inner, f, *values)
 
 
 def line_of(ctx: _t.LoweringContext) -> tuple[str, int, str] | None:

@@ -196,8 +196,10 @@ def _rewrite_where_lowered() -> None:
     def needs_devices(jaxpr: _t.Jaxpr) -> bool:
         # What is put into a program may need its devices, which JAX finds out before.
         # A program that is only lowered may have none.
-        has_some = sys._getframe(1).f_locals.get("device_assignment") is not None
-        return needs(jaxpr) or (has_some and bool(_here().blocks))
+        caller = sys._getframe(1)
+        if _here().blocks and caller.f_locals.get("device_assignment") is not None:
+            return True
+        return bool(needs(jaxpr))
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
