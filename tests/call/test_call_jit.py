@@ -257,3 +257,23 @@ def test_donated_argument_is_the_functions_to_keep(order):
     for (args, _), want in zip(host.seen, values, strict=False):
         np.testing.assert_array_equal(args[0], want)
     assert len(host.seen) == 4
+
+
+REDUCERS = {
+    "reduce": lambda f: lambda x: lax.reduce(x, np.float32(0), f, (0,)),
+    "reduce_window": lambda f: (
+        lambda x: lax.reduce_window(x, np.float32(0), f, (2,), (1,), "SAME")
+    ),
+    "apply": lambda f: lambda x: x.at[np.array([1, 2])].apply(lambda y: f(y, y)),
+}
+
+
+@pytest.mark.parametrize("face", [hc.call, hc.pure_callback])
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_call_in_the_function_of_a_reduction_is_refused(name, face):
+    """XLA would end the process."""
+    spec = jax.ShapeDtypeStruct((), jnp.float32)
+    add = lambda a, b: face(np.add, spec, a, b)
+    program = jax.jit(REDUCERS[name](add))
+    with pytest.raises(hc.errors.SpecError, match="`add` is called in the function"):
+        program(jnp.arange(4.0))

@@ -215,7 +215,7 @@ LOSSY = {
     "number for bool": (
         1,
         "bool",
-        "hostcall does not convert integer to bool silently: return x.astype('bool')",
+        "hostcall does not convert integer to bool silently: return bool(x)",
     ),
     "float": (
         np.float32(2.0),
@@ -251,13 +251,42 @@ def test_numbers_are_not_changed_silently(mode, value, dtype, say):
     assert say in text
 
 
+ADVICE = {  # (value, dtype, shape, what to return)
+    "bool": (1, "bool", (), "bool(x)"),
+    "bools": ([1, 0], "bool", (2,), "np.asarray(x).astype('bool')"),
+    "integer": (2.0, "int32", (), "round(x)"),
+    "integers": ([2.0], "int32", (1,), "np.asarray(x).astype('int32')"),
+    "wide": (2**40, "int32", (), "np.asarray(x).astype('int32')"),
+    "wide array": (np.array([2**40]), "int32", (1,), "x.astype('int32')"),
+    "real": (2j, "float32", (), "x.real"),
+    "reals": ([2j], "float32", (1,), "np.asarray(x).real"),
+    "real array": (np.array([2j]), "float32", (1,), "x.real"),
+    "real integer": (2j, "int32", (), "round(x.real)"),
+    "real integers": (np.array([2j]), "int32", (1,), "x.real.astype('int32')"),
+    "inexact": (2**24 + 1, "float32", (), "np.asarray(x).astype('float32')"),
+    "bytes": (b"ab", "uint8", (2,), "np.frombuffer(x, 'uint8')"),
+    "values": ({"a": 1.0}.values(), "float32", (1,), "np.asarray(list(x), 'float32')"),
+}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("value", "dtype", "shape", "advice"), ADVICE.values(), ids=ADVICE
+)
+def test_what_a_message_says_to_return_can_be_returned(
+    mode, value, dtype, shape, advice
+):
+    assert f"eturn {advice}" in refusal(mode, value, spec(dtype, *shape))
+    mode(returning(eval(advice, {"np": np}, {"x": value}), spec(dtype, *shape)))()
+
+
 MASKED = np.ma.array(np.float32([1, 2, 3]), mask=[0, 1, 0])
 ROW = np.float32([1, 2, 3])
 OBJECTS = "not an array of numbers but Python objects. Return np.asarray(x, 'float32')"
 NO_NUMBERS = {
     "objects": (ROW.astype(object), OBJECTS),
     "None among them": ([1.0, None, 3.0], OBJECTS),
-    "a set": ({1.0, 2.0, 3.0}, OBJECTS),
+    "a set": ({1.0, 2.0, 3.0}, "an iterable. Return np.asarray(list(x), 'float32')"),
     "one field": (
         np.zeros(3, [("a", "f4")]),
         "with the fields 'a'. Return one of them",

@@ -49,6 +49,10 @@ MISTAKES = {
         lambda: made().defjvp(same),
         r"called as rule\(primals, tangents\), but `same` takes \(x\)",
     ),
+    "a mask of a host function": (
+        lambda: made()(X, where=True),
+        r"For a mask write same\.where\(mask\)\(x\)",
+    ),
     "a backward rule of one": (
         lambda: made().defvjp(lambda x: (x, None), same),
         r"called as bwd\(residuals, cotangent\), but `same` takes \(x\)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -107,7 +107,7 @@ def _coerce(
             raise wrong(f"a coroutine. {unawaited}", "hc-coroutine")
         raise wrong(
             f"{type(value).__name__} {_short(value)}, which is not an array of numbers"
-            f" but {_instead(array.dtype, dtype)}"
+            f" but {_instead(value, array, dtype)}"
         )
     if array.shape != shape:
         advice = (hint and hint(array.shape)) or _shape_hint(array.shape, shape)
@@ -175,19 +175,21 @@ def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
 def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.ndarray:
     have, kind_have, kind_want = array.dtype, _kind(array.dtype), _kind(want)
 
+    converted = f"{'np.asarray(x)' if weak else 'x'}.astype('{want}')"
+
     def wrong(got: str) -> ResultError:
         said = f"hostcall: {which()} should be {want}, got {have}{got}"
         return ResultError(said, code="hc-result-dtype")
 
     if _ORDER[kind_have] > _ORDER[kind_want]:
-        raise wrong(_narrowing(have, want, weak))
+        raise wrong(_narrowing(array, want, weak))
     if kind_have == kind_want == "integer" and array.size:
         info = ml_dtypes.iinfo(want)
         for end in int(array.min()), int(array.max()):
             if not int(info.min) <= end <= int(info.max):
                 raise wrong(
                     f" holding {end}, which {want} can't hold. Declare a wider result,"
-                    f" or return x.astype('{want}') to wrap around"
+                    f" or return {converted} to wrap around"
                 )
     over: list[object] = []
     with np.errstate(over="call", call=lambda *of: over.append(of)):
@@ -205,17 +207,22 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
     rounds = kind_have == "integer" and kind_want != "integer"
     if rounds and not np.array_equal(cast.astype(np.complex128), array.astype(object)):
         raise wrong(
-            f" with values that {want} can't hold exactly. Return x.astype('{want}') to"
-            " round"
+            f" with values that {want} can't hold exactly. Return {converted} to round"
         )
     return cast
 
 
-def _narrowing(have: np.dtype, want: np.dtype, weak: bool) -> str:
-    kind_have, kind_want = _kind(have), _kind(want)
-    meant = "round(x)" if weak and kind_want == "integer" else f"x.astype('{want}')"
+def _narrowing(array: np.ndarray, want: np.dtype, weak: bool) -> str:
+    have, kind_have, kind_want = array.dtype, _kind(array.dtype), _kind(want)
+    is_number = weak and array.ndim == 0
+    x = "np.asarray(x)" if weak and not is_number else "x"
     if kind_have == "complex":
-        meant = "x.real" if kind_want == "float" else f"x.real.astype('{want}')"
+        x += ".real"
+    if is_number:
+        meant = {"bool": f"bool({x})", "integer": f"round({x})"}.get(kind_want, x)
+    else:
+        is_meant = (kind_have, kind_want) == ("complex", "float")
+        meant = x if is_meant else f"{x}.astype('{want}')"
     return (
         f"{' from Python numbers' if weak else ''}. hostcall does not convert"
         f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
@@ -253,8 +260,9 @@ def _a_shape(value: object, treedef: TreeDef, avals: Sequence[Aval]) -> str:
     )
 
 
-def _instead(have: np.dtype, want: np.dtype) -> str:
-    """Says what an array that is not numeric holds, and what to return instead."""
+def _instead(value: object, array: np.ndarray, want: np.dtype) -> str:
+    """Says what a value that is no numeric array holds, and what to return instead."""
+    have = array.dtype
     if have.names:
         fields = ", ".join(map(repr, have.names))
         return (
@@ -265,10 +273,14 @@ def _instead(have: np.dtype, want: np.dtype) -> str:
         of = "dates" if have.kind == "M" else "durations"
         spans = "(x - x[0])" if have.kind == "M" else "x"
         return f"{of} ({have}). Return seconds, {spans} / np.timedelta64(1, 's')"
+    if have.kind == "O" and array.ndim == 0 and isinstance(value, Iterable):
+        return f"an iterable. Return np.asarray(list(x), '{want}')"
     if have.kind == "O":
         return f"Python objects. Return np.asarray(x, '{want}') if they are numbers"
     if have.kind == "V":
         return f"bytes ({have}). Return x.view('{want}') if they hold such numbers"
+    if isinstance(value, bytes):
+        return f"bytes. Return np.frombuffer(x, '{want}') if they hold such numbers"
     return f"strings ({have}). Return np.asarray(x, '{want}') to read them as numbers"
 
 

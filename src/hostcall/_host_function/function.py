@@ -268,6 +268,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             why = str(error)
         except ValueError:
             pass  # a ufunc or a builtin, which has no signature
+        if "where" in kwargs:
+            why += f". For a mask write {self.__name__}.where(mask)(x)"
         raise SpecError(f"hostcall: `{self.__name__}`: {why}", code="hc-arguments")
 
     # --- Rules ---------------------------------------------------------------------

@@ -120,6 +120,25 @@ def is_served(ctx: LoweringContext) -> bool:
     return len(of) == 1 and of[0] in SERVED
 
 
+def is_in_reducer() -> bool:
+    """Whether the equation that is lowered is in the function of a reduction, a scatter
+    or a sort. XLA's compiler aborts the process for a custom call there.
+    """
+    op = _ir.InsertionPoint.current.block.owner.operation
+    while op.name not in _REDUCERS:
+        if op.name not in _WITHIN:  # a function, which may be in no module yet
+            return False
+        op = op.parent.operation
+    return True
+
+
+_WITHIN = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
+_REDUCERS = tuple(
+    f"stablehlo.{name}"
+    for name in ("reduce", "reduce_window", "scatter", "select_and_scatter", "sort")
+)
+
+
 def keep_alive(program: Program, thing: object) -> None:
     """Keeps `thing` alive as long as the executable of this program."""
     program.ctx.module_context.add_keepalive(thing)

@@ -181,6 +181,13 @@ def put(
         only: the ordinals of the devices that tap; empty for all.
         whole: False if each device finds the plan of its own block by this slot.
     """
+    if _jax.is_in_reducer():
+        raise SpecError(
+            f"hostcall: `{info.name}` is called in the function that a reduction or a"
+            " scatter applies to single elements (lax.reduce, lax.reduce_window,"
+            " x.at[...].apply), where XLA can run no host function. Call it in lax.scan"
+            " or lax.map, or once with the whole arrays"
+        )
     why: Callable[[], str] | str = _BY_BLOCKS
     if whole and (program.is_exported or _may_travel(info.callback)):
         from hostcall._export import texts
