@@ -394,27 +394,26 @@ class Puller(Owned):
         return Opened(self._make(epoch), epoch, self._again)
 
     def _end_epoch(self, opened: Opened) -> None:
-        error: Callable[[], BaseException] | None = None
-        # A new one each time: its traceback leads to the program that raises it.
+        error: FeedError | None = None
         if self.on_end == "raise":
-            error = functools.partial(
-                FeedEndError,
+            error = FeedEndError(
                 f"hostcall: the feed `{self.name}` has ended after"
                 f" {counted(opened.item, 'item')}, and a program wants another"
                 ' (on_end="raise"). Run fewer steps, call feed.reset() before the next'
-                ' epoch, or use "mask"',
+                ' epoch, or use "mask"'
             )
         elif self.on_end == "repeat":
             if opened.item:
                 self._opened = self._open(opened.epoch + 1)
                 return
-            error = functools.partial(
-                FeedError,
+            error = FeedError(
                 f"hostcall: the source of the feed `{self.name}` gave no item in epoch"
                 f' {opened.epoch}, so on_end="repeat" would repeat it for ever. Does it'
-                " give an iterator that was used up before?",
+                " give an iterator that was used up before?"
             )
-        self._finish(error, "ended")
+        # A new one each time: its traceback leads to the program that raises it.
+        again = None if error is None else functools.partial(type(error), *error.args)
+        self._finish(again, "ended")
 
     def _fail(self, error: BaseException) -> Callable[[], BaseException]:
         """Keeps what the source raised among the newest failures, as those of calls
