@@ -58,8 +58,8 @@ def _parts(thing: Any, kind: type) -> Sequence[Any] | None:
         return of, keys_or_more, *thing.children()
     if kind is Static:
         return (thing.value,)
-    # Frozen dataclasses of hostcall's: all that they are follows from what they are made
-    # with. Functions and rules are among them.
+    # Frozen dataclasses of hostcall's: all that they are follows from what they were
+    # made of. Functions and rules are among them.
     its = _attributes(kind)
     how = its.get("__dataclass_params__")
     package, _, _ = str(its.get("__module__")).partition(".")
