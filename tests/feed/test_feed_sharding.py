@@ -121,7 +121,16 @@ def test_a_close_under_a_program_fails_all_devices_at_one_item(in_time):
             assert in_time(lambda feed=feed: feed.state()["item"] > 20)
             feed.close()
             total.block_until_ready()
-    assert hc.barrier()  # the other devices' errors are of programs that have raised
+    # The last program may have left failed tokens. jax 0.10.2 would raise them at each
+    # `effects_barrier`; each `hc.barrier` raises one of them and forgets it.
+    assert in_time(nothing_is_raised)
+
+
+def nothing_is_raised():
+    try:
+        return hc.barrier()
+    except jax.errors.JaxRuntimeError:
+        return False
 
 
 def test_a_timeout_closes_the_feed_for_all_devices():

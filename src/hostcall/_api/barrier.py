@@ -39,9 +39,8 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
             an ExceptionGroup of the first exceptions; its message gives the total.
         jax.errors.JaxRuntimeError: the callback of a program failed, or `WatchError` if
             a watch did. This error comes first: the next barriers raise those of other
-            programs, one each, and then what taps raised. A program whose failure was
-            raised before, here or where it was read, is passed over; so are the errors
-            of its other devices.
+            programs, one each, and then what taps raised. An array whose failure was
+            raised before, here or where it was read, is passed over.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.

@@ -88,11 +88,7 @@ class _Known(Guarded):
         lock: held for every change of the rest; single reads go without it.
         kept: the exceptions, by number.
         last: the number of the newest.
-        told: the numbers of those that the user has seen, without very old ones. A
-            program that fails on several devices may leave an exception for each. They
-            are one failure, of which only the first number is here.
-        first: for the last runs of programs that failed, that number.
-        same: for each further number of such a run, the first one.
+        told: the numbers of those that the user has seen, without very old ones.
         owed: the texts of those that nobody was told of, for the next wait. Any thread
             adds one, and any takes them, in single steps without the lock.
     """
@@ -101,8 +97,6 @@ class _Known(Guarded):
         self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
-        self.first: dict[int, int] = {}
-        self.same: dict[int, int] = {}
         self.owed: deque[str] = deque(maxlen=1024)
         super().__init__()
 
@@ -239,25 +233,8 @@ def numbered(exception: BaseException, said: str) -> str:
     The line of the text's code stays the last one.
     """
     code = errors.code_in(said)
-    number = store(exception)
-    _note_run(number)
-    text = f"{errors.without_code(said)} [hostcall error {number}]"
+    text = f"{errors.without_code(said)} [hostcall error {store(exception)}]"
     return errors.with_code(text, code) if code else text
-
-
-def _note_run(number: int) -> None:
-    """Notes whether this thread's call belongs to a program that has failed before."""
-    call, mine = _native.current(), _failures
-    run = None if call is None else call[3]
-    if run is None or run == -1:
-        return
-    with mine.lock:
-        first = mine.first.setdefault(run, number)
-        if first != number:
-            mine.same[number] = first
-        for table in (mine.first, mine.same):
-            if len(table) > _TOLD_AT_MOST:
-                del table[next(iter(table))]
 
 
 def without_number(text: str) -> str:
@@ -423,14 +400,14 @@ def is_surely_told(number: int) -> bool:
     """The same for a caller who would rather raise a very old failure again than
     never.
     """
-    return _failures.same.get(number, number) in _failures.told
+    return number in _failures.told
 
 
 def tell(number: int) -> None:
     """Notes that the user has seen this failure."""
     mine = _failures
     with mine.lock:
-        mine.told.add(mine.same.get(number, number))
+        mine.told.add(number)
         if len(mine.told) > 2 * _TOLD_AT_MOST:
             mine.told = {n for n in mine.told if n > mine.last - _TOLD_AT_MOST}
 
