@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from limits import holds_in_time
 from meshes import line
 
 import hostcall as hc
@@ -298,6 +299,29 @@ def test_a_loop_that_gives_its_state_away(ones):
                 state = step(state, -1.0 - i if i == bad else 1.0, ones)
         if bad is not None:
             assert failed_with(caught) == -1 - bad
+
+
+def test_a_result_is_given_away_after_its_step_has_failed(ones):
+    """Then only steps that were dispatched after the failure can tell of it."""
+
+    def body(state, v, ones):
+        return state + hc.call(check, F32, late(v, ones), tag="given away")
+
+    step = jax.jit(body, donate_argnums=0)
+
+    def failed():
+        found = hc.monitor.stats().get("given away")
+        return 0 if found is None else found.errors
+
+    for n, bad in enumerate((0, 3, 8)):
+        with pytest.raises(KeyError) as caught, hc.reraise():
+            state = jnp.zeros(1000)
+            for i in range(10):
+                state = step(state, -1.0 - i if i == bad else 1.0, ones)
+                if i == bad:
+                    assert holds_in_time(lambda n=n: failed() == n + 1)
+            assert holds_in_time(state.is_ready)
+        assert failed_with(caught) == -1 - bad
 
 
 def test_results_of_any_kind(ones):

@@ -128,7 +128,8 @@ class _Block:
         # thread may run in a copy of this context, and a callback on this thread
         # dispatches programs of its own. So thread and depth are compared too.
         self._thread, self._depth = threading.get_ident(), _depth()
-        self._failures = failures.failures_so_far()
+        self._before = self._failures = failures.failures_so_far()
+        self._gone = False  # whether a result was gone when its program was looked at
         self._pending: list[_Sign] = []  # programs that may still fail, in order
         # JAX's reports of programs that have failed, and the tokens of these.
         self._failed: list[tuple[BaseException, Sequence[Any]]] = []
@@ -167,9 +168,13 @@ class _Block:
 
     def _settle(self, sign: _Sign) -> None:
         self._kept -= sign.kept
+        self._gone = self._gone or sign.is_gone()
         # A failure is counted before its program ends. So if the count has not changed
-        # and the program has ended, it did not fail, and need not be looked at.
-        if sign.is_ready() and failures.failures_so_far() == sign.failures:
+        # and the program has ended, it did not fail, and need not be looked at. But a
+        # result that was donated tells nothing: the program that took it fails instead,
+        # which may have been dispatched after the failure was counted.
+        before = self._before if self._gone else sign.failures
+        if sign.is_ready() and failures.failures_so_far() == before:
             return
         if (report := sign.report()) is not None:
             self._failed.append((report, sign.tokens))
@@ -235,6 +240,11 @@ class _Sign:
         except RuntimeError:  # deleted, or donated to a program, which fails with it
             pass
         return not self.tokens or any(map(_jax.is_token_ready, self.tokens))
+
+    def is_gone(self) -> bool:
+        """Whether the result can tell nothing: it is deleted, donated or dropped."""
+        result = self._result()
+        return result is None or result.is_deleted()
 
     def report(self) -> BaseException | None:
         """Waits for the program; returns what JAX raises if a host call failed."""
