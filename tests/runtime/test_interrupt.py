@@ -182,7 +182,7 @@ def test_a_handler_of_a_signal_while_a_thread_is_started(run_python, thread):
             return x
         def work():
             y = hc.call(same, jnp.float32(0), jnp.float32(1))
-            done.append(hc.barrier(timeout=30) and float(y) == 1)
+            done.append(hc.barrier(timeout=60) and float(y) == 1)
         done, interrupted, start = [], [], threading.Thread.start
         def started(self):
             if self.name == {thread!r} and not interrupted:

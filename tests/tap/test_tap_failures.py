@@ -218,7 +218,7 @@ def test_a_handler_of_a_signal_that_waits_while_failures_are_counted(monkeypatch
 
     found, before = [], signal.getsignal(signal.SIGUSR1)
     signal.signal(
-        signal.SIGUSR1, lambda *_: found.append(hc.barrier(5, programs=False))
+        signal.SIGUSR1, lambda *_: found.append(hc.barrier(60, programs=False))
     )
 
     def interrupt():

@@ -122,8 +122,8 @@ def look(fn: Any) -> Look:
     if named is not fn:
         name = f"partial({name})"
     found, told = asked(inner, "__code__", types.CodeType), own(fn).source()
-    if own(inner) is inner:
-        return Look(name, found, own(inner).awaits(), False, told)
+    if (ours := own(inner)) is inner:
+        return Look(name, found, ours.awaits(), False, told)
     try:
         # By its type, since a Mock with a spec has the `__class__` of a function.
         routine = issubclass(type(inner), _ROUTINES)

@@ -109,8 +109,10 @@ class Steps(HostCode, Value):
         return TracedSteps(*code, template=template).trace(operands)
 
     def run(self, operands: Arrays, by_rule: Function | None = None) -> Arrays:
-        """The results of the call. `by_rule` is the rule for batches of a call with
-        effects, which binds no primitive of ours.
+        """The results of the call.
+
+        `by_rule` is the user's rule for batches, if the call has effects. Without them
+        the primitive of the HostFunction has the rule.
         """
         site, (how, policy) = self.site, self.how()
         operands, mask = self.unmasked(operands)

@@ -77,7 +77,8 @@ def fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]:
 
     def look() -> bool:
         for giver in givers:
-            if giver not in found and (text := _jax.job_get(f"{name}/{giver}")):
+            text = None if giver in found else _jax.job_get(f"{name}/{giver}")
+            if text is not None:  # it may be empty
                 found[giver] = text
         return all(giver in found for giver in givers)
 

@@ -382,16 +382,19 @@ class Puller(Owned):
 
     def _next(self) -> tuple[Opened, Any]:
         """(the open source, its next item, or _NOTHING at the end)."""
-        self._as_host = self._as_host or workers.be_host_code()
+        self._be_host()
         if self._opened is None:
             self._opened = self._open(0)
             self._after[0] = (0, self._opened.position())
         return self._opened, next(self._opened.iterator, _NOTHING)
 
     def _open(self, epoch: int) -> Opened:
+        self._be_host()
+        return Opened(self._make(epoch), epoch, self._again)
+
+    def _be_host(self) -> None:
         # The program that waits for the item may occupy its client's only stream.
         self._as_host = self._as_host or workers.be_host_code()
-        return Opened(self._make(epoch), epoch, self._again)
 
     def _end_epoch(self, opened: Opened) -> None:
         error: FeedError | None = None
