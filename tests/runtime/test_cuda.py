@@ -334,10 +334,8 @@ def test_without_a_driver_the_cpu_works_and_gpus_are_refused(run_python):
         from hostcall import _native
         from hostcall._engine import targets
         assert hc.call(lambda x: x + 1, jnp.float32(0), jnp.float32(1)) == 2
-        class Client:
-            platform = "cuda"
         try:
-            targets.start_on(Client)
+            targets.prepare_for_cuda()
         except hc.errors.HostcallError as error:
             print(error)
         """,

@@ -35,11 +35,11 @@ def fingerprint(thing: Any) -> int:
     Args:
         thing: a function, or a tuple of functions, texts and numbers.
     """
-    return int.from_bytes(_digest(_told(thing, _DEPTH)), "little") >> 1 or 1
-
-
-def _digest(told: Told) -> bytes:
-    return hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
+    told = repr(_told(thing, _DEPTH)).encode()
+    return (
+        int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+        or 1
+    )
 
 
 def _told(thing: Any, depth: int) -> Told:
@@ -50,13 +50,13 @@ def _told(thing: Any, depth: int) -> Told:
         return thing
     if depth == 0:
         return type(thing).__qualname__
+    if type(thing) is FunctionType:
+        return _told_function(thing, depth - 1)
+    if type(thing) is MethodType:
+        return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
     if is_partial(thing):
         parts = thing.func, *_functions(thing.args, thing.keywords.values())
         return "partial", _told(parts, depth - 1)
-    if type(thing) is MethodType:
-        return type(thing.__self__).__qualname__, _told(thing.__func__, depth - 1)
-    if type(thing) is FunctionType:
-        return _told_function(thing, depth - 1)
     told = own(thing).parts()
     if told is not None:
         return type(thing).__qualname__, _told(told, depth - 1)
@@ -81,7 +81,7 @@ def _functions(*things: Iterable[object]) -> list[object]:
 
 
 @functools.lru_cache(maxsize=4096)  # equal code gives an equal result
-def _told_code(code: CodeType) -> bytes:
+def _told_code(code: CodeType) -> Told:
     consts = (
         _told_code(const)
         if isinstance(const, CodeType)
@@ -89,4 +89,4 @@ def _told_code(code: CodeType) -> bytes:
         else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
         for const in code.co_consts
     )
-    return _digest((code.co_name, code.co_code, code.co_names, tuple(consts)))
+    return code.co_name, code.co_code, code.co_names, tuple(consts)

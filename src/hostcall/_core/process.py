@@ -86,17 +86,17 @@ def once(make: Callable[[], Made]) -> Callable[[], Made]:
 
     If it raises, the next time is the first one.
     """
-    made: list[Made] = []  # a look at it needs no lock
+    made: list[Made] = []
 
+    @functools.cache  # what is made needs no lock
     @functools.wraps(make)
     def get() -> Made:
-        if not made:
-            with starting.lock:
-                if not made:
-                    value = make()
-                    # A signal handler may have started it meanwhile, on this thread.
-                    made[:] = made or [value]
-        return made[0]
+        with starting.lock:
+            if not made:
+                value = make()
+                # A signal handler may have started it meanwhile, on this thread.
+                made[:] = made or [value]
+            return made[0]
 
     return get
 
@@ -108,8 +108,3 @@ def refusal(what: str) -> HostcallError:
         " or 'forkserver' method",
         code="hc-process",
     )
-
-
-def refuse(what: str) -> None:
-    if _native.forked():
-        raise refusal(what)

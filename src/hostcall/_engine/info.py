@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from hostcall._core import coerce, errors, failures, frames
 from hostcall._core.callback import Callback
 from hostcall._core.host_code import own
 from hostcall._core.source import Place
-from hostcall._jax.types import Device, Mesh
+from hostcall._jax.types import Aval, Device, Mesh
 
 if TYPE_CHECKING:
     from hostcall._job.after_failure import Failures
@@ -85,14 +86,25 @@ class CallInfo:
     origins: list[int] | None = None
 
     def __init__(
-        self, params: Any, devices: dict[int, Device], mesh: Mesh | None
+        self,
+        params: Any,
+        devices: dict[int, Device],
+        mesh: Mesh | None,
+        avals: Sequence[Aval] = (),
     ) -> None:
+        """
+        Args:
+            params: the equation.
+            devices: by ordinal; an eager call has one, at -1.
+            mesh: of the program.
+            avals: of the operands, if each device has them whole.
+        """
         self.params = params
         self.callback = params.callback
         self.name = self.callback.name
         self.place = self.callback.place
         self.number = places.number_of(self.callback)  # in the engine's events
-        self.devices = devices  # by ordinal; an eager call has one, at -1
+        self.devices = devices
         self.mesh = mesh
         self._failed: dict[int, tuple[int, ...]] = {}  # rows, by the call's thread
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,11 +14,12 @@ from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits, widened
 from hostcall._engine.counters import costs
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import Equation
 from hostcall._native import Inside, ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries
 from hostcall._runtime import host_device
+
+Converter: TypeAlias = Callable[[Any], Any]
 
 
 def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
@@ -32,12 +33,12 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     together = None if team is None else frozenset(info.devices.values())
     guard = None if together is None else host_device.guard(together)
     scouts = info.inside is Inside.ASKED
-    operands = equation.read(operands)
+    operands = operands[: len(operands) - equation.always]  # the engine reads the flag
     flags = [list(axes) for axes in equation.batched] if equation.grid else []
     batched = flags[: len(operands)] or [[] for _ in operands]
     # A mask that the function's batch is compressed by is an argument of the plan. Any
     # other one is the engine's: which axes of the grid it has.
-    compressed, mask = equation.compresses(operands), None
+    compressed, mask = equation.masked and equation.compresses(operands[0]), None
     if equation.masked and not compressed:
         (mask, *batched), operands = batched, operands[1:]
     shapes = [
@@ -45,10 +46,11 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
         for operand, axes in zip(operands, batched, strict=True)
     ]
     choices = _choices(info, guard, shapes, compressed)
-    (plain, called), traced = _called(info, choices), callback.traced
+    (converters, called), traced = _called(info, choices), callback.traced
+    rows = zip(shapes, batched, converters, strict=True)
     return _native.Plan(
         **called,
-        args=_arguments(info, choices, batched, plain),
+        args=[_leaf(info, *kind, axes, convert) for kind, axes, convert in rows],
         results=_results(info),
         grid=equation.grid,
         mask=mask,
@@ -84,9 +86,15 @@ def plan_in_program(
         platforms: those for which the program was lowered.
     """
     info.packed = True
-    if info.tap is None:
-        info.inside = _calls_inside(platforms, info.params)
-    if info.params.is_jaxs_own:
+    equation = info.params
+    if info.tap is None and platforms == ("cpu",):
+        if not equation.runs_where_dispatched:
+            info.inside = Inside.ASKED
+        elif equation.is_jaxs_own or equation.options.arrays == "free":
+            info.inside = Inside.EVERYWHERE
+        else:
+            info.inside = Inside.XLAS_THREADS
+    if equation.is_jaxs_own:
         # JAX's own host functions (Pallas' interpreter) must find the device that JAX
         # would give them. They hand their arrays to threads that run programs on the
         # process's own client, and they rely on each program having run when its
@@ -95,17 +103,6 @@ def plan_in_program(
     else:
         info.device = host_device.above(client)
     return make_plan(info, operands)
-
-
-def _calls_inside(platforms: tuple[str, ...], equation: Equation) -> Inside:
-    """Which calls of an equation run inside one of XLA's host callbacks."""
-    if platforms != ("cpu",):
-        return Inside.NEVER
-    if not equation.runs_where_dispatched:
-        return Inside.ASKED
-    if equation.is_jaxs_own or equation.options.arrays == "free":
-        return Inside.EVERYWHERE
-    return Inside.XLAS_THREADS
 
 
 def _choices(
@@ -128,6 +125,8 @@ def _choices(
         shapes=shapes,
         converters=[
             _converter(arrays, key, device, to)
+            if key is not None or to is not None or arrays != "numpy"
+            else None
             for key, to in zip(keys, wide, strict=True)
         ],
         avals=equation.avals,
@@ -143,42 +142,42 @@ def _choices(
     )
 
 
-def _arguments(
-    info: CallInfo, choices: Choices, batched: list[list[bool]], plain: bool
-) -> list[_native.Leaf]:
-    # A layer that reads arrays converts them afterwards.
-    converters = [None] * len(batched) if plain else choices.converters
-    rows = zip(choices.shapes, batched, converters, strict=True)
-    return [
-        _leaf(info, dtype, shape=shape, batched=axes, convert=convert, fill=None)
-        for (shape, dtype), axes, convert in rows
-    ]
-
-
 def _results(info: CallInfo) -> list[_native.Leaf]:
     equation = info.params
     axes, levels = [True] * len(equation.grid), equation.levels
-    return [
-        _leaf(
-            info,
-            aval.dtype,
-            shape=aval.shape,
-            batched=axes,
-            convert=None,
-            fill=fill and _tile(fill, aval, levels),
-        )
+    tiles = [
+        fill and _tile(fill, aval, levels)
         for aval, fill in zip(equation.avals, info.callback.fills, strict=True)
     ]
+    every = zip(equation.avals, tiles, strict=True)
+    return [_leaf(info, a.shape, a.dtype, axes, None, tile) for a, tile in every]
 
 
-def _leaf(info: CallInfo, dtype: np.dtype, **how: Any) -> _native.Leaf:
+def _leaf(
+    info: CallInfo,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    batched: list[bool],
+    convert: Converter | None,
+    fill: bytes | None = None,
+) -> _native.Leaf:
     bits, is_signed = packed_bits(dtype) if info.packed else (0, False)
-    return _native.Leaf(dtype=dtype, bits=bits, is_signed=is_signed, **how)
+    return _native.Leaf(
+        dtype=dtype,
+        shape=shape,
+        bits=bits,
+        is_signed=is_signed,
+        batched=batched,
+        convert=convert,
+        fill=fill,
+    )
 
 
-def _called(info: CallInfo, choices: Choices) -> tuple[bool, dict[str, Any]]:
-    """`Entries.plain`, and what the engine calls with what its kind of equation says of
-    that.
+def _called(
+    info: CallInfo, choices: Choices
+) -> tuple[Sequence[Converter | None], dict[str, Any]]:
+    """(how the engine converts each array, what it calls, with what the equation says
+    of that).
     """
     native = info.params.native
     if info.elsewhere:
@@ -192,8 +191,10 @@ def _called(info: CallInfo, choices: Choices) -> tuple[bool, dict[str, Any]]:
         runner = called.runner and info.job.until_failure(called.runner)
         function = info.job.until_failure(called.function)
         called = called._replace(function=function, runner=runner)
-    told = called._asdict()
-    return told.pop("plain"), {**native, **told}
+    told, converters = called._asdict(), choices.converters
+    if told.pop("plain"):  # a layer that reads arrays converts them afterwards
+        converters = [None] * len(choices.shapes)
+    return converters, {**native, **told}
 
 
 def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
@@ -206,16 +207,15 @@ def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
     return fill * int(np.prod(aval.shape[:levels] if whole else aval.shape, dtype=int))
 
 
-def _converter(
-    arrays: str, key: Any, device: Any, wide: np.dtype | None
-) -> Callable[[Any], Any] | None:
+def _converter(arrays: str, key: Any, device: Any, wide: np.dtype | None) -> Converter:
+    """What makes the kind of array that the function gets of an engine's array."""
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
     if arrays in ("jax", "free"):
         committed = arrays == "jax"
         return lambda array: _jax.put_on_device(array, device, committed)
     if wide is None:
-        return DLPackArray if arrays == "dlpack" else None
+        return DLPackArray
     if arrays == "dlpack":
         return lambda array: DLPackArray(array.astype(wide))
     return operator.methodcaller("astype", wide)

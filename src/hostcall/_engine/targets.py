@@ -63,15 +63,9 @@ def _tracing() -> tuple[Any, Any]:
     return found
 
 
-def start_on(client: Any | None) -> None:
-    """Does what `start` does, and prepares for CUDA if `client` has GPUs."""
-    start()
-    if client is not None and client.platform in ("cuda", "gpu"):
-        _prepare_for_cuda()
-
-
 @once
-def _prepare_for_cuda() -> None:
+def prepare_for_cuda() -> None:
+    """Does what programs on GPUs need, after `start`."""
     missing = _native.cuda_missing()
     if missing:
         raise errors.HostcallError(missing, code="hc-device")
@@ -84,7 +78,9 @@ def start_lowering(program: _jax.Program) -> Failures | None:
     Returns where its failures are noted, and told to the other processes that run it;
     None if this process runs it alone.
     """
-    start_on(program.client)
+    start()
+    if program.client is not None and program.client.platform in ("cuda", "gpu"):
+        prepare_for_cuda()
     if not program.across:
         return None
     from hostcall._job.job import job  # never in a job of one process

@@ -297,7 +297,7 @@ def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
     _check_axes(list(zip(zip(*flags, strict=True), grid, strict=True)), operands)
     _check_axes(params.axes(), operands)
     if params.masked:
-        whole = params.compresses(operands)
+        whole = params.compresses(mask[0])
         axes = sum(flags[0]) if grid else 0
         if mask[0].dtype != bool or (not whole and mask[0].ndim != axes):
             raise Malformed(f"where= of {mask[0]}")

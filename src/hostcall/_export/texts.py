@@ -247,8 +247,10 @@ def read_text(
     """
     platform = "cuda" if on_cuda else "cpu"
     client = _client(platform)
-    targets.start_on(client)
-    if not on_cuda:
+    targets.start()
+    if on_cuda:
+        targets.prepare_for_cuda()
+    else:
         _jax.wait_for_programs_on(client)
     call = Call.of(text)
     record, params = call.record, call.params
@@ -263,7 +265,7 @@ def read_text(
     if team is not None and record.place:  # exported, so on any devices
         team = team._replace(leader=None)
     operands = record.operands
-    info = params.info(by_ordinal, mesh, operands)
+    info = params.info(params, by_ordinal, mesh, operands)
     info.tap = params.settings(record.only, host_device.level(client) > 0)
     info.of_program = None if team is None else ()
     info.team, info.text = team, text

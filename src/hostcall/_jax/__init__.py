@@ -7,7 +7,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     types         names for what JAX passes to us
     versions      what the two versions of JAX keep in different places
     tracing       primitives, effects, rules, and values while a program is traced
-    dtypes        typed keys, float0, the x64 setting, symbolic sizes; arrays to NumPy
+    dtypes        typed keys, float0, the x64 setting, symbolic sizes
     lowering_api  how to add lowering rules, and what a rule asks of JAX
     program       what JAX knows about the program of an equation that it lowers
     operations    the operations that hostcall emits into such a program
@@ -20,7 +20,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     rewriting     puts equations into programs where they are lowered
     user_lines    where the user wrote an equation
     settings      a thread's settings, as they are where a call is traced
-    devices       devices, clients, and arrays on them
+    devices       devices, clients, arrays on them, and NumPy's arrays of these
     exporting     what leaves the process with an exported program
     coordination  the store that the processes of a job share
     callbacks     JAX's own callbacks: primitives, effects, loggers, old flags

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 
+from hostcall._jax.dtypes import canonical_dtype
 from hostcall._jax.settings import default_device
 from hostcall._jax.types import Client, Device, Sharding
 
@@ -47,6 +50,25 @@ def put_on_device(
         guard.explicit_device_put = before
 
 
+def to_numpy(array: jax.Array) -> np.ndarray:
+    """Fetches the values of an array.
+
+    JAX's transfer guards see an explicit transfer, as they do for `jax.device_get`.
+    """
+    with _config.explicit_device_get_scope():
+        return np.asarray(array)
+
+
+def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:
+    """The operand of an eager call as a NumPy array of the dtype that JAX gives it."""
+    if isinstance(operand, jax.Array):
+        return to_numpy(operand)
+    if isinstance(operand, np.ndarray) and operand.dtype == _dtypes.float0:
+        return np.zeros(operand.shape, np.bool_)
+    array = np.asarray(operand, canonical_dtype(_dtypes.dtype(operand)))
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
 _aval = functools.lru_cache(1024)(_core.ShapedArray)
 _sharding_of = functools.cache(jax.sharding.SingleDeviceSharding)
 
@@ -66,10 +88,6 @@ def here() -> Device:
     if isinstance(default, jax.Device):
         return default
     return jax.local_devices(backend=default)[0]
-
-
-def is_committed(array: jax.Array) -> bool:
-    return not isinstance(array, _core.Tracer) and bool(array.committed)
 
 
 def back_ends_started() -> bool:

@@ -1,6 +1,4 @@
-"""JAX's dtypes (typed keys, float0, the x64 setting), symbolic sizes, and conversion to
-NumPy.
-"""
+"""JAX's dtypes (typed keys, float0, the x64 setting), and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src.random.prng import PRNGKeyArray as _PRNGKeyArray
@@ -69,22 +66,3 @@ def has_symbolic(avals: Sequence[Aval]) -> bool:
         if aval is not _core.abstract_token and any(map(is_symbolic, aval.shape)):
             return True
     return False
-
-
-def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:
-    """The operand of an eager call as a NumPy array of the dtype that JAX gives it."""
-    if isinstance(operand, jax.Array):
-        return to_numpy(operand)
-    if isinstance(operand, np.ndarray) and operand.dtype == _dtypes.float0:
-        return np.zeros(operand.shape, np.bool_)
-    array = np.asarray(operand, canonical_dtype(_dtypes.dtype(operand)))
-    return np.ascontiguousarray(array).reshape(array.shape)
-
-
-def to_numpy(array: jax.Array) -> np.ndarray:
-    """Fetches the values of an array.
-
-    JAX's transfer guards see an explicit transfer, as they do for `jax.device_get`.
-    """
-    with _config.explicit_device_get_scope():
-        return np.asarray(array)

@@ -52,16 +52,15 @@ def custom_call(
         aliases: operand number -> number of the result that may take its memory.
     """
     ctx = program.ctx
+    tokens_in, tokens_out = [token] * (token is not None), int(returns_token)
     if aliases:
         # XLA counts tokens among the operands and results.
-        first = int(token is not None)
-        aliases = {i + first: o + returns_token for i, o in aliases.items()}
-    if token is not None:
-        operands = [token, *operands]
+        first = len(tokens_in)
+        aliases = {i + first: o + tokens_out for i, o in aliases.items()}
     if returns_token:
         avals_out = [_core.abstract_token, *avals_out]
     number, shapes = _ir.IntegerType.get_unsigned(64), None
-    if has_symbolic(avals_out):  # XLA wants the sizes as values
+    if program.is_symbolic and has_symbolic(avals_out):  # XLA wants the sizes as values
         physical = map(_core.physical_aval, avals_out)
         shapes = [_mlir.eval_dynamic_shape_as_tensor(ctx, x.shape) for x in physical]
     # As `jax.ffi` does it, which takes twice as long.
@@ -69,7 +68,7 @@ def custom_call(
     op = _mlir.custom_call(
         target,
         result_types=types,
-        operands=operands,
+        operands=[*tokens_in, *operands],
         api_version=4,
         backend_config={
             key: _ir.StringAttr.get(x)
@@ -80,8 +79,14 @@ def custom_call(
         has_side_effect=has_side_effect,
         result_shapes=shapes,
         operand_output_aliases=aliases,
-        operand_layouts=[range(_rank(x.type))[::-1] for x in operands],
-        result_layouts=[range(_rank(type_))[::-1] for type_ in types],
+        operand_layouts=[
+            *[range(0)] * len(tokens_in),
+            *[range(x.type.rank)[::-1] for x in operands],
+        ],
+        result_layouts=[
+            *[range(0)] * tokens_out,
+            *[range(type_.rank)[::-1] for type_ in types[tokens_out:]],
+        ],
     )
     if program.size > 1 or program.mesh is not None:
         _mark_each_device(ctx, op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -41,6 +41,10 @@ class Program(NamedTuple):
             time and in any process.
         across: whether other processes run it too. Where the devices are not known,
             any program over several devices in a job of several processes counts.
+        is_symbolic: whether sizes of its shapes may have names.
+        keep_alive: keeps what it gets alive as long as the executable of the program.
+        equal_calls: how many calls of each kind it has so far, in a dictionary that JAX
+            makes for the module and that ends with it.
     """
 
     ctx: LoweringContext
@@ -56,6 +60,9 @@ class Program(NamedTuple):
     is_partitioned: bool
     is_exported: bool
     across: bool
+    is_symbolic: bool
+    keep_alive: Callable[[object], None]
+    equal_calls: dict[Any, int]
 
 
 def program_of(ctx: LoweringContext) -> Program:
@@ -103,6 +110,11 @@ def program_of(ctx: LoweringContext) -> Program:
         is_partitioned=bool(devices) and mesh is None,
         is_exported=bool(module.lowering_parameters.for_export),
         across=across,
+        is_symbolic=bool(module.shape_poly_state.dim_vars),
+        keep_alive=module.add_keepalive,
+        equal_calls=module.cached_primitive_lowerings.setdefault(
+            "hostcall: equal calls", {}
+        ),
     )
 
 
@@ -137,20 +149,6 @@ _REDUCERS = tuple(
     f"stablehlo.{name}"
     for name in ("reduce", "reduce_window", "scatter", "select_and_scatter", "sort")
 )
-
-
-def keep_alive(program: Program, thing: object) -> None:
-    """Keeps `thing` alive as long as the executable of this program."""
-    program.ctx.module_context.add_keepalive(thing)
-
-
-def record_of(ctx: LoweringContext, name: str) -> dict[Any, Any]:
-    """What is noted under this name about the module that is being lowered.
-
-    It is kept in a dictionary that JAX makes for the module, and ends with it.
-    """
-    records = ctx.module_context.cached_primitive_lowerings
-    return records.setdefault(f"hostcall: {name}", {})  # type: ignore[no-any-return]
 
 
 def run_where_dispatched(program: Program) -> None:

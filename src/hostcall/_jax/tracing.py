@@ -180,20 +180,22 @@ def replicated(value: jax.Array) -> jax.Array:
     return jax.sharding.reshard(value, everywhere)
 
 
-def refuse_special(arrays: Sequence[jax.Array], what: Callable[[], str]) -> None:
-    """Raises as JAX does for values that `jax_debug_nans` or `jax_debug_infs` forbids.
+# Whether `jax_debug_nans` or `jax_debug_infs` is on.
+refuses_special = _dispatch.needs_check_special
+
+
+def refuse_special(arrays: Sequence[jax.Array], what: str) -> None:
+    """Raises as JAX does for values that these settings forbid.
 
     JAX checks the results of its programs. If a jitted function returns a NaN, JAX runs
     it again without jit to name the operation that made it. A host call in that rerun
     is an eager call, and this check names it.
     """
-    if not _dispatch.needs_check_special():
-        return
     blocks = [shard.data for array in arrays for shard in array.addressable_shards]
     try:
         _dispatch.check_special("", blocks)
     except _dispatch.InternalFloatingPointError as found:
-        text = f"invalid value ({found.ty}) encountered in {what()}"
+        text = f"invalid value ({found.ty}) encountered in {what}"
         raise FloatingPointError(text) from None
 
 

@@ -29,9 +29,9 @@ from typing import Any
 
 import jax
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core import failures
-from hostcall._core.process import Owned, once, refuse
+from hostcall._core.process import Owned, once, refusal
 from hostcall._core.wait import seen, wait
 from hostcall._job import answers
 from hostcall._job.after_failure import Failures
@@ -152,6 +152,7 @@ def ask(seconds: float) -> list[ProcessStatus]:
     """Asks all processes what they are doing, and answers the others from now on."""
     if _jax.job_size() == 1:
         return [doing(_jax.job_rank())]
-    refuse("hc.monitor.status(processes='all') is called")
+    if _native.forked():
+        raise refusal("hc.monitor.status(processes='all') is called")
     job()
     return answers.ask(seconds)

@@ -42,7 +42,7 @@ def _on_host(operands: Operands) -> bool:
     devices = {
         device
         for operand in operands
-        if isinstance(operand, jax.Array) and _jax.is_committed(operand)
+        if isinstance(operand, jax.Array) and operand.committed
         for device in operand.devices()
     }
     return len(devices) <= 1 and all(

@@ -57,13 +57,16 @@ def define(
 def _abstract_eval(
     *operands: Aval, params: CallParams
 ) -> tuple[list[Aval], set[Effect]]:
-    effects = params.effects
-    return _jax.result_avals(params.out_avals, operands, not effects), effects
+    avals, effects = params.out_avals, params.effects
+    if not jax.sharding.get_abstract_mesh().empty:
+        avals = _jax.result_avals(avals, operands, not effects)
+    return list(avals), effects
 
 
 def _impl(*operands: jax.Array, params: CallParams) -> list[jax.Array]:
     results = run_and_keep(*operands, params=params)
-    _jax.refuse_special(results, params.callback.described)
+    if _jax.refuses_special():
+        _jax.refuse_special(results, params.callback.described())
     return results
 
 
@@ -197,7 +200,7 @@ def prepare(
     Returns:
         (what emits the call, the name by which profilers show it).
     """
-    info = params.info(program.by_ordinal, program.mesh)
+    info = params.info(params, program.by_ordinal, program.mesh)
     info.job = targets.start_lowering(program)
     reach = _place(program, info, leader)
     attributes = put(program, info, avals)

@@ -60,7 +60,7 @@ def _at_home(operands: Operands, params: DropInParams) -> bool:
     places = {
         frozenset(operand.devices())
         for operand in operands
-        if isinstance(operand, jax.Array) and _jax.is_committed(operand)
+        if isinstance(operand, jax.Array) and operand.committed
     }
     return params.options.sharding is None and len(places) <= 1
 
@@ -183,7 +183,7 @@ class CallBlocks(Partitioned):
         super().__init__(program, self._info(params, program.by_ordinal))
 
     def _info(self, params: DropInParams, devices: dict[int, Device]) -> CallInfo:
-        info = params.info(devices, None)
+        info = params.info(params, devices, None)
         info.job = self._job
         return info
 

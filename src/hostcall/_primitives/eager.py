@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core import failures, process
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
@@ -31,12 +31,14 @@ def prepare(
     NumPy's buffers. An exception of the function propagates as it is.
     """
     targets.start()
-    process.refuse(f"{params.shown} is called")
-    go_on_after_failures(params)
+    if _native.forked():
+        raise process.refusal(f"{params.shown} is called")
+    if params.options.order == "ordered":
+        go_on_after_failures(params.word)
     place = _result_sharding(operands, params.options.sharding)
     arrays = [row_major(operand) for operand in operands]
-    home = first_device(() if place is None else place.device_set)
-    info = params.info({-1: home}, None)
+    home = _jax.here() if place is None else first_device(place.device_set)
+    info = params.info(params, {-1: home}, None)
     info.device = host_device.above_here()
     plan = plans.make_plan(info, arrays)
 
@@ -94,18 +96,17 @@ def run_eagerly(
     except BaseException as error:  # KeyboardInterrupt, SystemExit
         failures.store(error, handed_over=True)
         raise
-    what = params.callback.described
-    _jax.refuse_special(results, lambda: f"{primitive.name} of {what()}")
+    if _jax.refuses_special():
+        what = f"{primitive.name} of {params.callback.described()}"
+        _jax.refuse_special(results, what)
     return results
 
 
-def go_on_after_failures(params: Equation) -> None:
+def go_on_after_failures(word: str) -> None:
     """Logs the failed programs after which an ordered call or tap is made."""
-    if params.options.order != "ordered":
-        return
     for failure in failures.failures_of_effects():
         text = "an ordered %s continues after a failed program: %s"
-        logger.error(text, params.word, failure)
+        logger.error(text, word, failure)
 
 
 def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:
@@ -126,7 +127,7 @@ def _result_sharding(
     if wanted is not None:
         return wanted
     for operand in operands:
-        if not isinstance(operand, jax.Array) or not _jax.is_committed(operand):
+        if not isinstance(operand, jax.Array) or not operand.committed:
             continue
         sharding = operand.sharding
         if isinstance(sharding, jax.sharding.NamedSharding):

@@ -212,7 +212,7 @@ def put(
         kept = _shared(program, named, (info.params, tuple(avals), only), make)
     else:
         kept = make()
-    _jax.keep_alive(program, kept)
+    program.keep_alive(kept)
     assert kept.slot is not None
     attributes: Attributes = {"key": key, "count": kept.slot.count}
     return {**attributes, targets.TEXT: info.text} if info.text else attributes
@@ -222,7 +222,8 @@ def _may_travel(callback: Callback) -> bool:
     """A quick look: False if its function has no form in other processes."""
     function, owner = callback.function, callback.policy.owner
     held = (function,) if owner is None else (owner, owner.fn)
-    return any(map(names.of, held)) or own(function).travels_alone
+    named = bool(names.names) and any(map(names.of, held))
+    return named or own(function).travels_alone
 
 
 def _why_here(params: Equation, operands: Sequence[Aval]) -> str:
@@ -289,8 +290,7 @@ def _shared(
     make: Callable[[], KeptAlive],
 ) -> KeptAlive:
     """The slot of an equal call of another program; else a new one."""
-    calls = _jax.record_of(program.ctx, "equal calls")
-    calls[named] = n = calls.get(named, -1) + 1
+    n = program.equal_calls[named] = program.equal_calls.get(named, -1) + 1
     there = _live.get((named, n))
     if there is not None and identity(there.made_of) == identity(made_of):
         return there
@@ -383,7 +383,7 @@ class EngineCall:
         outs = list(program.ctx.avals_out)
         if reach is not None and reach.tells:
             outs.append(OUTCOME_AVAL)
-        if returns_token and _jax.has_symbolic(outs):
+        if returns_token and program.is_symbolic and _jax.has_symbolic(outs):
             results, token = self._linked(token, operands, outs)
         else:
             given = program, self.target, token, operands, outs
@@ -456,7 +456,7 @@ def info_through_jax(
     program: _jax.Program, params: Equation, device: Device | None
 ) -> CallInfo:
     """The description of a call that comes from this device, if that is known."""
-    info = params.info({-1: device}, program.mesh)
+    info = params.info(params, {-1: device}, program.mesh)
     info.device, info.of_program = host_device.above(None), program.devices
     return info
 

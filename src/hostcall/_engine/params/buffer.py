@@ -160,7 +160,7 @@ class BufferParams(CallParams):
     command_buffer: bool = False
 
     on_buffers = True
-    described_by = BufferInfo
+    info = BufferInfo
     name = ""
     stays = (
         "it is a buffer callback, which names memory of this process. Use hc.call,"

@@ -138,16 +138,16 @@ class DropInParams(CallParams):
     kind: Kind
     partitioned: bool = False
 
-    described_by = DropInInfo
+    info = DropInInfo
     name = ""
     stays = (
         "it stands for one of JAX's own callbacks, whose options name things of this"
         " process. Use hc.call, hc.tap or hc.host"
     )
 
-    @property
-    def effect(self) -> Effect | None:
-        return _EFFECTS.get((self.kind, self.options.order))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        vars(self).update(effect=_EFFECTS.get((self.kind, self.options.order)))
 
     @property
     def primitive(self) -> str:

@@ -27,7 +27,7 @@ from hostcall._core.order import EFFECTS, effects_with
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
-from hostcall._jax.types import Aval, Device, Effect, Mesh
+from hostcall._jax.types import Aval, Effect
 from hostcall._native import Lend, ResultForm
 
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
@@ -51,6 +51,8 @@ class Equation(abc.ABC):
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
         avals: the avals of one row's results.
+        options: those of its place.
+        effect: the effect that puts it in order; None if it is pure.
     """
 
     callback: Callback = field(metadata=HERE)
@@ -58,6 +60,13 @@ class Equation(abc.ABC):
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     avals: tuple[Aval, ...] = field(default=(), metadata=HERE, hash=False)
+    # These follow from the callback.
+    options: PlaceOptions = field(init=False, compare=False, metadata=HERE)
+    effect: Effect | None = field(init=False, compare=False, metadata=HERE)
+
+    def __post_init__(self) -> None:
+        options = self.callback.options
+        vars(self).update(options=options, effect=EFFECTS[options.order])
 
     def __init_subclass__(cls) -> None:
         _jax.hold_weakly_in_caches(cls)
@@ -65,7 +74,7 @@ class Equation(abc.ABC):
     # --- What a kind says of itself -------------------------------------------------
 
     takes: ClassVar[type[PlaceOptions]]  # the options of its place
-    described_by: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
+    info: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays = ""  # why it can't leave the process
     word: ClassVar[str] = "call"  # what reports call it
@@ -93,10 +102,6 @@ class Equation(abc.ABC):
     is_jaxs_own = False  # whether the function is one that JAX itself calls back
 
     @property
-    def options(self) -> PlaceOptions:
-        return self.callback.options
-
-    @property
     def shown(self) -> str:
         """What messages call it."""
         return f"`{self.callback.name}`"
@@ -109,32 +114,13 @@ class Equation(abc.ABC):
         return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
-    def effect(self) -> Effect | None:
-        """The effect that puts it in order; None if it is pure."""
-        return EFFECTS[self.options.order]
-
-    @property
     def effects(self) -> set[Effect]:
-        effect = self.effect
-        return set() if effect is None else effects_with(effect)
+        return set() if self.effect is None else effects_with(self.effect)
 
     @property
     def runs_where_dispatched(self) -> bool:
         """Whether a program with this call runs on the thread that dispatches it."""
         return self.effect is not None
-
-    def info(
-        self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
-    ) -> CallInfo:
-        """Describes a call to the engine.
-
-        Args:
-            devices: by ordinal.
-            mesh: of the program.
-            avals: of the operands, if each device has them whole.
-        """
-        del avals
-        return self.described_by(self, devices, mesh)
 
     @property
     def native(self) -> dict[str, Any]:
@@ -186,9 +172,11 @@ class Equation(abc.ABC):
         """
         return operands[:-1] if self.always else operands
 
-    def compresses(self, operands: Sequence[Any]) -> bool:
-        """Whether the function gets a batch without the rows that `where` drops."""
-        return self.masked and self.levels > 0 and operands[0].ndim > len(self.grid)
+    def compresses(self, mask: Any) -> bool:
+        """Whether the function, which gets whole batches, gets them without the rows
+        that this mask drops.
+        """
+        return self.levels > 0 and bool(mask.ndim > len(self.grid))
 
     def with_mask(self) -> Self:
         """The same with a mask in front of its operands."""
@@ -217,7 +205,7 @@ class Equation(abc.ABC):
         caller = self.callback.place.function, program
         more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
         rules = [value for value in said if callable(value)]
-        who = names.of(function) or function
+        who = (names.names and names.of(function)) or function
         return fingerprint((who, *rules, repr((caller, more, plain))))
 
     def __repr__(self) -> str:
@@ -246,16 +234,13 @@ class CallParams(Equation):
         literals: whether the function may return Python numbers for 32-bit arrays.
     """
 
+    options: CallOptions = field(init=False, compare=False, metadata=HERE)
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
 
     takes = CallOptions
     name = "call"
-
-    @property
-    def options(self) -> CallOptions:
-        return self.callback.options  # type: ignore[return-value]
 
     @property
     def counts(self) -> bool:  # type: ignore[override]

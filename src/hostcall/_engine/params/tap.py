@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from hostcall import _native
 from hostcall._core import failures
 from hostcall._core.errors import conflict
-from hostcall._core.options import TapOptions
+from hostcall._core.options import HERE, TapOptions
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation, Transforms
@@ -26,6 +26,19 @@ _BATCHED = (
 
 class TapInfo(CallInfo):
     """The description of one tap, with the hooks that native code calls."""
+
+    def __init__(
+        self,
+        params: TapParams,
+        devices: dict[int, Device],
+        mesh: Mesh | None,
+        avals: Sequence[Aval] = (),
+    ) -> None:
+        super().__init__(params, devices, mesh)
+        if params.options.in_blocks and mesh is None and avals:
+            whole = (a.shape for a in params.arguments(avals))
+            place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
+            self.places = dict.fromkeys(devices, place)
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
@@ -48,23 +61,20 @@ class TapParams(Equation):
         sizes: the size of each vmap in `flags`.
     """
 
+    options: TapOptions = field(init=False, compare=False, metadata=HERE)
     always: bool = False
     through: bool = False
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
     takes: ClassVar[type[TapOptions]] = TapOptions
-    described_by = TapInfo
+    info = TapInfo
     name = "tap"
     word = "tap"
     delivers = True
     target = targets.TAP_TARGET
     kept = True
     runs_where_dispatched = False
-
-    @property
-    def options(self) -> TapOptions:
-        return self.callback.options  # type: ignore[return-value]
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
@@ -85,16 +95,6 @@ class TapParams(Equation):
             for flags in self.flags
         ]
         return tuple(("batch", {"batch_dims": each}) for each in dims)
-
-    def info(
-        self, devices: dict[int, Device], mesh: Mesh | None, avals: Sequence[Aval] = ()
-    ) -> CallInfo:
-        info = super().info(devices, mesh)
-        if self.options.in_blocks and mesh is None and avals:
-            whole = (a.shape for a in self.arguments(avals))
-            place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
-            info.places = dict.fromkeys(devices, place)
-        return info
 
     def settings(
         self,
@@ -122,11 +122,10 @@ class TapParams(Equation):
             always=self.always and in_program,
         )
 
-    def compresses(self, operands: Sequence[Any]) -> bool:
-        compressed = super().compresses(operands)
-        if (
-            compressed and self.options.batch is not None
-        ):  # one delivery, without some rows
+    def compresses(self, mask: Any) -> bool:
+        compressed = super().compresses(mask)
+        # It would be one delivery, without some rows.
+        if compressed and self.options.batch is not None:
             raise conflict(
                 self.shown,
                 "batch= and a where= that differs between the rows of a vmap, so its"

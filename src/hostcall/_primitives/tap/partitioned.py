@@ -50,7 +50,7 @@ class TapBlocks(Partitioned):
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
         self._nested = host_device.level(program.client) > 0
-        info = params.info(program.by_ordinal, None)
+        info = params.info(params, program.by_ordinal, None)
         info.tap = params.settings((), self._nested)
         super().__init__(program, info)
 
@@ -58,7 +58,7 @@ class TapBlocks(Partitioned):
         self, avals: list[Aval], places: Places
     ) -> tuple[CallInfo, list[Aval]]:
         """Among devices that hold identical blocks, only the first taps."""
-        info = self.params.info(self.devices, None)
+        info = self.params.info(self.params, self.devices, None)
         ordinals = {device.id: n for n, device in info.devices.items()}
         first: dict[str, tuple[int, Any]] = {}
         for device, boxes in places:

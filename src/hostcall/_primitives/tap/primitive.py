@@ -48,11 +48,13 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
     targets.start()
     callback = params.callback
-    process.refuse(f"`{callback.name}` is tapped")
+    if _native.forked():
+        raise process.refusal(f"`{callback.name}` is tapped")
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
-    go_on_after_failures(params)
+    if params.options.order == "ordered":
+        go_on_after_failures(params.word)
     tap, always = params.settings(in_program=False), params.flag_of(operands)
     for home, place, values in _blocks(operands, params):
         if params.options.thinned:
@@ -63,7 +65,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
             if not kept[0].lets(costs.counters_of(callback), always):
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
-        info = params.info({-1: home}, None)
+        info = params.info(params, {-1: home}, None)
         info.places = None if place is None else {-1: place}
         info.tap, info.device = tap, host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
@@ -265,7 +267,7 @@ def lower_here(
         elif program.local is not None:
             device = _tapping(program, params)
             only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
-    info = params.info(program.by_ordinal, program.mesh, avals)
+    info = params.info(params, program.by_ordinal, program.mesh, avals)
     info.tap = params.settings(only, host_device.level(program.client) > 0)
     first = int(params.masked)
     call = EngineCall(
