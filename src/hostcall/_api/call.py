@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, overload
@@ -13,7 +14,6 @@ from hostcall._core.callback import Callback
 from hostcall._core.host_code import HostCode, handle
 from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
-    CALL,
     POLICY,
     Arrays,
     CallOptions,
@@ -180,32 +180,36 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    given = {k: v for k, v in _FACE.given(locals()).items() if k in CALL}
-    made, code, how, policy = handle(fn), fn, None, Policy()
+    given, code, how, policy = _FACE.given(locals()), fn, _PLACE, _POLICY
+    made = handle(fn) if type(fn) is not types.FunctionType else None
     if made is not None and (callee := made._callee()) is not None:
         owner, code, how, before = callee
         fn, args = owner.fn, (*before, *args)
         policy = replace(owner.policy, owner=owner)
     seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
     name, awaits = seen.name, seen.awaits
-    check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
-    how = CallOptions.of(given, how)
+    if given:
+        check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
+        how = CallOptions.of(given, how)
     if policy.owner is not None:  # pairs of an option here and one of the function
         check(f"`{name}`", {**how.met(policy), "awaits": awaits}, {})
     operands, template = flatten_arguments(args, kwargs)
-    also = ("out",) * how.takes_out
+    also = ("out",) * (how.lend == "out")
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
-    mistakes.warn_of_own(_FACE, fn, tag=tag)
+    if tag is not None:
+        mistakes.warn_of_own(_FACE, fn, {"tag": tag})
     results = parse_result(result, name)
     if how.order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
-    callback = Callback(Static(code), *trees, how, users_place(fn), policy)
+    looked = seen if code is fn else None
+    place = users_place(fn)
+    callback = Callback(Static(code), *trees, how, place, policy, looked=looked)
     return results.unflatten(make(callback, operands, mask))
 
 
-_NO_RESULT = parse_result(None, "a watch")
+_PLACE, _POLICY, _NO_RESULT = CallOptions(), Policy(), parse_result(None, "a watch")
 
 
 def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:

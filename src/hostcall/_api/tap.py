@@ -240,9 +240,11 @@ def prepare(
     `options` are those of `hc.tap` that are given.
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
-    called = check_function(fn, usage, awaits=True, returns=False).name
-    check(f"the tap `{called}`", options, TAP)
-    how = TapParams.takes.of(options)
+    seen = check_function(fn, usage, awaits=True, returns=False)
+    called, how = seen.name, TapParams.takes()
+    if options:
+        check(f"the tap `{called}`", options, TAP)
+        how = TapParams.takes.of(options)
     if how.order == "pure" and face is not _FACE_OF_ONE:
         raise SpecError(
             f"hostcall: order='pure' would drop the tap `{called}`: no result of the"
@@ -252,7 +254,8 @@ def prepare(
         )
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
-    mistakes.warn_of_own(face, fn, **{o: options[o] for o in _NONE if o in options})
+    if own := {o: options[o] for o in _NONE if o in options}:
+        mistakes.warn_of_own(face, fn, own)
     where, always = options.get("where"), options.get("always")
     if where is not None:
         operands.insert(0, parse_mask(where, called))
@@ -262,7 +265,7 @@ def prepare(
     if flagged:
         operands.append(always)
     trees = template, _NO_RESULT, ()
-    callback = Callback(Static(fn), *trees, how, users_place())
+    callback = Callback(Static(fn), *trees, how, users_place(), looked=seen)
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)
 

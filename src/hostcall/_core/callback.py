@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from hostcall import _jax
@@ -36,6 +36,7 @@ class Callback:
         policy: how the function is run.
         traced: the settings of JAX under which it was traced, so that the function
             runs under them on any thread; None if they were the process's own.
+        looked: what hostcall knows of it, if the face has looked.
         function: the function itself.
         seen: what hostcall knows of it.
         name: by which messages call it.
@@ -49,12 +50,13 @@ class Callback:
     place: Place = field(compare=False)
     policy: Policy = field(default=Policy(), hash=False)
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here, hash=False)
+    looked: InitVar[Look | None] = None
     function: Callable[..., Any] = field(init=False, compare=False)
     seen: Look = field(init=False, compare=False)
     name: str = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        seen = look(self.fn.value)
+    def __post_init__(self, looked: Look | None) -> None:
+        seen = looked or look(self.fn.value)
         vars(self).update(function=self.fn.value, seen=seen, name=seen.name)
 
     @property

@@ -98,23 +98,28 @@ def check(
         also: keywords that hostcall adds: `out`, with lend="out".
         result: what the user gave as the result, where that is an argument by position.
     """
-    names = (*kwargs, *also) if kwargs or also else ()
-    if not accepts(fn, len(args), names):
-        _refuse_arguments(face, fn, len(args), tuple(kwargs), tuple(also), result)
+    n, names = len(args), (*kwargs, *also)
+    plain = type(fn) is types.FunctionType  # most are, with n parameters
+    code = fn.__code__ if plain and not names else None
+    fits = code is not None and code.co_argcount == n and not code.co_kwonlyargcount
+    if not fits and not accepts(fn, n, names):
+        _refuse_arguments(face, fn, n, tuple(kwargs), tuple(also), result)
     if kwargs:
         _refuse_swallowed(face, fn, kwargs)
-    if _jax.is_tracing():
+    if _jax.traces_nothing():
+        return
+    if not plain or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
         refuse_traced(fn, face.instead_of_traced)
-        for mark in marks:
-            if isinstance(mark, Static) and has_tracers_text(mark.value):
-                name = name_of(fn)
-                raise SpecError(
-                    f"hostcall: `{name}` is given the text {mark.value!r}, which"
-                    " contains a traced value: an f-string is formatted while the"
-                    " program is traced, before its values exist. Pass the value,"
-                    f" {face.with_argument(name, 'x')}, and format it in the function",
-                    code="hc-traced",
-                )
+    for mark in marks:
+        if isinstance(mark, Static) and has_tracers_text(mark.value):
+            name = name_of(fn)
+            raise SpecError(
+                f"hostcall: `{name}` is given the text {mark.value!r}, which contains"
+                " a traced value: an f-string is formatted while the program is"
+                " traced, before its values exist. Pass the value,"
+                f" {face.with_argument(name, 'x')}, and format it in the function",
+                code="hc-traced",
+            )
 
 
 def refuse_unneeded(face: str, name: str) -> None:
@@ -135,10 +140,6 @@ def refuse_traced(fn: Any, instead: Callable[[str, str], str]) -> None:
         fn: the function.
         instead: says what to write, given the names of the function and of the value.
     """
-    if type(fn) is types.FunctionType and not (
-        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
-    ):
-        return  # it holds nothing
     for how, value, tracer in traced_values(fn, set()):
         name = name_of(fn)
         raise SpecError(
@@ -227,11 +228,9 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
             )
 
 
-def warn_of_own(face: Face, fn: Any, **options: object) -> None:
+def warn_of_own(face: Face, fn: Any, options: Mapping[str, object]) -> None:
     """Warns if an option that is given is also a parameter of the function."""
     for option, value in options.items():
-        if value is None:
-            continue
         own = own_option(fn, option, value)
         if own:
             warnings.warn(
@@ -290,7 +289,7 @@ def check_function(
         if made is not None and (why := made._why_not()):
             raise SpecError(why, code="hc-result-spec")
     seen = look(fn)
-    if not awaits:
+    if seen.awaits and not awaits:
         refuse_coroutines(fn)
     if seen.yields:
         instead = (

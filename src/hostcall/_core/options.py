@@ -46,6 +46,7 @@ Remat = Literal["once", "repeat"]
 On = Literal["once", "process", "shards"]
 
 VmapMethod = str | Callable[..., Any] | None
+_OWNED: Lend = False
 
 
 # --- What an option may be -----------------------------------------------------------
@@ -201,10 +202,7 @@ class PlaceOptions:
     tag: str | None = option(_TEXT)
     sharding: Sharding | None = field(default=None, metadata=HERE)
 
-    @property
-    def takes_out(self) -> bool:
-        """Whether the function gets `out`, arrays for its results."""
-        return False
+    lend = _OWNED  # a field of calls
 
     @property
     def device(self) -> Device | None:
@@ -233,7 +231,8 @@ class CallOptions(PlaceOptions):
     Attributes:
         vmap_method: as given to `hc.call`. A text says whether rows run at once, and
             all else is in the equation that JAX has batched.
-        lend: whether the function gets views of XLA's memory.
+        lend: whether the function gets views of XLA's memory; "out" if it gets `out`
+            too, arrays for its results.
         fail: as given to `hc.call`.
         keep: of hc.watch: how many executions are kept. Its programs don't travel.
     """
@@ -244,10 +243,6 @@ class CallOptions(PlaceOptions):
     lend: Lend = option(choice(False, True, "out"), False)
     fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
     keep: int | None = field(default=None, metadata={_STAYS: True})
-
-    @property
-    def takes_out(self) -> bool:
-        return self.lend == "out"
 
 
 @dataclass(frozen=True, kw_only=True)

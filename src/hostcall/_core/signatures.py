@@ -23,13 +23,8 @@ _PLACEHOLDER = getattr(functools, "Placeholder", object())
 def accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
     """Whether `fn` takes n positional arguments and these keywords; True if unknown.
 
-    The answer for a Python function is kept, since `inspect` takes 20 us. It takes 0.1
-    us for n parameters and nothing else.
+    The answer for a Python function is kept, since `inspect` takes 20 us.
     """
-    if type(fn) is types.FunctionType and not names:
-        code = fn.__code__
-        if code.co_argcount == n and not code.co_kwonlyargcount:
-            return True
     for part in layers(fn):
         fn = part
         if not is_partial(fn):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from hostcall._core.host_code import asked, is_partial, layers, own, text_of
+from hostcall._core.host_code import HostCode, asked, is_partial, layers, own, text_of
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -42,8 +42,7 @@ class Place:
 
 def users_place(fn: Any = None) -> Place:
     """The place of `users_frame`, or the one that a function of hostcall tells."""
-    told = own(fn).place()
-    if told is not None:
+    if issubclass(type(fn), HostCode) and (told := fn.place()) is not None:
         return Place(*told)
     frame = users_frame()
     code = frame.f_code

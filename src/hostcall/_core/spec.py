@@ -143,7 +143,8 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     marks: list[Static | Key] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
-            key = leaf.dtype if _jax.is_key_dtype(leaf.dtype) else None
+            plain = isinstance(leaf.dtype, np.dtype)  # most are
+            key = leaf.dtype if not plain and _jax.is_key_dtype(leaf.dtype) else None
             marks.append(key)
             arrays.append(leaf if key is None else jax.random.key_data(leaf))
         elif is_array_like(leaf):
@@ -246,7 +247,9 @@ class Results:
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The result with these leaves; a key is given as its uint32 block."""
-        return self.treedef.unflatten(wrap_keys(leaves, self.keys))
+        if any(self.keys):
+            leaves = wrap_keys(leaves, self.keys)
+        return self.treedef.unflatten(leaves)
 
     def paths(self) -> list[str]:
         """How a reader would write each leaf: `result[0]['x']`."""
@@ -260,92 +263,82 @@ def parse_result(result: Any, name: str) -> Results:
     as arguments of a jitted function.
     """
 
-    def which(number: int) -> str:
-        path, _ = tree.tree_flatten_with_path(result)[0][number]
-        return f"result{tree.keystr(path)} of `{name}`"
+    def wrong(what: str, code: str = "hc-result-spec") -> SpecError:
+        path, _ = tree.tree_flatten_with_path(result)[0][len(avals)]
+        where = f"result{tree.keystr(path)} of `{name}`"
+        return SpecError(f"hostcall: {where} {what}", code=code)
 
     leaves, treedef = tree.tree_flatten(result)
     avals: list[Aval] = []
     keys: list[Key] = []
-    for number, leaf in enumerate(leaves):
-        aval, key = _parse_leaf(leaf, functools.partial(which, number))
-        avals.append(aval)
+    for leaf in leaves:
+        if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
+            leaf = _jax.ShapedArray((), jnp.result_type(leaf))
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise wrong(_without_shape(leaf))
+        try:
+            shape = tuple(leaf.shape)
+        except TypeError:  # one size, or nothing
+            shape = (None,)
+        for size in shape:
+            if isinstance(size, (int, np.integer)) and size >= 0:
+                continue
+            if not _jax.is_symbolic(size):
+                raise wrong(
+                    f"has the shape {leaf.shape}. Sizes must be integers of at least 0"
+                    " that are known when the program is traced"
+                )
+        dtype, key = leaf.dtype, None
+        if not isinstance(dtype, np.dtype) or dtype not in _ALWAYS:
+            dtype, key = _parse_dtype(dtype, wrong)
+        block = () if key is None else _jax.key_data_shape(key)
+        avals.append(_jax.ShapedArray(shape + block, dtype))
         keys.append(key)
     return Results(treedef, tuple(avals), tuple(keys))
 
 
-def _parse_leaf(leaf: Any, which: Callable[[], str]) -> tuple[Aval, Key]:
-    """(aval, key dtype or None) of a leaf of `result=`."""
-    if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
-        return _jax.ShapedArray((), jnp.result_type(leaf)), None
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+def _without_shape(leaf: object) -> str:
+    instead = (
+        "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape and"
+        " dtype"
+    )
+    if issubclass(type(leaf), OfArguments):
         instead = (
-            "Write jax.ShapeDtypeStruct(shape, dtype), or give an array of that shape"
-            " and dtype"
+            "It is only for hc.host, and only as the whole result=. In hc.call give the"
+            " argument itself, or jax.ShapeDtypeStruct(shape, dtype). In hc.host write"
+            " a function: result=lambda x, y: (x, y)"
         )
-        if issubclass(type(leaf), OfArguments):
-            instead = (
-                "It is only for hc.host, and only as the whole result=. In hc.call give"
-                " the argument itself, or jax.ShapeDtypeStruct(shape, dtype). In"
-                " hc.host write a function: result=lambda x, y: (x, y)"
-            )
-        what = f"is {leaf!r}, which has no shape and dtype. {instead}"
-        raise _wrong_result(which, what)
-    try:
-        shape = tuple(leaf.shape)
-    except TypeError:  # one size, or nothing
-        shape = (None,)
-    for size in shape:
-        if isinstance(size, (int, np.integer)) and size >= 0:
-            continue
-        if not _jax.is_symbolic(size):
-            raise _wrong_result(
-                which,
-                f"has the shape {leaf.shape}. Sizes must be integers of at least 0 that"
-                " are known when the program is traced",
-            )
-    dtype, key = _parse_dtype(leaf.dtype, which)
-    block = () if key is None else _jax.key_data_shape(key)
-    return _jax.ShapedArray(shape + block, dtype), key
+    return f"is {leaf!r}, which has no shape and dtype. {instead}"
 
 
 # The dtypes that are JAX's own whatever its settings are. Most results have them.
 _ALWAYS = frozenset(map(np.dtype, (np.bool_, np.int32, np.float32)))
 
 
-def _parse_dtype(given: Any, which: Callable[[], str]) -> tuple[np.dtype, Key]:
-    if isinstance(given, np.dtype) and given in _ALWAYS:
-        return given, None
+def _parse_dtype(given: Any, wrong: Callable[..., SpecError]) -> tuple[np.dtype, Key]:
     try:
         if _jax.is_key_dtype(given):
             return np.dtype(np.uint32), given
         dtype = np.dtype(given)
     except TypeError as error:
-        raise _wrong_result(
-            which,
+        raise wrong(
             f"has the dtype {given!r}, which NumPy does not know. Write one such as"
-            " np.float32",
+            " np.float32"
         ) from error
     if dtype.kind in "iufc" and not dtype.isnative:
         dtype = np.dtype(dtype.type)
     if not is_numeric(dtype) or dtype.type in (np.longdouble, np.clongdouble):
-        raise _wrong_result(
-            which,
+        raise wrong(
             f"is {dtype}, which JAX arrays can't have. Declare a numeric dtype, or keep"
-            " Python objects on the host with hc.Object",
+            " Python objects on the host with hc.Object"
         )
     if (canonical := _jax.canonical_dtype(dtype)) != dtype:
-        raise SpecError(
-            f"hostcall: {which()} is {dtype}, but JAX is in 32-bit mode. Declare"
-            f" {canonical}, or enable 64-bit types with"
-            ' jax.config.update("jax_enable_x64", True)',
-            code="hc-32-bit",
+        raise wrong(
+            f"is {dtype}, but JAX is in 32-bit mode. Declare {canonical}, or enable"
+            ' 64-bit types with jax.config.update("jax_enable_x64", True)',
+            "hc-32-bit",
         )
     return dtype, None
-
-
-def _wrong_result(which: Callable[[], str], what: str) -> SpecError:
-    return SpecError(f"hostcall: {which()} {what}", code="hc-result-spec")
 
 
 def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ...]:

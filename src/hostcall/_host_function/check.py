@@ -301,7 +301,7 @@ class Checks:
     # --- Memory, threads -------------------------------------------------------------
 
     def lent(self) -> str:
-        if self.f.options.takes_out:
+        if self.f.options.lend == "out":
             raise Ended("left out", 'lend="out": every call is checked')
         spec = tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.out)
         try:

@@ -196,7 +196,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             args = self._positional(args, kwargs)
         place = users_place()
         operands, template = flatten_arguments(args, {})
-        also = ("out",) * self.options.takes_out
+        also = ("out",) * (self.options.lend == "out")
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         spec = self._spec(args)
         if spec is None and self.options.order == "pure":
@@ -441,7 +441,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 )
             if awaits:
                 check(this, {**options, "awaits": True}, {})
-            if where == "host" and _jax.is_tracing():
+            if where == "host" and not _jax.traces_nothing():
                 mistakes.refuse_traced(rule, face.instead_of_traced)
         return where
 

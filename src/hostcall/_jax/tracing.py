@@ -38,16 +38,15 @@ apply_primitive = _dispatch.apply_primitive
 aval_of = _core.typeof
 
 
-def is_tracing() -> bool:
-    """Whether the calling thread is tracing. Traced values exist only then."""
-    return not _core.trace_state_clean()
+# Whether the calling thread is not tracing. Traced values exist only while it is.
+traces_nothing = _core.trace_state_clean
 
 
 def is_staged() -> bool:
     """Whether what JAX computes now has no value yet: under jit, and in the bodies of
     loops. Under vmap or grad alone it has one, and in a shard_map without jit.
     """
-    if not is_tracing():
+    if traces_nothing():
         return False
     with jax.transfer_guard("allow"):
         return not _core.is_concrete(jax.numpy.zeros(()))

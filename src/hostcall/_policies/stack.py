@@ -174,7 +174,7 @@ def _direct(choices: Choices) -> Callable[..., Any]:
     options = callback.options
     if not callback.template.is_flat or (choices.tap and options.tag is not None):
         whole = _with_trees(whole, unflattened(choices))
-    return _with_own_results(whole) if options.takes_out else whole
+    return _with_own_results(whole) if options.lend == "out" else whole
 
 
 def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:

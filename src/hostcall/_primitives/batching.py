@@ -98,7 +98,7 @@ def _batch_whole(
             ' rows, and vmap_method="legacy_vectorized", which does not tell batched'
             ' arguments from others. Use "expand_dims", "broadcast_all" or "sequential"'
         )
-    if params.masked and flags[0] and params.options.takes_out:
+    if params.masked and flags[0] and params.options.lend == "out":
         raise BatchingError(
             f"hostcall: `{params.callback.name}` has lend='out', and a where= that"
             " differs between the rows of its batch. It gets only the rows where the"

@@ -221,7 +221,7 @@ def feed(
     name = tag or (name_of(source) if is_named else type(source).__qualname__)
     given = {"tag": tag, "prefetch": prefetch, "on_end": on_end, "timeout": timeout}
     check(f"the feed `{name}`", {**given, "batch": batch}, FEED)
-    if _jax.is_tracing():
+    if not _jax.traces_nothing():
         mistakes.refuse_traced(source, _instead_of_traced)
     make, again = read_source(source, batch, name)
     if on_end == "repeat" and not again:

@@ -147,7 +147,7 @@ class Object:
         said = said.rpartition("<locals>.")[2]
         name = name or ("object" if said == "<lambda>" else said)
         group = Group(factory, _parse_methods(name, methods), name, options)
-        if _jax.is_tracing():
+        if not _jax.traces_nothing():
             mistakes.refuse_traced(factory, _instead_of_traced)
         awaits = any(look(group.definition(m)).awaits for m in methods)
         check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)

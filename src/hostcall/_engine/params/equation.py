@@ -255,7 +255,7 @@ class CallParams(Equation):
     def native(self) -> dict[str, Any]:
         how, tree = self.options, self.callback.results.treedef
         own = {"lend": _LENDS[how.lend], "keep": how.keep, "literals": self.literals}
-        out_tree = tree.unflatten if how.takes_out else None
+        out_tree = tree.unflatten if how.lend == "out" else None
         return {**_NATIVE, **own, "out_tree": out_tree}
 
     def form(self) -> ResultForm:
