@@ -64,7 +64,7 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
     plan = _native.Plan(
         **native,
         function=params.callback.function,
-        form=params.form(),
+        form=params.form,
         runner=None,
         sends=False,
         args=[_leaf()],

@@ -12,7 +12,7 @@ from hostcall._core import failures, mistakes
 from hostcall._core.daemon import limited
 from hostcall._core.wait import SLICE, ended, wait
 from hostcall._engine.counters import costs
-from hostcall._runtime import context, delivery
+from hostcall._runtime import delivery, workers
 
 
 def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
@@ -62,7 +62,7 @@ def _barrier(timeout: float | None, programs: bool) -> bool:
         return delivery.flush(timeout, queued_only=True)
     end = None if timeout is None else time.monotonic() + timeout
     failed = delivery.state.reports  # outlives this wait if Ctrl-C or the limit ends it
-    if context.current() is None:  # else its program's results are among the arrays
+    if not workers.in_call():  # else its program's results are among the arrays
         if timeout is not None and not _programs_end_in(timeout):
             return False
         failed += failures.failures_of_all()

@@ -135,7 +135,7 @@ def _choices(
         parallel=equation.method == "parallel",
         once=equation.effect is not None,
         compressed=compressed,
-        form=equation.form(),
+        form=equation.form,
         tap=equation.delivers,
         batch=equation.axes() if compressed else (),
         tally=costs.tally_of(callback).add if cached else None,

@@ -43,7 +43,7 @@ from hostcall._engine.plans import plan_in_program
 from hostcall._export.records import CallRecord, equation_of, record_of
 from hostcall._export.structures import CODEC, FORMAT, XLAS_DTYPES, sizes_in, with_sizes
 from hostcall._jax.types import Aval, Client, Mesh
-from hostcall._runtime import context, host_device
+from hostcall._runtime import host_device, workers
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +310,7 @@ def _client(platform: str) -> Client:
     default = getattr(_jax.default_device.value, "client", None)
     # A GPU's client calls its platform "gpu" or "cuda".
     fits = default is not None and (default.platform == "cpu") == (platform == "cpu")
-    if fits and (context.current() is not None or host_device.level(default) == 0):
+    if fits and (workers.in_call() or host_device.level(default) == 0):
         return default
     return _jax.client_of(platform)
 

@@ -53,7 +53,7 @@ def changed(
     """
     inner = open_jaxpr(jaxpr)
     names = "constvars", "invars", "outvars", "eqns"
-    of = (parts.get(name, getattr(inner, name)) for name in names)
+    of = [parts.get(name, getattr(inner, name)) for name in names]
     parts["effects"] = _make_jaxpr_effects(*of)
     own = {} if consts is None else {"consts": list(consts)}
     if inner is jaxpr:

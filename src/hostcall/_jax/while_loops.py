@@ -45,33 +45,19 @@ Flags: TypeAlias = Sequence[bool]
 Atoms: TypeAlias = Sequence[_t.Atom]
 Error: TypeAlias = Callable[[_t.Params], Exception]
 
-# The primitives whose equations run once, and what makes the error if they can't.
-_once: dict[_t.Primitive, Error] = {}
-# Those of them whose equations without effects run once, too.
-_passing: set[_t.Primitive] = set()
-
-
-def run_once_in_while_loops(
-    primitive: _t.Primitive, error: Error, *, passes_on: bool = False
-) -> None:
-    """Equations of this primitive with effects run once in a loop that JAX splits.
-
-    Args:
-        primitive: the primitive.
-        error: makes the error, from an equation's parameters, if the second loop needs
-            a result of it, or of one of JAX's own equations with effects.
-        passes_on: whether its results are its operands. Its rule for remat leaves
-            `passed_on` in the second loop, and equations without effects run once, too.
-    """
-    _once[primitive] = error
-    if passes_on:
-        _passing.add(primitive)
+# The primitives whose equations with effects run once in a loop that JAX splits. Each
+# has what makes the error, from an equation's parameters, if the second loop needs a
+# result of it, or of one of JAX's own equations with effects.
+once_in_while_loops: dict[_t.Primitive, Error] = {}
+# Those of them whose results are their operands. Their rule for remat leaves
+# `passed_on` in the second loop, and equations without effects run once, too.
+passing_on_in_while_loops: set[_t.Primitive] = set()
 
 
 def _runs_once(eqn: _t.JaxprEquation) -> bool:
-    if eqn.primitive not in _once:
+    if eqn.primitive not in once_in_while_loops:
         return False
-    return eqn.primitive in _passing or bool(eqn.effects)
+    return eqn.primitive in passing_on_in_while_loops or bool(eqn.effects)
 
 
 def _eqns_in(loop: _t.Params) -> Iterator[_t.JaxprEquation]:
@@ -180,7 +166,7 @@ def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | N
             # If it needs something of JAX's own, the loop's own calls would run twice.
             calls = [*within(eqn.params["of"]), *_eqns_in(params)]
             call = next(filter(_runs_once, calls))
-            raise _once[call.primitive](call.params)
+            raise once_in_while_loops[call.primitive](call.params)
     return _Split(ins, carry, first, second, used_ins, used_outs)
 
 

@@ -50,7 +50,7 @@ def define(
     primitive.multiple_results = True
     primitive.def_impl(impl)
     primitive.def_effectful_abstract_eval(_abstract_eval)
-    _jax.run_once_in_while_loops(primitive, would_run_twice)
+    _jax.once_in_while_loops[primitive] = would_run_twice
     return primitive
 
 

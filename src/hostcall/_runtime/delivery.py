@@ -117,7 +117,8 @@ def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
 
     if not wait(delivered, timeout):
         return False
-    _log_counts()
+    for tally in list(state.tallies.values()):
+        tally.log()
     return True
 
 
@@ -125,12 +126,13 @@ def stop() -> None:
     """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
     _native.stop_taps()
     worker.join()
-    _log_counts()
-    count = sum(tally.count for tally in list(state.tallies.values()))
+    tallies = list(state.tallies.values())
+    for tally in tallies:
+        tally.log()
     if take() is not None:
         logger.error(
             "%s failed, and no barrier() raised that (see the log above)",
-            counted(count, "tap"),
+            counted(sum(tally.count for tally in tallies), "tap"),
         )
 
 
@@ -248,24 +250,20 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         tally.log()
 
 
-def _log_counts() -> None:
-    """Logs the failures that have only been counted so far."""
-    for tally in list(state.tallies.values()):
-        tally.log()
-
-
 def take() -> BaseException | None:
     """What taps have raised since the last call: the object, or a group of some."""
     with state.lock:  # a handler of a signal may take the errors in between
         tallies, state.tallies = state.tallies, {}
-        errors, state.failures = state.failures, []
-    for error in errors:
+        raised, state.failures = state.failures, []
+    if not raised:
+        return None
+    for error in raised:
         failures.hand_over(error)
-    count = max(len(errors), sum(tally.count for tally in tallies.values()))
-    if count < 2 or not errors:
-        return errors[0] if errors else None
+    count = max(len(raised), sum(tally.count for tally in tallies.values()))
+    if count == 1:
+        return raised[0]
     text = f"{counted(count, 'tap')} failed"
-    if count > len(errors):
-        here = f"the errors here are different ones ({len(errors)})"
+    if count > len(raised):
+        here = f"the errors here are different ones ({len(raised)})"
         text += f"; {here}, and the log counts the rest"
-    return BaseExceptionGroup(text, errors)
+    return BaseExceptionGroup(text, raised)

@@ -33,8 +33,15 @@ in_tap: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 def stand_in() -> Any | None:
     """What `hc.current()` is here by `answer`; None without."""
-    thread, ask = answer.get() or (None, lambda: None)
-    return ask() if thread in (None, threading.get_ident()) else None
+    given = answer.get()
+    if given is None or given[0] not in (None, threading.get_ident()):
+        return None
+    return given[1]()
+
+
+def in_call() -> bool:
+    """Whether the calling thread runs host code of a call or tap."""
+    return _native.current() is not None or stand_in() is not None
 
 
 def answer_here(ask: Callable[[], Any]) -> None:

@@ -51,7 +51,7 @@ from hostcall._core.spec import (
 )
 from hostcall._policies.on_loop import settled
 from hostcall._primitives.make import make
-from hostcall._runtime import context, lifecycle, loop
+from hostcall._runtime import context, lifecycle, loop, workers
 from hostcall._runtime.context import Current
 
 logger = logging.getLogger("hostcall")
@@ -320,7 +320,7 @@ class Object:
     def _wait(self, what: str, log: bool = True) -> list[BaseException]:
         """Waits for this thread's programs. Logs their failures, or returns them."""
         name = self._group.name
-        if context.current() is not None:
+        if workers.in_call():
             raise HostcallError(
                 f"hostcall: {what}() of `{name}` inside a callback would wait for the"
                 " program that made the call. Call it where the program is called",

@@ -12,7 +12,6 @@ answers.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
@@ -42,7 +41,7 @@ Transforms: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Equation(abc.ABC):
+class Equation:
     """The parameters of one equation of a primitive of hostcall's.
 
     Attributes:
@@ -89,6 +88,7 @@ class Equation(abc.ABC):
     through = False  # whether the results are the arguments
     # Whether its place counts executions, or has memory: no other has its plan then.
     counts = False
+    form = ResultForm.IGNORED  # of what the function returns
     always = False  # whether the last operand is a flag that the engine reads
     on_buffers = False  # whether the function works on XLA's memory
     # (operand, result) pairs of numbers that share memory.
@@ -143,10 +143,6 @@ class Equation(abc.ABC):
         """
         del only, nested
         return None
-
-    @abc.abstractmethod
-    def form(self) -> ResultForm:
-        """The form of what the function returns."""
 
     def axes(self) -> list[tuple[tuple[bool, ...], int]]:
         """For each batch axis that a tap sees, the outermost first: whether each
@@ -258,7 +254,8 @@ class CallParams(Equation):
         out_tree = tree.unflatten if how.lend == "out" else None
         return {**_NATIVE, **own, "out_tree": out_tree}
 
-    def form(self) -> ResultForm:
+    @property
+    def form(self) -> ResultForm:  # type: ignore[override]
         treedef = self.callback.results.treedef
         n = treedef.num_leaves
         if self.results_as == "nothing":

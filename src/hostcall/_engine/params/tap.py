@@ -78,7 +78,8 @@ class TapParams(Equation):
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
-        return self.options.thinned or self.options.batch is not None
+        how = self.options
+        return how.thinned or how.batch is not None
 
     @property
     def shown(self) -> str:
@@ -136,9 +137,6 @@ class TapParams(Equation):
 
     def axes(self) -> list[tuple[tuple[bool, ...], int]]:
         return list(zip(self.flags, self.sizes, strict=True))[::-1]
-
-    def form(self) -> _native.ResultForm:
-        return _native.ResultForm.IGNORED
 
     def flag_of(self, operands: Sequence[np.ndarray]) -> bool:
         """The flag `always` of operands on the host; False if there is none."""

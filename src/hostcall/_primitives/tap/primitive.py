@@ -142,7 +142,8 @@ def _would_run_twice(equation: dict[str, TapParams]) -> errors.DerivativeError:
     )
 
 
-_jax.run_once_in_while_loops(tap_p, _would_run_twice, passes_on=True)
+_jax.once_in_while_loops[tap_p] = _would_run_twice
+_jax.passing_on_in_while_loops.add(tap_p)
 
 
 # --- batching ----------------------------------------------------------------------
