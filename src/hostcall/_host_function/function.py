@@ -44,7 +44,7 @@ from hostcall._host_function.rules import (
     Where,
     among,
 )
-from hostcall._host_function.sendable import Sendable, at_its_name
+from hostcall._host_function.sendable import at_its_name, to_send
 from hostcall._host_function.site import CallSite
 
 _WHERE = Option(
@@ -92,7 +92,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         seen = look(fn)
         self.__name__ = name or seen.name.rpartition(".")[2]
         self.__qualname__ = name or seen.name
-        self.fn, self.rules, self.result, self.nondiff = fn, Rules(), result, nondiff
+        self.fn, self.result, self.nondiff = fn, result, nondiff
+        self.rules = Rules(Rule(fn, "host"))
         if callable(options.get("vmap_method")):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         given = {**options, "awaits": seen.awaits, "result": result}
@@ -103,12 +104,13 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
         self.options, self.policy = CallOptions.of(options), Policy.of(options)
         self._inferred: dict[object, Tree] = {}
+        self._varies = result_specs.varies(result)
         self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""
 
     def __repr__(self) -> str:
-        given = [k for k, v in vars(self.rules).items() if v is not None]
-        having = f" with {', '.join('def' + k for k in given)}" if given else ""
+        _, *given = [f"def{k}" for k, v in vars(self.rules).items() if v is not None]
+        having = f" with {', '.join(given)}" if given else ""
         return f"<hostcall.typing.HostFunction {self.__qualname__}{having}>"
 
     def __reduce__(self) -> str | tuple[object, ...]:
@@ -206,7 +208,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if mask is not None:
             fills = parse_fill(fill, results, self.__name__)
             operands.append(parse_mask(mask, self.__name__))
-        in_avals = tuple(_jax.ShapedArray(x.shape, x.dtype) for x in operands)
+        in_avals = tuple([_jax.ShapedArray(x.shape, x.dtype) for x in operands])
         nondiff = self.nondiff and among(self.nondiff, len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
         if self.options.order != "pure":  # no derivatives, and no primitives
@@ -220,8 +222,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         method = self.rules.batch or self.options.vmap_method
         if self.result is result_specs.elementwise and method in WHOLE:
             method = None  # the axes of a batch are lined up for `__call__` alone
-        code = self.fn if self.policy.pool is None else Sendable(self)
-        return Callee(self, code, replace(self.options, vmap_method=method))
+        options = replace(self.options, vmap_method=method)
+        return Callee(self, to_send(self), options)
 
     def _why_not(self) -> str:
         if self.result is not ...:
@@ -236,6 +238,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self
 
     def _spec(self, args: Trees) -> Tree:
+        if not self._varies:
+            return self.result
         if self.result is ...:
             raise SpecError(self._why_not(), code="hc-result-spec")
         if not isinstance(self.result, str):

@@ -37,7 +37,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -121,10 +121,10 @@ class Linear(Value):
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         n, dots = self.n, list[Tangents]()
-        if _any(tangents[n:]):
+        if there(tangents[n:]):
             moved = filled(operands[n:], tangents[n:])
             dots.append([*bind([*operands[:n], *moved], self)])
-        if _any(tangents[:n]):
+        if there(tangents[:n]):
             of_consts = [*tangents[:n], *(None,) * (len(tangents) - n)]
             dots.append(_jvp_of(self.run, operands, of_consts)[1])
         return bind(operands, self), [_sum(terms) for terms in zip(*dots, strict=True)]
@@ -180,7 +180,7 @@ class Pair(Value):
 
 def known(operands: Tangents, what: Value) -> Arrays:
     """The operands in which a function isn't linear, which a transpose must know."""
-    found = [x for x in operands if x is not None]
+    found = there(operands)
     if len(found) < len(operands):
         raise DerivativeError(
             f"hostcall: `{what}` is transposed with respect to an argument in which it"
@@ -201,13 +201,14 @@ def filled(like: Arrays, tangents: Tangents) -> Arrays:
     ]
 
 
-def _any(tangents: Tangents) -> bool:
-    return any(t is not None for t in tangents)
+def there(arrays: Sequence[jax.Array | None]) -> Arrays:
+    """Those that aren't None."""
+    return [x for x in arrays if x is not None]
 
 
 def _sum(terms: Sequence[jax.Array | None]) -> jax.Array | None:
-    there = [t for t in terms if t is not None]
-    return sum(there[1:], there[0]) if there else None
+    found = there(terms)
+    return sum(found[1:], found[0]) if found else None
 
 
 def _jvp_of(code: Callable[..., Arrays], primals: Arrays, tangents: Tangents) -> Moved:
@@ -322,11 +323,10 @@ def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
 
 def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:
     operands, present = list(primals), list(map(_present, tangents))
-    if _any(present):
+    if there(present):
         outs, touts = what.jvp(operands, present)
     else:
-        outs = bind(operands, what)
-        touts = [None] * len(outs)
+        outs, touts = bind(operands, what), [None] * len(what.avals)
     pairs = zip(outs, touts, strict=True)
     return outs, [_jax.zero_tangent(x) if t is None else t for x, t in pairs]
 
@@ -343,7 +343,7 @@ def _present(tangent: jax.Array) -> jax.Array | None:
 def _transpose(cotangents: Arrays, *operands: jax.Array, what: Value) -> Tangents:
     # Those of a pair's values have no part in it.
     values = len(what.value.avals) if isinstance(what, Pair) else 0
-    if all(type(ct) is _jax.Zero for ct in cotangents[values:]):
+    if not [ct for ct in cotangents[values:] if type(ct) is not _jax.Zero]:
         return [None] * len(operands)
     known = [None if _jax.is_undefined_primal(x) else x for x in operands]
     back = what.transposed(known, list(map(_jax.instantiate_zeros, cotangents)))
@@ -372,12 +372,13 @@ def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
     return [*outs, *touts], [*(None,) * len(outs), *(0,) * len(touts)]
 
 
-def _narrow(used: Flags, eqn: JaxprEquation) -> tuple[list[bool], JaxprEquation | None]:
+def _narrow(used: Flags, *given: Any) -> tuple[list[bool], JaxprEquation | None]:
+    eqn: JaxprEquation = given[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    smaller, n = eqn.params["what"].narrowed(used), len(eqn.invars)
+    smaller = None if all(used) else eqn.params["what"].narrowed(used)
     narrow = eqn if smaller is None else _only(eqn, smaller)
-    return [i < len(narrow.invars) for i in range(n)], narrow
+    return [i < len(narrow.invars) for i in range(len(eqn.invars))], narrow
 
 
 def _only(eqn: JaxprEquation, smaller: Value) -> JaxprEquation:
@@ -395,13 +396,11 @@ for _p in (value_p, jvp_p):
     _p.multiple_results = True
     _p.def_impl(_run)
     _p.def_abstract_eval(_abstract_eval)
-    _jax.register_lowering(
-        _p, lambda ctx, *xs, what: _jax.lower_by(ctx, lambda *ys: what.run([*ys]), *xs)
-    )
+    _jax.register_lowering(_p, _jax.lowering_as(_run))
     _jax.jvps[_p] = _jvp
     _jax.transposes[_p] = _transpose
     _jax.batchers[_p] = _batch
-    _jax.register_dce(_p, _narrow)
+    _jax.dead_code_rules[_p] = _narrow
 for _type in (Batched, BatchedPair):
     _jax.hold_weakly_in_caches(_type)
 

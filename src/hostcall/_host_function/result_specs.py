@@ -134,14 +134,19 @@ def _is_aval(leaf: Tree) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+def varies(result: Tree) -> bool:
+    """Whether `result=` is no spec, but something that gives one."""
+    if result is ... or isinstance(result, (str, like, same_tree)):
+        return True
+    return callable(result) and not hasattr(result, "shape")
+
+
 def spec_of(result: Tree, args: Trees, name: str) -> Tree:
-    """The spec that `result=`, unless it is "infer", means for these arguments, or for
+    """The spec that `result=`, unless it is "infer", gives for these arguments, or for
     their avals.
     """
     if isinstance(result, (like, same_tree)):
         return result.spec(args, name)
-    if not callable(result) or hasattr(result, "shape"):
-        return result
     avals = tree.tree_map(aval_of, args)
     try:
         return result(*avals)

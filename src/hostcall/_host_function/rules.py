@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 # forward, backward: the two rules of defvjp.
 Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
 RULES: dict[str, tuple[str, str]] = {
-    "value": ("", "the function"),
+    "value": ("value", "the function"),
     "jvp": ("jvp", "the jvp rule"),
     "both": ("jvp", "the jvp rule"),
     "forward": ("vjp", "the forward rule"),
@@ -75,16 +75,34 @@ class Rule:
         """Whether its residuals stay on the host, behind a handle."""
         return self.bwd is not None and self.where == "host" and self.residuals is None
 
+    def code(self, kind: Kind, index: int | None = None) -> Function:
+        """One of the functions that the user gave.
+
+        `index` is the argument of a rule of `defjvps`; None for the first of them.
+        """
+        found = self.bwd if kind == "backward" else self.fn
+        if index is not None:
+            found = self.each[index]
+        if found is None:
+            found = next(each for each in self.each if each is not None)
+        return found
+
 
 @dataclass
 class Rules:
-    """All rules that a function was given; None for each that it was not."""
+    """The function, and all rules that it was given; None for each that it was not."""
 
+    value: Rule
     jvp: Rule | None = None
     vjp: Rule | None = None
     transpose: Rule | None = None
     jacobian: Rule | None = None
     batch: Function | None = None
+
+    def of(self, kind: Kind) -> Rule:
+        """What a def* method was given for this kind of code; or the function."""
+        rule: Rule = getattr(self, RULES[kind][0])
+        return rule
 
 
 class Ruled(Handle):
@@ -126,25 +144,8 @@ class Ruled(Handle):
             return
         raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
 
-    def _rule_of(self, kind: Kind) -> Rule:
-        """What a def* method was given for this kind of code; or the function."""
-        if kind == "value":
-            return Rule(self.fn, "host")
-        rule: Rule = getattr(self.rules, RULES[kind][0])
-        return rule
-
     def _code_of(self, kind: Kind, index: int | None = None) -> Function:
-        """One of the functions that the user gave.
-
-        `index` is the argument of a rule of `defjvps`; None for the first of them.
-        """
-        rule = self._rule_of(kind)
-        found = rule.bwd if kind == "backward" else rule.fn
-        if index is not None:
-            found = rule.each[index]
-        if found is None:
-            found = next(each for each in rule.each if each is not None)
-        return found
+        return self.rules.of(kind).code(kind, index)
 
     def run(self, *args: Any) -> Any:
         """Calls the function on this thread, or on the event loop and waits."""

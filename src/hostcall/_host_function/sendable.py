@@ -92,7 +92,8 @@ class Sendable(HostCode):
     HostFunction is pickled by name instead, and the worker takes the function from it.
 
     Attributes:
-        function, kind, index: as for `Ruled._code_of`.
+        function: the HostFunction.
+        kind, index: as for `Rule.code`.
     """
 
     function: Ruled
@@ -115,6 +116,15 @@ class Sendable(HostCode):
         if by_name and isinstance(fn, types.FunctionType) and at_its_name(fn) is not fn:
             return Ruled._code_of, (self.function, self.kind, self.index)
         return same, (fn,)
+
+
+def to_send(
+    function: Ruled, kind: Kind = "value", index: int | None = None
+) -> Function:
+    """One of a HostFunction's functions, in a form that its executor can send."""
+    if function.policy.pool is None:
+        return function._code_of(kind, index)
+    return Sendable(function, kind, index)
 
 
 def at_its_name(thing: Ruled | types.FunctionType) -> object:

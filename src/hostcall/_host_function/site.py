@@ -28,7 +28,7 @@ The way of a value and its gradient, for a `defvjp` in host code:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -47,6 +47,7 @@ from hostcall._host_function.primitives import (
     Value,
     bind,
     filled,
+    there,
 )
 from hostcall._host_function.residuals import HANDLE, store
 from hostcall._host_function.rules import Function, Rule
@@ -64,18 +65,17 @@ class CallSite(RuleTrees):
         return Steps(self, "value", self.avals).run(operands, by_rule)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
-        found = self.function.rules
+        found, nz = self.function.rules, tuple([t is not None for t in tangents])
         if self.nondiff or (found.jvp and found.jvp.each):
-            self._check_tangents(tangents)
+            self._check_tangents(nz)
         if not self.out_avals:
             return bind(operands, self), [None for _ in self.avals]
         if found.transpose:
             return self._linear_jvp(operands, tangents)
         if not (found.vjp or found.jvp or found.jacobian):
             raise self.missing("derivative")
-        moving = [t for t in tangents if t is not None]
-        nz = tuple(t is not None for t in tangents)
-        derivative, whole = Derivative(self, len(nz), nz), [*operands, *moving]
+        avals, whole = (*self.avals, *self.out_avals), [*operands, *there(tangents)]
+        derivative = Derivative(self, len(nz), nz, avals)
         if found.vjp or (found.jvp and (found.jacobian or found.jvp.where == "host")):
             both = bind(whole, derivative)
         else:  # JAX can transpose the rule's code, and the product with a Jacobian
@@ -83,10 +83,10 @@ class CallSite(RuleTrees):
         n = len(self.avals)
         return both[:n], spread(both[n:], self.out_diff)
 
-    def _check_tangents(self, tangents: Tangents) -> None:
-        jvp, moving = self.function.rules.jvp, [t is not None for t in tangents]
+    def _check_tangents(self, nz: Flags) -> None:
+        jvp = self.function.rules.jvp
         each = jvp.each if jvp else ()
-        for position in pick(self.positions, moving):
+        for position in pick(self.positions, nz):
             why = ""
             if position in self.nondiff:
                 why = "which is in nondiff="
@@ -121,7 +121,9 @@ class CallSite(RuleTrees):
                 raise self.missing("argument", position=position, why=why)
             known.append(x)
         given = pick(cotangents, self.out_diff)
-        return spread(bind([*known, *given], Transpose(self, len(known))), self.diff)
+        avals = tuple(pick(self.in_avals, self.diff))
+        what = Transpose(self, len(known), avals)
+        return spread(bind([*known, *given], what), self.diff)
 
     # --- Batches -------------------------------------------------------------------
 
@@ -141,13 +143,10 @@ class Transpose(Linear):
 
     site: CallSite
     n: int
+    avals: tuple[Aval, ...] = field(compare=False)
 
     def __repr__(self) -> str:
         return f"{self.site.name}'s transpose"
-
-    @property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return tuple(pick(self.site.in_avals, self.site.diff))
 
     def run(self, operands: Arrays) -> Arrays:
         code = Steps(self.site, "transpose", self.avals, self.site.diff)
@@ -178,10 +177,7 @@ class Derivative(Pair):
     value: RuleTrees
     n: int
     nz: tuple[bool, ...]
-
-    @property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return (*self.value.avals, *self.value.out_avals)
+    avals: tuple[Aval, ...] = field(compare=False)
 
     def run(self, operands: Arrays) -> Arrays:
         site, function = self.value, self.value.function
@@ -206,7 +202,8 @@ class Derivative(Pair):
         kept_outs = outs if found.jvp and found.jvp.each else []
         parts = args if needed else [], kept_outs, residuals
         consts, tree = jax.tree.flatten(parts)
-        return outs, consts, LinearPart(site, tree, self.nz, backward, template)
+        known = site, tree, len(consts), site.out_avals
+        return outs, consts, LinearPart(*known, self.nz, backward, template)
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,7 +212,7 @@ class LinearPart(Linear):
 
     Attributes:
         site: the call that is differentiated.
-        tree: of its constants: (arguments, results, residuals), each as far as its
+        tree: of its `n` constants: (arguments, results, residuals), each as far as its
             rules need them.
         nz: for each array of the arguments, whether it has a tangent.
         ready: whether the consts include what the reverse rule needs.
@@ -224,17 +221,11 @@ class LinearPart(Linear):
 
     site: RuleTrees
     tree: TreeDef
+    n: int
+    avals: tuple[Aval, ...] = field(compare=False)
     nz: tuple[bool, ...]
     ready: bool
     template: Template | None
-
-    @property
-    def n(self) -> int:  # type: ignore[override]
-        return int(self.tree.num_leaves)
-
-    @property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return self.site.out_avals
 
     def run(self, operands: Arrays) -> Arrays:
         site, found = self.site, self.site.function.rules
@@ -256,11 +247,11 @@ class LinearPart(Linear):
             if not self.ready:
                 _, residuals, template = _forward(site, found.vjp, args)
             take = True
-            if found.vjp.keeps_objects:
-                take = isinstance(residuals[0], jax.core.Tracer)
-                _forget_with(residuals[0])
-            else:
+            if not found.vjp.keeps_objects:
                 args = args[-1:] if site.masked else []
+            elif not isinstance(residuals[0], jax.core.Tracer):
+                take = False
+                _forget_with(residuals[0])
             avals = tuple(pick(site.in_avals, self.nz))
             code = Steps(site, "backward", avals, self.nz, take)
             return code.called([*args, *residuals, *cotangents], template)
@@ -287,15 +278,18 @@ def _forward(
     avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
     steps = Steps(site, "forward", (*site.avals, *avals))
     found = bind(args, steps)
-    if vjp.keeps_objects:
+    if vjp.keeps_objects and not isinstance(found[n], jax.core.Tracer):
         _forget_with(found[n])
     return found[:n], found[n:], None
 
 
 def _forget_with(handle: jax.Array) -> None:
     """Ties the residual of an eager call to the array that holds its handle."""
-    eager = isinstance(handle, jax.Array) and not isinstance(handle, jax.core.Tracer)
-    if eager and handle.is_fully_addressable and handle.is_ready():
+    if (
+        isinstance(handle, jax.Array)
+        and handle.is_fully_addressable
+        and handle.is_ready()
+    ):
         store.forget_with(handle)
 
 

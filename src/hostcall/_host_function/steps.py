@@ -26,7 +26,7 @@ from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
-from hostcall._core.source import look, name_of
+from hostcall._core.source import Look, look
 from hostcall._core.spec import (
     Results,
     Static,
@@ -46,7 +46,6 @@ from hostcall._host_function.primitives import (
 from hostcall._host_function.residuals import store
 from hostcall._host_function.result_specs import aligned, elementwise
 from hostcall._host_function.rules import (
-    RULES,
     Function,
     Kind,
     Rule,
@@ -54,6 +53,7 @@ from hostcall._host_function.rules import (
     Trees,
     forward_pair,
 )
+from hostcall._host_function.sendable import Sendable, to_send
 from hostcall._host_function.trees import Positions, RuleTrees, pick, spread
 from hostcall._jax.types import Aval
 from hostcall._policies.layer import same
@@ -83,6 +83,12 @@ class Steps(HostCode, Value):
             transposition, whether the function is linear in it.
         take: whether a backward rule may take its residual out of the store, because
             this looks like the last use.
+        rule: the rule that it belongs to. If that keeps objects, it leaves its residual
+            in the store, or looks there for it.
+        code: the user's function that names it in messages.
+        seen: what hostcall knows of that.
+        sent: that in a form that the executor can send.
+        n: how many of the first operands are arrays of the function's arguments.
     """
 
     travels_as: ClassVar[str] = "host"
@@ -92,9 +98,22 @@ class Steps(HostCode, Value):
     avals: tuple[Aval, ...] = field(compare=False)
     nz: tuple[bool, ...] = ()
     take: bool = True
+    rule: Rule = field(init=False, compare=False, metadata=HERE)
+    code: Function = field(init=False, compare=False, metadata=HERE)
+    seen: Look = field(init=False, compare=False, metadata=HERE)
+    sent: Function = field(init=False, compare=False, metadata=HERE)
+    n: int = field(init=False, compare=False, metadata=HERE)
 
     def __post_init__(self) -> None:
-        vars(self).update(__qualname__=name_of(self.code))
+        function, kind = self.site.function, self.kind
+        rule = function.rules.of(kind)
+        code = sent = rule.code(kind)
+        if function.policy.pool is not None:
+            sent = Sendable(function, kind)
+        seen, first = look(code), kind not in ("transpose", "backward")
+        n = len(self.site.template.keys) if first or rule.keeps_objects else 0
+        vars(self).update(rule=rule, code=code, seen=seen, sent=sent, n=n)
+        vars(self).update(__qualname__=seen.name)
 
     def __repr__(self) -> str:
         return f"{'' if self.kind == 'value' else self.kind + ' of '}{self.site.name}"
@@ -114,8 +133,9 @@ class Steps(HostCode, Value):
         `by_rule` is the user's rule for batches, if the call has effects. Without them
         the primitive of the HostFunction has the rule.
         """
-        site, (how, policy) = self.site, self.how()
-        operands, mask = self.unmasked(operands)
+        site, mask, (how, policy) = self.site, None, self.how()
+        if site.masked:
+            operands, mask = self.unmasked(operands)
         method = by_rule or how.vmap_method
         if site.function.result is elementwise and method in WHOLE:
             operands, method = aligned(operands, site, self.kind, method)
@@ -140,28 +160,26 @@ class Steps(HostCode, Value):
     def how(self) -> tuple[CallOptions, Policy]:
         """The options of its calls, and how they are run."""
         function = self.site.function
-        how, policy = function.options, replace(function.policy, owner=function)
+        how, policy = function.options, function.policy
+        cache, coalesce = policy.cache, policy.coalesce
         if self.kind != "value":
-            how = replace(how, lend=bool(how.lend))
-            policy = replace(policy, coalesce=None)
-        if self.rule.keeps_objects:
-            method = "parallel" if how.vmap_method == "parallel" else "sequential"
-            # A residual that is kept may be an argument.
-            lend = how.lend and function.rules_copy
+            lend, method, coalesce = bool(how.lend), how.vmap_method, None
+            if self.rule.keeps_objects:
+                # A residual that is kept may be an argument.
+                lend = lend and function.rules_copy
+                method = "parallel" if method == "parallel" else "sequential"
+                cache = None  # one backward rule takes the residual
             how = replace(how, lend=lend, vmap_method=method)
-            # One backward rule takes the residual.
-            policy = replace(policy, cache=None)
-        if policy.cache is not None:
+        if cache is not None:
             # version= says which code computes the value; a rule can be set again.
             code = () if self.kind == "value" else (fingerprint(self.code),)
             label, template = str((self.kind, self.nz, *code)), self.site.template
-            cache = replace(policy.cache, label=label, template=template)
-            policy = replace(policy, cache=cache)
-        return how, policy
+            cache = replace(cache, label=label, template=template)
+        return how, replace(policy, owner=function, cache=cache, coalesce=coalesce)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents
-        rule = f"`{name_of(self.code)}`, a rule of `{self.site.name}` in host code,"
+        rule = f"`{self.seen.name}`, a rule of `{self.site.name}` in host code,"
         if self.site.function.advice:  # the rule is not the user's
             rule = f"a derivative of `{self.site.name}`"
         raise self.site.missing("second", rule=rule)
@@ -182,29 +200,6 @@ class Steps(HostCode, Value):
     # --- What it is made of ----------------------------------------------------------
 
     @cached_property
-    def code(self) -> Function:
-        """The user's function that names it in messages."""
-        return self.site.function._code_of(self.kind)
-
-    @property
-    def words(self) -> str:
-        """What messages about its value call it, with the function's name."""
-        return RULES[self.kind][1]
-
-    @cached_property
-    def rule(self) -> Rule:
-        """The rule that it belongs to. If that keeps objects, it leaves its residual in
-        the store, or looks there for it.
-        """
-        return self.site.function._rule_of(self.kind)
-
-    @cached_property
-    def n(self) -> int:
-        """How many of the first operands are arrays of the function's arguments."""
-        first = self.kind not in ("transpose", "backward") or self.rule.keeps_objects
-        return len(self.site.template.keys) if first else 0
-
-    @cached_property
     def linear(self) -> slice:
         """Which of its operands, without the mask, are tangents or cotangents."""
         if self.kind in ("jvp", "both"):
@@ -212,34 +207,34 @@ class Steps(HostCode, Value):
         back = self.kind in ("backward", "transpose")
         return slice(-len(self.site.out_avals), None) if back else slice(0)
 
-    def unmasked(self, operands: Arrays) -> tuple[Arrays, jax.Array | None]:
-        """(the operands without the mask, the mask or None)."""
-        if not self.site.masked:
-            return operands, None
+    def unmasked(self, operands: Arrays) -> tuple[Arrays, jax.Array]:
+        """(the operands without the mask, the mask), if there is one."""
         at = self.nz.count(False) - 1 if self.kind == "transpose" else self.n
         return [*operands[:at], *operands[at + 1 :]], operands[at]
 
     # --- What the engine asks ------------------------------------------------------
 
     def source(self) -> str:
-        return look(self.code).source
+        return self.seen.source
 
     def result_words(self, number: int) -> tuple[str, str]:
         if self.kind != "jacobian":
             return "", ""
         which = f"the Jacobian of {self.site.jacobian_paths[number]} that"
-        rule = f"`{name_of(self.code)}`, a rule of `{self.site.name}`"
+        rule = f"`{self.seen.name}`, a rule of `{self.site.name}`"
         return f"{which} {rule}, returned", (
             "A Jacobian has the axes of the result, then those of the argument"
         )
 
     def awaits(self) -> bool:
-        function, called = self.site.function, [self.code]
+        if self.seen.awaits or self.kind in ("value", "forward"):
+            return self.seen.awaits
+        more: tuple[Function | None, ...] = ()
         if self.kind in ("jvp", "both"):
-            called += [function.fn, *(f for f in self.rule.each if f is not None)]
+            more = self.site.function.fn, *self.rule.each
         elif self.kind == "backward":  # runs it if its residual was dropped
-            called.append(function._code_of("forward"))
-        return any(look(each).awaits for each in called)
+            more = (self.rule.fn,)
+        return bool([f for f in more if f is not None and look(f).awaits])
 
     def lane(self) -> Function:  # the function and its rules are one
         return self.site.function.fn
@@ -254,16 +249,13 @@ class Steps(HostCode, Value):
     def split(self, args: Sequence[Tree], kwargs: object) -> Parts:
         del kwargs
         if self.kind == "value":
-            return self._code("value"), args, same
+            return self.sent, args, same
         parts: Parts = getattr(self, f"_{self.kind}")(args)
         return parts
 
     def _code(self, kind: Kind, index: int | None = None) -> Function:
-        """One of the user's functions, in a form that the executor can send."""
-        function = self.site.function
-        if function.policy.pool is None:
-            return function._code_of(kind, index)
-        return sendable.Sendable(function, kind, index)
+        """Another of the user's functions, in a form that the executor can send."""
+        return to_send(self.site.function, kind, index)
 
     # --- What is different in JAX code ---------------------------------------------
 
@@ -280,7 +272,7 @@ class Steps(HostCode, Value):
         if (spec := self.rule.residuals) is None:
             return [store.put(residual)]
         structure = "residuals in the structure of residuals="
-        return self.site.leaves_of(spec.treedef, residual, self.words, structure)
+        return self.site.leaves_of(spec.treedef, residual, self.kind, structure)
 
     def _residual(self, leaves: Arrays) -> Tree:
         """The residual of these arrays."""
@@ -319,13 +311,14 @@ class Steps(HostCode, Value):
         dots = spread(operands[linear], self.nz)
         if jvp.flat:
             sent = args, site.unmasked(dots), site.out_diff
-            return self._code("jvp"), sent, self._pushed
+            return self.sent, sent, self._pushed
         whole = site.tangents(operands[:n], dots, self.zeros)
         fn = self._code("value") if self.kind == "both" else None
         if jvp.fn is not None:
-            rule, like = self._code("jvp"), site.results.treedef
+            like = site.results.treedef
             zeros = like.unflatten([0] * like.num_leaves)
-            calls = self._several(sendable.push_whole, rule, fn, zeros, args, whole)
+            given = self.sent, fn, zeros, args, whole
+            calls = self._several(sendable.push_whole, *given)
         else:
             positions = sorted(set(pick(site.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
@@ -341,25 +334,25 @@ class Steps(HostCode, Value):
         if self.kind != "both":
             outs = ()
         elif not self.rule.flat:
-            outs = site.out_leaves(outs, self.words)
+            outs = site.out_leaves(outs, self.kind)
         if not self.rule.flat:
             terms = [touts]
             if self.rule.fn is None:  # a rule may return None for zero
                 terms = [term for term in touts if term is not None] or touts[:1]
-            leaves = [site.out_leaves(term, self.words) for term in terms]
+            leaves = [site.out_leaves(term, self.kind) for term in terms]
             touts = reduce(_add, [self._term(pick(x, site.out_diff)) for x in leaves])
         return *outs, *touts
 
     def _forward(self, operands: Arrays) -> Parts:
         def finish(value: Tree) -> tuple[Tree, ...]:
             outs, residual = forward_pair(value, self.site.name)
-            return *self.site.out_leaves(outs, self.words), *self._kept(residual)
+            return *self.site.out_leaves(outs, self.kind), *self._kept(residual)
 
-        return self._code("forward"), self._arguments(operands), finish
+        return self.sent, self._arguments(operands), finish
 
     def _backward(self, operands: Arrays) -> Parts:
         site, given = self.site, operands[self.linear]
-        back, pulled = self._code("backward"), partial(self._pulled, given, None)
+        back, pulled = self.sent, partial(self._pulled, given, None)
         more: Trees = (site.cotangents(given),)
         if self.rule.flat:
             more = spread(given, site.out_diff), site.unmasked(self.nz)
@@ -388,7 +381,7 @@ class Steps(HostCode, Value):
 
     def _pulled(self, given: Arrays, of: Positions, value: Tree) -> Tree:
         if not self.rule.flat:
-            leaves = self.site.argument_leaves(value, self.words, of)
+            leaves = self.site.argument_leaves(value, self.kind, of)
             value = pick(leaves, self.nz)
         return self._completed(value, given)
 
@@ -403,11 +396,11 @@ class Steps(HostCode, Value):
             return self._pulled(given, positions, whole)
 
         others = [arg for i, arg in enumerate(args) if i not in positions]
-        return self._code("transpose"), (site.cotangents(given), *others), finish
+        return self.sent, (site.cotangents(given), *others), finish
 
     def _jacobian(self, operands: Arrays) -> Parts:
         leaves = self.site.jacobian_leaves
-        return self._code("jacobian"), self._arguments(operands), leaves
+        return self.sent, self._arguments(operands), leaves
 
 
 # --- In JAX code ---------------------------------------------------------------------
@@ -435,11 +428,14 @@ class TracedSteps(Steps):
         return False
 
     def trace(self, operands: Arrays) -> Arrays:
-        operands, mask = self.unmasked(operands)
-        vars(self).update(mask=mask)
+        mask = None
+        if self.site.masked:
+            operands, mask = self.unmasked(operands)
+        vars(self).update(mask=mask)  # which `_code` gives to a rule
+        vars(self).update(sent=self._code(self.kind))
         run, sent, finish = self.split(self._gated(operands), {})
         values, n = list(finish(run(*sent))), len(self.avals)
-        found = self.site.fitting(values[:n], self.avals, self.words)
+        found = self.site.fitting(values[:n], self.avals, self.kind)
         if mask is not None:
             fills = self._of_results(self.site.fills)
             found = list(map(partial(_masked, mask), found, fills))
@@ -501,7 +497,7 @@ class TracedSteps(Steps):
         return tuple(leaves)
 
     def _term(self, leaves: Tangents) -> Arrays:
-        return self.site.fitting(leaves, self.site.out_avals, self.words)
+        return self.site.fitting(leaves, self.site.out_avals, self.kind)
 
 
 def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:

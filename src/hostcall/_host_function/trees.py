@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -18,7 +19,16 @@ from hostcall._core.options import HERE
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._host_function.primitives import Arrays, Tangents, Value
-from hostcall._host_function.rules import ADVICE, MISSING, Function, Ruled, Tree, Trees
+from hostcall._host_function.rules import (
+    ADVICE,
+    MISSING,
+    RULES,
+    Function,
+    Kind,
+    Ruled,
+    Tree,
+    Trees,
+)
 from hostcall._jax.types import Aval, TreeDef
 
 tree = jax.tree_util
@@ -42,6 +52,9 @@ class RuleTrees(Value):
         fills: the bytes of each result for a False mask; None if there is no mask. A
             mask is one more bool array behind the others, which is in no argument.
         place: the user's line.
+        name: by which messages call it.
+        avals: of the results.
+        masked: whether it has a mask.
     """
 
     function: Ruled = field(metadata=HERE)
@@ -51,21 +64,16 @@ class RuleTrees(Value):
     nondiff: tuple[int, ...]
     fills: tuple[bytes | None, ...] | None
     place: Place = field(compare=False, metadata=HERE)
+    name: str = field(init=False, compare=False, metadata=HERE)
+    avals: tuple[Aval, ...] = field(init=False, compare=False, metadata=HERE)
+    masked: bool = field(init=False, compare=False, metadata=HERE)
 
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
-    @cached_property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return self.results.avals
+    def __post_init__(self) -> None:
+        name, masked = self.function.__name__, self.fills is not None
+        vars(self).update(name=name, avals=self.results.avals, masked=masked)
 
     def __repr__(self) -> str:
         return self.name
-
-    @cached_property
-    def masked(self) -> bool:
-        return self.fills is not None
 
     def missing(self, what: str, **more: object) -> DerivativeError:
         """The error for a missing rule; `what` is a key of `MISSING`."""
@@ -79,9 +87,9 @@ class RuleTrees(Value):
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """For each array, the position of the argument that holds it."""
-        trees = enumerate(self.argument_trees)
-        leaves = [n for n, part in trees for _ in range(part.num_leaves)]
-        return tuple(self._of_arrays(leaves, len(self.argument_trees)))
+        arguments = enumerate(self.arguments)
+        found = [n for n, (_, arrays) in arguments for _ in range(sum(arrays))]
+        return (*found, len(self.arguments)) if self.masked else tuple(found)
 
     @cached_property
     def diff(self) -> tuple[bool, ...]:
@@ -93,7 +101,7 @@ class RuleTrees(Value):
 
     @cached_property
     def out_diff(self) -> tuple[bool, ...]:
-        return tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in self.results.avals)
+        return tuple([jnp.issubdtype(a.dtype, jnp.inexact) for a in self.avals])
 
     @property
     def diff_positions(self) -> list[int]:
@@ -103,12 +111,21 @@ class RuleTrees(Value):
     @cached_property
     def out_avals(self) -> tuple[Aval, ...]:
         """The avals of the results that have a tangent."""
-        return tuple(pick(self.results.avals, self.out_diff))
+        return tuple(pick(self.avals, self.out_diff))
 
     @cached_property
-    def argument_trees(self) -> tuple[TreeDef, ...]:
-        """The treedef of each argument, with static leaves."""
-        return tuple(self.template.treedef.children()[0].children())
+    def arguments(self) -> tuple[tuple[TreeDef, list[bool]], ...]:
+        """Of each argument the treedef, and which of its leaves are arrays."""
+        marks = iter(self.template.leaves)
+        return tuple(
+            [
+                (
+                    part,
+                    [not isinstance(m, Static) for m in islice(marks, part.num_leaves)],
+                )
+                for part in self.template.treedef.children()[0].children()
+            ]
+        )
 
     # --- From arrays to trees ------------------------------------------------------
 
@@ -122,10 +139,12 @@ class RuleTrees(Value):
             (zeros(x) if diff else _float0(x.shape)) if t is None else t
             for x, t, diff in zip(like, tangents, self.diff, strict=False)
         ]
-        leaves = spread(whole, self._are_arrays)
-        args, _ = self.template.treedef.unflatten(leaves)
-        still = self.nondiff
-        return tuple(None if n in still else arg for n, arg in enumerate(args))
+        rest, still = iter(whole), self.nondiff
+        parts = [(part, spread(rest, arrays)) for part, arrays in self.arguments]
+        return tuple(
+            None if n in still else part.unflatten(leaves)
+            for n, (part, leaves) in enumerate(parts)
+        )
 
     def cotangents(self, cotangents: Arrays) -> Tree:
         """Cotangents in the structure of the result; integers have float0 zeros."""
@@ -135,71 +154,60 @@ class RuleTrees(Value):
 
     # --- From trees to arrays ------------------------------------------------------
 
-    def leaves_of(self, treedef: TreeDef, value: Tree, what: str, form: str) -> Arrays:
-        """The leaves of a value that a rule returned.
+    def leaves_of(self, treedef: TreeDef, value: Tree, kind: Kind, form: str) -> Arrays:
+        """The leaves of a value that a rule of this kind returned.
 
-        `what` names the rule, and `form` says which structure the value should have.
+        `form` says which structure the value should have.
         """
         try:
             return list(treedef.flatten_up_to(value))
         except (ValueError, TypeError) as error:
             raise DerivativeError(
-                f"hostcall: {what} of `{self.name}` should return {form},"
+                f"hostcall: {RULES[kind][1]} of `{self.name}` should return {form},"
                 f" {treedef}, got {tree.tree_structure(value)}",
                 code="hc-rule",
             ) from error
 
-    def out_leaves(self, value: Tree, what: str) -> Arrays:
+    def out_leaves(self, value: Tree, kind: Kind) -> Arrays:
         """The leaves of a value in the structure of the result."""
         form = "the structure of the result"
-        return self.leaves_of(self.results.treedef, value, what, form)
+        return self.leaves_of(self.results.treedef, value, kind, form)
 
-    def argument_leaves(self, value: Tree, what: str, of: Positions) -> Tangents:
+    def argument_leaves(self, value: Tree, kind: Kind, of: Positions) -> Tangents:
         """One entry for each array of the arguments, from a tuple of values.
 
         The tuple has one value for each argument in `of`, or for each if that is None.
         The entries are None for an argument whose value is None, and for arguments not
         in `of`.
         """
-        trees, leaves = self.argument_trees, list[jax.Array | None]()
-        positions = range(len(trees)) if of is None else of
+        leaves = list[jax.Array | None]()
+        positions = range(len(self.arguments)) if of is None else of
         n = len(positions)
         if not isinstance(value, tuple) or len(value) != n:
             form = (
                 f"a tuple of {n}, one value for each of the arguments"
                 f" {list(positions)} (None for zero), as in `return (x_bar,)`"
             )
-            self.leaves_of(tree.tree_structure((0,) * n), value, what, form)
+            self.leaves_of(tree.tree_structure((0,) * n), value, kind, form)
         parts = dict(zip(positions, value, strict=True))
-        for position, treedef in enumerate(trees):
-            form = f"for argument {position} the structure of that argument"
+        for position, (treedef, arrays) in enumerate(self.arguments):
             part = parts.get(position)
-            leaves += (
-                [None] * treedef.num_leaves
-                if part is None
-                else self.leaves_of(treedef, part, what, form)
-            )
-        return self._of_arrays(leaves, None)
-
-    @cached_property
-    def _are_arrays(self) -> tuple[bool, ...]:
-        """For each leaf of the arguments, whether it isn't static."""
-        return tuple(not isinstance(mark, Static) for mark in self.template.leaves)
-
-    def _of_arrays(self, leaves: Iterable[T], of_mask: T) -> list[T]:
-        """One entry for each array, from one for each leaf of the arguments."""
-        found = pick(leaves, self._are_arrays)
-        return [*found, of_mask] if self.masked else found
+            if part is None:
+                leaves += [None] * sum(arrays)
+            else:
+                form = f"for argument {position} the structure of that argument"
+                leaves += pick(self.leaves_of(treedef, part, kind, form), arrays)
+        return [*leaves, None] if self.masked else leaves
 
     def jacobian_leaves(self, value: Tree) -> tuple[jax.Array, ...]:
         """The blocks of a Jacobian, by result and then by array of the arguments, for
         those that have derivatives.
         """
-        what, blocks = "the Jacobian rule", list[jax.Array]()
-        positions = self.diff_positions
-        for out in pick(self.out_leaves(value, what), self.out_diff):
+        positions, blocks = self.diff_positions, list[jax.Array]()
+        for out in pick(self.out_leaves(value, "jacobian"), self.out_diff):
             entry = out if len(positions) != 1 else (out,)
-            blocks += pick(self.argument_leaves(entry, what, positions), self.diff)
+            leaves = self.argument_leaves(entry, "jacobian", positions)
+            blocks += pick(leaves, self.diff)
         return tuple(blocks)
 
     @property
@@ -223,7 +231,7 @@ class RuleTrees(Value):
         args = pick(self.template.paths(), self.unmasked(self.diff))
         return tuple(f"{out} by {arg}" for out in outs for arg in args)
 
-    def fitting(self, values: Tangents, avals: Sequence[Aval], what: str) -> Arrays:
+    def fitting(self, values: Tangents, avals: Sequence[Aval], kind: Kind) -> Arrays:
         """The arrays that JAX code returned, checked for shape and cast to dtype."""
         fitted = []
         for value, aval in zip(values, avals, strict=True):
@@ -235,7 +243,7 @@ class RuleTrees(Value):
                 got = f"{array.dtype.name}{list(array.shape)}"
             if array is None or array.shape != aval.shape:
                 raise DerivativeError(
-                    f"hostcall: {what} of `{self.name}` returned {got} where"
+                    f"hostcall: {RULES[kind][1]} of `{self.name}` returned {got} where"
                     f" {aval.dtype}{list(aval.shape)} is wanted",
                     code="hc-rule",
                 )

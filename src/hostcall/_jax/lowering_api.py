@@ -78,11 +78,15 @@ def host_callback_handler() -> object:
     return targets["xla_buffer_python_cpu_callback"]["execute"]
 
 
+# The lowering rule of a JAX function that returns a list of results.
+lowering_as = partial(_mlir.lower_fun, multiple_results=True)
+
+
 def lower_by(
     ctx: _t.LoweringContext, f: Callable[..., object], *operands: _t.Value
 ) -> list[_t.Value]:
     """Lowers an equation as the JAX function `f`, which returns a list of results."""
-    return list(_mlir.lower_fun(f, multiple_results=True)(ctx, *operands))
+    return list(lowering_as(f)(ctx, *operands))
 
 
 def name_partitioning(value: _t.Value, name: str) -> None:

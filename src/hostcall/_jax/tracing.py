@@ -93,18 +93,9 @@ def register_effect(effect_type: type, ordered: bool) -> None:
 is_ordered = _effects.ordered_effects.contains
 
 
-# (used outputs, equation) -> (used inputs, the equation that remains or None)
-DeadCodeRule: TypeAlias = Callable[
-    [Sequence[bool], _t.JaxprEquation], tuple[list[bool], _t.JaxprEquation | None]
-]
-
-
-def register_dce(primitive: _t.Primitive, rule: DeadCodeRule) -> None:
-    """Registers a rule for dead code elimination.
-
-    JAX's own rules take one more argument in the middle in 0.12, a list of live inputs.
-    """
-    _pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+# (used outputs, equation) -> (used inputs, the equation that remains or None). In 0.12
+# there is one more argument in the middle, a list of live inputs.
+dead_code_rules = _pe.dce_rules
 
 
 # Makes JAX's caches of traced equations hold parameters of this type weakly. The caches
