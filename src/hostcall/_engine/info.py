@@ -114,8 +114,7 @@ class CallInfo:
     @property
     def label(self) -> str:
         """The name and line by which profilers show the call."""
-        shown = self.callback.options.tag or self.name
-        name = shown.rsplit("<locals>.", 1)[-1]
+        name = self.callback.shown.rsplit("<locals>.", 1)[-1]
         return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
 
     # --- Hooks ---------------------------------------------------------------------

@@ -86,7 +86,7 @@ def running() -> list[ActiveCall]:
     calls = []
     for info, thread, seconds, row in _native.active():
         (thread,) = workers.delegates.get(thread) or [thread]
-        name = info.callback.options.tag or info.name
+        name = info.callback.shown
         calls.append(
             ActiveCall(
                 name, info.place, seconds, row or (), thread, _stack(frames, thread)
