@@ -40,6 +40,7 @@ class Callback:
         function: the function itself.
         seen: what hostcall knows of it.
         name: by which messages call it.
+        lasting_tag: its tag, if that is among the first of the process, or else None.
     """
 
     fn: Static
@@ -54,23 +55,19 @@ class Callback:
     function: Callable[..., Any] = field(init=False, compare=False)
     seen: Look = field(init=False, compare=False)
     name: str = field(init=False, compare=False)
+    lasting_tag: str | None = field(init=False, compare=False)
 
     def __post_init__(self, looked: Look | None) -> None:
-        seen = looked or look(self.fn.value)
-        vars(self).update(function=self.fn.value, seen=seen, name=seen.name)
+        seen, tag = looked or look(self.fn.value), self.options.tag
+        if tag is not None and len(_tags) < _MOST_TAGS:
+            _tags[tag] = None
+        known = {"name": seen.name, "lasting_tag": tag if tag in _tags else None}
+        vars(self).update(function=self.fn.value, seen=seen, **known)
 
     @property
     def shown(self) -> str:
         """The name in statistics and profiles."""
         return self.options.tag or self.name
-
-    @property
-    def lasting_tag(self) -> str | None:
-        """The tag, if it is among the first of the process, or else None."""
-        tag = self.options.tag
-        if tag is not None and len(_tags) < _MOST_TAGS:
-            _tags[tag] = None
-        return tag if tag in _tags else None
 
     @property
     def counted_as(self) -> str:

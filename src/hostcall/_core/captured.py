@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from hostcall._core.host_code import closed_over, is_partial, own_dictionary
+from hostcall._core.host_code import is_partial, own_dictionary
+from hostcall._core.source import closed_over
 
 
 def has_tracers_text(value: Any) -> bool:

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
-from hostcall._core.host_code import closed_over, is_partial, own, text_of, wrapped
-from hostcall._core.source import name_of
+from hostcall._core.host_code import is_partial, own, text_of, wrapped
+from hostcall._core.source import closed_over, name_of
 
 # What counts of a thing, as tuples and texts.
 Told: TypeAlias = object

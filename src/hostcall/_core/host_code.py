@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
 
@@ -144,7 +143,7 @@ class OfArguments:
     """A `result=` that depends on the arguments: `like` and `same_tree`."""
 
 
-_USERS = HostCode()
+USERS = HostCode()  # answers for users' functions
 
 
 def own(fn: object) -> HostCode:
@@ -153,7 +152,7 @@ def own(fn: object) -> HostCode:
     By its type: `isinstance` asks the object for its `__class__`, and a Mock with a
     spec, or a proxy, answers the class of something else.
     """
-    return fn if issubclass(type(fn), HostCode) else _USERS  # type: ignore[return-value]
+    return fn if issubclass(type(fn), HostCode) else USERS  # type: ignore[return-value]
 
 
 def handle(thing: object) -> Handle | None:
@@ -235,17 +234,6 @@ def own_dictionary(thing: object) -> dict[str, Any] | None:
     except Exception:  # no dictionary, or a property of that name
         return None
     return kept if type(kept) is dict else None
-
-
-def closed_over(fn: types.FunctionType) -> dict[str, Any]:
-    """The variables of the functions around it that a function uses, without those that
-    are not assigned yet.
-    """
-    found = {}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
 
 
 def wrapped(thing: object) -> Any:

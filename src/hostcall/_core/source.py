@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from hostcall._core.host_code import HostCode, asked, is_partial, layers, own, text_of
+from hostcall._core.host_code import (
+    USERS,
+    HostCode,
+    asked,
+    is_partial,
+    layers,
+    own,
+    text_of,
+)
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -70,14 +78,14 @@ class Look(NamedTuple):
         code: what Python runs; None if that is not Python's.
         awaits: whether a call makes a coroutine.
         yields: whether a call makes a generator, asynchronous or not.
-        told: `source`, if a function of hostcall's says it.
+        own: what answers for it: itself, if hostcall made it.
     """
 
     name: str
     code: types.CodeType | None
     awaits: bool
     yields: bool
-    told: str = ""
+    own: HostCode = USERS
 
     @property
     def place(self) -> Place:
@@ -89,8 +97,10 @@ class Look(NamedTuple):
     @property
     def source(self) -> str:
         """Its name and place, which all closures over one `def` share."""
-        if self.told or self.code is None:
-            return self.told or self.name
+        if self.own is not USERS and (told := self.own.source()):
+            return told
+        if self.code is None:
+            return self.name
         return f"{self.name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
@@ -120,9 +130,9 @@ def look(fn: Any) -> Look:
     name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
     if named is not fn:
         name = f"partial({name})"
-    found, told = asked(inner, "__code__", types.CodeType), own(fn).source()
+    found = asked(inner, "__code__", types.CodeType)
     if (ours := own(inner)) is inner:
-        return Look(name, found, ours.awaits(), False, told)
+        return Look(name, found, ours.awaits(), False, own(fn))
     try:
         # By its type, since a Mock with a spec has the `__class__` of a function.
         routine = issubclass(type(inner), _ROUTINES)
@@ -131,12 +141,23 @@ def look(fn: Any) -> Look:
         yields = inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
     except Exception:  # it can't be called, or is such a Mock, without code
         awaits = yields = False
-    return Look(name, found, awaits, yields, told)
+    return Look(name, found, awaits, yields, own(fn))
 
 
 def name_of(fn: Any) -> str:
     """The name by which messages call it."""
     return look(fn).name
+
+
+def closed_over(fn: types.FunctionType) -> dict[str, Any]:
+    """The variables of the functions around it that a function uses, without those that
+    are not assigned yet.
+    """
+    found = {}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def is_anonymous(fn: Function) -> bool:

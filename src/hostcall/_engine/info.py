@@ -17,7 +17,6 @@ import numpy as np
 from hostcall import _native
 from hostcall._core import coerce, errors, failures, frames
 from hostcall._core.callback import Callback
-from hostcall._core.host_code import own
 from hostcall._core.source import Place
 from hostcall._jax.types import Aval, Device, Mesh
 
@@ -100,7 +99,7 @@ class CallInfo:
             avals: of the operands, if each device has them whole.
         """
         self.params = params
-        self.callback = params.callback
+        self.callback: Callback = params.callback
         self.name = self.callback.name
         self.place = self.callback.place
         self.number = places.number_of(self.callback)  # in the engine's events
@@ -167,7 +166,7 @@ class CallInfo:
         """(what a result is, which shape it has) if the function is a rule of
         hostcall's that says so; else empty texts.
         """
-        return own(self.callback.function).result_words(number)
+        return self.callback.seen.own.result_words(number)
 
     def failed(self, row: tuple[int, ...]) -> None:
         """Notes which row failed, until `on_error` on this thread."""

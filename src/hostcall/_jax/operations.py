@@ -57,8 +57,7 @@ def custom_call(
         # XLA counts tokens among the operands and results.
         first = len(tokens_in)
         aliases = {i + first: o + tokens_out for i, o in aliases.items()}
-    if returns_token:
-        avals_out = [_core.abstract_token, *avals_out]
+    avals_out = [_core.abstract_token] * tokens_out + list(avals_out)
     number, shapes = _ir.IntegerType.get_unsigned(64), None
     if program.is_symbolic and has_symbolic(avals_out):  # XLA wants the sizes as values
         physical = map(_core.physical_aval, avals_out)

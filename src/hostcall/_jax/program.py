@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -67,27 +67,16 @@ class Program(NamedTuple):
 
 def program_of(ctx: LoweringContext) -> Program:
     module = ctx.module_context
-    context, platforms = module.axis_context, tuple(module.platforms)
+    platforms = tuple(module.platforms)
     try:
         client = module.get_backend()
     except (RuntimeError, ValueError):
         client = None
-    mesh, automatic, size = None, frozenset[object](), 1
-    known: Sequence[Device] = ()
-    if isinstance(context, _sharding_impls.SPMDAxisContext):
-        mesh, size = context.mesh, int(context.mesh.size)
-        automatic = frozenset(mesh.axis_names) - context.manual_axes
-        if not isinstance(mesh, jax.sharding.AbstractMesh):
-            known = mesh.devices.flat
-    elif isinstance(context, _sharding_impls.ShardingContext):
-        size, known = int(context.num_devices), context.device_assignment or ()
-    devices: tuple[Device, ...] | None = tuple(known) if size > 1 else ()
+    mesh, automatic, size, devices = _over(module.axis_context)
     if devices:
         across = len({device.process_index for device in devices}) > 1
     else:
         across = size > 1 and jax.process_count() > 1
-    if size == 1 and mesh is None:
-        devices = None
     local, by_ordinal = None, {}
     # Devices of other platforms may have no number (`local_hardware_id`).
     if client is not None and set(platforms) <= set(SERVED):
@@ -95,7 +84,7 @@ def program_of(ctx: LoweringContext) -> Program:
         if devices:
             here = client.process_index()
             local = [d for d in devices if d.process_index == here]
-    attributes = module.module.operation.attributes
+    attributes, noted = module.module.operation.attributes, "hostcall: equal calls"
     return Program(
         ctx=ctx,
         name=str(_ir.StringAttr(attributes["sym_name"]).value),
@@ -112,10 +101,25 @@ def program_of(ctx: LoweringContext) -> Program:
         across=across,
         is_symbolic=bool(module.shape_poly_state.dim_vars),
         keep_alive=module.add_keepalive,
-        equal_calls=module.cached_primitive_lowerings.setdefault(
-            "hostcall: equal calls", {}
-        ),
+        equal_calls=module.cached_primitive_lowerings.setdefault(noted, {}),
     )
+
+
+def _over(
+    context: object,
+) -> tuple[Mesh | None, frozenset[object], int, tuple[Device, ...] | None]:
+    """(mesh, automatic, size, devices) of a program, as `Program` says."""
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        mesh, size = context.mesh, int(context.mesh.size)
+        automatic = frozenset[object](mesh.axis_names) - context.manual_axes
+        abstract = isinstance(mesh, jax.sharding.AbstractMesh)
+        known = () if abstract or size == 1 else tuple(mesh.devices.flat)
+        return mesh, automatic, size, known
+    if not isinstance(context, _sharding_impls.ShardingContext):
+        return None, frozenset(), 1, None
+    size = int(context.num_devices)
+    known = tuple(context.device_assignment or ())
+    return None, frozenset(), size, known if size > 1 else None
 
 
 def ordinal(device: Device) -> int:

@@ -16,7 +16,6 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import config, errors
 from hostcall._core.errors import HostcallError
-from hostcall._core.host_code import own
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo, Team
 from hostcall._engine.params.equation import CallParams
@@ -130,8 +129,7 @@ def _no_jvp(params: CallParams) -> errors.DerivativeError:
 
 def _why_and_what(params: CallParams) -> str:
     """Why a call has no derivative, and what to write first."""
-    fn, name = params.callback.function, params.callback.name
-    why = own(fn).no_derivative()
+    name, why = params.callback.name, params.callback.seen.own.no_derivative()
     if why:  # an object's method
         return why
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"

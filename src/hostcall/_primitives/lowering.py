@@ -27,7 +27,6 @@ from hostcall import _jax, _native
 from hostcall._core import errors
 from hostcall._core.callback import Callback
 from hostcall._core.errors import ExportError, HostcallError, SpecError
-from hostcall._core.host_code import own
 from hostcall._core.identity import identity
 from hostcall._core.registered import names
 from hostcall._engine import targets
@@ -223,7 +222,7 @@ def _may_travel(callback: Callback) -> bool:
     function, owner = callback.function, callback.policy.owner
     held = (function,) if owner is None else (owner, owner.fn)
     named = bool(names.names) and any(map(names.of, held))
-    return named or own(function).travels_alone
+    return named or callback.seen.own.travels_alone
 
 
 def _why_here(params: Equation, operands: Sequence[Aval]) -> str:

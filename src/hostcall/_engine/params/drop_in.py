@@ -26,7 +26,6 @@ from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.callback import Callback
 from hostcall._core.errors import wrong
-from hostcall._core.host_code import own
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
@@ -152,7 +151,7 @@ class DropInParams(CallParams):
     @property
     def primitive(self) -> str:
         """The name of the drop-in's primitive, which JAX's primitive has too."""
-        is_print = own(self.callback.function).source() == PRINT
+        is_print = self.callback.seen.own.source() == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
     @property
