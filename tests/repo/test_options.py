@@ -160,8 +160,7 @@ LOUD_IN_ORDER = (
 def louder(monkeypatch):
     monkeypatch.setattr(TapParams, "takes", Louder)
     monkeypatch.setattr(tap_module, "TAP", options.table(Louder))
-    pairs = options._by_option((*options._PAIRS, LOUD_IN_ORDER))
-    monkeypatch.setattr(options, "_REFUSED", pairs)
+    monkeypatch.setattr(options, "_PAIRS", (*options._PAIRS, LOUD_IN_ORDER))
 
 
 @hc.register("tests.options.listen")

@@ -254,7 +254,7 @@ def prepare(
         )
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
-    if own := {o: options[o] for o in _NONE if o in options}:
+    if own := {o: v for o, v in options.items() if o in _NONE and v is not None}:
         mistakes.warn_of_own(face, fn, own)
     where, always = options.get("where"), options.get("always")
     if where is not None:

@@ -536,26 +536,14 @@ _PAIRS: tuple[Pair, ...] = (
 )
 
 
-def _by_option(pairs: Iterable[Pair]) -> dict[str, list[tuple[Test, str, Test, str]]]:
-    found: dict[str, list[tuple[Test, str, Test, str]]] = {}
-    for ones, others, why in pairs:
-        for one, test in ones.items():
-            rows = ((test, other, of_other, why) for other, of_other in others.items())
-            found.setdefault(one, []).extend(rows)
-    return found
-
-
-_REFUSED = _by_option(_PAIRS)
-
-
 def pair_refused(given: Mapping[str, object]) -> str | None:
     """Which two of these may not meet, and why; None if all may."""
-    for option, value in given.items():
-        for test, other, of_other, why in _REFUSED.get(option, ()):
-            if test(value) and other in given and of_other(given[other]):
-                return (
-                    f"{_shown(option, value)} and {_shown(other, given[other])}. {why}"
-                )
+    for ones, others, why in _PAIRS:
+        met = [k for k, test in ones.items() if k in given and test(given[k])]
+        for other, test in others.items() if met else ():
+            if other in given and test(given[other]):
+                two = [_shown(k, given[k]) for k in (*met, other)]
+                return f"{' and '.join(two)}. {why}"
     return None
 
 

@@ -318,7 +318,10 @@ def _run(*operands: jax.Array, what: Value) -> Arrays:
 
 
 def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
-    return _jax.result_avals(what.avals, operands, pure=True)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return list(what.avals)
+    return _jax.result_avals(mesh, what.avals, operands, pure=True)
 
 
 def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:

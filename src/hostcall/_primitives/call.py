@@ -56,10 +56,11 @@ def define(
 def _abstract_eval(
     *operands: Aval, params: CallParams
 ) -> tuple[list[Aval], set[Effect]]:
-    avals, effects = params.out_avals, params.effects
-    if not jax.sharding.get_abstract_mesh().empty:
-        avals = _jax.result_avals(avals, operands, not effects)
-    return list(avals), effects
+    avals, effects = list(params.out_avals), params.effects
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        avals = _jax.result_avals(mesh, avals, operands, not effects)
+    return avals, effects
 
 
 def _impl(*operands: jax.Array, params: CallParams) -> list[jax.Array]:
