@@ -35,7 +35,7 @@ call the object:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -47,7 +47,7 @@ from hostcall._core.errors import DerivativeError
 from hostcall._jax.types import Aval, JaxprEquation, JaxprTrace, Primitive, Var
 from hostcall._primitives.batching import Dims, size_of
 
-Out = TypeVar("Out")
+T = TypeVar("T")
 
 Arrays = list[jax.Array]  # flat
 Tangents = list[jax.Array | None]  # one per array; None for a zero tangent
@@ -201,9 +201,9 @@ def filled(like: Arrays, tangents: Tangents) -> Arrays:
     ]
 
 
-def there(arrays: Sequence[jax.Array | None]) -> Arrays:
+def there(values: Iterable[T | None]) -> list[T]:
     """Those that aren't None."""
-    return [x for x in arrays if x is not None]
+    return [value for value in values if value is not None]
 
 
 def _sum(terms: Sequence[jax.Array | None]) -> jax.Array | None:
@@ -272,11 +272,11 @@ class Batched(Value):
         inner = self.inner.narrowed(used)
         return None if inner is None else replace(self, inner=inner)
 
-    def _each(self, f: Callable[..., Out], *pairs: tuple[Tangents, Dims]) -> Out:
+    def _each(self, f: Callable[..., T], *pairs: tuple[Tangents, Dims]) -> T:
         """`f` on each row of lists of arrays, which are given with their batch axes."""
         lists, dims = [list(p[0]) for p in pairs], [list(p[1]) for p in pairs]
         # jax.vmap wants at least one batched argument: the first.
-        rows: Callable[..., Out] = jax.vmap(lambda _, *xs: f(*xs), (0, *dims))
+        rows: Callable[..., T] = jax.vmap(lambda _, *xs: f(*xs), (0, *dims))
         return rows(jnp.zeros(self.size), *lists)
 
 
@@ -286,16 +286,11 @@ def _unbatched(cotangent: jax.Array | None, dim: int | None) -> jax.Array | None
     return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
 
 
+@dataclass(frozen=True, repr=False)
 class BatchedPair(Pair, Batched):
     inner: Pair
-
-    @property
-    def n(self) -> int:  # type: ignore[override]
-        return self.inner.n
-
-    @property
-    def value(self) -> Value:  # type: ignore[override]
-        return Batched(self.inner.value, self.size, self.dims[: self.n])
+    n: int
+    value: Value
 
     def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
         found: list[Value] = []
@@ -366,7 +361,8 @@ def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
         return outs, [0] * len(outs)
     args, tangents, n = operands[: what.n], operands[what.n :], what.n
     if any(d is not None for d in dims[:n]):
-        outs = bind(operands, BatchedPair(what, size, dims))
+        value = Batched(what.value, size, dims[:n])
+        outs = bind(operands, BatchedPair(what, size, dims, n, value))
         return outs, [0] * len(outs)
     # The rows differ only in their tangents (jax.jacfwd), and share one value.
     outs, consts, linear = what.start(args, False)

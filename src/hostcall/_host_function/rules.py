@@ -147,10 +147,6 @@ class Ruled(Handle):
     def _code_of(self, kind: Kind, index: int | None = None) -> Function:
         return self.rules.of(kind).code(kind, index)
 
-    def run(self, *args: Any) -> Any:
-        """Calls the function on this thread, or on the event loop and waits."""
-        return call_here(self.fn, args)
-
 
 def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
     """Calls a user's function on this thread, or on the event loop and waits."""

@@ -42,6 +42,7 @@ from hostcall._host_function.primitives import (
     Tangents,
     Value,
     bind,
+    there,
 )
 from hostcall._host_function.residuals import store
 from hostcall._host_function.result_specs import aligned, elementwise
@@ -86,8 +87,8 @@ class Steps(HostCode, Value):
         rule: the rule that it belongs to. If that keeps objects, it leaves its residual
             in the store, or looks there for it.
         code: the user's function that names it in messages.
-        seen: what hostcall knows of that.
-        sent: that in a form that the executor can send.
+        seen: what hostcall knows of it and of all that it calls.
+        sent: `code` in a form that the executor can send.
         n: how many of the first operands are arrays of the function's arguments.
     """
 
@@ -108,10 +109,18 @@ class Steps(HostCode, Value):
         function, kind = self.site.function, self.kind
         rule = function.rules.of(kind)
         code = sent = rule.code(kind)
-        if function.policy.pool is not None:
+        if function.policy.executor is not None:
             sent = Sendable(function, kind)
-        seen, first = look(code), kind not in ("transpose", "backward")
-        n = len(self.site.template.keys) if first or rule.keeps_objects else 0
+        called: list[Function] = [code]
+        if kind in ("jvp", "both"):
+            called += [function.fn, *there(rule.each)]
+        elif kind == "backward":  # runs it if its residual was dropped
+            called.append(rule.code("forward"))
+        looks = list(map(look, called))
+        awaits = rule.where == "host" and True in [each.awaits for each in looks]
+        seen = Look(looks[0].name, None, awaits, False, looks[0].source)
+        first = kind not in ("transpose", "backward") or rule.keeps_objects
+        n = len(self.site.template.keys) if first else 0
         vars(self).update(rule=rule, code=code, seen=seen, sent=sent, n=n)
         vars(self).update(__qualname__=seen.name)
 
@@ -147,8 +156,8 @@ class Steps(HostCode, Value):
         if method is not how.vmap_method:
             how = replace(how, vmap_method=method)
         fills = self._of_results(site.fills)
-        callback = Callback(Static(self), *trees, fills, how, site.place, policy)
-        return make(callback, operands, mask)
+        given = Static(self), *trees, fills, how, site.place, policy
+        return make(Callback(*given, looked=self.seen), operands, mask)
 
     def _of_results(self, own: Sequence[T] | None) -> tuple[T | None, ...]:
         """One entry for each result of the call: from those for the function's results
@@ -215,7 +224,10 @@ class Steps(HostCode, Value):
     # --- What the engine asks ------------------------------------------------------
 
     def source(self) -> str:
-        return self.seen.source
+        return self.seen.told
+
+    def awaits(self) -> bool:
+        return self.seen.awaits
 
     def result_words(self, number: int) -> tuple[str, str]:
         if self.kind != "jacobian":
@@ -225,16 +237,6 @@ class Steps(HostCode, Value):
         return f"{which} {rule}, returned", (
             "A Jacobian has the axes of the result, then those of the argument"
         )
-
-    def awaits(self) -> bool:
-        if self.seen.awaits or self.kind in ("value", "forward"):
-            return self.seen.awaits
-        more: tuple[Function | None, ...] = ()
-        if self.kind in ("jvp", "both"):
-            more = self.site.function.fn, *self.rule.each
-        elif self.kind == "backward":  # runs it if its residual was dropped
-            more = (self.rule.fn,)
-        return bool([f for f in more if f is not None and look(f).awaits])
 
     def lane(self) -> Function:  # the function and its rules are one
         return self.site.function.fn
@@ -303,7 +305,8 @@ class Steps(HostCode, Value):
     # Each takes the operands without the mask.
 
     def _several(self, calls: Function, *sent: Tree) -> tuple[Function, Sequence[Tree]]:
-        return sendable.awaited if self.awaits() else sendable.driven, (calls, *sent)
+        drive = sendable.awaited if self.seen.awaits else sendable.driven
+        return drive, (calls, *sent)
 
     def _jvp(self, operands: Arrays) -> Parts:
         site, jvp, n, linear = self.site, self.rule, self.n, self.linear
@@ -423,9 +426,6 @@ class TracedSteps(Steps):
     mask: jax.Array | None = None
 
     zeros = staticmethod(jnp.zeros_like)  # type: ignore[assignment]
-
-    def awaits(self) -> bool:
-        return False
 
     def trace(self, operands: Arrays) -> Arrays:
         mask = None
