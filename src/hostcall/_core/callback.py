@@ -40,7 +40,8 @@ class Callback:
         function: the function itself.
         seen: what hostcall knows of it.
         name: by which messages call it.
-        lasting_tag: its tag, if that is among the first of the process, or else None.
+        shown: by which statistics and profiles call it.
+        lasting_tag: the tag, if it is among the first of the process, or else None.
     """
 
     fn: Static
@@ -55,19 +56,17 @@ class Callback:
     function: Callable[..., Any] = field(init=False, compare=False)
     seen: Look = field(init=False, compare=False)
     name: str = field(init=False, compare=False)
+    shown: str = field(init=False, compare=False)
     lasting_tag: str | None = field(init=False, compare=False)
 
     def __post_init__(self, looked: Look | None) -> None:
-        seen, tag = looked or look(self.fn.value), self.options.tag
+        function, tag = self.fn.value, self.options.tag
+        seen = looked or look(function)
         if tag is not None and len(_tags) < _MOST_TAGS:
             _tags[tag] = None
-        known = {"name": seen.name, "lasting_tag": tag if tag in _tags else None}
-        vars(self).update(function=self.fn.value, seen=seen, **known)
-
-    @property
-    def shown(self) -> str:
-        """The name in statistics and profiles."""
-        return self.options.tag or self.name
+        vars(self).update(function=function, seen=seen, name=seen.name)
+        lasting = tag if tag in _tags else None
+        vars(self).update(shown=tag or seen.name, lasting_tag=lasting)
 
     @property
     def counted_as(self) -> str:

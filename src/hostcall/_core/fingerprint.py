@@ -69,10 +69,13 @@ def _told(thing: Any, depth: int) -> Told:
 
 
 def _told_function(function: FunctionType, depth: int) -> Told:
-    defaults = (function.__defaults__ or ()), (function.__kwdefaults__ or {}).values()
-    held = _functions(*defaults, closed_over(function).values())
+    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    held: Told = ()
+    if defaults or named or function.__closure__:
+        every = defaults, named.values(), closed_over(function).values()
+        held = _told(_functions(*every), depth)
     code = _told_code(function.__code__)
-    return function.__module__, function.__qualname__, code, _told(held, depth)
+    return function.__module__, function.__qualname__, code, held
 
 
 def _functions(*things: Iterable[object]) -> list[object]:

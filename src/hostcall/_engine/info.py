@@ -53,7 +53,7 @@ class CallInfo:
         packed: whether elements smaller than a byte are packed, as in XLA's buffers but
             not in NumPy's arrays.
         inside: which of the calls run inside one of XLA's host callbacks.
-        tap: the settings of a tap (`TapParams.settings`); None for a call.
+        tap: the settings of a tap (`TapInfo`); None for a call.
         team: how the devices of a program make the call together; None if each device
             makes its own.
         elsewhere: whether another process makes the call; all take its results.
@@ -90,14 +90,19 @@ class CallInfo:
         devices: dict[int, Device],
         mesh: Mesh | None,
         avals: Sequence[Aval] = (),
+        only: Sequence[int] = (),
+        nested: bool = False,
     ) -> None:
         """
         Args:
             params: the equation.
-            devices: by ordinal; an eager call has one, at -1.
+            devices: by ordinal; at -1 the one whose arrays Python has on the host.
             mesh: of the program.
             avals: of the operands, if each device has them whole.
+            only: the ordinals of the devices that tap; empty for all.
+            nested: whether host code runs the program, inside another callback.
         """
+        del avals, only, nested  # what only taps ask
         self.params = params
         self.callback: Callback = params.callback
         self.name = self.callback.name

@@ -265,8 +265,8 @@ def read_text(
     if team is not None and record.place:  # exported, so on any devices
         team = team._replace(leader=None)
     operands = record.operands
-    info = params.info(params, by_ordinal, mesh, operands)
-    info.tap = params.settings(record.only, host_device.level(client) > 0)
+    nested = host_device.level(client) > 0
+    info = params.info(params, by_ordinal, mesh, operands, record.only, nested)
     info.of_program = None if team is None else ()
     info.team, info.text = team, text
     plan = plan_in_program(info, operands, client, (platform,))

@@ -22,6 +22,7 @@ from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.primitives import Arrays
 from hostcall._host_function.rules import Tree, among
+from hostcall._host_function.trees import pick
 from hostcall._runtime.reraise import reraise
 
 tree = jax.tree
@@ -77,19 +78,13 @@ class Checks:
 
     def __post_init__(self) -> None:
         self.leaves, self.treedef = tree.flatten(self.args)
-        self.places: dict[int, list[int]] = {}
         positions = [p for p, arg in enumerate(self.args) for _ in tree.leaves(arg)]
-        for n, (x, position) in enumerate(zip(self.leaves, positions, strict=True)):
-            if isinstance(x, jax.Array) or is_array_like(x):
-                self.places.setdefault(position, []).append(n)
+        arrays = [isinstance(x, jax.Array) or is_array_like(x) for x in self.leaves]
+        found = pick(enumerate(positions), arrays)
+        self.places = {p: [n for n, of in found if of == p] for _, p in found}
         still = among(self.f.nondiff, len(self.args))
-        self.moving = [
-            n
-            for position, numbers in self.places.items()
-            if position not in still
-            for n in numbers
-            if _inexact(self.leaves[n])
-        ]
+        moving = [n for n, position in found if position not in still]
+        self.moving = [n for n in moving if _inexact(self.leaves[n])]
         bits = {jnp.finfo(jnp.result_type(self.leaves[n])).bits for n in self.moving}
         self.wide = bits == {64}
         usual = 1e-4 if self.wide else 2e-2

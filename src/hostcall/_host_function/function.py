@@ -29,7 +29,7 @@ from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept, result_specs
-from hostcall._host_function.primitives import bind
+from hostcall._host_function.primitives import Arrays, bind
 from hostcall._host_function.rules import (
     F,
     Function,
@@ -211,11 +211,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         in_avals = tuple([_jax.ShapedArray(x.shape, x.dtype) for x in operands])
         nondiff = self.nondiff and among(self.nondiff, len(args))
         site = CallSite(self, template, in_avals, results, nondiff, fills, place)
+        found: Arrays = []
         if self.options.order != "pure":  # no derivatives, and no primitives
-            return results.unflatten(site.run(operands, self.rules.batch))
-        if not results.avals:  # an empty tree, as bridges and `same_tree` may give
-            return jax.tree.unflatten(results.treedef, ())
-        return results.unflatten(bind(_jax.vary_alike(operands), site))
+            found = site.run(operands, self.rules.batch)
+        elif results.avals:  # bridges and `same_tree` may give an empty tree
+            found = bind(_jax.vary_alike(operands), site)
+        return results.unflatten(found)
 
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.

@@ -122,7 +122,7 @@ def to_send(
     function: Ruled, kind: Kind = "value", index: int | None = None
 ) -> Function:
     """One of a HostFunction's functions, in a form that its executor can send."""
-    if function.policy.executor is None:
+    if function.policy.pool is None:
         return function._code_of(kind, index)
     return Sendable(function, kind, index)
 

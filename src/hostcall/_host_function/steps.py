@@ -88,6 +88,7 @@ class Steps(HostCode, Value):
             in the store, or looks there for it.
         code: the user's function that names it in messages.
         seen: what hostcall knows of it and of all that it calls.
+        counted_as: under which name its calls are counted.
         sent: `code` in a form that the executor can send.
         n: how many of the first operands are arrays of the function's arguments.
     """
@@ -102,6 +103,7 @@ class Steps(HostCode, Value):
     rule: Rule = field(init=False, compare=False, metadata=HERE)
     code: Function = field(init=False, compare=False, metadata=HERE)
     seen: Look = field(init=False, compare=False, metadata=HERE)
+    counted_as: str = field(init=False, compare=False, metadata=HERE)
     sent: Function = field(init=False, compare=False, metadata=HERE)
     n: int = field(init=False, compare=False, metadata=HERE)
 
@@ -109,7 +111,7 @@ class Steps(HostCode, Value):
         function, kind = self.site.function, self.kind
         rule = function.rules.of(kind)
         code = sent = rule.code(kind)
-        if function.policy.executor is not None:
+        if function.policy.pool is not None:
             sent = Sendable(function, kind)
         called: list[Function] = [code]
         if kind in ("jvp", "both"):
@@ -118,11 +120,11 @@ class Steps(HostCode, Value):
             called.append(rule.code("forward"))
         looks = list(map(look, called))
         awaits = rule.where == "host" and True in [each.awaits for each in looks]
-        seen = Look(looks[0].name, None, awaits, False, looks[0].source)
+        seen = Look(looks[0].name, None, awaits, False)
         first = kind not in ("transpose", "backward") or rule.keeps_objects
-        n = len(self.site.template.keys) if first else 0
+        n = self.site.n if first else 0
         vars(self).update(rule=rule, code=code, seen=seen, sent=sent, n=n)
-        vars(self).update(__qualname__=seen.name)
+        vars(self).update(__qualname__=seen.name, counted_as=looks[0].source)
 
     def __repr__(self) -> str:
         return f"{'' if self.kind == 'value' else self.kind + ' of '}{self.site.name}"
@@ -157,7 +159,8 @@ class Steps(HostCode, Value):
             how = replace(how, vmap_method=method)
         fills = self._of_results(site.fills)
         given = Static(self), *trees, fills, how, site.place, policy
-        return make(Callback(*given, looked=self.seen), operands, mask)
+        looked = self.seen._replace(own=self)
+        return make(Callback(*given, looked=looked), operands, mask)
 
     def _of_results(self, own: Sequence[T] | None) -> tuple[T | None, ...]:
         """One entry for each result of the call: from those for the function's results
@@ -224,7 +227,7 @@ class Steps(HostCode, Value):
     # --- What the engine asks ------------------------------------------------------
 
     def source(self) -> str:
-        return self.seen.told
+        return self.counted_as
 
     def awaits(self) -> bool:
         return self.seen.awaits
@@ -261,10 +264,6 @@ class Steps(HostCode, Value):
 
     # --- What is different in JAX code ---------------------------------------------
 
-    @staticmethod
-    def zeros(like: jax.Array) -> jax.Array:
-        return np.zeros(like.shape, like.dtype)
-
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
         template = self.site.template
         return arrays if template.is_flat else template.unflatten(arrays)[0]
@@ -281,25 +280,6 @@ class Steps(HostCode, Value):
         assert self.rule.residuals is not None
         return self.rule.residuals.treedef.unflatten(leaves)
 
-    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Sequence[Tree]:
-        """The cotangents of arguments, with zeros for None.
-
-        If the rule works on whole batches, the batch axes come first, and the zeros
-        need them too, as the cotangents of the results have them.
-        """
-        # All cotangents of the results have the same batch axes.
-        ct, out = cotangents[-1], self.site.out_avals[-1]
-        batch = ct.shape[: len(ct.shape) - len(out.shape)]
-        pairs = zip(leaves, self.avals, strict=True)
-        zeros = [
-            np.zeros(batch + a.shape, a.dtype) if x is None else x for x, a in pairs
-        ]
-        return tuple(zeros)
-
-    def _term(self, leaves: Tangents) -> Arrays:
-        """One argument's share of the tangents."""
-        return leaves
-
     # --- The steps of a rule -------------------------------------------------------
     #
     # Each takes the operands without the mask.
@@ -315,12 +295,13 @@ class Steps(HostCode, Value):
         if jvp.flat:
             sent = args, site.unmasked(dots), site.out_diff
             return self.sent, sent, self._pushed
-        whole = site.tangents(operands[:n], dots, self.zeros)
+        zeros = jnp.zeros_like if jvp.where == "jax" else _zeros
+        whole = site.tangents(operands[:n], dots, zeros)
         fn = self._code("value") if self.kind == "both" else None
         if jvp.fn is not None:
             like = site.results.treedef
-            zeros = like.unflatten([0] * like.num_leaves)
-            given = self.sent, fn, zeros, args, whole
+            out = like.unflatten([0] * like.num_leaves)
+            given = self.sent, fn, out, args, whole
             calls = self._several(sendable.push_whole, *given)
         else:
             positions = sorted(set(pick(site.positions, self.nz)))
@@ -333,18 +314,19 @@ class Steps(HostCode, Value):
     _both = _jvp
 
     def _pushed(self, value: tuple[Tree, Tree]) -> tuple[Tree, ...]:
-        site, (outs, touts) = self.site, value
+        site, rule, (outs, touts) = self.site, self.rule, value
         if self.kind != "both":
             outs = ()
-        elif not self.rule.flat:
+        elif not rule.flat:
             outs = site.out_leaves(outs, self.kind)
-        if not self.rule.flat:
-            terms = [touts]
-            if self.rule.fn is None:  # a rule may return None for zero
-                terms = [term for term in touts if term is not None] or touts[:1]
-            leaves = [site.out_leaves(term, self.kind) for term in terms]
-            touts = reduce(_add, [self._term(pick(x, site.out_diff)) for x in leaves])
-        return *outs, *touts
+        if rule.flat:
+            return *outs, *touts
+        # A rule of one argument may return None for zero.
+        terms = [touts] if rule.fn is not None else there(touts) or touts[:1]
+        leaves = [pick(site.out_leaves(x, self.kind), site.out_diff) for x in terms]
+        if rule.where == "jax":  # what may be anything that JAX takes for an array
+            leaves = [site.fitting(x, site.out_avals, self.kind) for x in leaves]
+        return *outs, *reduce(_add, leaves)
 
     def _forward(self, operands: Arrays) -> Parts:
         def finish(value: Tree) -> tuple[Tree, ...]:
@@ -363,8 +345,8 @@ class Steps(HostCode, Value):
             residual = self._residual(operands[: len(operands) - len(given)])
             return back, (residual, *more), pulled
         handle = operands[self.n]
-        residual, there = store.get(handle, self.take)
-        if there:
+        residual, found = store.get(handle, self.take)
+        if found:
             return back, (residual, *more), pulled
         # The forward rule again, as the store has dropped its residual.
         source = look(site.function.fn).source
@@ -382,11 +364,24 @@ class Steps(HostCode, Value):
 
         return *self._several(sendable.both_halves, *sent, more), finish
 
-    def _pulled(self, given: Arrays, of: Positions, value: Tree) -> Tree:
+    def _pulled(self, given: Arrays, of: Positions, value: Tree) -> Trees:
+        """The cotangents of arguments; those of host code with zeros for None.
+
+        If the rule works on whole batches, the batch axes come first, and the zeros
+        need them too, as the cotangents of the results have them.
+        """
         if not self.rule.flat:
             leaves = self.site.argument_leaves(value, self.kind, of)
             value = pick(leaves, self.nz)
-        return self._completed(value, given)
+        if self.rule.where == "jax":
+            return tuple(value)
+        # All cotangents of the results have the same batch axes.
+        ct, out = given[-1], self.site.out_avals[-1]
+        batch = ct.shape[: len(ct.shape) - len(out.shape)]
+        return tuple(
+            np.zeros(batch + aval.shape, aval.dtype) if x is None else x
+            for x, aval in zip(value, self.avals, strict=True)
+        )
 
     def _transpose(self, operands: Arrays) -> Parts:
         site, positions = self.site, self.site.diff_positions
@@ -424,8 +419,6 @@ class TracedSteps(Steps):
 
     template: Template | None = None
     mask: jax.Array | None = None
-
-    zeros = staticmethod(jnp.zeros_like)  # type: ignore[assignment]
 
     def trace(self, operands: Arrays) -> Arrays:
         mask = None
@@ -474,9 +467,7 @@ class TracedSteps(Steps):
         return self.site.results.unflatten(bind([*arrays, *mask], self.site))
 
     def _arguments(self, arrays: Arrays) -> Sequence[Tree]:
-        template = self.site.template
-        keys = template.keys
-        return template.unflatten(wrap_keys(arrays[: len(keys)], keys))[0]
+        return _with_keys(self.site.template, arrays)
 
     def _kept(self, residual: Tree) -> Arrays:
         kept, template = flatten_arguments((residual,), {})
@@ -485,19 +476,17 @@ class TracedSteps(Steps):
 
     def _residual(self, leaves: Arrays) -> Tree:
         assert self.template is not None
-        ((residual,), _) = self.template.unflatten(
-            wrap_keys(leaves, self.template.keys)
-        )
-        return residual
+        return _with_keys(self.template, leaves)[0]
 
-    # Both fit what may be anything that JAX takes for an array, or None for zero.
 
-    def _completed(self, leaves: Tangents, cotangents: Arrays) -> Sequence[Tree]:
-        del cotangents
-        return tuple(leaves)
+def _with_keys(template: Template, arrays: Arrays) -> Trees:
+    """The arguments that the first of these arrays are; typed keys among them."""
+    keys = template.keys
+    return template.unflatten(wrap_keys(arrays[: len(keys)], keys))[0]
 
-    def _term(self, leaves: Tangents) -> Arrays:
-        return self.site.fitting(leaves, self.site.out_avals, self.kind)
+
+def _zeros(like: jax.Array) -> jax.Array:
+    return np.zeros(like.shape, like.dtype)
 
 
 def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:

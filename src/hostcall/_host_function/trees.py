@@ -55,6 +55,7 @@ class RuleTrees(Value):
         name: by which messages call it.
         avals: of the results.
         masked: whether it has a mask.
+        n: how many arrays its arguments have.
     """
 
     function: Ruled = field(metadata=HERE)
@@ -67,10 +68,12 @@ class RuleTrees(Value):
     name: str = field(init=False, compare=False, metadata=HERE)
     avals: tuple[Aval, ...] = field(init=False, compare=False, metadata=HERE)
     masked: bool = field(init=False, compare=False, metadata=HERE)
+    n: int = field(init=False, compare=False, metadata=HERE)
 
     def __post_init__(self) -> None:
         name, masked = self.function.__name__, self.fills is not None
-        vars(self).update(name=name, avals=self.results.avals, masked=masked)
+        n = len(self.in_avals) - masked
+        vars(self).update(name=name, avals=self.results.avals, masked=masked, n=n)
 
     def __repr__(self) -> str:
         return self.name
@@ -252,7 +255,7 @@ class RuleTrees(Value):
 
     def unmasked(self, values: Sequence[T]) -> Sequence[T]:
         """`values` has one entry per array of the arguments; drops the mask's."""
-        return values[: len(self.template.keys)]
+        return values[: self.n]
 
 
 def is_pair(value: Tree, like: Tree) -> bool:

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax, _native
-from hostcall._core.order import effects_with
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.plans import plan_in_program
@@ -50,19 +49,19 @@ link_p = _jax.Primitive("host_link")
 
 
 def _link_abstract_eval(
-    number: Aval, *, effect: Effect, name: str
+    number: Aval, *, equation: Partitioned, name: str
 ) -> tuple[Aval, set[Effect]]:
     del number, name
-    return NUMBER, effects_with(effect)
+    return NUMBER, equation.params.effects
 
 
 def _lower_link(
-    ctx: LoweringContext, number: Value, *, effect: Effect, name: str
+    ctx: LoweringContext, number: Value, *, equation: Partitioned, name: str
 ) -> list[Value]:
     if name:
         _jax.name_partitioning(number, name)
     call = EngineCall(_jax.program_of(ctx), targets.LINK_TARGET, {}, True)
-    return call.emit([number], effect)
+    return call.emit([number], equation.params.effect)
 
 
 link_p.def_effectful_abstract_eval(_link_abstract_eval)
@@ -173,15 +172,13 @@ def lower_blocks(
     program: _jax.Program, operands: Sequence[Value], equation: Partitioned
 ) -> list[Value]:
     """Lowers an equation without results to its three parts."""
-    effect = equation.params.effect
-
     # As unique as the equation's own name, and the same in each process.
     name = "hostcall {key} {count}".format(**equation.attributes)
 
     def parts(*arrays: jax.Array) -> list[jax.Array]:
-        before = link_p.bind(jnp.int32(0), effect=effect, name="")
+        before = link_p.bind(jnp.int32(0), equation=equation, name="")
         ran = _partitioned(equation)(before, *arrays)
-        link_p.bind(ran, effect=effect, name=name)
+        link_p.bind(ran, equation=equation, name=name)
         return []
 
     return _jax.lower_by(program.ctx, parts, *operands)

@@ -167,10 +167,10 @@ class BufferParams(CallParams):
         " hc.tap or hc.host"
     )
 
-    @property
-    def runs_where_dispatched(self) -> bool:
-        native = isinstance(self.callback.function, NativeFunction)
-        return self.effect is not None or not native
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.callback.function, NativeFunction):
+            vars(self).update(runs_where_dispatched=True)
 
     @property
     def target(self) -> str:  # type: ignore[override]

@@ -146,17 +146,15 @@ class DropInParams(CallParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        vars(self).update(effect=_EFFECTS.get((self.kind, self.options.order)))
+        effect = _EFFECTS.get((self.kind, self.options.order))
+        # As JAX's own callbacks do, pure ones included.
+        vars(self).update(effect=effect, runs_where_dispatched=True)
 
     @property
     def primitive(self) -> str:
         """The name of the drop-in's primitive, which JAX's primitive has too."""
         is_print = self.callback.seen.own.source() == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        return True  # as for JAX's own callbacks, pure ones included
 
     @cached_property
     def is_jaxs_own(self) -> bool:  # type: ignore[override]

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import jax
 
-from hostcall import _jax, _native
+from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
-from hostcall._core.order import EFFECTS, effects_with
+from hostcall._core.order import EFFECTS, UNORDERED
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -88,6 +88,8 @@ class Equation:
     through = False  # whether the results are the arguments
     # Whether its place counts executions, or has memory: no other has its plan then.
     counts = False
+    # Whether a program with it runs on the thread that dispatches it.
+    runs_where_dispatched = False
     form = ResultForm.IGNORED  # of what the function returns
     always = False  # whether the last operand is a flag that the engine reads
     on_buffers = False  # whether the function works on XLA's memory
@@ -115,12 +117,14 @@ class Equation:
 
     @property
     def effects(self) -> set[Effect]:
-        return set() if self.effect is None else effects_with(self.effect)
-
-    @property
-    def runs_where_dispatched(self) -> bool:
-        """Whether a program with this call runs on the thread that dispatches it."""
-        return self.effect is not None
+        """All of them. An ordered one has UNORDERED too: JAX runs a program that was
+        compiled ahead of time on its fast path, which passes no tokens, unless it has
+        an unordered effect.
+        """
+        effect = self.effect
+        if effect is None:
+            return set()
+        return {effect, UNORDERED} if _jax.is_ordered(effect) else {effect}
 
     @property
     def native(self) -> dict[str, Any]:
@@ -131,18 +135,6 @@ class Equation:
         whose items are the results, and `buffers` is of a call on XLA's memory.
         """
         return _NATIVE.copy()
-
-    def settings(
-        self, only: Sequence[int] = (), nested: bool = False
-    ) -> _native.TapSettings | None:
-        """The part of a native plan that describes a tap; None for a call.
-
-        Args:
-            only: the ordinals of the devices that tap; empty for all.
-            nested: whether host code runs the program, inside another callback.
-        """
-        del only, nested
-        return None
 
     def axes(self) -> list[tuple[tuple[bool, ...], int]]:
         """For each batch axis that a tap sees, the outermost first: whether each
@@ -238,14 +230,14 @@ class CallParams(Equation):
     takes = CallOptions
     name = "call"
 
-    @property
-    def counts(self) -> bool:  # type: ignore[override]
-        return self.on_buffers or self.options.keep is not None
-
-    @property
-    def method(self) -> str:  # type: ignore[override]
+    def __post_init__(self) -> None:
+        super().__post_init__()
         method = self.options.vmap_method or "sequential"
-        return method if isinstance(method, str) else "own"
+        vars(self).update(
+            counts=self.on_buffers or self.options.keep is not None,
+            method=method if isinstance(method, str) else "own",
+            runs_where_dispatched=self.effect is not None,
+        )
 
     @property
     def native(self) -> dict[str, Any]:

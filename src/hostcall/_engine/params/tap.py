@@ -27,18 +27,37 @@ _BATCHED = (
 class TapInfo(CallInfo):
     """The description of one tap, with the hooks that native code calls."""
 
+    tap: _native.TapSettings
+
     def __init__(
         self,
         params: TapParams,
         devices: dict[int, Device],
         mesh: Mesh | None,
         avals: Sequence[Aval] = (),
+        only: Sequence[int] = (),
+        nested: bool = False,
+        linked: bool = False,
     ) -> None:
+        """As `CallInfo`; see native/plan/plan.h.
+
+        `linked`: whether the tap has a result that only says that it ran.
+        """
         super().__init__(params, devices, mesh)
+        delivery.start()
         if params.options.in_blocks and mesh is None and avals:
             whole = (a.shape for a in params.arguments(avals))
             place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
             self.places = dict.fromkeys(devices, place)
+        self.tap = _native.TapSettings(
+            **params.options.native,
+            nested=nested,
+            only=only,
+            linked=linked,
+            through=params.through,
+            # Outside of the engine's programs, Python reads the flag.
+            always=params.always and -1 not in devices,
+        )
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
@@ -74,7 +93,6 @@ class TapParams(Equation):
     delivers = True
     target = targets.TAP_TARGET
     kept = True
-    runs_where_dispatched = False
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
@@ -96,32 +114,6 @@ class TapParams(Equation):
             for flags in self.flags
         ]
         return tuple(("batch", {"batch_dims": each}) for each in dims)
-
-    def settings(
-        self,
-        only: Sequence[int] = (),
-        nested: bool = False,
-        linked: bool = False,
-        in_program: bool = True,
-    ) -> _native.TapSettings:
-        """See `Equation.settings`, and native/plan/plan.h.
-
-        Args:
-            only: the ordinals of the devices that tap; empty for all.
-            nested: whether host code runs the program, inside another callback.
-            linked: whether the tap has a result that only says that it ran.
-            in_program: whether the engine's handler gets the operands, and so the flag
-                `always`; else Python reads the flag.
-        """
-        delivery.start()
-        return _native.TapSettings(
-            **self.options.native,
-            nested=nested,
-            only=only,
-            linked=linked,
-            through=self.through,
-            always=self.always and in_program,
-        )
 
     def compresses(self, mask: Any) -> bool:
         compressed = super().compresses(mask)

@@ -50,22 +50,22 @@ class TapBlocks(Partitioned):
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
         self._nested = host_device.level(program.client) > 0
-        info = params.info(params, program.by_ordinal, None)
-        info.tap = params.settings((), self._nested)
+        info = params.info(params, program.by_ordinal, None, nested=self._nested)
         super().__init__(program, info)
 
     def of_block(
         self, avals: list[Aval], places: Places
     ) -> tuple[CallInfo, list[Aval]]:
         """Among devices that hold identical blocks, only the first taps."""
-        info = self.params.info(self.params, self.devices, None)
-        ordinals = {device.id: n for n, device in info.devices.items()}
+        ordinals = {device.id: n for n, device in self.devices.items()}
         first: dict[str, tuple[int, Any]] = {}
         for device, boxes in places:
             if device in ordinals:
                 first.setdefault(str(boxes), (ordinals[device], slices(boxes)))
-        info.places = dict(first.values())
-        info.tap = self.params.settings(tuple(info.places), self._nested, linked=True)
+        where = dict(first.values())
+        how = {"only": tuple(where), "nested": self._nested, "linked": True}
+        info = self.params.info(self.params, self.devices, None, **how)
+        info.places = where
         return info, avals
 
     def places(

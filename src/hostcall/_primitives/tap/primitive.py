@@ -55,19 +55,21 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
         return results
     if params.options.order == "ordered":
         go_on_after_failures(params.word)
-    tap, always = params.settings(in_program=False), params.flag_of(operands)
     for home, place, values in _blocks(operands, params):
         if params.options.thinned:
             source, device = look(callback.function).source, (home.platform, home.id)
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)
-                kept[:] = kept or [_native.Throttle(tap)]
-            if not kept[0].lets(costs.counters_of(callback), always):
+                kept[:] = kept or [
+                    _native.Throttle(params.info(params, {-1: home}, None).tap)
+                ]
+            counters = costs.counters_of(callback)
+            if not kept[0].lets(counters, params.flag_of(operands)):
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
         info = params.info(params, {-1: home}, None)
         info.places = None if place is None else {-1: place}
-        info.tap, info.device = tap, host_device.above_here()
+        info.device = host_device.above_here()
         plans.make_plan(info, arrays).push(list(params.read(arrays)))
     return results
 
@@ -268,8 +270,8 @@ def lower_here(
         elif program.local is not None:
             device = _tapping(program, params)
             only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
-    info = params.info(params, program.by_ordinal, program.mesh, avals)
-    info.tap = params.settings(only, host_device.level(program.client) > 0)
+    nested = host_device.level(program.client) > 0
+    info = params.info(params, program.by_ordinal, program.mesh, avals, only, nested)
     first = int(params.masked)
     call = EngineCall(
         program,
@@ -353,17 +355,17 @@ def lower_through_jax(
     JAX's callback brings the values to the host, and there they are queued.
     """
     targets.start()
-    place, settings = _place(program, params), params.settings(in_program=False)
+    place = _place(program, params)
     counters = costs.counters_of(params.callback)
     made: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
 
     def planned(device: Device | None) -> tuple[_native.Plan, _native.Throttle]:
         if device not in made:
             info = info_through_jax(program, params, device)
-            info.tap = settings
+            assert info.tap is not None  # it is a tap's
             plan = plans.make_plan(info, program.ctx.avals_in)
             # If two threads come with one device, both count by the first's throttle.
-            made.setdefault(device, (plan, _native.Throttle(settings)))
+            made.setdefault(device, (plan, _native.Throttle(info.tap)))
         return made[device]
 
     planned(None)
