@@ -17,11 +17,13 @@ import numpy as np
 import hostcall as hc
 from fuzz.draw import Draw
 from hostcall._core.callback import Callback
-from hostcall._core.options import CallOptions, Policy
+from hostcall._core.options import Policy
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, parse_result
 from hostcall._engine.info import CallInfo
-from hostcall._engine.params.equation import CallParams
+from hostcall._engine.params.equation import CallParams, Equation
+from hostcall._engine.params.tap import TapParams
+from hostcall._engine.plans import direct
 from hostcall._native import ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries
@@ -51,27 +53,25 @@ def choices_of(
     **options: Any,
 ) -> Choices:
     """What a plan would say of a function of two float32 numbers."""
+    kind: type[Equation] = TapParams if options.get("tap") else CallParams
     callback = Callback(
         fn=Static(fn),
         template=template or Template.flat(None, None),
         results=results or results_of(()),
         fills=tuple(fill.tobytes() for fill in FILLS),
         policy=policy or Policy(),
-        options=CallOptions(tag=tag),
+        options=kind.takes(tag=tag),
         place=Place("stacks.py", 1, "choices_of"),
     )
-    equation = CallParams(
-        callback=callback,
-        masked=False,
-        avals=callback.results.avals,
-        levels=options.get("levels", 0),
-    )
+    levels = {"levels": options["levels"]} if "levels" in options else {}
+    avals = callback.results.avals
+    equation = kind(callback=callback, masked=False, avals=avals, **levels)
     return Choices(
         callback=callback,
         results=CallInfo(equation, {}, None),
         device=host_device.above(None),
         shapes=[((), np.dtype(np.float32))] * 2,
-        avals=equation.avals,
+        avals=avals,
         **{"converters": [None] * len(callback.template.keys), **options},
     )
 
@@ -200,18 +200,16 @@ class Case:
             compressed=whole and self.masked,
         )
         self.info: Any = choices.results
+        layered = (whole and self.masked) or self.kind == "parallel" or self.awaits
+        if not (layered or self.policy.layered):
+            made = Entries(direct(choices.callback), choices.form)
+            assert (made.function is fn) == self.flat
+            return made
         made = entries(choices)
         assert (made.runner is not None) == (
             self.kind == "parallel"
             or (self.kind == "sequential" and self.policy.coalesce is not None)
         )
-        layers = (
-            (made.form is ResultForm.TUPLE)
-            or self.awaits
-            or self.policy.timeout
-            or made.runner
-        )
-        assert layers or (made.function is fn) == self.flat
         return made
 
     def execution(self, made: Entries) -> list[np.ndarray]:

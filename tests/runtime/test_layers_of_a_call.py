@@ -439,15 +439,10 @@ async def add_later(x, y):
     return x + y
 
 
-# Which function the engine calls, and whether it gives rows together and takes results
-# one by one.
+# Whether the engine gives rows together, and takes results one by one.
 STACKS = {
-    "nothing": (add, {}, {}, "itself"),
-    "rows": (add, {}, {"grid": True}, "itself"),
-    "tree": (add, {}, {"template": NAMED}, "closure"),
     "timeout": (add, {"timeout": 9.0}, {}, "stack"),
     "parallel": (add, {}, {"grid": True, "parallel": True}, "together"),
-    "not batched": (add, {}, {"parallel": True}, "itself"),
     "coroutine": (add_later, {}, {}, "stack"),
     "cache": (add, {"cache": Part(Cache("memory", "f"))}, {}, "flat"),
     "coalesce": (add, {"coalesce": (4, 0.0)}, {"grid": True}, "together flat"),
@@ -460,22 +455,49 @@ STACKS = {
 def test_what_the_engine_calls(name):
     fn, policy, options, want = STACKS[name]
     made = entries(choices_of(fn, policy=Policy(**policy), **options))
-    assert (made.function is fn) == (want == "itself")
+    assert made.function is not fn
     assert (made.runner is not None) == ("together" in want)
     assert (made.form is ResultForm.TUPLE) == ("flat" in want)
     assert not made.sends
-    if want in ("itself", "closure", "stack") and fn is add and "tap" not in name:
+    if want == "stack" and fn is add and "tap" not in name:
         assert made.function(1, 2) == 3
 
 
-def test_a_plain_call_has_no_layer(monkeypatch):
-    made = []
+SPEC = jax.ShapeDtypeStruct((), jnp.float32)
+PLAIN = {
+    "nothing": (lambda x, y: hc.call(add, SPEC, x, y), "itself"),
+    "rows": (jax.vmap(lambda x, y: hc.call(add, SPEC, x, y)), "itself"),
+    "not batched": (
+        lambda x, y: hc.call(add, SPEC, x, y, vmap_method="parallel"),
+        "itself",
+    ),
+    "tree": (lambda x, y: hc.call(add, SPEC, x, y=y), "closure"),
+    "timeout": (lambda x, y: hc.call(hc.host(add, timeout=9.0), SPEC, x, y), ""),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_has_no_layer(name, monkeypatch):
+    made, (run, want) = [], PLAIN[name]
     plan = plans._native.Plan
     monkeypatch.setattr(
         plans._native, "Plan", lambda **given: made.append(given) or plan(**given)
     )
-    spec = jax.ShapeDtypeStruct((), jnp.float32)
-    assert jax.jit(lambda x, y: hc.call(add, spec, x, y))(1.0, 2.0) == 3
+    xs = (jnp.ones(2), jnp.full(2, 2.0)) if name == "rows" else (1.0, 2.0)
+    assert (jax.jit(run)(*xs) == 3).all()
     (given,) = made
-    assert given["function"] is add
+    assert (given["function"] is add) == (want == "itself")
     assert given["runner"] is None
+    if want:
+        assert given["function"](1, 2) == 3
+
+
+def test_a_tap_without_a_tag_has_no_layer(monkeypatch):
+    made, plan = [], plans._native.Plan
+    monkeypatch.setattr(
+        plans._native, "Plan", lambda **given: made.append(given) or plan(**given)
+    )
+    hc.tap(print, 1.0)
+    hc.tap(print, 1.0, tag="loss")
+    hc.barrier()
+    assert [given["function"] is print for given in made] == [True, False]

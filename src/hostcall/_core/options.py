@@ -47,6 +47,7 @@ On = Literal["once", "process", "shards"]
 
 VmapMethod = str | Callable[..., Any] | None
 _OWNED: Lend = False
+_UNSEEN: str | None = None
 
 
 # --- What an option may be -----------------------------------------------------------
@@ -203,6 +204,7 @@ class PlaceOptions:
     sharding: Sharding | None = field(default=None, metadata=HERE)
 
     lend = _OWNED  # a field of calls
+    collected = _UNSEEN  # the tag under which collectors see what it gets
 
     @property
     def device(self) -> Device | None:
@@ -286,6 +288,10 @@ class TapOptions(PlaceOptions):
         return self.every is not None or self.sample is not None
 
     @property
+    def collected(self) -> str | None:  # type: ignore[override]
+        return self.tag
+
+    @property
     def in_blocks(self) -> bool:
         """Whether blocks of the value are delivered, each by itself."""
         return self.on != "once"
@@ -326,6 +332,7 @@ class Policy:
         float64: whether floating arguments are float64 on the host, and complex ones
             complex128.
         owner: the HostFunction that has it, or None.
+        layered: whether any call has a layer for it (_policies/).
     """
 
     timeout: float | None = option(SECONDS)
@@ -346,6 +353,11 @@ class Policy:
     )
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
+    layered: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for_each = self.timeout, self.coalesce, self.cache
+        vars(self).update(layered=any(layer is not None for layer in for_each))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:

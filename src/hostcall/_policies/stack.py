@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
+from hostcall._core.callback import Callback
 from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Runs, Site
@@ -43,14 +41,12 @@ class Entries(NamedTuple):
 
 
 def entries(choices: Choices) -> Entries:
-    """The function with its layers. Without any, it is the user's function itself."""
-    callback, policy = choices.callback, choices.callback.policy
+    """The function with its layers."""
+    policy = choices.callback.policy
     merges, caches = policy.coalesce is not None, policy.cache is not None
     plain = choices.compressed or merges or caches
     # Merged rows are one call, so they need no executor.
     together = choices.grid and choices.parallel and not merges
-    if not (plain or together or callback.seen.awaits or policy.timeout is not None):
-        return Entries(_direct(choices), choices.form)
     # Innermost is what runs the function and waits for it, so what has the limit. It
     # gets (args, kwargs), which can be sent elsewhere; no treedef can.
     run = _runs(choices, together)
@@ -121,16 +117,16 @@ class Trees:
     """Leaves to (args, kwargs). Collectors (`tag=` of a tap) see these first."""
 
     def __init__(self, inner: Runs, choices: Choices) -> None:
-        self._inner, self._unflatten = inner, unflattened(choices)
+        self._inner = inner
+        self._unflatten = unflattened(choices.callback)
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
         return self._inner.rows([self._unflatten(row) for row in rows], site)
 
 
-def unflattened(choices: Choices) -> Callable[[Leaves], Row]:
+def unflattened(callback: Callback) -> Callable[[Leaves], Row]:
     """What makes (args, kwargs) of leaves."""
-    unflatten = choices.callback.template.unflatten
-    tag = choices.callback.options.tag if choices.tap else None
+    unflatten, tag = callback.template.unflatten, callback.options.collected
     if tag is None:
         return unflatten
 
@@ -161,42 +157,3 @@ class Checked:
             for row in rows
         ]
         return [self._flatten(value) for value in self._inner.rows(made, site)]
-
-
-# --- Without a layer ------------------------------------------------------------------
-#
-# A stack costs 2.8 us a call, one closure 1.4, the function itself 0.13.
-
-
-def _direct(choices: Choices) -> Callable[..., Any]:
-    callback = choices.callback
-    whole = callback.function
-    options = callback.options
-    if not callback.template.is_flat or (choices.tap and options.tag is not None):
-        whole = _with_trees(whole, unflattened(choices))
-    return _with_own_results(whole) if options.lend == "out" else whole
-
-
-def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:
-    def whole(*leaves: Any, **out: Any) -> Any:
-        args, kwargs = unflatten(leaves)
-        return fn(*args, **kwargs, **out)
-
-    return whole
-
-
-def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Copies the results that a function with `out=` returns anyway.
-
-    They may be views of `out`, and then storing one could overwrite another.
-    """
-
-    def call(*leaves: Any, out: Any) -> Any:
-        value = whole(*leaves, out=out)
-        if value is None:
-            return None
-        return jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value
-        )
-
-    return call

@@ -58,10 +58,13 @@ def prepare(
 def run_and_keep(*operands: jax.Array, params: Equation) -> list[jax.Array]:
     """Makes the call; an exception is kept for `hc.errors.last_error()` too."""
     try:
-        return prepare(operands, params)[1]()
+        results = prepare(operands, params)[1]()
     except BaseException as error:
         failures.store(error, handed_over=True)
         raise
+    if _jax.refuses_special():
+        _jax.refuse_special(results, params.callback.described())
+    return results
 
 
 def run_compiled(
