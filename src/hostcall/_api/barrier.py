@@ -50,33 +50,27 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
         "hc.barrier() is called",
         "It waits only for what was before this program. Call it after the program",
     )
-    start = _native.ticks()
+    start, raised = _native.ticks(), None
     try:
-        return _barrier(timeout, programs)
-    finally:
-        costs.waited_in_barrier(start)
-
-
-def _barrier(timeout: float | None, programs: bool) -> bool:
-    if not programs:
-        return delivery.flush(timeout, queued_only=True)
-    end = None if timeout is None else time.monotonic() + timeout
-    failed = delivery.state.reports  # outlives this wait if Ctrl-C or the limit ends it
-    if not workers.in_call():  # else its program's results are among the arrays
-        if timeout is not None and not _programs_end_in(timeout):
+        if not programs:
+            return delivery.flush(timeout, queued_only=True)
+        end = None if timeout is None else time.monotonic() + timeout
+        failed = delivery.state.reports  # outlives a wait that Ctrl-C or the limit ends
+        if not workers.in_call():  # else its program's results are among the arrays
+            if timeout is not None and not _programs_end_in(timeout):
+                return False
+            failed += failures.failures_of_all()
+        left = None if end is None else max(0.0, end - time.monotonic())
+        if not delivery.flush(left):
             return False
-        failed += failures.failures_of_all()
-    left = None if end is None else max(0.0, end - time.monotonic())
-    if not delivery.flush(left):
-        return False
-    delivery.call_at_barrier(ending=False)
-    raised = _first(failed) or failures.first_owed() or delivery.take()
-    try:
+        delivery.call_at_barrier(ending=False)
+        raised = _first(failed) or failures.first_owed() or delivery.take()
         if raised is not None:
             raise raised
-    finally:  # the traceback refers to this frame: break the cycle
-        del raised
-    return True
+        return True
+    finally:
+        del raised  # its traceback refers to this frame: break the cycle
+        costs.waited_in_barrier(start)
 
 
 def _first(failed: list[BaseException]) -> BaseException | None:

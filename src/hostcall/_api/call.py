@@ -23,7 +23,7 @@ from hostcall._core.options import (
     check,
 )
 from hostcall._core.order import Order
-from hostcall._core.source import users_place
+from hostcall._core.source import look, users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
 
@@ -203,9 +203,8 @@ def call(
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
-    looked = seen if code is fn else None
-    place = users_place(fn)
-    callback = Callback(Static(code), *trees, how, place, policy, looked=looked)
+    whole = Static(code), *trees, how, users_place(fn), policy
+    callback = Callback(*whole, looked=seen if code is fn else None)
     return results.unflatten(make(callback, operands, mask))
 
 
@@ -220,12 +219,12 @@ def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
     executions (`execution`). Each execution costs a copy of the arguments; 0 only
     counts.
     """
-    name = check_function(fn, "hc.watch(x)").name
+    seen = look(fn)
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)
-    callback = Callback(Static(fn), *trees, how, users_place(fn))
-    make(callback, operands, parse_mask(where, name, fn=fn))
+    callback = Callback(Static(fn), *trees, how, users_place(fn), looked=seen)
+    make(callback, operands, parse_mask(where, seen.name))
 
 
 _FACE = mistakes.Face(

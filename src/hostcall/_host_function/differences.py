@@ -18,7 +18,7 @@ from hostcall._core.spec import is_array_like
 from hostcall._host_function import result_specs
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import P, R, Rule, Tree, among, call_here
+from hostcall._host_function.rules import P, R, Rule, Tree, among
 from hostcall._host_function.trees import pick
 
 _STEP = float(np.finfo(np.float64).eps) ** (1 / 3)
@@ -163,7 +163,7 @@ class _Point:
         return self._run(leaves), offset
 
     def _run(self, leaves: list[Tree]) -> list[np.ndarray]:
-        out = call_here(self._function.fn, self._tree.unflatten(leaves))
+        out = self._function.run(*self._tree.unflatten(leaves))
         found, self._out_tree = tree.tree_flatten(out)
         return list(map(np.asarray, found))
 

@@ -314,7 +314,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 " for each argument that has a derivative",
                 code="hc-rule",
             )
-        self._add("jvp", Rule(None, where, each=each))
+        self._add("jvp", Rule(given[0], where, each=each))
 
     def defvjp(
         self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
@@ -428,7 +428,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         shown = f"{usage} of `{self.__name__}`"
         check(shown, {"where": where}, {"where": _WHERE})
         face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
-        options = vars(self.options) | vars(self.policy)
         if any(isinstance(rule, HostFunction) for rule in rules):
             where = "jax"
         for rule in rules:
@@ -437,14 +436,15 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                     f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
                 )
             seen = look(rule)
-            awaits, this = seen.awaits, f"the rule `{seen.name}`"
-            if awaits and where == "jax":
+            this = f"the rule `{seen.name}`"
+            if seen.awaits and where == "jax":
                 raise SpecError(
                     f"hostcall: {this} of `{self.__name__}` is a coroutine function and"
                     " JAX code, which JAX traces and can't await: make it a plain one",
                     code="hc-coroutine",
                 )
-            if awaits:
+            if seen.awaits:
+                options = vars(self.options) | vars(self.policy)
                 check(this, {**options, "awaits": True}, {})
             if where == "host" and not _jax.traces_nothing():
                 mistakes.refuse_traced(rule, face.instead_of_traced)

@@ -70,6 +70,9 @@ class Value(ABC):
 
     avals: tuple[Aval, ...]
 
+    def __init_subclass__(cls) -> None:
+        _jax.hold_weakly_in_caches(cls)
+
     @abstractmethod
     def run(self, operands: Arrays) -> Arrays:
         """The results, by JAX code."""
@@ -400,8 +403,6 @@ for _p in (value_p, jvp_p):
     _jax.transposes[_p] = _transpose
     _jax.batchers[_p] = _batch
     _jax.dead_code_rules[_p] = _narrow
-for _type in (Batched, BatchedPair):
-    _jax.hold_weakly_in_caches(_type)
 
 
 # --- Partial evaluation of host_jvp --------------------------------------------------

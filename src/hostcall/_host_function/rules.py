@@ -46,9 +46,9 @@ class Rule:
     """What one of the def* methods was given.
 
     Attributes:
-        fn: the rule, or the forward rule; None if `defjvps` gave one for each argument.
+        fn: the rule, or the forward rule; the first one of `defjvps`.
         bwd: the backward rule of `defvjp`.
-        each: the rules of `defjvps`.
+        each: the rules of `defjvps`, by argument; else empty.
         residuals: the spec of those that are arrays of the program; None if they stay
             on the host, and for JAX code, whose `fn` returns any it likes.
         flat: the rule is a bridge's and works on flat arrays. A jvp rule is
@@ -62,7 +62,7 @@ class Rule:
             diagonal of each block, of the result's shape.
     """
 
-    fn: Function | None
+    fn: Function
     where: Where
     bwd: Function | None = None
     each: tuple[Function | None, ...] = ()
@@ -74,18 +74,6 @@ class Rule:
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
         return self.bwd is not None and self.where == "host" and self.residuals is None
-
-    def code(self, kind: Kind, index: int | None = None) -> Function:
-        """One of the functions that the user gave.
-
-        `index` is the argument of a rule of `defjvps`; None for the first of them.
-        """
-        found = self.bwd if kind == "backward" else self.fn
-        if index is not None:
-            found = self.each[index]
-        if found is None:
-            found = next(each for each in self.each if each is not None)
-        return found
 
 
 @dataclass
@@ -99,10 +87,17 @@ class Rules:
     jacobian: Rule | None = None
     batch: Function | None = None
 
-    def of(self, kind: Kind) -> Rule:
-        """What a def* method was given for this kind of code; or the function."""
+    def of(self, kind: Kind, index: int | None = None) -> tuple[Rule, Function]:
+        """(the rule, the function in it that the user gave) for a kind of code.
+
+        `index` is the argument of a rule of `defjvps`; None for the first of them.
+        """
         rule: Rule = getattr(self, RULES[kind][0])
-        return rule
+        found = rule.bwd if kind == "backward" else rule.fn
+        if index is not None:
+            found = rule.each[index]
+        assert found is not None
+        return rule, found
 
 
 class Ruled(Handle):
@@ -145,7 +140,11 @@ class Ruled(Handle):
         raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
 
     def _code_of(self, kind: Kind, index: int | None = None) -> Function:
-        return self.rules.of(kind).code(kind, index)
+        return self.rules.of(kind, index)[1]
+
+    def run(self, *args: Any) -> Any:
+        """Calls the function on this thread, or on the event loop and waits."""
+        return call_here(self.fn, args)
 
 
 def call_here(fn: Function, args: Sequence[Tree]) -> Tree:

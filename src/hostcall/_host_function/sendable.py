@@ -93,7 +93,7 @@ class Sendable(HostCode):
 
     Attributes:
         function: the HostFunction.
-        kind, index: as for `Rule.code`.
+        kind, index: as for `Rules.of`.
     """
 
     function: Ruled

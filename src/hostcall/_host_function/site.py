@@ -34,7 +34,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hostcall import _jax
 from hostcall._core.spec import Template
 from hostcall._host_function.primitives import (
     Arrays,
@@ -322,7 +321,3 @@ def push(jacobian: Arrays, site: RuleTrees, nz: Flags, tangents: Arrays) -> Arra
         total = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
         found.append(total.astype(out.dtype))
     return found
-
-
-for _type in (CallSite, Transpose, Derivative, LinearPart):
-    _jax.hold_weakly_in_caches(_type)

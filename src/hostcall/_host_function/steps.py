@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
@@ -109,15 +108,15 @@ class Steps(HostCode, Value):
 
     def __post_init__(self) -> None:
         function, kind = self.site.function, self.kind
-        rule = function.rules.of(kind)
-        code = sent = rule.code(kind)
+        rule, code = function.rules.of(kind)
+        sent = code
         if function.policy.pool is not None:
             sent = Sendable(function, kind)
         called: list[Function] = [code]
         if kind in ("jvp", "both"):
             called += [function.fn, *there(rule.each)]
         elif kind == "backward":  # runs it if its residual was dropped
-            called.append(rule.code("forward"))
+            called.append(rule.fn)
         looks = list(map(look, called))
         awaits = rule.where == "host" and True in [each.awaits for each in looks]
         seen = Look(looks[0].name, None, awaits, False)
@@ -150,14 +149,14 @@ class Steps(HostCode, Value):
         method = by_rule or how.vmap_method
         if site.function.result is elementwise and method in WHOLE:
             operands, method = aligned(operands, site, self.kind, method)
-        trees = site.template, site.results
+        trees, fills = (site.template, site.results), self._of_results(site.fills)
         if self.kind != "value":  # a rule gets flat arrays
+            keys = self._of_results(site.results.keys)
             marks = site.template.keys[: self.n]
             template = Template.flat(*marks, *(None,) * (len(operands) - len(marks)))
-            trees = template, Results.flat(self.avals, self._of_results(trees[1].keys))
+            trees = template, Results.flat(self.avals, keys)
         if method is not how.vmap_method:
             how = replace(how, vmap_method=method)
-        fills = self._of_results(site.fills)
         given = Static(self), *trees, fills, how, site.place, policy
         looked = self.seen._replace(own=self)
         return make(Callback(*given, looked=looked), operands, mask)
@@ -298,7 +297,7 @@ class Steps(HostCode, Value):
         zeros = jnp.zeros_like if jvp.where == "jax" else _zeros
         whole = site.tangents(operands[:n], dots, zeros)
         fn = self._code("value") if self.kind == "both" else None
-        if jvp.fn is not None:
+        if not jvp.each:
             like = site.results.treedef
             out = like.unflatten([0] * like.num_leaves)
             given = self.sent, fn, out, args, whole
@@ -322,7 +321,7 @@ class Steps(HostCode, Value):
         if rule.flat:
             return *outs, *touts
         # A rule of one argument may return None for zero.
-        terms = [touts] if rule.fn is not None else there(touts) or touts[:1]
+        terms = (there(touts) or touts[:1]) if rule.each else [touts]
         leaves = [pick(site.out_leaves(x, self.kind), site.out_diff) for x in terms]
         if rule.where == "jax":  # what may be anything that JAX takes for an array
             leaves = [site.fitting(x, site.out_avals, self.kind) for x in leaves]
@@ -491,12 +490,9 @@ def _zeros(like: jax.Array) -> jax.Array:
 
 def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:
     """A result of JAX code, with its fill, or zeros, where the mask is False."""
-    other = np.zeros((), value.dtype)
+    other = np.zeros(1, value.dtype)
     if fill is not None:
-        # One element of it if its shape is symbolic.
-        shape = () if _jax.has_symbolic([value]) else value.shape
-        other = np.frombuffer(fill, value.dtype).reshape(shape)
-    return jnp.where(mask, value, other)
-
-
-_jax.hold_weakly_in_caches(Steps)
+        other = np.frombuffer(fill, value.dtype)
+    # One element stands for all, as it does if the shape is symbolic.
+    shape = () if other.size == 1 else value.shape
+    return jnp.where(mask, value, other.reshape(shape))

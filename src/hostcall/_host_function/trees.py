@@ -56,6 +56,8 @@ class RuleTrees(Value):
         avals: of the results.
         masked: whether it has a mask.
         n: how many arrays its arguments have.
+        out_diff: for each result, whether it has a tangent.
+        out_avals: the avals of those that have.
     """
 
     function: Ruled = field(metadata=HERE)
@@ -69,11 +71,15 @@ class RuleTrees(Value):
     avals: tuple[Aval, ...] = field(init=False, compare=False, metadata=HERE)
     masked: bool = field(init=False, compare=False, metadata=HERE)
     n: int = field(init=False, compare=False, metadata=HERE)
+    out_diff: tuple[bool, ...] = field(init=False, compare=False, metadata=HERE)
+    out_avals: tuple[Aval, ...] = field(init=False, compare=False, metadata=HERE)
 
     def __post_init__(self) -> None:
         name, masked = self.function.__name__, self.fills is not None
-        n = len(self.in_avals) - masked
-        vars(self).update(name=name, avals=self.results.avals, masked=masked, n=n)
+        avals, n = self.results.avals, len(self.in_avals) - masked
+        out_diff = tuple([jnp.issubdtype(a.dtype, jnp.inexact) for a in avals])
+        vars(self).update(name=name, avals=avals, masked=masked, n=n)
+        vars(self).update(out_diff=out_diff, out_avals=tuple(pick(avals, out_diff)))
 
     def __repr__(self) -> str:
         return self.name
@@ -102,19 +108,10 @@ class RuleTrees(Value):
             for position, aval in zip(self.positions, self.in_avals, strict=True)
         )
 
-    @cached_property
-    def out_diff(self) -> tuple[bool, ...]:
-        return tuple([jnp.issubdtype(a.dtype, jnp.inexact) for a in self.avals])
-
     @property
     def diff_positions(self) -> list[int]:
         """The arguments that have a tangent in any of their arrays."""
         return sorted(set(pick(self.positions, self.diff)))
-
-    @cached_property
-    def out_avals(self) -> tuple[Aval, ...]:
-        """The avals of the results that have a tangent."""
-        return tuple(pick(self.avals, self.out_diff))
 
     @cached_property
     def arguments(self) -> tuple[tuple[TreeDef, list[bool]], ...]:
