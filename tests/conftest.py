@@ -286,11 +286,15 @@ def start_python() -> Iterator[Start]:
             env={**os.environ, **(env or {})},
         )
         started.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if line != "ready\n":
-            out, err = process.communicate(timeout=PROGRAM_SECONDS)
-            raise AssertionError(line + out + err)
+        out = process.stdout
+        assert out is not None
+        # Byte by byte: `communicate` does not see what a buffer here would hold.
+        line = b""
+        while not line.endswith(b"\n") and (more := os.read(out.fileno(), 1)):
+            line += more
+        if line != b"ready\n":
+            rest, err = process.communicate(timeout=PROGRAM_SECONDS)
+            raise AssertionError(line.decode() + rest + err)
         return process
 
     yield start
