@@ -192,7 +192,7 @@ def _choices(
         compressed=compressed,
         form=equation.form,
         tap=equation.delivers,
-        batch=equation.axes() if compressed else (),
+        batch=equation.axes if compressed else (),
         tally=costs.tally_of(callback).add if cached else None,
     )
 

@@ -295,7 +295,7 @@ def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
     if not params.delivers and not 0 <= params.levels <= most:
         raise Malformed(f"the option levels={params.levels}")
     _check_axes(list(zip(zip(*flags, strict=True), grid, strict=True)), operands)
-    _check_axes(params.axes(), operands)
+    _check_axes(params.axes, operands)
     if params.masked:
         whole = params.compresses(mask[0])
         axes = sum(flags[0]) if grid else 0

@@ -98,6 +98,9 @@ class Equation:
     # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
     devices: ClassVar[tuple[int, ...]] = ()
     levels = 0  # how many leading batch axes the function itself sees
+    # For each batch axis that a tap sees, the outermost first: whether each operand has
+    # it, and its size. Empty for a call, whose function has them all.
+    axes: ClassVar[Sequence[tuple[tuple[bool, ...], int]]] = ()
     method = "sequential"  # how a batch is called: a vmap_method; "own" for a rule
     # JAX's transformations that the function sees, in order of application.
     transforms: ClassVar[Transforms] = ()
@@ -135,12 +138,6 @@ class Equation:
         whose items are the results, and `buffers` is of a call on XLA's memory.
         """
         return _NATIVE.copy()
-
-    def axes(self) -> list[tuple[tuple[bool, ...], int]]:
-        """For each batch axis that a tap sees, the outermost first: whether each
-        operand has it, and its size. Empty for a call, whose function has them all.
-        """
-        return []
 
     # --- The operands. Each method takes anything that is said of each of them. -------
 

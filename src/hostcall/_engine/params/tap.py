@@ -127,7 +127,8 @@ class TapParams(Equation):
             )
         return compressed
 
-    def axes(self) -> list[tuple[tuple[bool, ...], int]]:
+    @property
+    def axes(self) -> list[tuple[tuple[bool, ...], int]]:  # type: ignore[override]
         return list(zip(self.flags, self.sizes, strict=True))[::-1]
 
     def flag_of(self, operands: Sequence[np.ndarray]) -> bool:
