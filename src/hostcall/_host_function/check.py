@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -63,7 +62,8 @@ class Checks:
 
     Attributes:
         f, args, rtol, random, threads: as for `check`.
-        places: by position, which leaves of the arguments are arrays.
+        arrays: which leaves of the arguments are arrays.
+        places: the same by the argument's position.
         moving: the leaves that have derivatives.
         rough: the tolerance for derivatives.
         out: the result.
@@ -81,6 +81,7 @@ class Checks:
         positions = [p for p, arg in enumerate(self.args) for _ in tree.leaves(arg)]
         arrays = [isinstance(x, jax.Array) or is_array_like(x) for x in self.leaves]
         found = pick(enumerate(positions), arrays)
+        self.arrays = [n for n, _ in found]
         self.places = {p: [n for n, of in found if of == p] for _, p in found}
         still = among(self.f.nondiff, len(self.args))
         moving = [n for n, position in found if position not in still]
@@ -133,10 +134,6 @@ class Checks:
             leaves[n] = value
         return list(tree.leaves(self.f(*self.treedef.unflatten(leaves))))
 
-    @property
-    def all_arrays(self) -> list[int]:
-        return list(chain(*self.places.values()))
-
     def nearby(self, places: list[int]) -> Arrays:
         """Other values for these leaves, near the example's."""
 
@@ -157,14 +154,14 @@ class Checks:
         _same(self.call((), []), self.out, "a second call gives another result")
 
     def jit(self) -> None:
-        places = self.all_arrays
+        places = self.arrays
         got = jax.jit(partial(self.call, places))([self.leaves[n] for n in places])
         _same(got, self.out, "the compiled program differs")
 
     def batching(self) -> str:
         if not self.places:
             raise Ended("left out", "no array among the arguments")
-        choices = {"all arguments": self.all_arrays}
+        choices = {"all arguments": self.arrays}
         if len(self.places) > 1:
             choices |= {f"argument {n}": each for n, each in self.places.items()}
         for which, places in choices.items():
@@ -228,9 +225,8 @@ class Checks:
             for line, changed in zip(found, varies, strict=True):
                 errors = central_error(eps_of([line]) * changed, line)
                 now.append((_largest(errors), line.central(2)))
-            if best:
-                now = [min(p, key=itemgetter(0)) for p in zip(now, best, strict=True)]
-            best = now
+            pairs = zip(now, best or now, strict=True)
+            best = [min(pair, key=itemgetter(0)) for pair in pairs]
             if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
                 break
         for error, slope in best:
@@ -316,8 +312,8 @@ class Checks:
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
-        one, wide = partial(self.call, self.all_arrays), jax.config.jax_enable_x64
-        inputs = [self.nearby(self.all_arrays) for _ in range(8)]
+        one, wide = partial(self.call, self.arrays), jax.config.jax_enable_x64
+        inputs = [self.nearby(self.arrays) for _ in range(8)]
         wanted = [list(map(np.asarray, one(values))) for values in inputs]
 
         def work(values: Arrays) -> Arrays:

@@ -377,10 +377,11 @@ class Steps(HostCode, Value):
         # All cotangents of the results have the same batch axes.
         ct, out = given[-1], self.site.out_avals[-1]
         batch = ct.shape[: len(ct.shape) - len(out.shape)]
-        return tuple(
-            np.zeros(batch + aval.shape, aval.dtype) if x is None else x
-            for x, aval in zip(value, self.avals, strict=True)
-        )
+        pairs = zip(value, self.avals, strict=True)
+        zero = [
+            np.zeros(batch + a.shape, a.dtype) if x is None else x for x, a in pairs
+        ]
+        return tuple(zero)
 
     def _transpose(self, operands: Arrays) -> Parts:
         site, positions = self.site, self.site.diff_positions
