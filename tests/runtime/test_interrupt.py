@@ -16,6 +16,7 @@ import hostcall as hc
 entered = threading.Event()
 caught = threading.Event()  # the main thread is where it catches the interrupt
 left = threading.Event()
+raised = threading.Event()
 
 def callback(a):
     assert threading.current_thread() is not threading.main_thread()
@@ -23,6 +24,8 @@ def callback(a):
     try:
         for _ in range(600):
             time.sleep(0.05)  # 30 s, unless interrupted
+            if raised.is_set():  # in the main thread, while this one runs on
+                break
     finally:
         left.set()
     return a
@@ -45,6 +48,7 @@ try:
     WAIT
 except KeyboardInterrupt:
     print("interrupted")
+    raised.set()
 # The callback was stopped too, or runs on while JAX itself gave up waiting.
 print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x)[0, 0])
 os._exit(0)
