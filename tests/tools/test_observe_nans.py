@@ -293,8 +293,18 @@ PLACES = [
 MESHES = (in_shard_map, in_scan_in_shard_map, in_sharded_jit, in_scan_over_shards)
 
 
-@pytest.mark.parametrize("f", [logs, divides], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("place", PLACES, ids=lambda p: p.__name__)
+DERIVATIVES = (
+    *(in_custom_jvp, in_custom_vjp, in_backward_rule, in_grad, in_hessian, in_jvp),
+)
+# Derivatives are other operations for each function. Elsewhere the functions take turns.
+LINES = [
+    (place, f)
+    for turn, place in enumerate(PLACES)
+    for f in ((logs, divides) if place in DERIVATIVES else ((logs, divides)[turn % 2],))
+]
+
+
+@pytest.mark.parametrize(("place", "f"), LINES, ids=lambda part: part.__name__)
 def test_names_the_line(place, f):
     if place in MESHES and jax.device_count() < 4:
         pytest.skip("needs four devices")
