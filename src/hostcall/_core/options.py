@@ -356,8 +356,8 @@ class Policy:
     layered: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        for_each = self.timeout, self.coalesce, self.cache
-        vars(self).update(layered=any(layer is not None for layer in for_each))
+        nothing = self.timeout is None and self.coalesce is None and self.cache is None
+        vars(self).update(layered=not nothing)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:
