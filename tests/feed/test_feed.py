@@ -408,6 +408,25 @@ def test_keys_and_jax_arrays_are_items():
         assert float(item["x"]) == 1
 
 
+def test_debug_nans_sees_items_eagerly_as_in_a_program():
+    def items() -> Iterator[np.ndarray]:
+        yield from (
+            np.float32(1),
+            np.float32(np.nan),
+            np.float32(2),
+            np.float32(np.nan),
+        )
+
+    with hc.feed(items) as feed, jax.debug_nans(True):
+        assert feed()[0] == 1
+        with pytest.raises(FloatingPointError, match="nan"):
+            feed()
+        run = jax.jit(lambda: feed()[0])
+        assert run() == 2
+        with pytest.raises(FloatingPointError, match="nan"):
+            run()
+
+
 def test_threads_share_a_feed():
     with hc.feed(count(400)) as feed:
         take = jax.jit(
