@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import hostcall as hc
+from hostcall import _jax
 from hostcall._jax import settings
+from hostcall._runtime import host_device
 
 
 def test_an_interrupt_while_settings_are_set_reaches_the_function(monkeypatch):
@@ -47,3 +49,22 @@ def test_an_interrupt_among_several_settings_leaves_none(monkeypatch, step):
         traced.leave(traced.enter())
     assert left[0] < 0
     assert settings.traced_here() == here
+
+
+def test_a_handler_that_makes_a_host_client_meanwhile_has_the_rung_below(monkeypatch):
+    """As a signal handler with an eager call does, in the milliseconds that it takes."""
+    made, make = [], _jax.make_host_client
+
+    def interrupted():
+        if not made:
+            made.append(None)
+            host_device.above(None)
+        return make()
+
+    monkeypatch.setattr(host_device, "_ladder", host_device._Ladder())
+    monkeypatch.setattr(_jax, "make_host_client", interrupted)
+    first = host_device.above(None).client
+    second = host_device.above(first).client
+    third = host_device.above(second).client
+    clients = first, second, third
+    assert [host_device.level(client) for client in clients] == [1, 2, 3]

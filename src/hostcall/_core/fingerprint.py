@@ -35,11 +35,11 @@ def fingerprint(thing: Any) -> int:
     Args:
         thing: a function, or a tuple of functions, texts and numbers.
     """
-    told = repr(_told(thing, _DEPTH)).encode()
-    return (
-        int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
-        or 1
-    )
+    return int.from_bytes(_digest(_told(thing, _DEPTH)), "little") >> 1 or 1
+
+
+def _digest(told: Told) -> bytes:
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
 
 
 def _told(thing: Any, depth: int) -> Told:
@@ -84,7 +84,7 @@ def _functions(*things: Iterable[object]) -> list[object]:
 
 
 @functools.lru_cache(maxsize=4096)  # equal code gives an equal result
-def _told_code(code: CodeType) -> Told:
+def _told_code(code: CodeType) -> bytes:
     consts = (
         _told_code(const)
         if isinstance(const, CodeType)
@@ -92,4 +92,4 @@ def _told_code(code: CodeType) -> Told:
         else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
         for const in code.co_consts
     )
-    return code.co_name, code.co_code, code.co_names, tuple(consts)
+    return _digest((code.co_name, code.co_code, code.co_names, tuple(consts)))

@@ -93,6 +93,7 @@ class Steps(HostCode, Value):
     """
 
     travels_as: ClassVar[str] = "host"
+    traced: ClassVar[bool] = False  # whether JAX traces the rule
 
     site: RuleTrees = field(metadata=HERE)
     kind: Kind
@@ -294,7 +295,7 @@ class Steps(HostCode, Value):
         if jvp.flat:
             sent = args, site.unmasked(dots), site.out_diff
             return self.sent, sent, self._pushed
-        zeros = jnp.zeros_like if jvp.where == "jax" else _zeros
+        zeros = jnp.zeros_like if self.traced else _zeros
         whole = site.tangents(operands[:n], dots, zeros)
         fn = self._code("value") if self.kind == "both" else None
         if not jvp.each:
@@ -323,7 +324,7 @@ class Steps(HostCode, Value):
         # A rule of one argument may return None for zero.
         terms = (there(touts) or touts[:1]) if rule.each else [touts]
         leaves = [pick(site.out_leaves(x, self.kind), site.out_diff) for x in terms]
-        if rule.where == "jax":  # what may be anything that JAX takes for an array
+        if self.traced:  # what may be anything that JAX takes for an array
             leaves = [site.fitting(x, site.out_avals, self.kind) for x in leaves]
         return *outs, *reduce(_add, leaves)
 
@@ -372,7 +373,7 @@ class Steps(HostCode, Value):
         if not self.rule.flat:
             leaves = self.site.argument_leaves(value, self.kind, of)
             value = pick(leaves, self.nz)
-        if self.rule.where == "jax":
+        if self.traced:
             return tuple(value)
         # All cotangents of the results have the same batch axes.
         ct, out = given[-1], self.site.out_avals[-1]
@@ -417,6 +418,7 @@ class TracedSteps(Steps):
         mask: an array of the program, or None.
     """
 
+    traced = True
     template: Template | None = None
     mask: jax.Array | None = None
 

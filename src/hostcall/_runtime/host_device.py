@@ -74,7 +74,9 @@ def above(client: Any | None) -> Any:
                 code="hc-recursion",
             )
         if below == len(_ladder.rungs):
-            _ladder.rungs[_jax.make_host_client()] = below + 1
+            made = _jax.make_host_client()
+            # A signal handler that calls eagerly may have made one meanwhile.
+            _ladder.rungs[made] = len(_ladder.rungs) + 1
         return list(_ladder.rungs)[below].local_devices()[0]
 
 

@@ -197,6 +197,8 @@ def feed(
         jax.errors.JaxRuntimeError: in a program: the source failed, or an item does not
             fit `spec` (ResultError). `hc.reraise()` and `hc.errors.last_error()`
             give the exception itself. Items before it are still taken.
+        FloatingPointError: an item has a NaN or infinity, and jax_debug_nans or
+            jax_debug_infs is on; in a program and eagerly.
 
     Under transformations:
         jit, scan, fori_loop, while_loop (bodies and conditions), cond: one item each
