@@ -24,7 +24,7 @@ from hostcall._api.tap import tap
 from hostcall._core import errors
 from hostcall._core.errors import counted
 from hostcall._core.mistakes import refuse_coroutines
-from hostcall._core.order import ORDERED, UNORDERED
+from hostcall._core.order import ORDERED, effects_with
 from hostcall._core.source import name_of
 from hostcall._core.spec import Static
 from hostcall._primitives.eager import seen_before
@@ -182,7 +182,7 @@ def _abstract_eval(
     *avals: _jax.Aval, params: Outside
 ) -> tuple[list[_jax.Aval], set[_jax.Effect]]:
     results = avals if params.identity else params.avals
-    return list(results), {ORDERED, UNORDERED}
+    return list(results), effects_with(ORDERED)
 
 
 # --- batching ------------------------------------------------------------------------

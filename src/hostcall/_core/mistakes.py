@@ -51,9 +51,12 @@ class Face(NamedTuple):
         own = self.options
         return {k: v for k, v in values.items() if k in own and v is not own[k]}
 
+    def with_argument(self, name: str, argument: str) -> str:
+        return self.form.format(fn=name, args=f"..., {argument}")
+
     def instead_of_traced(self, name: str, value: str) -> str:
         """What to write if the function `name` uses the traced value `value`."""
-        passed = self.form.format(fn=name, args=f"..., {value}")
+        passed = self.with_argument(name, value)
         return f"Pass it as an argument: {passed}, with a parameter for it"
 
     def hint(self, keyword: str, others: Collection[str] = ()) -> str:
@@ -110,7 +113,7 @@ def check(
     for mark in marks:
         if isinstance(mark, Static) and has_tracers_text(mark.value):
             name = name_of(fn)
-            instead = face.form.format(fn=name, args="..., x")
+            instead = face.with_argument(name, "x")
             raise SpecError(
                 f"hostcall: `{name}` is given the text {mark.value!r}, which contains"
                 " a traced value: an f-string is formatted while the program is"

@@ -84,3 +84,12 @@ EFFECTS: dict[Order, Effect | None] = {
     "unordered": UNORDERED,
     "ordered": ORDERED,
 }
+
+
+def effects_with(effect: Effect) -> set[Effect]:
+    """The effects of an equation, given that which puts it in order.
+
+    An ordered one has UNORDERED too: JAX runs a program that was compiled ahead of time
+    on its fast path, which passes no tokens, unless it has an unordered effect.
+    """
+    return {effect, UNORDERED} if _jax.is_ordered(effect) else {effect}

@@ -34,7 +34,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     together = None if team is None else frozenset(info.devices.values())
     guard = None if together is None else host_device.guard(together)
     scouts = info.inside is Inside.ASKED
-    operands = operands[: len(operands) - equation.always]  # the engine reads the flag
+    operands = equation.read(operands)
     flags = [list(axes) for axes in equation.batched] if equation.grid else []
     batched = flags[: len(operands)] or [[] for _ in operands]
     # A mask that the function's batch is compressed by is an argument of the plan. Any

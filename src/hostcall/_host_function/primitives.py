@@ -316,10 +316,7 @@ def _run(*operands: jax.Array, what: Value) -> Arrays:
 
 
 def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return list(what.avals)
-    return _jax.result_avals(mesh, what.avals, operands, pure=True)
+    return _jax.result_avals(what.avals, operands, pure=True)
 
 
 def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:

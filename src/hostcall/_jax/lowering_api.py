@@ -15,6 +15,7 @@ from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
 from hostcall._jax.fast_dispatch import ENGINE_CALLS
+from hostcall._jax.program import record_of
 
 
 def register_lowering(
@@ -62,9 +63,7 @@ def in_order(
             ctx.set_tokens_out(ctx.tokens_in.update_tokens(left))
 
         return ctx.tokens_in.get(effect), leave
-    # JAX makes this dictionary for the module, and it ends with it.
-    records = ctx.module_context.cached_primitive_lowerings
-    record = records.setdefault("hostcall: last token of each block", {})
+    record = record_of(ctx, "last token of each block")
     block = _ir.InsertionPoint.current.block
     return record.get(block), partial(record.__setitem__, block)
 

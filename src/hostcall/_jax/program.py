@@ -43,8 +43,7 @@ class Program(NamedTuple):
             any program over several devices in a job of several processes counts.
         is_symbolic: whether sizes of its shapes may have names.
         keep_alive: keeps what it gets alive as long as the executable of the program.
-        equal_calls: how many calls of each kind it has so far, in a dictionary that JAX
-            makes for the module and that ends with it.
+        equal_calls: how many calls of each kind it has so far.
     """
 
     ctx: LoweringContext
@@ -84,7 +83,7 @@ def program_of(ctx: LoweringContext) -> Program:
         if devices:
             here = client.process_index()
             local = [d for d in devices if d.process_index == here]
-    attributes, noted = module.module.operation.attributes, "hostcall: equal calls"
+    attributes = module.module.operation.attributes
     return Program(
         ctx=ctx,
         name=str(_ir.StringAttr(attributes["sym_name"]).value),
@@ -101,7 +100,7 @@ def program_of(ctx: LoweringContext) -> Program:
         across=across,
         is_symbolic=bool(module.shape_poly_state.dim_vars),
         keep_alive=module.add_keepalive,
-        equal_calls=module.cached_primitive_lowerings.setdefault(noted, {}),
+        equal_calls=record_of(ctx, "equal calls"),
     )
 
 
@@ -153,6 +152,15 @@ _REDUCERS = tuple(
     f"stablehlo.{name}"
     for name in ("reduce", "reduce_window", "scatter", "select_and_scatter", "sort")
 )
+
+
+def record_of(ctx: LoweringContext, name: str) -> dict[Any, Any]:
+    """What is noted under this name about the module that is being lowered.
+
+    It is kept in a dictionary that JAX makes for the module, and ends with it.
+    """
+    records = ctx.module_context.cached_primitive_lowerings
+    return records.setdefault(f"hostcall: {name}", {})  # type: ignore[no-any-return]
 
 
 def run_where_dispatched(program: Program) -> None:

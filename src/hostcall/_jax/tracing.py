@@ -105,10 +105,7 @@ hold_weakly_in_caches = _util.weakref_cache_key_types.add
 
 
 def result_avals(
-    mesh: jax.sharding.AbstractMesh,
-    avals: Sequence[_t.Aval],
-    operands: Sequence[_t.Aval],
-    pure: bool,
+    avals: Sequence[_t.Aval], operands: Sequence[_t.Aval], pure: bool
 ) -> list[_t.Aval]:
     """Result avals on the mesh in context, with the mesh axes over which they vary.
 
@@ -117,6 +114,9 @@ def result_avals(
     effects can tell shards apart (`hc.current()`), so its results vary over all manual
     axes.
     """
+    mesh = _mesh.get_abstract_mesh()
+    if mesh.empty:
+        return list(avals)
     varying: frozenset[object] = frozenset()
     if _config._check_vma.value:
         if pure:

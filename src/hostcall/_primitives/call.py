@@ -56,11 +56,8 @@ def define(
 def _abstract_eval(
     *operands: Aval, params: CallParams
 ) -> tuple[list[Aval], set[Effect]]:
-    avals, effects = list(params.out_avals), params.effects
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        avals = _jax.result_avals(mesh, avals, operands, not effects)
-    return avals, effects
+    effects = params.effects
+    return _jax.result_avals(params.out_avals, operands, not effects), effects
 
 
 def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:

@@ -117,8 +117,7 @@ def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
 
     if not wait(delivered, timeout):
         return False
-    for tally in list(state.tallies.values()):
-        tally.log()
+    _log_counts()
     return True
 
 
@@ -126,13 +125,11 @@ def stop() -> None:
     """Delivers the queued taps and ends the worker. Nobody may push taps any more."""
     _native.stop_taps()
     worker.join()
-    tallies = list(state.tallies.values())
-    for tally in tallies:
-        tally.log()
+    count = _log_counts()
     if take() is not None:
         logger.error(
             "%s failed, and no barrier() raised that (see the log above)",
-            counted(sum(tally.count for tally in tallies), "tap"),
+            counted(count, "tap"),
         )
 
 
@@ -248,6 +245,16 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         )
     elif clock() >= tally.until:
         tally.log()
+
+
+def _log_counts() -> int:
+    """Logs the failures that have only been counted so far; returns how many taps have
+    failed.
+    """
+    tallies = list(state.tallies.values())
+    for tally in tallies:
+        tally.log()
+    return sum(tally.count for tally in tallies)
 
 
 def take() -> BaseException | None:

@@ -30,13 +30,13 @@ _MOST = 32
 class _Ladder(Owned):
     """
     Attributes:
-        rungs: of the clients made for host code, from 1, the lowest. They only become
-            more, so that a look needs no lock. A forked child keeps its parent's for
-            ever: a client's destructor joins its threads, which do not exist there.
+        clients: those made for host code, lowest rung first. They only become more, so
+            that a look needs no lock. A forked child keeps its parent's for ever: a
+            client's destructor joins its threads, which do not exist there.
     """
 
     def __init__(self) -> None:
-        self.rungs: dict[Any, int] = {}
+        self.clients: list[Any] = []
         super().__init__()
 
 
@@ -47,7 +47,10 @@ def level(client: Any | None) -> int:
     """The number of a client's rung; 0 for the process's own clients, 1 for the first
     that was made for host code. Programs on a higher one are started by host code.
     """
-    return _ladder.rungs.get(client, 0)
+    for number, made in enumerate(_ladder.clients, 1):
+        if made is client:
+            return number
+    return 0
 
 
 def above(client: Any | None) -> Any:
@@ -62,7 +65,7 @@ def above(client: Any | None) -> Any:
     Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
     with starting.lock:
-        below = _ladder.rungs.get(client, 0)
+        below = level(client)
         if below == _MOST:
             raise HostcallError(
                 f"hostcall: programs and their host functions are nested {_MOST} deep:"
@@ -73,11 +76,9 @@ def above(client: Any | None) -> Any:
                 " function, or in jax.lax.while_loop",
                 code="hc-recursion",
             )
-        if below == len(_ladder.rungs):
-            made = _jax.make_host_client()
-            # A signal handler that calls eagerly may have made one meanwhile.
-            _ladder.rungs[made] = len(_ladder.rungs) + 1
-        return list(_ladder.rungs)[below].local_devices()[0]
+        if below == len(_ladder.clients):
+            _ladder.clients.append(_jax.make_host_client())
+        return _ladder.clients[below].local_devices()[0]
 
 
 def above_here() -> Any:

@@ -22,7 +22,7 @@ from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
-from hostcall._core.order import EFFECTS, UNORDERED
+from hostcall._core.order import EFFECTS, effects_with
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -120,14 +120,7 @@ class Equation:
 
     @property
     def effects(self) -> set[Effect]:
-        """All of them. An ordered one has UNORDERED too: JAX runs a program that was
-        compiled ahead of time on its fast path, which passes no tokens, unless it has
-        an unordered effect.
-        """
-        effect = self.effect
-        if effect is None:
-            return set()
-        return {effect, UNORDERED} if _jax.is_ordered(effect) else {effect}
+        return set() if self.effect is None else effects_with(self.effect)
 
     @property
     def native(self) -> dict[str, Any]:
