@@ -25,6 +25,7 @@ from hostcall._core.source import Place, look
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._primitives import buffer, call, drop_in
+from hostcall._primitives.lowering import begin
 
 # What callbacks get, as the newest patch says; None if JAX is not patched. The patch
 # writes it under its lock. Lowerings read it once each, without a lock.
@@ -112,7 +113,7 @@ def emit_python_callback(
         {"arrays": "numpy"},
         _place(ctx, callback),
     )
-    program = _jax.program_of(
+    program = begin(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
     made, label = call.prepare(

@@ -180,7 +180,7 @@ def _emit(params: Outside, xs: Arrays, devices: Sequence[_jax.Device] = ()) -> A
 
 def _abstract_eval(
     *avals: _jax.Aval, params: Outside
-) -> tuple[list[_jax.Aval], set[_jax.Effect]]:
+) -> tuple[list[_jax.Aval], frozenset[_jax.Effect]]:
     results = avals if params.identity else params.avals
     return list(results), effects_with(ORDERED)
 

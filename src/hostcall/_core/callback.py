@@ -42,6 +42,7 @@ class Callback:
         name: by which messages call it.
         shown: by which statistics and profiles call it.
         lasting_tag: the tag, if it is among the first of the process, or else None.
+        counted_as: under which name its calls are counted; see `costs`.
     """
 
     fn: Static
@@ -58,6 +59,7 @@ class Callback:
     name: str = field(init=False, compare=False)
     shown: str = field(init=False, compare=False)
     lasting_tag: str | None = field(init=False, compare=False)
+    counted_as: str = field(init=False, compare=False)
 
     def __post_init__(self, looked: Look | None) -> None:
         function, tag = self.fn.value, self.options.tag
@@ -67,11 +69,7 @@ class Callback:
         vars(self).update(function=function, seen=seen, name=seen.name)
         lasting = tag if tag in _tags else None
         vars(self).update(shown=tag or seen.name, lasting_tag=lasting)
-
-    @property
-    def counted_as(self) -> str:
-        """Under which name its calls are counted; see `costs`."""
-        return self.lasting_tag or self.seen.source
+        vars(self).update(counted_as=lasting or seen.source)
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"

@@ -165,16 +165,14 @@ def table(*of: type) -> dict[str, Option]:
     return {f.name: f.metadata[_ROW] for f in every if _ROW in f.metadata}
 
 
-def in_key(thing: DataclassInstance) -> tuple[object, ...]:
-    """The values of the fields of a dataclass that the key of a program has."""
-    values: tuple[object, ...] = _keyed(type(thing))(thing)
-    return values
-
-
-@functools.cache
 def _keyed(cls: type[DataclassInstance]) -> operator.attrgetter[Any]:
     names = [f.name for f in fields(cls) if f.metadata.get(_KEY, True)]
     return operator.attrgetter(*names)
+
+
+# Of a dataclass, what gets the values of those fields that the key of a program has.
+keyed: Callable[[type[DataclassInstance]], operator.attrgetter[Any]]
+keyed = functools.cache(_keyed)
 
 
 def that_travel(cls: type) -> Iterable[str]:
@@ -254,6 +252,9 @@ class TapOptions(PlaceOptions):
     Attributes:
         order: "pure" if the value passes through the tap (`hc.tap_through`).
         on: "once" if that was a device.
+        collected: the tag under which collectors see what it gets.
+        thinned: whether some executions don't tap.
+        in_blocks: whether blocks of the value are delivered, each by itself.
     """
 
     order: Order = option(choice("unordered", "ordered", "pure"), "unordered")
@@ -278,23 +279,17 @@ class TapOptions(PlaceOptions):
     batch: int | None = option(count("the most taps that a call gets"))
     # 2 executions are not 2.0 seconds, though the numbers are equal.
     _kind_of_every: type = field(init=False, repr=False, metadata=HERE)
+    collected: str | None = field(init=False, compare=False, repr=False, metadata=HERE)
+    thinned: bool = field(init=False, compare=False, repr=False, metadata=HERE)
+    in_blocks: bool = field(init=False, compare=False, repr=False, metadata=HERE)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_kind_of_every", type(self.every))
-
-    @property
-    def thinned(self) -> bool:
-        """Whether some executions don't tap."""
-        return self.every is not None or self.sample is not None
-
-    @property
-    def collected(self) -> str | None:  # type: ignore[override]
-        return self.tag
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether blocks of the value are delivered, each by itself."""
-        return self.on != "once"
+        vars(self).update(
+            _kind_of_every=type(self.every),
+            collected=self.tag,
+            thinned=self.every is not None or self.sample is not None,
+            in_blocks=self.on != "once",
+        )
 
     @property
     def by_device(self) -> bool:
@@ -332,6 +327,7 @@ class Policy:
         float64: whether floating arguments are float64 on the host, and complex ones
             complex128.
         owner: the HostFunction that has it, or None.
+        pool: the executor itself; None for the default.
         layered: whether any call has a layer for it (_policies/).
     """
 
@@ -353,11 +349,13 @@ class Policy:
     )
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
+    pool: Any = field(init=False, compare=False)
     layered: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        pool = None if self.executor is None else self.executor.value
         nothing = self.timeout is None and self.coalesce is None and self.cache is None
-        vars(self).update(layered=not nothing)
+        vars(self).update(pool=pool, layered=not nothing)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:
@@ -370,11 +368,6 @@ class Policy:
             wait = options.get("wait")
             given["coalesce"] = merged, float(_WAIT if wait is None else wait)
         return cls(**given)
-
-    @property
-    def pool(self) -> Any:
-        """The executor of its rows; None for the default."""
-        return None if self.executor is None else self.executor.value
 
     def at_least(self) -> Policy:
         """What holds for each call: rows one by one do without the executor, and plain

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -80,26 +79,26 @@ class Template:
         treedef: the structure of (args, kwargs).
         leaves: one entry for each leaf: a `Static`, or the dtype of a typed PRNG key,
             or None for any other array.
+        keys: for each array: the key dtype, or None.
+        is_flat: whether each array is one positional argument, and there is nothing
+            else.
     """
 
     treedef: TreeDef
     leaves: tuple[Static | Key, ...]
+    keys: tuple[Key, ...] = field(init=False, compare=False, repr=False)
+    is_flat: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        keys = tuple([leaf for leaf in self.leaves if not isinstance(leaf, Static)])
+        n = len(self.leaves)
+        flat = len(keys) == n and self.treedef == _flat(n)
+        vars(self).update(keys=keys, is_flat=flat)
 
     @classmethod
     def flat(cls, *marks: Static | Key) -> Template:
         """A template for positional arrays only; `marks` are its `leaves`."""
         return cls(_flat(len(marks)), marks)
-
-    @cached_property
-    def keys(self) -> tuple[Key, ...]:
-        """For each array: the key dtype, or None."""
-        return tuple([leaf for leaf in self.leaves if not isinstance(leaf, Static)])
-
-    @cached_property
-    def is_flat(self) -> bool:
-        """Whether each array is one positional argument, and there is nothing else."""
-        n = len(self.leaves)
-        return self.treedef == _flat(n) and len(self.keys) == n
 
     def unflatten(
         self, arrays: Sequence[Any]

@@ -34,7 +34,7 @@ def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
     together = None if team is None else frozenset(info.devices.values())
     guard = None if together is None else host_device.guard(together)
     scouts = info.inside is Inside.ASKED
-    operands = equation.read(operands)
+    operands = operands[equation.read]
     flags = [list(axes) for axes in equation.batched] if equation.grid else []
     batched = flags[: len(operands)] or [[] for _ in operands]
     # A mask that the function's batch is compressed by is an argument of the plan. Any
@@ -147,7 +147,11 @@ def _called(
     of that).
     """
     equation, callback = info.params, info.callback
-    native, converters = equation.native, _converters(info, shapes)
+    native, keys = equation.native, callback.template.keys
+    converters: Sequence[Converter | None] = [None] * len(keys)
+    plain = equation.options.arrays == "numpy" and not any(keys)  # most calls
+    if not plain or callback.policy.float64:
+        converters = _converters(info, shapes)
     layered = compressed or callback.seen.awaits or callback.policy.layered
     if info.elsewhere:
         called = Entries(_nothing, ResultForm.NOTHING, plain=True)
@@ -155,9 +159,10 @@ def _called(
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
         called = Entries(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
-        called = entries(_choices(info, guard, shapes, converters, compressed))
+        choices = _choices(info, guard, shapes, converters, compressed)
+        called = entries(choices._replace(form=native["form"]))
     else:
-        called = Entries(direct(callback), equation.form)
+        called = Entries(direct(callback), native["form"])
     if info.job is not None:  # refused after a failure of a program over processes
         runner = called.runner and info.job.until_failure(called.runner)
         function = info.job.until_failure(called.function)
@@ -190,7 +195,6 @@ def _choices(
         parallel=equation.method == "parallel",
         once=equation.effect is not None,
         compressed=compressed,
-        form=equation.form,
         tap=equation.delivers,
         batch=equation.axes if compressed else (),
         tally=costs.tally_of(callback).add if cached else None,
@@ -215,8 +219,6 @@ def _converters(
     wide: list[np.dtype | None] = [None] * len(keys)
     if info.callback.policy.float64:  # the mask, if it is there, is not converted
         wide = [widened(dtype) for _, dtype in shapes[len(shapes) - len(keys) :]]
-    elif arrays == "numpy" and not any(keys):  # most calls
-        return [None] * len(keys)
     every = zip(keys, wide, strict=True)
     return [_converter(arrays, key, info.device, to) for key, to in every]
 

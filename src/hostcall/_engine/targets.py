@@ -72,17 +72,10 @@ def prepare_for_cuda() -> None:
     _native.limit_pinned(config.settings.pinned_bytes, config.settings.tap_queue_bytes)
 
 
-def start_lowering(program: _jax.Program) -> Failures | None:
-    """Prepares for a call or tap of this program.
-
-    Returns where its failures are noted, and told to the other processes that run it;
-    None if this process runs it alone.
+def failures_of_job() -> Failures:
+    """Where failures of programs over several processes are noted, and told to the
+    other processes. The first call makes this process answer them.
     """
-    start()
-    if program.client is not None and program.client.platform in ("cuda", "gpu"):
-        prepare_for_cuda()
-    if not program.across:
-        return None
     from hostcall._job.job import job  # never in a job of one process
 
     return job().failures

@@ -42,6 +42,8 @@ class Program(NamedTuple):
         across: whether other processes run it too. Where the devices are not known,
             any program over several devices in a job of several processes counts.
         is_symbolic: whether sizes of its shapes may have names.
+        in_reducer: whether the equation is in the function of a reduction, a scatter or
+            a sort. XLA's compiler aborts the process for a custom call there.
         keep_alive: keeps what it gets alive as long as the executable of the program.
         equal_calls: how many calls of each kind it has so far.
     """
@@ -60,6 +62,7 @@ class Program(NamedTuple):
     is_exported: bool
     across: bool
     is_symbolic: bool
+    in_reducer: bool
     keep_alive: Callable[[object], None]
     equal_calls: dict[Any, int]
 
@@ -99,6 +102,7 @@ def program_of(ctx: LoweringContext) -> Program:
         is_exported=bool(module.lowering_parameters.for_export),
         across=across,
         is_symbolic=bool(module.shape_poly_state.dim_vars),
+        in_reducer=_is_in_reducer(),
         keep_alive=module.add_keepalive,
         equal_calls=record_of(ctx, "equal calls"),
     )
@@ -135,10 +139,7 @@ def is_served(ctx: LoweringContext) -> bool:
     return len(of) == 1 and of[0] in SERVED
 
 
-def is_in_reducer() -> bool:
-    """Whether the equation that is lowered is in the function of a reduction, a scatter
-    or a sort. XLA's compiler aborts the process for a custom call there.
-    """
+def _is_in_reducer() -> bool:
     op = _ir.InsertionPoint.current.block.owner.operation
     while op.name not in _REDUCERS:
         if op.name not in _WITHIN:  # a function, which may be in no module yet

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax, _native
+from hostcall._core.order import effects_with
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.plans import plan_in_program
@@ -50,9 +51,9 @@ link_p = _jax.Primitive("host_link")
 
 def _link_abstract_eval(
     number: Aval, *, equation: Partitioned, name: str
-) -> tuple[Aval, set[Effect]]:
+) -> tuple[Aval, frozenset[Effect]]:
     del number, name
-    return NUMBER, equation.params.effects
+    return NUMBER, effects_with(equation.params.effect)
 
 
 def _lower_link(

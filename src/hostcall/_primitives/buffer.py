@@ -24,7 +24,7 @@ from hostcall._jax.types import LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
 from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
-from hostcall._primitives.lowering import refuse_some_axes
+from hostcall._primitives.lowering import begin, refuse_some_axes
 
 
 def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
@@ -106,7 +106,7 @@ call.refuse_derivatives_as_jax(
 
 def lower(ctx: LoweringContext, *operands: Value, params: BufferParams) -> list[Value]:
     """The lowering of our primitive, and of JAX's (_compat/lowerings.py)."""
-    program = _jax.program_of(ctx)
+    program = begin(ctx)
     for platform in program.platforms:
         if platform not in _jax.SERVED:
             raise ValueError(

@@ -16,6 +16,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import config, errors
 from hostcall._core.errors import HostcallError
+from hostcall._core.order import effects_with
 from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo, Team
 from hostcall._engine.params.equation import CallParams
@@ -55,8 +56,8 @@ def define(
 
 def _abstract_eval(
     *operands: Aval, params: CallParams
-) -> tuple[list[Aval], set[Effect]]:
-    effects = params.effects
+) -> tuple[list[Aval], frozenset[Effect]]:
+    effects = effects_with(params.effect)
     return _jax.result_avals(params.out_avals, operands, not effects), effects
 
 
@@ -190,7 +191,7 @@ def prepare(
         (what emits the call, the name by which profilers show it).
     """
     info = params.info(params, program.by_ordinal, program.mesh)
-    info.job = targets.start_lowering(program)
+    info.job = targets.failures_of_job() if program.across else None
     reach = _place(program, info, leader)
     attributes = put(program, info, avals)
     if params.runs_where_dispatched:
@@ -262,7 +263,7 @@ def lower_through_jax(
     partitioned: bool = False,
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
-    job = targets.start_lowering(program)
+    job = targets.failures_of_job() if program.across else None
     made: dict[object, tuple[CallInfo, Plan]] = {}
 
     def planned(

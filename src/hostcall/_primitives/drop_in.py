@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.order import effects_with
 from hostcall._core.spec import Results, Static, Template, flatten_arguments
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -23,7 +24,7 @@ from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
-from hostcall._primitives.lowering import NUMBER
+from hostcall._primitives.lowering import NUMBER, begin
 
 _NAMES = ("pure_callback", "io_callback", "debug_callback", "debug_print")
 PRIMITIVES = {name: _jax.Primitive(name) for name in _NAMES}
@@ -86,9 +87,9 @@ def _open_keys(
 
 def _abstract_eval(
     *operands: Aval, params: DropInParams
-) -> tuple[list[Aval], set[Effect]]:
+) -> tuple[list[Aval], frozenset[Effect]]:
     del operands
-    return list(params.out_avals), params.effects
+    return list(params.out_avals), effects_with(params.effect)
 
 
 # --- batching ----------------------------------------------------------------------
@@ -134,7 +135,7 @@ def _debug_transpose(
 
 def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[Value]:
     """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
-    program = _jax.program_of(ctx)
+    program = begin(ctx)
     if params.kind == "debug" and program.automatic:
         axes = sorted(program.automatic, key=str)
         return _lower_once_along(ctx, operands, axes, params)
@@ -179,7 +180,7 @@ class CallBlocks(Partitioned):
     target = targets.TARGET
 
     def __init__(self, program: _jax.Program, params: DropInParams) -> None:
-        self._job = targets.start_lowering(program)
+        self._job = targets.failures_of_job() if program.across else None
         super().__init__(program, self._info(params, program.by_ordinal))
 
     def _info(self, params: DropInParams, devices: dict[int, Device]) -> CallInfo:

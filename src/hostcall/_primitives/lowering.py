@@ -51,6 +51,17 @@ Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> result
 # --- The way in -----------------------------------------------------------------------
 
 
+def begin(ctx: LoweringContext) -> _jax.Program:
+    """The program whose equation is lowered, once the engine is ready for it."""
+    program = _jax.program_of(ctx)
+    targets.start()
+    if program.client is not None and program.client.platform in ("cuda", "gpu"):
+        targets.prepare_for_cuda()
+    if program.across:
+        targets.failures_of_job()
+    return program
+
+
 def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
     """Registers the lowerings of a kind of equation, with what they begin with.
 
@@ -65,7 +76,7 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
     def lowered(
         ctx: LoweringContext, *operands: Value, params: Equation
     ) -> list[Value]:
-        program, rule = _jax.program_of(ctx), here
+        program, rule = begin(ctx), here
         if not set(program.platforms) <= set(_jax.SERVED):
             _check_platform(program, params)
             rule = elsewhere
@@ -180,7 +191,7 @@ def put(
         only: the ordinals of the devices that tap; empty for all.
         whole: False if each device finds the plan of its own block by this slot.
     """
-    if _jax.is_in_reducer():
+    if program.in_reducer:
         raise SpecError(
             f"hostcall: `{info.name}` is called in the function that a reduction or a"
             " scatter applies to single elements (lax.reduce, lax.reduce_window,"

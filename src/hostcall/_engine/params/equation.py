@@ -21,8 +21,8 @@ import jax
 from hostcall import _jax
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
-from hostcall._core.options import HERE, CallOptions, PlaceOptions, in_key
-from hostcall._core.order import EFFECTS, effects_with
+from hostcall._core.options import HERE, CallOptions, PlaceOptions, keyed
+from hostcall._core.order import EFFECTS
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.info import CallInfo
@@ -33,8 +33,8 @@ Function = Callable[..., Any]  # of one array per leaf; it returns what users re
 T = TypeVar("T")
 _NO_PAIRS: tuple[tuple[int, int], ...] = ()
 _NATIVE = {
-    **{"lend": Lend.COPY, "out_tree": None, "keep": None, "literals": True},
-    **{"feed": None, "buffers": None},
+    **{"form": ResultForm.IGNORED, "lend": Lend.COPY, "out_tree": None},
+    **{"keep": None, "literals": True, "feed": None, "buffers": None},
 }
 # (JAX's name, what it was told) of each.
 Transforms: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
@@ -52,6 +52,7 @@ class Equation:
         avals: the avals of one row's results.
         options: those of its place.
         effect: the effect that puts it in order; None if it is pure.
+        out_avals: the avals of the equation's results.
     """
 
     callback: Callback = field(metadata=HERE)
@@ -59,13 +60,17 @@ class Equation:
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     avals: tuple[Aval, ...] = field(default=(), metadata=HERE, hash=False)
-    # These follow from the callback.
+    # These follow from the others.
     options: PlaceOptions = field(init=False, compare=False, metadata=HERE)
     effect: Effect | None = field(init=False, compare=False, metadata=HERE)
+    out_avals: Sequence[Aval] = field(init=False, compare=False, metadata=HERE)
 
     def __post_init__(self) -> None:
-        options = self.callback.options
-        vars(self).update(options=options, effect=EFFECTS[options.order])
+        options, outs = self.callback.options, self.avals
+        if self.grid:
+            outs = tuple([a.update(shape=self.grid + a.shape) for a in outs])
+        effect = EFFECTS[options.order]
+        vars(self).update(options=options, effect=effect, out_avals=outs)
 
     def __init_subclass__(cls) -> None:
         _jax.hold_weakly_in_caches(cls)
@@ -90,8 +95,9 @@ class Equation:
     counts = False
     # Whether a program with it runs on the thread that dispatches it.
     runs_where_dispatched = False
-    form = ResultForm.IGNORED  # of what the function returns
     always = False  # whether the last operand is a flag that the engine reads
+    # Which operands Python reads: not `always`, which the engine never queues.
+    read = slice(None)
     on_buffers = False  # whether the function works on XLA's memory
     # (operand, result) pairs of numbers that share memory.
     aliases = _NO_PAIRS
@@ -112,23 +118,13 @@ class Equation:
         return f"`{self.callback.name}`"
 
     @property
-    def out_avals(self) -> Sequence[Aval]:
-        """The avals of the equation's results."""
-        if not self.grid:
-            return self.avals
-        return [a.update(shape=self.grid + a.shape) for a in self.avals]
-
-    @property
-    def effects(self) -> set[Effect]:
-        return set() if self.effect is None else effects_with(self.effect)
-
-    @property
     def native(self) -> dict[str, Any]:
         """What a native plan has of it, apart from what all kinds have.
 
-        `literals` says whether the function may return Python numbers for 32-bit
-        arrays; `keep` how many executions are kept (hc.watch); `feed` has the ring
-        whose items are the results, and `buffers` is of a call on XLA's memory.
+        `form` is of what the function returns, and `literals` says whether that may be
+        Python numbers for 32-bit arrays; `keep` how many executions are kept
+        (hc.watch); `feed` has the ring whose items are the results, and `buffers` is of
+        a call on XLA's memory.
         """
         return _NATIVE.copy()
 
@@ -143,12 +139,6 @@ class Equation:
         `always`, at the end.
         """
         return operands[int(self.masked) : len(operands) - self.always]
-
-    def read(self, operands: Sequence[T]) -> Sequence[T]:
-        """The operands that Python reads: the mask, if any, and the arguments. The
-        engine reads the flag `always`, and never queues it.
-        """
-        return operands[:-1] if self.always else operands
 
     def compresses(self, mask: Any) -> bool:
         """Whether the function, which gets whole batches, gets them without the rows
@@ -177,7 +167,8 @@ class Equation:
         """
         function = self.callback.function
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
-        said = *in_key(self), *in_key(self.options)
+        options = self.options
+        said = *keyed(type(self))(self), *keyed(type(options))(options)
         plain = [value for value in said if not callable(value)]
         # Not the line, which changes with what is written above it.
         caller = self.callback.place.function, program
@@ -231,25 +222,19 @@ class CallParams(Equation):
 
     @property
     def native(self) -> dict[str, Any]:
-        how, tree = self.options, self.callback.results.treedef
+        how, tree, form = self.options, self.callback.results.treedef, ResultForm.TREE
+        n, exact = tree.num_leaves, self.results_as == "tree"
+        if self.results_as == "nothing":
+            form = ResultForm.IGNORED
+        elif tree == _LEAF or (n == 1 and not exact):
+            form = ResultForm.LEAF
+        elif exact and tree == _NOTHING:
+            form = ResultForm.NOTHING
+        elif exact and n and tree == jax.tree.structure((0,) * n):
+            form = ResultForm.TUPLE
         own = {"lend": _LENDS[how.lend], "keep": how.keep, "literals": self.literals}
         out_tree = tree.unflatten if how.lend == "out" else None
-        return {**_NATIVE, **own, "out_tree": out_tree}
-
-    @property
-    def form(self) -> ResultForm:  # type: ignore[override]
-        treedef = self.callback.results.treedef
-        n = treedef.num_leaves
-        if self.results_as == "nothing":
-            return ResultForm.IGNORED
-        if self.results_as == "leaves":
-            return ResultForm.LEAF if n == 1 else ResultForm.TREE
-        if treedef == _LEAF:
-            return ResultForm.LEAF
-        if treedef == _NOTHING:
-            return ResultForm.NOTHING
-        flat = n and treedef == jax.tree.structure((0,) * n)
-        return ResultForm.TUPLE if flat else ResultForm.TREE
+        return {**_NATIVE, **own, "form": form, "out_tree": out_tree}
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

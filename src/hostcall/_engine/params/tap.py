@@ -94,18 +94,18 @@ class TapParams(Equation):
     target = targets.TAP_TARGET
     kept = True
 
-    @property
-    def counts(self) -> bool:  # type: ignore[override]
+    def __post_init__(self) -> None:
+        super().__post_init__()
         how = self.options
-        return how.thinned or how.batch is not None
+        vars(self).update(
+            counts=how.thinned or how.batch is not None,
+            levels=len(self.flags),
+            read=slice(-1 if self.always else None),
+        )
 
     @property
     def shown(self) -> str:
         return f"the tap `{self.callback.name}`"
-
-    @property
-    def levels(self) -> int:  # type: ignore[override]
-        return len(self.flags)
 
     @property
     def transforms(self) -> Transforms:  # type: ignore[override]

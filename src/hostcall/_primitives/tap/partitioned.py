@@ -117,7 +117,6 @@ def lower(
             f"on={on!r} and {what}. A {_HOLDER[on]} has some of the rows"
             f" only, or parts of them: use {instead}, or on='once'",
         )
-    targets.start_lowering(program)
     return lower_blocks(program, operands, TapBlocks(program, params))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core import errors, process
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.order import effects_with
 from hostcall._core.source import look
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
@@ -70,7 +71,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
         info = params.info(params, {-1: home}, None)
         info.places = None if place is None else {-1: place}
         info.device = host_device.above_here()
-        plans.make_plan(info, arrays).push(list(params.read(arrays)))
+        plans.make_plan(info, arrays).push(arrays[params.read])
     return results
 
 
@@ -124,9 +125,9 @@ def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
 
 def _abstract_eval(
     *operands: Aval, params: TapParams
-) -> tuple[list[Aval], set[Effect]]:
+) -> tuple[list[Aval], frozenset[Effect]]:
     avals = list(params.arguments(operands)) if params.through else []
-    return avals, params.effects
+    return avals, effects_with(params.effect)
 
 
 tap_p.def_effectful_abstract_eval(_abstract_eval)
@@ -258,7 +259,6 @@ def lower_here(
 
         return partitioned.lower(program, operands, params)
     ctx, avals = program.ctx, program.ctx.avals_in
-    targets.start_lowering(program)
     only: tuple[int, ...] = ()  # the ordinals of the devices that tap; empty for all
     prepare = None
     if program.size > 1 and program.mesh is None:  # all hold the same: one of them taps
@@ -354,7 +354,6 @@ def lower_through_jax(
 
     JAX's callback brings the values to the host, and there they are queued.
     """
-    targets.start()
     place = _place(program, params)
     counters = costs.counters_of(params.callback)
     made: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
@@ -375,7 +374,7 @@ def lower_through_jax(
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
         if not masked and own.lets(counters, params.flag_of(hosts)):
-            plan.push(list(params.read(hosts)))
+            plan.push(hosts[params.read])
         return list(params.arguments(hosts)) if params.through else []
 
     how = {"has_side_effect": True, "sharding": place}
