@@ -22,6 +22,35 @@ def put(x, sharding):
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 """
 
+# What programs of tests do by the store that the processes of a job share, and to what is
+# kept of failures.
+STORE = """
+def meet(name):
+    from hostcall import _jax
+    _jax.job_meet(name, 60)
+def in_store(key):
+    from hostcall import _jax
+    return _jax.job_get(key)
+def keys_in_store(folder):
+    from hostcall import _jax
+    return _jax.job_folder(folder)
+def write_to_store(key, text):
+    from hostcall import _jax
+    _jax.job_put(key, text)
+def failure_of_another():
+    from hostcall._job.job import job
+    return job().failures.told
+def waits_at_its_end(seconds):
+    from hostcall._job.job import Job
+    Job.patience = seconds
+def goes_on():  # in all processes, as if there had been no failure
+    from hostcall import _jax
+    from hostcall._job.job import job
+    job().failures._first.pop("here", None)
+    _jax.execution._refusal_across = None
+"""
+HEAD += STORE
+
 
 T = TypeVar("T")
 

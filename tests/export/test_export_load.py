@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 import registered as r
 
 import hostcall as hc
-from hostcall._export import methods
 
 pytest.importorskip("flatbuffers")
 from fuzz.stablehlo import packed, unpacked
@@ -113,26 +111,6 @@ def test_objects_that_were_closed_are_made_again_by_loading():
             jax.block_until_ready(loaded.call(ONE))
     with pytest.raises(hc.errors.HostcallError, match=r"after close\(\)"):
         hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
-
-
-def test_two_threads_that_load_a_program_share_its_objects(monkeypatch):
-    """One loads it after the other has made its object, and before that is known."""
-    with hc.Object(r.Walk, methods={"step": SCALAR}) as env:
-        data = bytes(hc.export(lambda x: env.step(x))(ONE))
-    count, second = itertools.count(1), []
-
-    def slow(*args, **options):
-        made = hc.Object(*args, **options)
-        if next(count) == 1:
-            second.append(hc.load(data))
-        return made
-
-    monkeypatch.setattr(methods, "Object", slow)
-    first = hc.load(data)
-    both = [first, *second]
-    assert [float(each.call(ONE)) for each in both] == [1, 2]
-    states = [each.objects["Walk"].save()["objects"] for each in both]
-    assert [pickle.loads(state[()]).at for state in states] == [2, 2]
 
 
 def test_64_bit_objects_where_64_bits_are_off():

@@ -27,7 +27,7 @@ def count(n: int) -> Callable[[], Iterator[dict[str, Any]]]:
 
 
 @pytest.fixture
-def numbers() -> Iterator[hc._api.feed.feed.Feed]:
+def numbers():
     with hc.feed(count(20)) as feed:
         yield feed
 

@@ -70,32 +70,6 @@ assert feed()[0] == 0
     )
 
 
-def test_a_fork_while_a_feed_waits_for_its_first_item(run_python):
-    run_python(
-        SOURCE
-        + """
-at, go = threading.Event(), threading.Event()
-def slow():
-    at.set()
-    go.wait()
-    yield np.int32(3)
-made = []
-maker = threading.Thread(target=lambda: made.append(hc.feed(slow)))
-maker.start()
-at.wait()
-child = os.fork()
-if child == 0:
-    from hostcall._core.process import living
-    (puller,) = living(hc._runtime.feeds.Puller)
-    os._exit(7 if "spawn" in puller.closed else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-go.set()
-maker.join()
-assert made[0]()[0] == 3
-"""
-    )
-
-
 def test_ctrl_c_ends_a_wait_and_the_thread(start_python):
     program = start_python(
         SOURCE

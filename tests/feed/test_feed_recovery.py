@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import threading
 
 import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._runtime import feeds
 from hostcall.errors import FeedError
 
 
@@ -159,30 +157,6 @@ def test_a_timeout_of_the_source_itself_is_what_reset_raises():
 
     with hc.feed(source) as feed, pytest.raises(TimeoutError, match="the store"):
         feed.reset()
-
-
-def test_a_job_whose_caller_was_interrupted_is_not_run(monkeypatch):
-    at, go = threading.Event(), threading.Event()
-
-    def source():
-        yield np.int32(0)
-        at.set()
-        go.wait()
-        yield np.int32(1)
-
-    with hc.feed(source) as feed:
-        assert at.wait(60)
-
-        def interrupted(done, *more, **how):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(feeds, "wait", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                feed.reset()
-        go.set()
-        assert take(feed, 2) == [0, 1]
-        assert feed.state() == {"epoch": 0, "item": 2}
 
 
 def test_a_thread_that_fails_closes_its_feed(monkeypatch, in_time):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hostcall as hc
 from hostcall import _jax
 from hostcall._jax import settings
-from hostcall._runtime import host_device
+from hostcall._runtime import feeds, host_device
 
 
 def test_an_interrupt_while_settings_are_set_reaches_the_function(monkeypatch):
@@ -68,3 +72,87 @@ def test_a_handler_that_makes_a_host_client_meanwhile_has_the_rung_below(monkeyp
     third = host_device.above(second).client
     clients = first, second, third
     assert [host_device.level(client) for client in clients] == [1, 2, 3]
+
+
+def test_the_interrupt_does_not_hit_the_next_call(run_python):
+    """If the call ends before Python acts on the interrupt, it is withdrawn."""
+    done = run_python(
+        """
+        import jax, jax.numpy as jnp, threading
+        import hostcall as hc
+        from hostcall import _native
+
+        x = jnp.ones((1000, 1000))
+        calls = []
+
+        def callback(a):
+            calls.append(threading.current_thread() is threading.main_thread())
+            if len(calls) == 1:
+                _native.interrupt_calls()
+            return a
+
+        f = jax.jit(lambda v: hc.call(callback, v, v @ v / 1000) @ v)
+        failed = 0
+        for _ in range(5):
+            try:
+                f(x).block_until_ready()
+            except KeyboardInterrupt:
+                failed += 1
+        print(calls[0], failed, len(calls))
+        """
+    )
+    assert done.stdout.strip() == "False 1 5"
+
+
+def test_ctrl_c_ends_the_wait_for_a_stuck_call_at_exit(start_python):
+    process = start_python(
+        """
+import os, threading, time
+import jax, jax.numpy as jnp
+import hostcall as hc
+from hostcall import _native
+entered = threading.Event()
+wait_idle = _native.wait_idle
+def stuck(a):
+    entered.set()
+    while True:
+        time.sleep(0.01)
+def waits(seconds):  # where Python ignores no KeyboardInterrupt, as it may before
+    _native.wait_idle = wait_idle
+    os.write(1, b"ready\\n")  # past the buffer
+    return wait_idle(seconds)
+m = jnp.ones((800, 800))
+y = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)(m)
+entered.wait()
+_native.wait_idle = waits
+print("buffered", end="")  # the end of a line would write it
+""",
+        env={"HOSTCALL_EXIT_TIMEOUT": "1e6", "PYTHONUNBUFFERED": ""},
+    )
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "buffered")
+
+
+def test_a_job_whose_caller_was_interrupted_is_not_run(monkeypatch):
+    at, go = threading.Event(), threading.Event()
+
+    def source():
+        yield np.int32(0)
+        at.set()
+        go.wait()
+        yield np.int32(1)
+
+    with hc.feed(source) as feed:
+        assert at.wait(60)
+
+        def interrupted(done, *more, **how):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(feeds, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                feed.reset()
+        go.set()
+        assert [int(feed()[0]) for _ in range(2)] == [0, 1]
+        assert feed.state() == {"epoch": 0, "item": 2}

@@ -713,32 +713,6 @@ def test_objects_are_closed_at_exit_after_their_programs(run_python, before):
     assert done.stderr == ""
 
 
-def test_a_forked_child_leaves_its_parents_objects_alone(run_python):
-    done = run_python(
-        EXIT
-        + """
-import warnings
-warnings.simplefilter("ignore")
-f(1).block_until_ready()
-child = os.fork()
-if child == 0:
-    for use in (lambda: env.step(1), env.save):
-        try:
-            use()
-        except hc.errors.HostcallError as error:
-            print("refused" if "'spawn'" in str(error) else error, flush=True)
-    env.close()
-    from hostcall._api.object import objects
-    objects._at_exit()
-    del env
-    os._exit(0)  # JAX's own end may hang in a forked child (0.10.2, without callbacks)
-assert os.waitpid(child, 0)[1] == 0
-env.step(1)
-"""
-    )
-    assert done.stdout.split() == ["step"] * 10 + ["refused"] * 2 + ["step", "closed"]
-
-
 # --- Threads -------------------------------------------------------------------------------------
 
 

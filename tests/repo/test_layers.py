@@ -141,6 +141,23 @@ def test_only_one_wing_opens_jax():
 TOOLS = {n for n in modules() if wing_of(n) in ("_cli", "tools")} | {"__main__"}
 
 
+_PRIVATE = re.compile(r"(from|import) hostcall(\.\w+)*( import |\.)_[a-z]")
+
+
+def test_tests_of_private_parts_stand_apart():
+    """In tests/inside, or in a file that is called so. Of those here, this one looks at
+    the house; helpers are no tests.
+    """
+    found = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if _PRIVATE.search(path.read_text())
+        and path.parent.name not in ("inside", "repo")
+        and not path.stem.endswith("_inside")
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("name", sorted(TOOLS))
 def test_tools_use_public_names_only(name):
     private = {i for i in own_imports(modules()[name]) if i.startswith("_")}

@@ -19,10 +19,6 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._core.options import Policy
-from hostcall._policies import executors as kinds
-from hostcall._policies import layer, on_executor
-from hostcall._runtime import workers
 
 X = np.array([0.3, -1.2, 2.0, -0.5], dtype=np.float32)
 PID = jax.ShapeDtypeStruct((), np.int32)
@@ -227,7 +223,7 @@ def test_an_error_of_a_worker_has_the_traceback_from_there(executor):
 
 
 def test_decorated_functions_are_sent_by_name(processes):
-    before, decorated.policy = decorated.policy, Policy.of({"executor": processes})
+    before, decorated.policy = decorated.policy, host(np.sin, processes).policy
     try:
         values, dots = jax.vmap(lambda x: jax.jvp(decorated, (x,), (1.0,)))(X)
     finally:
@@ -238,7 +234,7 @@ def test_decorated_functions_are_sent_by_name(processes):
 
 @KEPT_BY_OTHERS
 def test_functions_without_a_name_are_sent_by_value(executor):
-    if kinds.by_name(executor):
+    if isinstance(executor, futures.ProcessPoolExecutor | multiprocessing.pool.Pool):
         pytest.skip("sends functions by name")
     two = 2
     f = jax.vmap(host(lambda x: two * x, executor))
@@ -333,23 +329,6 @@ def test_the_time_limit_holds_for_derivatives():
             jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
 
 
-def test_what_a_run_is_where_it_is_sent(monkeypatch):
-    """Itself in its own process, and None in another, even one of the same id."""
-    rows = [((0.5,), {}), ((0.2,), {})]
-    of = on_executor.OnExecutor(layer.Bound(fails, workers.ThreadSettings.here()))
-    with ThreadPool(1) as pool:
-        run = on_executor._RowsThere(of, pool, rows, layer.Site())
-    sent = pickle.dumps((run, (0, None, None), fails, rows))
-    assert pickle.loads(sent)[0] is run
-    monkeypatch.setattr(on_executor, "_runs", on_executor._PickledRuns())
-    assert pickle.loads(sent)[0] is None
-    assert on_executor.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
-    monkeypatch.undo()
-    del run
-    with pytest.raises(futures.CancelledError, match="did not begin"):
-        pickle.loads(sent)
-
-
 def test_an_error_in_a_pool_of_threads_of_multiprocessing():
     with ThreadPool(2) as pool, pytest.raises(LookupError, match="no 2.0 here"):
         jax.vmap(host(lambda x: fails(x), pool))(X)
@@ -379,18 +358,6 @@ def test_an_executor_that_is_shut_down_meanwhile():
     f = jax.jit(jax.vmap(host(slow, Pool(1))))
     with pytest.raises(futures.CancelledError), hc.reraise():
         jax.block_until_ready(f(X))
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_an_executor_that_will_fork_is_told_of(method, caplog):
-    """Nothing is forked here: a program of the tests has started JAX's threads."""
-    context = multiprocessing.get_context(method)
-    with futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        workers = kinds.Workers(pool)
-        workers.open()
-        workers.drop()
-    told = "may hang. Make the executor with mp_context=multiprocessing.get_context("
-    assert (told in caplog.text) == (method == "fork")
 
 
 def test_a_function_is_copied_and_pickled_without_its_executor(processes):

@@ -15,8 +15,6 @@ from hostcall.errors import SpecError
 # --- Calls that fail in all processes -------------------------------------------------
 
 TOGETHER = """
-from hostcall import _jax
-from hostcall._job.job import job
 wrong, slow = LookupError("no such row"), threading.Event()
 fails = False
 def host(v):
@@ -92,8 +90,7 @@ for name, f in cases.items():
             assert text in str(error), error
     say(name)
     # All processes have raised it, so the job could go on, and does for the next case.
-    job().failures._first.pop("here", None)
-    _jax.execution._refusal_across = None
+    goes_on()
 slow.set()
 """
 
@@ -119,13 +116,12 @@ def test_a_failure_raises_in_all():
 # --- Failures that the program can't tell ---------------------------------------------
 
 ALONE = """
-from hostcall import _jax
 fails = False
 class Bad(Exception):
     pass
 def host(v):
     if fails and me != WHO:
-        _jax.job_put(f"in the program/{me}", "yes")
+        write_to_store(f"in the program/{me}", "yes")
     elif fails:  # not before the others are in it: they would refuse to start it
         for other in set(range(size)) - {me}:
             assert awaited(f"in the program/{other}")
@@ -164,28 +160,27 @@ def test_a_process_that_works_on_its_own_is_left_alone():
     job's store does no harm.
     """
     rest = """
-from hostcall._job.job import job
 wrong = ["failed/7", "failed/x", "failed/1/2", "asks/1", "asks/9.1", "asks/../x", "x/1"]
 if me == 1:
     for name in wrong:
-        _jax.job_put(f"hostcall/board/{name}", "wrong")
+        write_to_store(f"hostcall/board/{name}", "wrong")
     from jax._src import distributed
     put_bytes = distributed.global_state.client.key_value_set_bytes
     put_bytes("hostcall/board/failed/8", b"\\xff no text")
     for number, text in enumerate(["[", "[1, 2, 3]", '[1, 0, "", [[{}]]]', "[" * 9999]):
-        _jax.job_put(f"hostcall/answers/0.{number}/1", text)
-_jax.job_meet("written", 60)
+        write_to_store(f"hostcall/answers/0.{number}/1", text)
+meet("written")
 if me == 0:
     for _ in range(4):
         here, there = hc.monitor.status(processes="all", limit=0.1)
         assert here.answered and not there.answered, there
     here, there = hc.monitor.status(processes="all", limit=60)
     assert there.answered and there.main and there.calls == (), there
-_jax.job_meet("asked", 60)
+meet("asked")
 if me == 1:
     raise Bad("outside\\x1b of a program")
 deadline = time.monotonic() + 60
-while job().failures.told is None and time.monotonic() < deadline:
+while failure_of_another() is None and time.monotonic() < deadline:
     time.sleep(0.01)
 local = jax.jit(lambda v: hc.call(lambda v: v + 1, v, v))
 say(float(local(np.float32(1))))
@@ -222,8 +217,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_sys_exit_while_the_others_wait():
     """It waits for them at its end, for as long as JAX would, and no longer."""
     rest = """
-from hostcall._job.job import Job
-Job.patience = 1.0
+waits_at_its_end(1.0)
 if me == 1:
     sys.exit(3)
 f(x).block_until_ready()
@@ -253,14 +247,13 @@ def test_looking_for_messages_keeps_no_memory():
     (ended,) = run_job(
         """
 import resource
-from hostcall import _jax
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 def look(times):
     for _ in range(times):
-        assert _jax.job_folder("hostcall/board/") == {}
-        assert _jax.job_get("hostcall/end/all") is None
+        assert keys_in_store("hostcall/board/") == {}
+        assert in_store("hostcall/end/all") is None
 look(200)
 before = resident()
 look(2000)  # blocking gets would leave 70 MB

@@ -147,36 +147,6 @@ def test_a_program_with_its_own_handler_keeps_it(run_python):
     assert done.stdout.strip() == "True"
 
 
-def test_the_interrupt_does_not_hit_the_next_call(run_python):
-    """If the call ends before Python acts on the interrupt, it is withdrawn."""
-    done = run_python(
-        """
-        import jax, jax.numpy as jnp, threading
-        import hostcall as hc
-        from hostcall import _native
-
-        x = jnp.ones((1000, 1000))
-        calls = []
-
-        def callback(a):
-            calls.append(threading.current_thread() is threading.main_thread())
-            if len(calls) == 1:
-                _native.interrupt_calls()
-            return a
-
-        f = jax.jit(lambda v: hc.call(callback, v, v @ v / 1000) @ v)
-        failed = 0
-        for _ in range(5):
-            try:
-                f(x).block_until_ready()
-            except KeyboardInterrupt:
-                failed += 1
-        print(calls[0], failed, len(calls))
-        """
-    )
-    assert done.stdout.strip() == "False 1 5"
-
-
 @pytest.mark.parametrize("thread", ["hostcall-timeout", "hostcall-loop"])
 def test_a_handler_of_a_signal_while_a_thread_is_started(run_python, thread):
     """The handler needs the same thread."""

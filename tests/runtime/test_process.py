@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import signal
 
 import pytest
 
@@ -175,28 +174,6 @@ print(os.waitpid(child, 0)[1])
 """
     )
     assert done.stdout.splitlines() == ["[3, 6]", "b'a b\\n'", "2.0", "0"]
-
-
-def test_a_child_that_was_forked_before_jax_started_is_as_good_as_new(run_python):
-    done = run_python(
-        """
-        import os, sys, warnings
-        warnings.simplefilter("ignore")
-        import jax, numpy as np
-        import hostcall as hc
-        from hostcall._engine import targets
-        targets.start()
-        child = os.fork()
-        if child:
-            print(os.waitpid(child, 0)[1], flush=True)
-        x = np.float32(1)
-        hc.tap(lambda v: print("tapped", v, flush=True), x)
-        hc.barrier()
-        print(jax.jit(lambda v: hc.call(lambda a: a + 1, v, v))(x), flush=True)
-        """
-    )
-    worked = ["tapped 1.0", "2.0"]
-    assert done.stdout.splitlines() == [*worked, "0", *worked]
 
 
 def test_a_spawned_child_has_an_engine_of_its_own(run_python, tmp_path):
@@ -585,34 +562,6 @@ print("leaving", flush=True)
     )
     assert done.stdout.split() == ["leaving", "late"]
     assert done.stderr == ""
-
-
-def test_ctrl_c_ends_the_wait_for_a_stuck_call_at_exit(start_python):
-    process = start_python(
-        HEAD
-        + """
-from hostcall import _native
-entered = threading.Event()
-wait_idle = _native.wait_idle
-def stuck(a):
-    entered.set()
-    while True:
-        time.sleep(0.01)
-def waits(seconds):  # where Python ignores no KeyboardInterrupt, as it may before
-    _native.wait_idle = wait_idle
-    os.write(1, b"ready\\n")  # past the buffer
-    return wait_idle(seconds)
-m = jnp.ones((800, 800))
-y = jax.jit(lambda m: hc.call(stuck, m, m @ m) @ m)(m)
-entered.wait()
-_native.wait_idle = waits
-print("buffered", end="")  # the end of a line would write it
-""",
-        env={"HOSTCALL_EXIT_TIMEOUT": "1e6", "PYTHONUNBUFFERED": ""},
-    )
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "buffered")
 
 
 CHILDREN = """

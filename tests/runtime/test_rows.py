@@ -3,10 +3,10 @@
 import collections
 import dataclasses
 import functools
-import gc
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
 from concurrent import futures
@@ -21,7 +21,6 @@ from limits import holds_in_time
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc
-from hostcall._policies import executors, on_executor
 
 X = np.arange(40, dtype=np.float32)
 
@@ -220,65 +219,6 @@ def test_rows_that_are_late_are_not_begun():
     assert len(begun) == 2
 
 
-def test_a_row_that_fails_when_its_call_is_over(monkeypatch):
-    """No other row begins then, whatever the thread of that row had read before."""
-    begun, over, failing = [], threading.Event(), []
-
-    def slow_min(*values, **key):
-        least = min(*values, **key)
-        if threading.get_ident() in failing:
-            assert over.wait(60)
-        return least
-
-    def host(x):
-        begun.append(int(x))
-        if x == 2:
-            failing.append(threading.get_ident())
-            raise LookupError("two")
-        assert over.wait(60)
-        time.sleep(0.1)  # the other thread goes on meanwhile
-        return x
-
-    monkeypatch.setattr(on_executor, "min", slow_min, raising=False)
-    with ThreadPool(2) as pool:  # chunks of 2 rows, which it can't take back
-        f = jax.jit(jax.vmap(parallel(host, pool, timeout=0.5)))
-        with pytest.raises(hc.errors.CallTimeoutError), hc.reraise():
-            jax.block_until_ready(f(X[:16]))
-        over.set()
-        pool.close()
-        pool.join()
-    assert sorted(begun) == [0, 2]
-
-
-def test_rows_that_are_late_are_not_kept():
-    """They are in no cycle: the executor ends its tasks when the call is over."""
-
-    def runs():
-        return sum(type(x) is on_executor._RowsThere for x in gc.get_objects())
-
-    end = threading.Event()
-
-    def host(x):
-        assert end.wait(60)
-        return x
-
-    gc.collect()
-    before = runs()
-    gc.disable()
-    try:
-        with ThreadPool(2) as pool:
-            f = jax.jit(jax.vmap(parallel(host, pool, timeout=0.1)))
-            for _ in range(3):
-                with pytest.raises(jax.errors.JaxRuntimeError):
-                    jax.block_until_ready(f(X))
-            end.set()
-            pool.close()
-            pool.join()
-        assert runs() - before <= 1  # the newest exception keeps its frames
-    finally:
-        gc.enable()
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
     row: int
@@ -431,7 +371,8 @@ def test_each_row_has_the_shared_argument_for_itself(anywhere, dtype):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder for arrays that rows share."""
-    monkeypatch.setattr(executors, "_memory_for", lambda size: str(tmp_path))
+    monkeypatch.delattr(os, "statvfs")  # so that there is no folder in memory
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -505,57 +446,6 @@ def test_a_worker_that_dies_among_those_that_end_by_themselves(how):
 def appears(path):
     while not os.path.exists(path):
         time.sleep(0.01)
-
-
-def test_a_worker_that_dies_after_a_row_has_failed(pool, tmp_path, monkeypatch):
-    """The caller then does not wait for ever."""
-    drop = executors.MultiprocessingPool.drop
-
-    def told(self):
-        drop(self)
-        (tmp_path / "dropped").touch()
-
-    monkeypatch.setattr(executors.MultiprocessingPool, "drop", told)
-    with pytest.raises(LookupError, match="no 0"), hc.reraise():
-        jax.block_until_ready(
-            jax.jit(
-                jax.vmap(
-                    parallel(
-                        functools.partial(fails_and_dies, folder=str(tmp_path)), pool
-                    )
-                )
-            )(X[:2])
-        )
-
-
-def fails_and_dies(x, folder):
-    other = os.path.join(folder, "other")
-    if x == 0:
-        appears(other)
-        raise LookupError("no 0")
-    open(other, "w").close()
-    appears(os.path.join(folder, "dropped"))  # the caller knows of row 0
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeypatch):
-    """Workers that ended by design don't count as dead, even if looked at meanwhile."""
-    dead = executors.MultiprocessingPool.dead
-
-    def asked(self, unfinished):
-        (tmp_path / "asked").touch()
-        return dead(self, unfinished)
-
-    monkeypatch.setattr(executors.MultiprocessingPool, "dead", asked)
-    waits = functools.partial(waits_for, path=str(tmp_path / "asked"))
-    with forked.CONTEXT.Pool(2, maxtasksperchild=1) as pool:
-        x = X[:6]
-        np.testing.assert_array_equal(jax.vmap(parallel(waits, pool))(x), x)
-
-
-def waits_for(x, path):
-    appears(path)
-    return x
 
 
 @pytest.mark.filterwarnings("default")  # Dask's

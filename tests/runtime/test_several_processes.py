@@ -7,10 +7,6 @@ from pathlib import Path
 import jobs
 import pytest
 
-from hostcall import _jax
-from hostcall._job.after_failure import Failures
-from hostcall.errors import HostcallError
-
 HEAD = """
 import functools, gc, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + sys.argv[3]
@@ -32,6 +28,7 @@ x = jax.make_array_from_callback(
     (2 * n,), sharding, lambda index: np.arange(2.0 * n, dtype="float32")[index]
 )
 """
+HEAD += jobs.STORE
 
 
 @pytest.fixture
@@ -162,8 +159,6 @@ def test_a_failure_of_the_caller_raises_in_all(run_both, staged):
     """
     printed = run_both(
         """
-from hostcall import _jax
-from hostcall._job.job import job
 last = jax.devices()[-1]
 whole = jax.device_put(np.zeros((4, 3), np.float32), NamedSharding(mesh, P()))
 fails = False
@@ -229,8 +224,7 @@ for name, (f, text) in cases.items():
         f(whole)
     except hc.errors.HostcallError as error:
         assert "therefore refuses further ones" in str(error), error
-    job().failures._first.pop("here", None)
-    _jax.execution._refusal_across = None
+    goes_on()
     again = np.asarray(f(whole).addressable_shards[0].data)
     assert (again == good).all(), (name, again, good)
     say(name)
@@ -363,15 +357,3 @@ os._exit(0)
     )
     assert waiting == ["the other one is gone"]
     assert failed == ["refused"] * 5
-
-
-def test_a_call_that_was_dispatched_before_the_failure(monkeypatch):
-    failures = Failures(tell=print)
-    call = failures.until_failure(abs)
-    assert call(-1) == 1
-    monkeypatch.setattr(_jax, "refuse_programs_across", lambda refusal: None)
-    failures.failed("LookupError: no such row", tell=False)
-    with pytest.raises(
-        HostcallError, match="first failure was: LookupError: no such row"
-    ):
-        call(-1)

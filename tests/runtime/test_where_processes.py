@@ -168,14 +168,13 @@ def test_where_taps_and_prints_run(run_python):
 # --- Status --------------------------------------------------------------------------
 
 AFTER_A_TAP = """
-from hostcall import _jax
 x = put(np.arange(4, dtype=np.float32), NamedSharding(Mesh(jax.devices(), "x"), P("x")))
 jax.block_until_ready(jax.jit(lambda x: (hc.tap(lambda v: None, x, on=ON), x)[1])(x))
 hc.barrier()
 if me == 1:
     first, second = hc.monitor.status(processes="all", limit=60)
     assert first.answered and second.answered, str(first)
-_jax.job_meet("asked", 60)
+meet("asked")
 say("answered")
 """
 
@@ -187,7 +186,6 @@ def test_processes_that_have_only_tapped_answer(run_python, on):
 
 
 STATUS = """
-from hostcall import _jax
 line = Mesh(np.array(jax.devices()), ("x",))
 x = put(np.arange(4, dtype=np.float32), NamedSharding(line, P("x")))
 def until(condition, what):
@@ -202,7 +200,7 @@ if me == 1:
     assert not first.answered and second.answered and second.pid == os.getpid()
     assert "process 0 did not answer: it has ended, is stopped, or" in str(first)
     say("silent")
-_jax.job_meet("asked", 60)
+meet("asked")
 # The processes' first meeting in a collective has a limit of 30 s.
 jax.jit(lambda x: x.sum())(x).block_until_ready()
 
@@ -235,12 +233,12 @@ def slow(v):
 jax.jit(lambda v: hc.tap(slow, v, tag="slow", on=jax.devices()[0]))(x)
 if me == 0:
     assert seen.wait(60)
-_jax.job_meet("tapped", 60)
+meet("tapped")
 if me == 1:
     first, _ = hc.monitor.status(processes="all", limit=60)
     assert [c.name for c in first.calls] == ["slow"] and first.taps == 1
     say("tap")
-_jax.job_meet("told", 60)
+meet("told")
 leave.set()
 hc.barrier()
 for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
@@ -250,12 +248,12 @@ for wrong, text in [({"processes": "some"}, "should be 'all', got 'some'"),
     except hc.errors.SpecError as error:
         assert text in str(error)
         say("refused")
-assert _jax.job_folder("hostcall/board/") == {}
-assert _jax.job_folder("hostcall/answers/") == {}
+assert keys_in_store("hostcall/board/") == {}
+assert keys_in_store("hostcall/answers/") == {}
 assert "hostcall-job" in {t.name for t in threading.enumerate()}
 # One process asks for the job's service to be gone before the end, the other leaves it
 # to JAX; neither may crash or hang.
-_jax.job_meet("end", 60)
+meet("end")
 if sys.argv[5] == "shutdown":
     jax.distributed.shutdown()
     assert hc.monitor.status(processes="all")[0].answered

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import bars
 import pytest
 
@@ -12,6 +14,18 @@ from hostcall.tools._progress import bars as all_bars
 @pytest.fixture
 def screen():
     return bars.Screen()
+
+
+@pytest.fixture
+def stderr_is(monkeypatch):
+    """A function that replaces sys.stderr; pytest does so itself after all fixtures."""
+
+    def replace(file):
+        monkeypatch.setattr(sys, "stderr", file)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        return file
+
+    return replace
 
 
 @pytest.fixture

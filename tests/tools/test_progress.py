@@ -6,12 +6,9 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._progress import bars
-from hostcall.tools._progress.bars import Loop
 
 N = 20
 LEFT, ERASED, OPEN = (True, True), (True, False), (False, True)
@@ -238,79 +235,6 @@ def test_a_python_loop_that_ends_early(screen, undelayed):
 # --- Nested loops ---------------------------------------------------------------------
 
 
-def loops_of(screen):
-    return {
-        name: Loop(total, name, "it", 0, screen, "batched")
-        for name, total in {"outer": 4, "inner": 3}.items()
-    }
-
-
-def deliver(monkeypatch, loops, steps):
-    """Delivers (name of a loop, step), as a program would in one run."""
-    with monkeypatch.context() as patch:
-        for name, step in steps:
-            here = hc.typing.Current(name, name, "unordered", None, {}, {}, (), run=7)
-            patch.setattr(hc, "current", lambda here=here: here)
-            loops[name](np.int32(step), None, {})
-
-
-def test_an_outer_loop_that_is_shown_first(screen, undelayed, monkeypatch):
-    steps = [
-        (name, step)
-        for i in range(4)
-        for name, step in [("outer", i), *(("inner", j) for j in range(3))]
-    ]
-    for _ in range(2):
-        deliver(monkeypatch, loops_of(screen), steps)
-        assert [b.desc for b in screen.bars] == ["outer", "inner"]
-        assert screen.ends == [(4, *LEFT), (3, *ERASED)]
-        assert [b.restarts for b in screen.bars] == [0, 3]
-        assert screen.bars[0].shown == [1, 2, 3, 4]
-        assert screen.bars[1].shown == [1, 2, 3] * 4
-        screen.bars.clear()
-
-
-def test_an_outer_loop_that_is_shown_last(screen, undelayed, monkeypatch):
-    steps = [
-        (name, step)
-        for i in range(4)
-        for name, step in [*(("inner", j) for j in range(3)), ("outer", i)]
-    ]
-    for _ in range(2):
-        deliver(monkeypatch, loops_of(screen), steps)
-        # The first run of the inner loop does not know that it is inside another.
-        assert [b.desc for b in screen.bars] == ["inner", "outer", "inner"]
-        assert screen.ends == [(3, *LEFT), (4, *LEFT), (3, *ERASED)]
-        screen.bars.clear()
-
-
-def test_fast_inner_loops_are_drawn_now_and_then(screen, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(bars, "clock", lambda: now[0])
-    loops = loops_of(screen)
-    for i in range(4):
-        deliver(monkeypatch, loops, [("outer", i)])
-        for j in range(3):
-            deliver(monkeypatch, loops, [("inner", j)])
-            now[0] += bars.QUIET / 5
-    assert screen.ends == [(4, *LEFT), (3, *ERASED)]
-    assert len(screen.bars[1].shown) <= 6
-
-
-def test_a_line_like_that_of_an_inner_loop(screen, monkeypatch):
-    """Two lines with equal options. One is drawn a moment after the other."""
-    monkeypatch.setattr(bars, "clock", lambda: 100.0)
-    hc.progress(0, 4, bar=screen, desc="outer")
-    for i in range(3):
-        hc.progress(i, 3, bar=screen, desc="same")
-    for i in range(3):
-        hc.progress(i, 3, bar=screen, desc="same")
-    hc.barrier(programs=False)
-    assert [b.desc for b in screen.bars] == ["outer", "same", "same"]
-    hc.progress.close()
-    assert all(b.is_closed for b in screen.bars)
-
-
 def test_a_loop_that_goes_on_after_its_bar_was_closed(screen, undelayed):
     def step(i):
         hc.progress(i, 9, bar=screen, every=1)
@@ -401,23 +325,6 @@ def test_a_program_that_fails_and_is_run_again(screen, undelayed):
     hc.barrier(programs=False)
     assert screen.ends[0] in FAILED[0] + FAILED[1]
     assert screen.ends[1][1:] == OPEN
-
-
-def test_a_bar_that_rests_while_another_moves(screen, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(bars, "clock", lambda: now[0])
-    monkeypatch.setattr(bars, "QUIET", 0)
-    with pytest.raises(ValueError, match="diverged"), hc.reraise():
-        failing(screen)(0.0)
-    hc.barrier(programs=False)
-    other = scanned(screen)
-    other(0.0)
-    hc.barrier(programs=False)
-    assert screen.ends[0][1:] == OPEN
-    now[0] += 1.5
-    other(0.0)
-    hc.barrier(programs=False)
-    assert screen.ends[0][1:] == LEFT
 
 
 def test_threads(screen, undelayed):

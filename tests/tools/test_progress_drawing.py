@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import re
@@ -18,22 +17,8 @@ import tqdm
 import tqdm.auto
 
 import hostcall as hc
-from hostcall.tools._progress import bars as all_bars
-from hostcall.tools._progress import drawing
 
 N = 20
-
-
-@pytest.fixture
-def stderr_is(monkeypatch):
-    """A function that replaces sys.stderr; pytest does so itself after all fixtures."""
-
-    def replace(file):
-        monkeypatch.setattr(sys, "stderr", file)
-        monkeypatch.setenv("TERM", "xterm-256color")
-        return file
-
-    return replace
 
 
 def scanned(n=N, **options):
@@ -156,19 +141,6 @@ def test_inner_loops_write_no_lines_of_their_ends(stderr_is):
 # --- Rates ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bar", ["auto", "lines"])
-def test_the_rate_is_that_of_the_steps_since_the_first(stderr_is, bar):
-    """The first step was five seconds ago, and its bar is drawn only now."""
-    file = stderr_is(io.StringIO() if bar == "lines" else bars.Terminal())
-    loop = all_bars.Loop(20, "fit", "it", 0, "auto", "")
-    drawn = drawing.Drawn(loop, "fit", 20, 1, time.time() - 5)
-    drawn.show(1, "", True)
-    assert "?it/s" in file.getvalue()
-    drawn.show(11, "", True)
-    assert 0 < drawn.bar.format_dict["rate"] <= 2
-    drawn.close(True)
-
-
 def test_a_bar_begins_when_the_device_passed_its_first_step():
     made, gate = [], threading.Event()
 
@@ -182,17 +154,6 @@ def test_a_bar_begins_when_the_device_passed_its_first_step():
     gate.set()
     hc.barrier()
     assert made[0].start_t <= ended
-
-
-def test_an_inner_loop_that_starts_again_has_its_own_rate():
-    loop = all_bars.Loop(20, None, "it", 0, None, "")
-    make = functools.partial(tqdm.tqdm, file=io.StringIO())
-    drawn = drawing.Drawn(dataclasses.replace(loop, bar=make), None, 20, 1, 0.0)
-    drawn.show(20, "", True)
-    drawn.restart(1)
-    drawn.show(1, "", True)
-    assert "1/20 [00:00<?, ?it/s" in str(drawn.bar)
-    drawn.close(True)
 
 
 # --- Packages -------------------------------------------------------------------------
@@ -221,37 +182,3 @@ def test_importing_brings_no_package(run_python):
         hc.progress
         assert "tqdm" not in sys.modules
     """)
-
-
-# --- Threads --------------------------------------------------------------------------
-
-
-def test_one_thread_at_a_time_touches_the_bars(screen, monkeypatch):
-    """The worker that delivers steps, and threads that wait at barriers."""
-    inside, together = [], []
-
-    def alone(method):
-        def call(*args):
-            inside.append(None)
-            together.append(len(inside))
-            try:
-                method(*args)
-            finally:
-                inside.pop()
-
-        return call
-
-    for name in ("move", "close_over"):
-        monkeypatch.setattr(all_bars.Bars, name, alone(getattr(all_bars.Bars, name)))
-
-    def run():
-        for i in range(200):
-            hc.progress(i, 200, bar=screen, every=1)
-            hc.progress.close()
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(together) == {1}

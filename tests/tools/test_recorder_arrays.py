@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from meshes import grid, line
 
 import hostcall as hc
-from hostcall.tools._recorder import arrow
 
 pa = pytest.importorskip("pyarrow")
 
@@ -111,40 +110,6 @@ def test_what_a_killed_process_wrote_of_an_array(count, tmp_path):
     steps, values = hc.tools.read(tmp_path / "run").array("x")
     np.testing.assert_array_equal(values[:, 0], [*range(count), 9])
     np.testing.assert_array_equal(steps, [*range(count), 8])
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """The bytes that Arrow holds at each look at a column of a file."""
-    column, before, found = arrow.column, pa.total_allocated_bytes(), []
-
-    def noted(batch, name):
-        found.append(pa.total_allocated_bytes() - before)
-        return column(batch, name)
-
-    monkeypatch.setattr(arrow, "column", noted)
-    return found
-
-
-def test_large_arrays_are_read_batch_by_batch(tmp_path, held):
-    want = [number + 0.5j for number in range(8)]
-    with hc.Recorder(tmp_path / "run") as rec:
-        for number in want:
-            rec(x=jnp.full(1 << 18, number))
-            rec.flush()
-    _, values = hc.tools.read(tmp_path / "run").array("x")
-    assert values[:, 0].tolist() == want
-    assert 0 < max(held) < values.nbytes // 2
-
-
-def test_resuming_reads_no_values(tmp_path, held):
-    for number in range(3):
-        with hc.Recorder(tmp_path / "run") as rec:
-            rec(x=jnp.full(1 << 18, number))
-    assert len(held) == 3
-    assert max(held) < 1 << 18
-    steps, values = hc.tools.read(tmp_path / "run").array("x")
-    assert steps.tolist() == values[:, 0].tolist() == [0, 1, 2]
 
 
 def test_blocks_of_another_run_are_not_taken(tmp_path):

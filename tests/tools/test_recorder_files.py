@@ -1,7 +1,6 @@
 """hc.Recorder: reading, resuming, closing, and disks that fail."""
 
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall.tools._recorder import arrow, worker
 
 pytest.importorskip("pyarrow")
 
@@ -211,36 +209,3 @@ def test_a_program_that_fails(tmp_path):
     with pytest.raises(ValueError, match="diverged"):
         rec.close()
     assert hc.tools.read(tmp_path / "run").table().num_rows == 1
-
-
-def test_a_disk_that_is_slow_makes_the_program_wait(rec, monkeypatch):
-    """At most MOST bytes wait, and nothing is lost."""
-    monkeypatch.setattr(worker, "MOST", 1000)
-    monkeypatch.setattr(worker, "ENOUGH", 500)
-    begun, go_on = threading.Event(), threading.Event()
-    write, sizes = rec._store.write, []
-
-    def slow(deliveries):
-        begun.set()
-        assert go_on.wait(60)
-        sizes.append(sum(d.values[0].nbytes for d in deliveries))
-        return write(deliveries)
-
-    monkeypatch.setattr(rec._store, "write", slow)
-    rec(x=0.0)
-    for number in range(1, 1000):
-        rec(x=float(number))
-        if number == 1:
-            threading.Thread(target=rec._writer.flush).start()
-            assert begun.wait(60)
-    assert not hc.barrier(0.2)
-    assert rec._writer._bytes <= 1004
-    go_on.set()
-    assert rec.table()["x"].to_pylist() == list(range(1000))
-    assert max(sizes) <= 1004
-
-
-def test_a_run_that_does_not_fit_into_memory(tmp_path):
-    text = "It does not fit into memory, or a file of it was damaged"
-    with pytest.raises(hc.errors.HostcallError, match=text), arrow.reading(tmp_path):
-        raise MemoryError
