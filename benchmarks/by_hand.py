@@ -64,7 +64,6 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
     plan = _native.Plan(
         **native,
         function=params.callback.function,
-        form=params.form,
         runner=None,
         sends=False,
         args=[_leaf()],
@@ -91,7 +90,8 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
     ctx.module_context.add_keepalive(kept)
     number = ir.IntegerType.get_unsigned(64)
     attributes = {"key": key, "count": kept.slot.count}
-    with _jax.named(ctx, info.label):
+    shown, where = params.callback.shown, params.callback.place
+    with _jax.named(ctx, shown, where.file, where.line):
         made = mlir.custom_call(
             "hostcall_call",
             result_types=[x.type],

@@ -141,12 +141,14 @@ def test_only_one_wing_opens_jax():
 TOOLS = {n for n in modules() if wing_of(n) in ("_cli", "tools")} | {"__main__"}
 
 
-_PRIVATE = re.compile(r"(from|import) hostcall(\.\w+)*( import |\.)_[a-z]")
+_PRIVATE = re.compile(
+    r"(from|import) hostcall(\.\w+)*(\.| import (\(\s*)?(\w+, )*)_[a-z]|\bhc\._[a-z]"
+)
 
 
 def test_tests_of_private_parts_stand_apart():
-    """In tests/inside, or in a file that is called so. Of those here, this one looks at
-    the house; helpers are no tests.
+    """Those that import private modules are in tests/inside, or in a file that is called
+    so. Of those here, this one looks at the house; helpers are no tests.
     """
     found = [
         str(path.relative_to(ROOT))

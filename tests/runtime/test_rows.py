@@ -8,7 +8,6 @@ import pickle
 import signal
 import tempfile
 import threading
-import time
 from concurrent import futures
 from multiprocessing.pool import ThreadPool
 
@@ -441,11 +440,6 @@ def test_a_worker_that_dies_among_those_that_end_by_themselves(how):
         f = jax.jit(jax.vmap(parallel(dies_at, pool), (0, None, None)))
         with pytest.raises(futures.BrokenExecutor), hc.reraise():
             jax.block_until_ready(f(X[:6], 3, how))
-
-
-def appears(path):
-    while not os.path.exists(path):
-        time.sleep(0.01)
 
 
 @pytest.mark.filterwarnings("default")  # Dask's

@@ -116,13 +116,14 @@ def emit_python_callback(
     program = begin(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    made, label = call.prepare(
+    made = call.prepare(
         program,
         params,
         _jax.physical_avals(operand_avals),
         _jax.device_of(program, sharding),
     )
-    with _jax.named(ctx, label):
+    shown, place = params.callback.shown, params.callback.place
+    with _jax.named(ctx, shown, place.file, place.line):
         results, token_out = made.emit_with(token, operands, token is not None)
     return results, token_out, None
 

@@ -349,8 +349,8 @@ class Policy:
     )
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
-    pool: Any = field(init=False, compare=False)
-    layered: bool = field(init=False, compare=False)
+    pool: Any = field(init=False, compare=False, repr=False)
+    layered: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         pool = None if self.executor is None else self.executor.value

@@ -78,6 +78,7 @@ class Look(NamedTuple):
         code: what Python runs; None if that is not Python's.
         awaits: whether a call makes a coroutine.
         yields: whether a call makes a generator, asynchronous or not.
+        source: its name and place, which all closures over one `def` share.
         own: what answers for it: itself, if hostcall made it.
     """
 
@@ -85,6 +86,7 @@ class Look(NamedTuple):
     code: types.CodeType | None
     awaits: bool
     yields: bool
+    source: str
     own: HostCode = USERS
 
     @property
@@ -93,15 +95,6 @@ class Look(NamedTuple):
         if self.code is None:
             return Place("(built in)", 0, self.name)
         return Place(self.code.co_filename, self.code.co_firstlineno, self.name)
-
-    @property
-    def source(self) -> str:
-        """Its name and place, which all closures over one `def` share."""
-        if self.own is not USERS and (told := self.own.source()):
-            return told
-        if self.code is None:
-            return self.name
-        return f"{self.name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -117,12 +110,24 @@ _ROUTINES = (
 
 def look(fn: Any) -> Look:
     """Looks at a callable; see `Look`. Other objects have a name, and nothing else."""
+    code: types.CodeType | None
     if type(fn) is types.FunctionType:  # most are; eager calls look each time
-        code = fn.__code__
+        name, code, ours, told = fn.__qualname__, fn.__code__, USERS, ""
         awaits = bool(code.co_flags & inspect.CO_COROUTINE)
         if fn.__dict__:  # perhaps the mark of inspect.markcoroutinefunction
             awaits = inspect.iscoroutinefunction(fn)
-        return Look(fn.__qualname__, code, awaits, bool(code.co_flags & _YIELDS))
+        yields = bool(code.co_flags & _YIELDS)
+    else:
+        name, code, awaits, yields = _look_inside(fn)
+        ours = own(fn)
+        told = ours.source()
+    if not told and code is not None:
+        told = f"{name} ({code.co_filename}:{code.co_firstlineno})"
+    return Look(name, code, awaits, yields, told or name, ours)
+
+
+def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
+    """(name, code, awaits, yields) of what is no plain function."""
     named, name, inner = fn, "", fn
     for inner in layers(fn):
         if not name:  # functools.update_wrapper may have named a partial
@@ -132,7 +137,7 @@ def look(fn: Any) -> Look:
         name = f"partial({name})"
     found = asked(inner, "__code__", types.CodeType)
     if (ours := own(inner)) is inner:
-        return Look(name, found, ours.awaits(), False, own(fn))
+        return name, found, ours.awaits(), False
     try:
         # By its type, since a Mock with a spec has the `__class__` of a function.
         routine = issubclass(type(inner), _ROUTINES)
@@ -141,7 +146,7 @@ def look(fn: Any) -> Look:
         yields = inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
     except Exception:  # it can't be called, or is such a Mock, without code
         awaits = yields = False
-    return Look(name, found, awaits, yields, own(fn))
+    return name, found, awaits, yields
 
 
 def name_of(fn: Any) -> str:

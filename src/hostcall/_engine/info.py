@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -114,12 +113,6 @@ class CallInfo:
 
     def __repr__(self) -> str:
         return f"<{self.params.word} of {self.name} at {self.place}>"
-
-    @property
-    def label(self) -> str:
-        """The name and line by which profilers show the call."""
-        name = self.callback.shown.rsplit("<locals>.", 1)[-1]
-        return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
 
     # --- Hooks ---------------------------------------------------------------------
 

@@ -149,8 +149,8 @@ def _called(
     equation, callback = info.params, info.callback
     native, keys = equation.native, callback.template.keys
     converters: Sequence[Converter | None] = [None] * len(keys)
-    plain = equation.options.arrays == "numpy" and not any(keys)  # most calls
-    if not plain or callback.policy.float64:
+    as_they_are = equation.options.arrays == "numpy" and not any(keys)  # most calls
+    if not as_they_are or callback.policy.float64:
         converters = _converters(info, shapes)
     layered = compressed or callback.seen.awaits or callback.policy.layered
     if info.elsewhere:
@@ -159,8 +159,8 @@ def _called(
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
         called = Entries(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
-        choices = _choices(info, guard, shapes, converters, compressed)
-        called = entries(choices._replace(form=native["form"]))
+        how = guard, shapes, converters, compressed, native["form"]
+        called = entries(_choices(info, *how))
     else:
         called = Entries(direct(callback), native["form"])
     if info.job is not None:  # refused after a failure of a program over processes
@@ -179,6 +179,7 @@ def _choices(
     shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
     converters: Sequence[Converter | None],
     compressed: bool,
+    form: ResultForm,
 ) -> Choices:
     equation, callback = info.params, info.callback
     cached = callback.policy.cache is not None
@@ -195,6 +196,7 @@ def _choices(
         parallel=equation.method == "parallel",
         once=equation.effect is not None,
         compressed=compressed,
+        form=form,
         tap=equation.delivers,
         batch=equation.axes if compressed else (),
         tally=costs.tally_of(callback).add if cached else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -11,9 +11,6 @@ from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
 from hostcall._core.process import once
 from hostcall._runtime import lifecycle
-
-if TYPE_CHECKING:
-    from hostcall._job.after_failure import Failures
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
@@ -70,15 +67,6 @@ def prepare_for_cuda() -> None:
     if missing:
         raise errors.HostcallError(missing, code="hc-device")
     _native.limit_pinned(config.settings.pinned_bytes, config.settings.tap_queue_bytes)
-
-
-def failures_of_job() -> Failures:
-    """Where failures of programs over several processes are noted, and told to the
-    other processes. The first call makes this process answer them.
-    """
-    from hostcall._job.job import job  # never in a job of one process
-
-    return job().failures
 
 
 def _register() -> None:

@@ -87,7 +87,6 @@ class Steps(HostCode, Value):
             in the store, or looks there for it.
         code: the user's function that names it in messages.
         seen: what hostcall knows of it and of all that it calls.
-        counted_as: under which name its calls are counted.
         sent: `code` in a form that the executor can send.
         n: how many of the first operands are arrays of the function's arguments.
     """
@@ -103,7 +102,6 @@ class Steps(HostCode, Value):
     rule: Rule = field(init=False, compare=False, metadata=HERE)
     code: Function = field(init=False, compare=False, metadata=HERE)
     seen: Look = field(init=False, compare=False, metadata=HERE)
-    counted_as: str = field(init=False, compare=False, metadata=HERE)
     sent: Function = field(init=False, compare=False, metadata=HERE)
     n: int = field(init=False, compare=False, metadata=HERE)
 
@@ -120,11 +118,11 @@ class Steps(HostCode, Value):
             called.append(rule.fn)
         looks = list(map(look, called))
         awaits = rule.where == "host" and True in [each.awaits for each in looks]
-        seen = Look(looks[0].name, None, awaits, False)
+        seen = Look(looks[0].name, None, awaits, False, looks[0].source)
         first = kind not in ("transpose", "backward") or rule.keeps_objects
         n = self.site.n if first else 0
         vars(self).update(rule=rule, code=code, seen=seen, sent=sent, n=n)
-        vars(self).update(__qualname__=seen.name, counted_as=looks[0].source)
+        vars(self).update(__qualname__=seen.name)
 
     def __repr__(self) -> str:
         return f"{'' if self.kind == 'value' else self.kind + ' of '}{self.site.name}"
@@ -227,7 +225,7 @@ class Steps(HostCode, Value):
     # --- What the engine asks ------------------------------------------------------
 
     def source(self) -> str:
-        return self.counted_as
+        return self.seen.source
 
     def awaits(self) -> bool:
         return self.seen.awaits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -103,14 +104,16 @@ def _ir_types(ctx: LoweringContext, avals: Sequence[Aval]) -> list[_ir.Type]:
     return list(_mlir.ir_tree_registry.flatten(types)[0])
 
 
-def named(ctx: LoweringContext, label: str) -> _ir.Location:
-    """A context in which operations get this name.
+def named(ctx: LoweringContext, function: str, file: str, line: int) -> _ir.Location:
+    """A context in which operations are named after a function and the user's line.
 
     XLA's profiler shows an operation under the last part of its name. JAX makes that
     the name of the primitive, which all calls share. The name is debugging information:
     it changes neither what is computed nor the key of the compilation cache.
     """
-    name = f"{ctx.name_stack}/{ctx.primitive}/{label.replace('/', '|')}"
+    label = function.rsplit("<locals>.", 1)[-1].replace("/", "|")
+    label += f" ({os.path.basename(file)}:{line})"
+    name = f"{ctx.name_stack}/{ctx.primitive}/{label}"
     return _ir.Location.name(name, childLoc=_ir.Location.current)
 
 

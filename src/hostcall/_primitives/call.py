@@ -17,7 +17,7 @@ from hostcall import _jax
 from hostcall._core import config, errors
 from hostcall._core.errors import HostcallError
 from hostcall._core.order import effects_with
-from hostcall._engine import plans, targets
+from hostcall._engine import plans
 from hostcall._engine.info import CallInfo, Team
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
@@ -28,6 +28,7 @@ from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
     info_through_jax,
+    job_of,
     put,
     register,
 )
@@ -168,8 +169,9 @@ def lower(
     uint32 block.
     """
     leader = params.options.device if program.is_partitioned else None
-    call, label = prepare(program, params, avals or program.ctx.avals_in, leader)
-    with _jax.named(program.ctx, label):
+    call = prepare(program, params, avals or program.ctx.avals_in, leader)
+    shown, place = params.callback.shown, params.callback.place
+    with _jax.named(program.ctx, shown, place.file, place.line):
         return call.emit(operands, params.effect)
 
 
@@ -178,25 +180,23 @@ def prepare(
     params: CallParams,
     avals: Sequence[Aval],
     leader: Device | None,
-) -> tuple[EngineCall, str]:
-    """Puts the call's plan into a slot that lives as long as the program.
+) -> EngineCall:
+    """Puts the call's plan into a slot that lives as long as the program; returns what
+    emits the call.
 
     Args:
         program: the program.
         params: the parameters of the call.
         avals: those of its operands; for a typed key, that of its uint32 block.
         leader: the device that calls; None for the program's first.
-
-    Returns:
-        (what emits the call, the name by which profilers show it).
     """
     info = params.info(params, program.by_ordinal, program.mesh)
-    info.job = targets.failures_of_job() if program.across else None
+    info.job = job_of(program)
     reach = _place(program, info, leader)
     attributes = put(program, info, avals)
     if params.runs_where_dispatched:
         _jax.run_where_dispatched(program)
-    call = EngineCall(
+    return EngineCall(
         program,
         params.target,
         attributes,
@@ -204,7 +204,6 @@ def prepare(
         aliases=dict(params.aliases),
         reach=reach,
     )
-    return call, info.label
 
 
 def _place(
@@ -263,7 +262,7 @@ def lower_through_jax(
     partitioned: bool = False,
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
-    job = targets.failures_of_job() if program.across else None
+    job = job_of(program)
     made: dict[object, tuple[CallInfo, Plan]] = {}
 
     def planned(

@@ -24,7 +24,7 @@ from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
-from hostcall._primitives.lowering import NUMBER, begin
+from hostcall._primitives.lowering import NUMBER, begin, job_of
 
 _NAMES = ("pure_callback", "io_callback", "debug_callback", "debug_print")
 PRIMITIVES = {name: _jax.Primitive(name) for name in _NAMES}
@@ -180,7 +180,7 @@ class CallBlocks(Partitioned):
     target = targets.TARGET
 
     def __init__(self, program: _jax.Program, params: DropInParams) -> None:
-        self._job = targets.failures_of_job() if program.across else None
+        self._job = job_of(program)
         super().__init__(program, self._info(params, program.by_ordinal))
 
     def _info(self, params: DropInParams, devices: dict[int, Device]) -> CallInfo:

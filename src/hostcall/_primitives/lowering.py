@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,9 @@ from hostcall._jax.types import (
 from hostcall._primitives.outcome import OUTCOME_AVAL, Reach, bits, from_bits
 from hostcall._runtime import host_device
 
+if TYPE_CHECKING:
+    from hostcall._job.after_failure import Failures
+
 Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> results
 
 # --- The way in -----------------------------------------------------------------------
@@ -55,11 +58,22 @@ def begin(ctx: LoweringContext) -> _jax.Program:
     """The program whose equation is lowered, once the engine is ready for it."""
     program = _jax.program_of(ctx)
     targets.start()
-    if program.client is not None and program.client.platform in ("cuda", "gpu"):
+    if program.client is not None and "cuda" in program.platforms:
         targets.prepare_for_cuda()
-    if program.across:
-        targets.failures_of_job()
+    job_of(program)
     return program
+
+
+def job_of(program: _jax.Program) -> Failures | None:
+    """Where failures of the program are noted, and told to the other processes that run
+    it; None if this process runs it alone. The first call makes this process answer
+    the others.
+    """
+    if not program.across:
+        return None
+    from hostcall._job.job import job  # never in a job of one process
+
+    return job().failures
 
 
 def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:

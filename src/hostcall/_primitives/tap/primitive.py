@@ -281,7 +281,8 @@ def lower_here(
         aliases={first + i: i for i in range(len(ctx.avals_out))},
         prepare=prepare,
     )
-    with _jax.named(ctx, info.label):
+    shown, place = params.callback.shown, params.callback.place
+    with _jax.named(ctx, shown, place.file, place.line):
         return call.emit(operands, params.effect)
 
 
