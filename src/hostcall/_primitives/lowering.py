@@ -58,7 +58,8 @@ def begin(ctx: LoweringContext) -> _jax.Program:
     """The program whose equation is lowered, once the engine is ready for it."""
     program = _jax.program_of(ctx)
     targets.start()
-    if program.client is not None and "cuda" in program.platforms:
+    on_gpu = program.client is not None and program.client.platform in ("cuda", "gpu")
+    if on_gpu and "cuda" in program.platforms:  # jaxlib says "gpu" on ROCm too
         targets.prepare_for_cuda()
     job_of(program)
     return program
