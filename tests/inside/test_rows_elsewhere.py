@@ -27,9 +27,9 @@ X = np.arange(40, dtype=np.float32)
 
 
 def parallel(fn, executor, **options):
-    def call(x):
+    def call(x, *args):
         how = {"executor": executor, "vmap_method": "parallel", **options}
-        return policies.call(fn, x, x, **how)
+        return policies.call(fn, x, x, *args, **how)
 
     return call
 
@@ -177,3 +177,44 @@ def test_workers_of_a_pool_that_end_when_they_have_done_enough(tmp_path, monkeyp
 def waits_for(x, path):
     appears(path)
     return x
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder for arrays that rows share."""
+    monkeypatch.setattr(executors, "_memory_for", lambda size: str(tmp_path))
+    return tmp_path
+
+
+class Weighed(futures.ProcessPoolExecutor):
+    """Records the bytes that it receives, and the files in a folder at that time."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.bytes += len(pickle.dumps(args))
+        self.files = [file.stat().st_size for file in self.folder.iterdir()]
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_a_shared_argument_goes_once_and_is_gone_afterwards(folder):
+    table = np.ones(1_000_000, np.float32)
+    with Weighed(2, mp_context=forked.CONTEXT) as executor:
+        executor.bytes, executor.folder = 0, folder
+        f = jax.jit(jax.vmap(parallel(adds_and_writes, executor), (0, None)))
+        np.testing.assert_array_equal(f(X, table), X + 2)
+        assert executor.bytes < 40_000
+        assert sorted(executor.files) == [0, 4_000_000]
+        with pytest.raises(AttributeError), hc.reraise():
+            jax.block_until_ready(
+                jax.jit(jax.vmap(parallel(lacks, executor), (0, None)))(X, table)
+            )
+    assert not list(folder.iterdir())
+
+
+def adds_and_writes(x, table):
+    total = x + table[7] + table[-1]
+    table[:] = -1
+    return np.float32(total)
+
+
+def lacks(x, table):
+    return table.no_such_thing

@@ -6,7 +6,6 @@ import functools
 import os
 import pickle
 import signal
-import tempfile
 import threading
 from concurrent import futures
 from multiprocessing.pool import ThreadPool
@@ -365,38 +364,6 @@ def test_each_row_has_the_shared_argument_for_itself(anywhere, dtype):
     wanted = X + np.float32(table[7] + table[-1])
     for wrap in (jax.jit, lambda f: f):
         np.testing.assert_array_equal(wrap(f)(X, table), wanted)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The folder for arrays that rows share."""
-    monkeypatch.delattr(os, "statvfs")  # so that there is no folder in memory
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-class Weighed(futures.ProcessPoolExecutor):
-    """Records the bytes that it receives, and the files in a folder at that time."""
-
-    def submit(self, fn, /, *args, **kwargs):
-        self.bytes += len(pickle.dumps(args))
-        self.files = [file.stat().st_size for file in self.folder.iterdir()]
-        return super().submit(fn, *args, **kwargs)
-
-
-def test_a_shared_argument_goes_once_and_is_gone_afterwards(folder):
-    table = np.ones(1_000_000, np.float32)
-    with Weighed(2, mp_context=forked.CONTEXT) as executor:
-        executor.bytes, executor.folder = 0, folder
-        f = jax.jit(jax.vmap(parallel(adds_and_writes, executor), (0, None)))
-        np.testing.assert_array_equal(f(X, table), X + 2)
-        assert executor.bytes < 40_000
-        assert sorted(executor.files) == [0, 4_000_000]
-        with pytest.raises(AttributeError), hc.reraise():
-            jax.block_until_ready(
-                jax.jit(jax.vmap(parallel(lacks, executor), (0, None)))(X, table)
-            )
-    assert not list(folder.iterdir())
 
 
 def test_an_argument_that_cannot_be_sent_beside_a_shared_one(processes):
