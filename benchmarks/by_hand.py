@@ -90,8 +90,7 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
     ctx.module_context.add_keepalive(kept)
     number = ir.IntegerType.get_unsigned(64)
     attributes = {"key": key, "count": kept.slot.count}
-    shown, where = params.callback.shown, params.callback.place
-    with _jax.named(ctx, shown, where.file, where.line):
+    with _jax.named(ctx, params.callback.label):
         made = mlir.custom_call(
             "hostcall_call",
             result_types=[x.type],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import hostcall as hc
 from hostcall._core.options import CALL, POLICY, TAP  # noqa: F401  (tests read them)
 
@@ -35,3 +37,29 @@ def split(fn, given):
 def call(fn, result, *args, **given):
     fn, place = split(fn, given)
     return hc.call(fn, result, *args, **place)
+
+
+def parallel(fn, executor, **options):
+    """A function of one row whose rows, under vmap, run on this executor."""
+
+    def one(x, *args):
+        how = {"executor": executor, "vmap_method": "parallel", **options}
+        return call(fn, x, x, *args, **how)
+
+    return one
+
+
+# --- Functions for other processes, which find them here ------------------------------
+
+
+def adds_and_writes(x, table):
+    """Each row finds the table as it was sent, whatever other rows write to theirs."""
+    assert table.flags.writeable
+    assert type(table) is np.ndarray
+    total = x + table[7] + table[-1]
+    table[:] = -1
+    return np.float32(total)
+
+
+def lacks(x, table, lock=None):
+    return table.no_such_thing

@@ -21,6 +21,7 @@ import numpy as np
 import policies
 import pytest
 from limits import HANG_SECONDS
+from loops import close_under
 from meshes import line
 
 import hostcall as hc
@@ -184,19 +185,8 @@ def test_a_loop_that_is_closed_under_a_call(loop):
         await asyncio.Event().wait()
 
     waits.__qualname__ = "waits"
-    runs = threading.Thread(target=loop.run_forever)
-    caller = threading.Thread(target=lambda: told.extend(failure_of(call)))
     call = lambda: one(waits)(1.0)
-    runs.start()
-    caller.start()
-    assert begun.wait(HANG_SECONDS)
-    loop.call_soon_threadsafe(loop.stop)
-    runs.join(HANG_SECONDS)
-    tasks = asyncio.all_tasks(loop)
-    loop.close()
-    caller.join(HANG_SECONDS)
-    for task in tasks:  # asyncio warns of tasks that are dropped while they wait
-        task._log_destroy_pending = False
+    close_under(loop, lambda: told.extend(failure_of(call)), begun)
     same_words(
         told,
         """

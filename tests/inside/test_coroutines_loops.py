@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from limits import HANG_SECONDS
+from loops import close_under
 
 import hostcall as hc
 from hostcall._core import failures
@@ -36,28 +37,13 @@ def test_a_loop_that_is_closed_while_a_call_runs(timeout):
             outcome.append(str(error))
 
     hc.configure(loop=loop)
-    runs = threading.Thread(target=loop.run_forever)
-    runs.start()
     try:
-        caller = threading.Thread(target=call)
-        caller.start()
-        assert begun.wait(HANG_SECONDS)
-        loop.call_soon_threadsafe(loop.stop)
-        runs.join(HANG_SECONDS)
-        tasks = asyncio.all_tasks(loop)
-        loop.close()
-        caller.join(HANG_SECONDS)
-        assert not caller.is_alive()
+        close_under(loop, call, begun)
     finally:
         hc.configure(loop="own")
     (text,) = outcome
     assert "the event loop was closed before the coroutine function" in text
     assert "Keep the loop of hc.configure(loop=) open until the programs" in text
-    # asyncio warns of tasks that are dropped while they wait; the test closed the loop
-    # under this one on purpose.
-    for task in tasks:
-        task._log_destroy_pending = False
-    del task, tasks
     failures._failures.kept.clear()  # the frames of the last error hold the call
     gc.collect()
     assert not any(loop in key for key in list(layer.shared.things))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from programs import EXIT
+
 
 def test_a_child_that_was_forked_before_jax_started_is_as_good_as_new(run_python):
     done = run_python(
@@ -55,20 +57,10 @@ assert made[0]()[0] == 3
 
 def test_a_forked_child_leaves_its_parents_objects_alone(run_python):
     done = run_python(
-        """
-import os, warnings
-import jax, numpy as np
-import hostcall as hc
+        EXIT
+        + """
+import warnings
 warnings.simplefilter("ignore")
-I32 = jax.ShapeDtypeStruct((), np.int32)
-class Host:
-    def step(self, x):
-        print("step", flush=True)
-        return x
-    def close(self):
-        print("closed", flush=True)
-env = hc.Object(Host, methods={"step": I32})
-f = jax.jit(lambda n: jax.lax.fori_loop(0, 10, lambda i, c: env.step(c), n))
 f(1).block_until_ready()
 child = os.fork()
 if child == 0:

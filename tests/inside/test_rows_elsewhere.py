@@ -16,22 +16,14 @@ from multiprocessing.pool import ThreadPool
 import forked
 import jax
 import numpy as np
-import policies
 import pytest
+from policies import adds_and_writes, lacks, parallel
 
 import hostcall as hc
 from hostcall._policies import executors, layer, on_executor
 from hostcall._runtime import workers
 
 X = np.arange(40, dtype=np.float32)
-
-
-def parallel(fn, executor, **options):
-    def call(x, *args):
-        how = {"executor": executor, "vmap_method": "parallel", **options}
-        return policies.call(fn, x, x, *args, **how)
-
-    return call
 
 
 def fails(x):
@@ -208,13 +200,3 @@ def test_a_shared_argument_goes_once_and_is_gone_afterwards(folder):
                 jax.jit(jax.vmap(parallel(lacks, executor), (0, None)))(X, table)
             )
     assert not list(folder.iterdir())
-
-
-def adds_and_writes(x, table):
-    total = x + table[7] + table[-1]
-    table[:] = -1
-    return np.float32(total)
-
-
-def lacks(x, table):
-    return table.no_such_thing

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import grid, line, over
+from programs import EXIT
 
 import hostcall as hc
 
@@ -687,23 +688,6 @@ def test_objects_are_closed_with_the_last_that_could_call_them(caplog):
     assert closed(log) == [()]
     assert "closing an object of `Noted` failed" in caplog.text
     assert "ValueError: close of ()" in caplog.text
-
-
-EXIT = """
-import os, sys, time, jax, jax.numpy as jnp, numpy as np
-import hostcall as hc
-I32 = jax.ShapeDtypeStruct((), jnp.int32)
-# engine
-class Host:
-    def step(self, x):
-        time.sleep(0.01)
-        print("step", flush=True)
-        return x
-    def close(self):
-        print("closed", flush=True)
-env = hc.Object(Host, methods={"step": I32})
-f = jax.jit(lambda n: jax.lax.fori_loop(0, 10, lambda i, c: env.step(c), n))
-"""
 
 
 @pytest.mark.parametrize("before", ["", "hc.call(lambda: 0, I32)"])

@@ -13,22 +13,14 @@ from multiprocessing.pool import ThreadPool
 import forked
 import jax
 import numpy as np
-import policies
 import pytest
 from limits import holds_in_time
+from policies import adds_and_writes, lacks, parallel
 from test_executors import dask_client, loky_pool, ray_pool
 
 import hostcall as hc
 
 X = np.arange(40, dtype=np.float32)
-
-
-def parallel(fn, executor, **options):
-    def call(x, *args):
-        how = {"executor": executor, "vmap_method": "parallel", **options}
-        return policies.call(fn, x, x, *args, **how)
-
-    return call
 
 
 # --- Functions of this module, for other processes -----------------------------------
@@ -38,15 +30,6 @@ def fails_from(x, first):
     if x >= first:
         raise LookupError(f"no {x:.0f}")
     return x
-
-
-def adds_and_writes(x, table):
-    """Each row finds the table as it was sent, whatever other rows write to theirs."""
-    assert table.flags.writeable
-    assert type(table) is np.ndarray
-    total = x + table[7] + table[-1]
-    table[:] = -1
-    return np.float32(total)
 
 
 def dies_at(x, row, how):
@@ -380,10 +363,6 @@ def test_an_argument_that_cannot_be_sent_beside_a_shared_one(processes):
     for size in (4, 20_000):
         with pytest.raises(hc.errors.SpecError, match="can't be sent"), hc.reraise():
             jax.block_until_ready(jax.jit(jax.vmap(call, (0, None)))(X, np.ones(size)))
-
-
-def lacks(x, table, lock=None):
-    return table.no_such_thing
 
 
 # --- Workers that die -------------------------------------------------------------------

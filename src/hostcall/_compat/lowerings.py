@@ -122,8 +122,7 @@ def emit_python_callback(
         _jax.physical_avals(operand_avals),
         _jax.device_of(program, sharding),
     )
-    shown, place = params.callback.shown, params.callback.place
-    with _jax.named(ctx, shown, place.file, place.line):
+    with _jax.named(ctx, params.callback.label):
         results, token_out = made.emit_with(token, operands, token is not None)
     return results, token_out, None
 

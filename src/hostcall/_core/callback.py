@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -70,6 +71,12 @@ class Callback:
         lasting = tag if tag in _tags else None
         vars(self).update(shown=tag or seen.name, lasting_tag=lasting)
         vars(self).update(counted_as=lasting or seen.source)
+
+    @property
+    def label(self) -> str:
+        """The name and line by which profilers show its calls."""
+        name = self.shown.rsplit("<locals>.", 1)[-1]
+        return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"

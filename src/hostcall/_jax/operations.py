@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -104,16 +103,14 @@ def _ir_types(ctx: LoweringContext, avals: Sequence[Aval]) -> list[_ir.Type]:
     return list(_mlir.ir_tree_registry.flatten(types)[0])
 
 
-def named(ctx: LoweringContext, function: str, file: str, line: int) -> _ir.Location:
-    """A context in which operations are named after a function and the user's line.
+def named(ctx: LoweringContext, label: str) -> _ir.Location:
+    """A context in which operations get this name.
 
     XLA's profiler shows an operation under the last part of its name. JAX makes that
     the name of the primitive, which all calls share. The name is debugging information:
     it changes neither what is computed nor the key of the compilation cache.
     """
-    label = function.rsplit("<locals>.", 1)[-1].replace("/", "|")
-    label += f" ({os.path.basename(file)}:{line})"
-    name = f"{ctx.name_stack}/{ctx.primitive}/{label}"
+    name = f"{ctx.name_stack}/{ctx.primitive}/{label.replace('/', '|')}"
     return _ir.Location.name(name, childLoc=_ir.Location.current)
 
 

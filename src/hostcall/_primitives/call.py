@@ -170,8 +170,7 @@ def lower(
     """
     leader = params.options.device if program.is_partitioned else None
     call = prepare(program, params, avals or program.ctx.avals_in, leader)
-    shown, place = params.callback.shown, params.callback.place
-    with _jax.named(program.ctx, shown, place.file, place.line):
+    with _jax.named(program.ctx, params.callback.label):
         return call.emit(operands, params.effect)
 
 

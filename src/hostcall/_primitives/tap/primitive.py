@@ -281,8 +281,7 @@ def lower_here(
         aliases={first + i: i for i in range(len(ctx.avals_out))},
         prepare=prepare,
     )
-    shown, place = params.callback.shown, params.callback.place
-    with _jax.named(ctx, shown, place.file, place.line):
+    with _jax.named(ctx, params.callback.label):
         return call.emit(operands, params.effect)
 
 
