@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from programs import EXIT
+from stepping import STEPPING
 
 
 def test_a_child_that_was_forked_before_jax_started_is_as_good_as_new(run_python):
@@ -57,7 +57,7 @@ assert made[0]()[0] == 3
 
 def test_a_forked_child_leaves_its_parents_objects_alone(run_python):
     done = run_python(
-        EXIT
+        STEPPING
         + """
 import warnings
 warnings.simplefilter("ignore")

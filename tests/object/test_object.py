@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import grid, line, over
-from programs import EXIT
+from stepping import STEPPING
 
 import hostcall as hc
 
@@ -692,7 +692,7 @@ def test_objects_are_closed_with_the_last_that_could_call_them(caplog):
 
 @pytest.mark.parametrize("before", ["", "hc.call(lambda: 0, I32)"])
 def test_objects_are_closed_at_exit_after_their_programs(run_python, before):
-    done = run_python(EXIT.replace("# engine", before) + "f(1), f(2)")
+    done = run_python(STEPPING.replace("# engine", before) + "f(1), f(2)")
     assert done.stdout.split() == ["step"] * 20 + ["closed"]
     assert done.stderr == ""
 

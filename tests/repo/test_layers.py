@@ -8,6 +8,7 @@ import functools
 import importlib
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,15 @@ def test_tests_of_private_parts_stand_apart():
         and not path.stem.endswith("_inside")
     ]
     assert found == []
+
+
+def test_what_tests_import_by_name_has_one_name():
+    """pytest puts each folder of tests in front of sys.path as it comes to it, so of two
+    modules of one name, a test gets the one that another test imported before it.
+    """
+    folders = [ROOT / "tests", ROOT / "examples" / "demo"]
+    times = Counter(p.stem for folder in folders for p in folder.rglob("*.py"))
+    assert {stem for stem in times if times[stem] > 1} <= {"conftest"}
 
 
 @pytest.mark.parametrize("name", sorted(TOOLS))

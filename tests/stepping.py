@@ -1,9 +1,9 @@
-"""The beginning of programs that tests of several folders run."""
+"""The beginning of a program that steps an object, for tests of several folders."""
 
 from __future__ import annotations
 
 # An object whose method a loop calls ten times, and which says when it is closed.
-EXIT = """
+STEPPING = """
 import os, sys, time, jax, jax.numpy as jnp, numpy as np
 import hostcall as hc
 I32 = jax.ShapeDtypeStruct((), jnp.int32)
