@@ -82,7 +82,7 @@ for name, text in TEXTS.items():
     run(name, json.loads(text))  # unchanged, each of them runs
 '''
 
-FORGED = """
+CHANGES = """
 def params(**new):
     return lambda told: told["params"].update(new)
 
@@ -101,8 +101,9 @@ def both(*changes):
 
 def result(*shape):
     return top(avals=[["float32", *shape]], results=["*", [["float32", *shape]], [None]])
+"""
 
-
+FORGED = """
 BIG = 10**7
 FORGED = [
     ("rows", params(batched=[])),
@@ -201,7 +202,27 @@ print("done")
 
 
 def test_forged_texts_are_refused(run_python):
-    assert run_python(HEAD + FORGED).stdout.splitlines() == ["done"]
+    assert run_python(HEAD + CHANGES + FORGED).stdout.splitlines() == ["done"]
+
+
+AXES = """
+ones = [1] * 65  # of 64 that NumPy has
+for name, change in {
+    "results": top(avals=[["float32", *ones]], results=["*", [["float32", 0]], [None]]),
+    "rows": params(grid=ones, batched=[[True] * 65]),
+}.items():
+    told = json.loads(TEXTS["rows"])
+    change(told)
+    try:
+        run("rows", told)
+    except Exception as error:
+        print(name, "an array of 65 axes" in str(error))
+"""
+
+
+def test_more_axes_than_an_array_has_are_refused_unread(run_python):
+    printed = run_python(HEAD + CHANGES + AXES).stdout.splitlines()
+    assert printed == ["results True", "rows True"]
 
 
 RANDOM = """

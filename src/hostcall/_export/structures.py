@@ -24,6 +24,7 @@ from hostcall._jax.types import Aval, TreeDef
 FORMAT = 6
 
 AVALS: TypeAlias = tuple[_jax.ShapedArray, ...]
+_MOST_AXES = 64  # that NumPy's arrays have
 
 # --- Arrays -------------------------------------------------------------------------
 
@@ -48,6 +49,8 @@ def _encode_aval(aval: Aval) -> list[Json]:
 
 def decode_aval(given: Json) -> Aval:
     dtype, *shape = given
+    if len(shape) > _MOST_AXES:
+        raise Malformed(f"an array of {len(shape)} axes")
     if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
         raise Malformed(f"the shape {shape!r} of dtype {dtype!r}")
     # Only these: NumPy reads much else, such as "object" and "(2,3)f4, 07i4".

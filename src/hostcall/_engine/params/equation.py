@@ -52,7 +52,6 @@ class Equation:
         avals: the avals of one row's results.
         options: those of its place.
         effect: the effect that puts it in order; None if it is pure.
-        out_avals: the avals of the equation's results.
     """
 
     callback: Callback = field(metadata=HERE)
@@ -63,14 +62,10 @@ class Equation:
     # These follow from the others.
     options: PlaceOptions = field(init=False, compare=False, metadata=HERE)
     effect: Effect | None = field(init=False, compare=False, metadata=HERE)
-    out_avals: Sequence[Aval] = field(init=False, compare=False, metadata=HERE)
 
     def __post_init__(self) -> None:
-        options, outs = self.callback.options, self.avals
-        if self.grid:
-            outs = tuple([a.update(shape=self.grid + a.shape) for a in outs])
-        effect = EFFECTS[options.order]
-        vars(self).update(options=options, effect=effect, out_avals=outs)
+        options = self.callback.options
+        vars(self).update(options=options, effect=EFFECTS[options.order])
 
     def __init_subclass__(cls) -> None:
         _jax.hold_weakly_in_caches(cls)
@@ -111,6 +106,13 @@ class Equation:
     # JAX's transformations that the function sees, in order of application.
     transforms: ClassVar[Transforms] = ()
     is_jaxs_own = False  # whether the function is one that JAX itself calls back
+
+    @property
+    def out_avals(self) -> Sequence[Aval]:
+        """The avals of the equation's results."""
+        if not self.grid:
+            return self.avals
+        return [a.update(shape=self.grid + a.shape) for a in self.avals]
 
     @property
     def shown(self) -> str:
