@@ -18,6 +18,7 @@ from jax._src import ffi as _ffi
 from jax._src import mesh as _mesh
 from jax._src import pretty_printer as _pretty_printer
 from jax._src import util as _util
+from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
@@ -40,6 +41,11 @@ aval_of = _core.typeof
 
 # Whether the calling thread is not tracing. Traced values exist only while it is.
 traces_nothing = _core.trace_state_clean
+
+
+def are_values(operands: Sequence[object]) -> bool:
+    """Whether JAX would compute with these operands now, and take them as they are."""
+    return traces_nothing() and all(type(x) is _ArrayImpl for x in operands)
 
 
 def is_staged() -> bool:
