@@ -268,12 +268,21 @@ REDUCERS = {
 }
 
 
+INSIDE = {
+    "itself": lambda f: f,
+    "jit": jax.jit,
+    "cond": lambda f: lambda a, b: lax.cond(a > b, f, lambda a, b: a, a, b),
+    "fori_loop": lambda f: lambda a, b: lax.fori_loop(0, 2, lambda i, c: f(c, b), a),
+}
+
+
 @pytest.mark.parametrize("face", [hc.call, hc.pure_callback])
+@pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", REDUCERS)
-def test_a_call_in_the_function_of_a_reduction_is_refused(name, face):
+def test_a_call_in_the_function_of_a_reduction_is_refused(name, inside, face):
     """XLA would end the process."""
     spec = jax.ShapeDtypeStruct((), jnp.float32)
     add = lambda a, b: face(np.add, spec, a, b)
-    program = jax.jit(REDUCERS[name](add))
+    program = jax.jit(REDUCERS[name](INSIDE[inside](add)))
     with pytest.raises(hc.errors.SpecError, match="`add` is called in the function"):
         program(jnp.arange(4.0))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jaxlib.version as _jaxlib_version
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lax import lax as _lax
+from jax._src.lax import slicing as _slicing
+from jax._src.lax import windowed_reductions as _windowed_reductions
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
@@ -140,19 +145,20 @@ def is_served(ctx: LoweringContext) -> bool:
 
 
 def _is_in_reducer() -> bool:
-    op = _ir.InsertionPoint.current.block.owner.operation
-    while op.name not in _REDUCERS:
-        if op.name not in _WITHIN:  # a function, which may be in no module yet
-            return False
-        op = op.parent.operation
-    return True
+    """By who lowers now: JAX makes functions of their own of inner jits, conds and
+    loops, and nothing in those says what calls them.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and (caller := frame.f_back) is not None:
+        lowers = frame.f_code is _mlir.jaxpr_subcomp.__code__
+        if lowers and any(caller.f_globals is vars(m) for m in _OF_REDUCERS):
+            return True
+        frame = caller
+    return False
 
 
-_WITHIN = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
-_REDUCERS = tuple(
-    f"stablehlo.{name}"
-    for name in ("reduce", "reduce_window", "scatter", "select_and_scatter", "sort")
-)
+# JAX's modules that lower a function which XLA applies to single elements.
+_OF_REDUCERS = (_lax, _slicing, _windowed_reductions)
 
 
 def record_of(ctx: LoweringContext, name: str) -> dict[Any, Any]:
