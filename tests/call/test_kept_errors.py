@@ -8,6 +8,7 @@ import gc
 import io
 import pdb
 import sys
+import traceback
 import weakref
 
 import jax
@@ -100,15 +101,35 @@ def test_only_the_newest_keeps_its_values(make, run, kind, no_collector, caplog)
 
     f = make(fail)
     x = np.ones(1000, np.float32)
-    for _ in range(40):
+
+    def caller():
+        own = Local()
+        alive.append(weakref.ref(own))
         run(f, x)
+
+    for _ in range(40):
+        caller()
         for record in caplog.records:  # the log holds it too
             record.exc_info = None
-        assert sum(ref() is not None for ref in alive) <= 1 + FREED_LATER
-    assert len(alive) == 40
+        assert sum(ref() is not None for ref in alive) <= 2 + 2 * FREED_LATER
+    assert len(alive) == 80
     assert isinstance(hc.errors.last_error(), kind)
     with contextlib.suppress(BaseExceptionGroup):
         hc.barrier()
+
+
+def test_older_failures_keep_their_lines():
+    def fails(x):
+        raise Mine(f"no {x}")
+
+    f = jax.jit(lambda x: hc.tap(fails, x))
+    f(1.0), f(2.0), f(3.0)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        hc.barrier()
+    assert len(caught.value.exceptions) == 3
+    for error in caught.value.exceptions:
+        lines = traceback.format_exception(error)
+        assert "in fails\n    raise Mine(f" in "".join(lines)
 
 
 def said(error, command):

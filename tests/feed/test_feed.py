@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -397,6 +400,28 @@ def test_an_unused_feed_is_collected_with_its_thread(in_time):
     thread = use()
     jax.clear_caches()
     assert in_time(lambda: not thread.is_alive())
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit", "reraise"])
+def test_feeds_that_failed_are_collected(mode):
+    """All but that of the newest failure, whose traceback shows its values."""
+
+    def broken():
+        yield np.float32(1)
+        raise LookupError("a broken record")
+
+    def epoch():
+        feed = hc.feed(broken)
+        take = feed if mode == "eager" else jax.jit(lambda: feed()[0])
+        block = hc.reraise() if mode == "reraise" else contextlib.nullcontext()
+        with contextlib.suppress(LookupError, jax.errors.JaxRuntimeError), block:
+            take(), jax.block_until_ready(take())
+        return weakref.ref(feed)
+
+    feeds = [epoch() for _ in range(5)]
+    jax.clear_caches()
+    gc.collect()
+    assert sum(feed() is not None for feed in feeds) <= 1
 
 
 def test_keys_and_jax_arrays_are_items():

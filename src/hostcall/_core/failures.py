@@ -32,6 +32,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -51,18 +52,17 @@ class _KeptError:
         exception: the object. Once the user has the object and a newer exception has
             arrived, a weak reference to it, or a copy without frames if its type (one
             written in C) allows no weak references.
-        own: the tracebacks whose frames belong to the callback.
+        own: those of its chain that belong to the callback, with their tracebacks.
         handed_over: the user has the object itself, so its frames must stay.
-        since: when it was raised.
+        since: when it was raised last.
     """
 
     __slots__ = ("exception", "handed_over", "own", "since")
 
-    def __init__(self, exception: BaseException, handed_over: bool) -> None:
-        self.since = time.monotonic()
+    def __init__(self, exception: BaseException) -> None:
         self.exception: Any = exception
-        self.handed_over = handed_over
-        self.own = () if handed_over else frames.own_tracebacks(exception)
+        self.handed_over, self.since = False, 0.0
+        self.own: list[tuple[BaseException, TracebackType]] = []
 
     def get(self) -> BaseException | None:
         held = self.exception
@@ -75,11 +75,12 @@ class _KeptError:
         its reference to the object instead.
         """
         with _failures.lock:
-            own, self.own = self.own, ()
+            own, self.own = self.own, []
             if self.handed_over:
-                own, self.exception = (), _without_frames(self.get())
-        for trace in own:
+                own, self.exception = [], _without_frames(self.get())
+        for error, trace in own:
             frames.clear_values(trace)
+            frames.keep_lines(error)
 
 
 class _Known(Guarded):
@@ -129,17 +130,22 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
         exception: the object.
         handed_over: the caller gets this object too, and may look at its frames.
     """
-    mine, kept, gone = _failures, _KeptError(exception, handed_over), []
+    mine, gone, own = _failures, [], frames.own_tracebacks(exception)
     _watch_reports()
     with mine.lock:
         before = mine.kept.get(mine.last)
+        # What a feed's source raised comes again from each program that asks the feed.
+        same = (k for k in mine.kept.values() if k.exception is exception)
+        kept = next(same, None) or _KeptError(exception)
+        kept.since, kept.own = time.monotonic(), own
+        kept.handed_over |= handed_over
         number = mine.last = mine.last + 1
         mine.kept[number] = kept
         while mine.keeps_too_many(kept.since):
             gone.append(mine.kept.popitem(last=False))
     # Outside the lock: emptying frames, and dropping `gone`, may run the user's
     # destructors, which may come back here.
-    if before is not None:
+    if before is not None and before is not kept:
         before.let_go()
     return number
 
@@ -147,8 +153,9 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
 def hand_over(exception: BaseException) -> None:
     """Notes that the user gets this object, if it is a kept one."""
     with _failures.lock:
-        found = [n for n, k in _failures.kept.items() if k.exception is exception]
-    for number in found:
+        same = (n for n, k in _failures.kept.items() if k.exception is exception)
+        number = next(same, None)
+    if number is not None:
         _handed_over(number)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -39,14 +40,17 @@ def chained(
     return found
 
 
-def own_tracebacks(exception: BaseException) -> tuple[TracebackType, ...]:
-    """The tracebacks of an exception that has just left a callback, and of its chain.
+def own_tracebacks(
+    exception: BaseException,
+) -> list[tuple[BaseException, TracebackType]]:
+    """An exception that has just left a callback, and its chain, with the tracebacks
+    that they have by now.
 
     The callback may run on the dispatching thread while that thread handles another
     exception. Python chains that one as a context, but its frames belong to the caller.
     """
-    traces = [e.__traceback__ for e in chained(exception, around=sys.exception())]
-    return tuple(trace for trace in traces if trace is not None)
+    found = chained(exception, around=sys.exception())
+    return [(e, trace) for e in found if (trace := e.__traceback__) is not None]
 
 
 def ended(trace: TracebackType | None) -> list[FrameType]:
@@ -66,6 +70,33 @@ def clear_values(trace: TracebackType | None) -> None:
     for frame in ended(trace):
         with contextlib.suppress(RuntimeError):  # the frame is running after all
             frame.clear()
+
+
+def keep_lines(error: BaseException) -> None:
+    """Gives an exception the lines of its traceback in place of the traceback.
+
+    Each frame keeps the one that called it, with its values: a callback's outermost
+    frame those of the program's callers, after they have ended too.
+    """
+    lines = None
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        code, names = frame.f_code, frame.f_globals
+        bare = _bare.__code__.replace(
+            co_filename=code.co_filename,
+            co_name=code.co_name,
+            co_qualname=code.co_qualname,
+            co_firstlineno=line,
+        )
+        # Of these, linecache finds the text of a line that is in no file.
+        known = {k: v for k, v in names.items() if k in ("__name__", "__loader__")}
+        made = FunctionType(bare, known)().gi_frame
+        lines = TracebackType(lines, made, 0, line)  # it stands at its first line
+    BaseException.with_traceback(error, lines)
+
+
+def _bare() -> Iterator[None]:
+    """Its frame has no values, and no caller, since it never runs."""
+    yield
 
 
 def let_go(error: BaseException) -> None:
