@@ -154,6 +154,26 @@ print(small(x), float(jnp.cos(x * 0)), hc.call(lambda a: a + 1, x, x))  # the pa
     assert rest == ["gave (1.0, ())", "2.0 1.0 2.0"]
 
 
+def test_a_fork_says_nothing(run_python):
+    done = run_python(
+        """
+        import os, warnings
+        warnings.simplefilter("ignore")
+        import jax
+        import hostcall as hc
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        hc.tap(print, 1.0)
+        hc.barrier()
+        if (other := os.fork()) == 0:
+            os._exit(0)
+        print(os.waitpid(child, 0)[1], os.waitpid(other, 0)[1])
+        """
+    )
+    assert done.stdout.splitlines() == ["1.0", "0 0"]
+    assert done.stderr == ""
+
+
 def test_forked_children_that_do_without_jax(run_python):
     done = run_python(
         HEAD

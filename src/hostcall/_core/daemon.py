@@ -62,8 +62,9 @@ class Service(Owned):
         super().__init__()
 
     def renew(self) -> None:
-        _native.keep_for_ever(self.thread)
-        self.thread = None
+        if self.thread is not None:
+            _native.keep_for_ever(self.thread)
+            self.thread = None
 
     def start(self) -> None:
         """Starts it, once. If it does not begin, the next call tries again.
