@@ -68,6 +68,16 @@ def test_a_mesh_of_explicit_axes(spec, order):
     host.check(X)
 
 
+@pytest.mark.parametrize("method", ["sequential", "parallel", "expand_dims"])
+def test_rows_over_an_explicit_axis(method):
+    host = Host(vmap_method=method)
+    x = put(X, P("x"), AxisType.Explicit)
+    got = jax.jit(jax.vmap(lambda v: jnp.dot(host(v), v)))(x)
+    np.testing.assert_array_equal(got, (X * X * 2).sum(1))
+    assert got.sharding.spec == P("x")
+    np.testing.assert_array_equal(jax.vmap(host, 1, 1)(x), X * 2)
+
+
 @ORDERS
 def test_the_result_can_be_sharded_again(order):
     host = Host(order=order)

@@ -25,7 +25,8 @@ def product(kind):
     elif kind == "jaxjvp":
         f.defjvp(lambda p, t: t[0] * p[1] + p[0] * t[1], where="jax")
     elif kind == "jacobian":
-        f.defjacobian(lambda x, w: (np.eye(x.size, dtype=np.float32) * w, x))
+        eye = lambda x: np.eye(x.size, dtype=np.float32).reshape(2 * x.shape)
+        f.defjacobian(lambda x, w: (eye(x) * w, x))
     else:
         f.deftranspose(lambda ct, x: total(ct * x))
     return f
@@ -61,6 +62,48 @@ def test_sharded_arrays(kind, axis_type):
         if kind != "transpose":
             got = jax.jit(jax.grad(loss))(x, 2.0)
             np.testing.assert_array_equal(got, np.full(4, 2.0))
+
+
+def of_rows(f):
+    """Functions of vectors of which each computes row by row, by a vmap."""
+    rows = jax.vmap(f, (0, None))
+    own = lambda x: jax.vmap(jax.grad(f), (0, None))(x, 2.0)
+    dots = lambda x: jax.vmap(lambda v: jax.jvp(lambda v: f(v, 2.0), (v,), (v,)))(x)
+    return {
+        "value": lambda x: rows(x, 2.0),
+        "sum of x f": lambda x: jax.vmap(lambda v: jnp.dot(f(v, 2.0), v))(x),
+        "two axes": lambda x: jax.vmap(lambda v: rows(v, 2.0) + v)(x.reshape(4, 1)),
+        "grad of rows": own,
+        "grad of a sum": jax.grad(lambda x: rows(x, 2.0).sum()),
+        "jvp": dots,
+    }
+
+
+@KINDS
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_rows_over_an_explicit_axis(kind, mode):
+    """They are sharded as the rows of the arguments, as JAX wants of all in a vmap."""
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(EXPLICIT,))
+    x = jax.device_put(X, jax.NamedSharding(mesh, P("i")))
+    without_a_mesh_set = mode(jax.vmap(product(kind), (0, None)))(x, 2.0)
+    np.testing.assert_array_equal(without_a_mesh_set, X * 2)
+    with jax.set_mesh(mesh):
+        for name, g in of_rows(product(kind)).items():
+            if kind == "transpose" and ("grad" in name or name == "jvp"):
+                continue  # it is no function of x
+            if kind == "vjp" and name == "jvp":
+                continue
+            got, want = mode(g)(x), g(X)
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+            assert {v.sharding.spec[0] for v in jax.tree.leaves(got)} == {"i"}, name
+
+
+def test_rows_under_a_transfer_guard():
+    f, x = product("vjp"), jax.device_put(X)
+    w = jax.device_put(np.float32(2))
+    with jax.transfer_guard("disallow"):
+        got = jax.vmap(f, (0, None))(x, w)
+    np.testing.assert_array_equal(got, X * 2)
 
 
 @pytest.mark.parametrize("arrays", ["jax", "dlpack"])

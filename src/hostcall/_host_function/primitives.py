@@ -37,6 +37,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -276,11 +277,14 @@ class Batched(Value):
         return None if inner is None else replace(self, inner=inner)
 
     def _each(self, f: Callable[..., T], *pairs: tuple[Tangents, Dims]) -> T:
-        """`f` on each row of lists of arrays, which are given with their batch axes."""
-        lists, dims = [list(p[0]) for p in pairs], [list(p[1]) for p in pairs]
-        # jax.vmap wants at least one batched argument: the first.
-        rows: Callable[..., T] = jax.vmap(lambda _, *xs: f(*xs), (0, *dims))
-        return rows(jnp.zeros(self.size), *lists)
+        """`f` on each row of lists of arrays, which are given with their batch axes.
+
+        JAX wants all of these sharded alike. Cotangents of the host's results are not.
+        """
+        lists = [[x if x is None else _jax.replicated(x) for x in p[0]] for p in pairs]
+        dims = [list(p[1]) for p in pairs]
+        rows: Callable[..., T] = jax.vmap(f, tuple(dims), axis_size=self.size)
+        return rows(*lists)
 
 
 def _unbatched(cotangent: jax.Array | None, dim: int | None) -> jax.Array | None:
@@ -356,18 +360,19 @@ def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
     by_rule = what.batch(size, operands, dims)
     if by_rule is not None:
         return by_rule
+    sharded = partial(_jax.rows_sharded_alike, operands=operands, dims=dims)
     if not isinstance(what, Pair):
         outs = bind(operands, Batched(what.shared(dims), size, dims))
-        return outs, [0] * len(outs)
+        return sharded(outs), [0] * len(outs)
     args, tangents, n = operands[: what.n], operands[what.n :], what.n
     if any(d is not None for d in dims[:n]):
         value = Batched(what.value, size, dims[:n])
         outs = bind(operands, BatchedPair(what, size, dims, n, value))
-        return outs, [0] * len(outs)
+        return sharded(outs), [0] * len(outs)
     # The rows differ only in their tangents (jax.jacfwd), and share one value.
     outs, consts, linear = what.start(args, False)
     wide = Batched(linear, size, (*(None,) * len(consts), *dims[n:]))
-    touts = bind([*consts, *tangents], wide)
+    touts = sharded(bind([*consts, *tangents], wide))
     return [*outs, *touts], [*(None,) * len(outs), *(0,) * len(touts)]
 
 

@@ -167,6 +167,21 @@ def shard_alike(value: jax.Array, aval: _t.Aval) -> jax.Array:
     return jax.sharding.reshard(value, wanted)
 
 
+def rows_sharded_alike(
+    results: Arrays, operands: Arrays, dims: Dims, place: int = 0
+) -> list[jax.Array]:
+    """Results with their axis of rows at `place`, sharded along it as the operands are
+    along theirs. JAX wants that of all values of a `vmap`, if a mesh axis is explicit.
+    """
+    pairs = zip(operands, dims, strict=True)
+    row, dim = next((x, d) for x, d in pairs if d is not None)
+    sharding = _core.typeof(row).sharding
+    if (axis := sharding.spec[dim]) is None:
+        return list(results)
+    wanted = jax.NamedSharding(sharding.mesh, jax.P(*(None,) * place, axis))
+    return [jax.sharding.reshard(x, wanted) for x in results]
+
+
 def replicated(value: jax.Array) -> jax.Array:
     """`value`, whole on each device, if explicit mesh axes shard it."""
     sharding = _core.typeof(value).sharding

@@ -70,7 +70,9 @@ def batch(
         return batch_by_rule(method, trees, operands, dims, size)
     flags = [d is not None for d in dims]
     if method in WHOLE:
-        return _batch_whole(bind, in_front(operands, dims), flags, size, params)
+        outs = _batch_whole(bind, in_front(operands, dims), flags, size, params)
+        outs = _jax.rows_sharded_alike(outs, operands, dims)
+        return outs, (0,) * len(outs)
     # A vmap that is applied later is the outer one, so its axis is first in the grid.
     before = params.batched or ((),) * len(operands)
     place = len(params.grid) if innermost else 0
@@ -81,6 +83,7 @@ def batch(
         batched.append((*has[:place], d is not None, *has[place:]))
     grid = (*params.grid[:place], size, *params.grid[place:])
     outs = bind(*moved, params=replace(params, grid=grid, batched=tuple(batched)))
+    outs = _jax.rows_sharded_alike(outs, operands, dims, place)
     return outs, (place,) * len(outs)
 
 
@@ -90,7 +93,7 @@ def _batch_whole(
     flags: list[bool],
     size: int,
     params: CallParams,
-) -> Batched:
+) -> list[jax.Array]:
     method, levels = params.options.vmap_method, params.levels
     if method == "legacy_vectorized" and params.masked and flags[0]:
         raise BatchingError(
@@ -116,8 +119,7 @@ def _batch_whole(
         else:
             widened.append(jnp.broadcast_to(x, (size, *jnp.shape(x))))
     avals = tuple(a.update(shape=(size, *a.shape)) for a in params.avals)
-    outs = bind(*widened, params=replace(params, avals=avals, levels=levels + 1))
-    return outs, (0,) * len(outs)
+    return bind(*widened, params=replace(params, avals=avals, levels=levels + 1))
 
 
 def _widen_mask(mask: jax.Array, flag: bool, levels: int) -> jax.Array:
