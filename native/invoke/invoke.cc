@@ -382,23 +382,38 @@ Ref ListOfKept(const ActiveCall& call) {
   return Ref::Steal(list.release().ptr());
 }
 
-std::string TakeError(const Plan& plan, const ActiveCall& call) {
-  plan.counters->mine().errors.Add(1);
+namespace {
+
+// The exception that is set, with its traceback, which it clears; null if none is.
+Ref TakeRaised() {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
-  if (value == nullptr) return "hostcall: a call failed without an error message";
-  if (trace != nullptr) PyException_SetTraceback(value, trace);
-  Ref held_type = Ref::Steal(type), held = Ref::Steal(value),
-      held_trace = Ref::Steal(trace);
+  if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
+  Ref held_type = Ref::Steal(type), held_trace = Ref::Steal(trace);
+  return Ref::Steal(value);
+}
+
+}  // namespace
+
+std::string TakeError(const Plan& plan, const ActiveCall& call) {
+  plan.counters->mine().errors.Add(1);
+  const Ref raised = TakeRaised();
+  if (!raised) return "hostcall: a call failed without an error message";
   const nb::object row = nb::tuple(nb::cast(call.failed_row));
-  Ref text = Ask(plan.info, "on_error", held, plan.info, row.ptr());
+  Ref text = Ask(plan.info, "on_error", raised, plan.info, row.ptr());
+  if (!text) {
+    // Ctrl-C may come while a failure is reported, and the exception's own methods
+    // run then. What they raise is reported in its place.
+    if (const Ref newer = TakeRaised()) {
+      text = Ask(plan.info, "on_error", newer, plan.info, row.ptr());
+    }
+  }
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) {
     PyErr_WriteUnraisable(plan.info.get());
     return std::string("hostcall: a callback failed with ") +
-           (held ? Py_TYPE(held.get())->tp_name : "an error") +
-           ", and reporting it failed too";
+           Py_TYPE(raised.get())->tp_name + ", and reporting it failed too";
   }
   return utf8;
 }

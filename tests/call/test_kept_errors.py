@@ -269,6 +269,26 @@ def test_an_error_whose_text_can_not_be_made():
             call(fail, np.float32(1), lend=lend)
 
 
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_what_stops_the_process_while_a_failure_is_reported(stop):
+    """As Ctrl-C may: it comes where the exception's text is made."""
+
+    class Slow(ValueError):
+        def __str__(self):
+            raise stop(3)
+
+    def fail(x):
+        raise Slow
+
+    for order in ("pure", "unordered", "ordered"):
+        with pytest.raises(stop):
+            jax.block_until_ready(jax.jit(lambda x, o=order: call(fail, x, order=o))(1))
+            hc.barrier()
+    jax.jit(lambda x: hc.tap(fail, x))(1.0)
+    with pytest.raises(stop):
+        hc.barrier()
+
+
 def test_a_barrier_passes_over_a_failed_array_that_was_seen():
     """A traceback that somebody keeps also keeps the arrays in its frames."""
 

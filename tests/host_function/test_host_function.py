@@ -269,10 +269,15 @@ def test_errors_of_options():
         hc.host(3, result=hc.results.like(0))
     with pytest.raises(hc.errors.SpecError, match="only string it takes is 'infer'"):
         hc.host(plain, result="same")
-    with pytest.raises(hc.errors.SpecError, match="nondiff="):
-        hc.host(plain, result=hc.results.like(0), nondiff=("x",))
-    with pytest.raises(hc.errors.SpecError, match="order="):
-        hc.host(plain, result=hc.results.like(0), order="some")
+    for nondiff in (("x",), 1.5, None, [True]):
+        with pytest.raises(hc.errors.SpecError, match="nondiff="):
+            hc.host(plain, result=hc.results.like(0), nondiff=nondiff)
+    for order in ("some", np.ones(3)):
+        with pytest.raises(hc.errors.SpecError, match="order="):
+            hc.host(plain, result=hc.results.like(0), order=order)
+    for name in (5, np.ones(2)):
+        with pytest.raises(hc.errors.SpecError, match="name="):
+            hc.host(plain, result=hc.results.like(0), name=name)
     with pytest.raises(hc.errors.SpecError, match="should be 'host'"):
         hc.host(plain, result=hc.results.like(0)).defjvp(plain, where="gpu")
     with pytest.raises(hc.errors.SpecError, match="wants a function"):

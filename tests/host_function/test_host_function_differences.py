@@ -262,3 +262,15 @@ def test_complex_results_of_a_function_with_a_jacobian():
     x = jax.numpy.array([1.0, 2.0])
     _, dots = jax.jvp(f, (x,), (jax.numpy.ones(2),))
     np.testing.assert_allclose(dots, [1 + 2j, 1 + 2j], rtol=1e-3)
+
+
+def test_complex_arguments_are_refused_by_name():
+    scaled = lambda x, z: x * z.real
+    f = hc.derivatives.finite_difference(hc.host(scaled, result=hc.results.like(0)))
+    z = np.complex64(1 + 2j)
+    text = r"args\[1\] of `<lambda>` is complex.* give hc.host nondiff=1"
+    with pytest.raises(hc.errors.DerivativeError, match=text), hc.reraise():
+        jax.grad(f)(2.0, z)
+    g = hc.host(scaled, result=hc.results.like(0), nondiff=1)
+    slope = jax.grad(hc.derivatives.finite_difference(g))(2.0, z)
+    np.testing.assert_allclose(slope, 1, rtol=1e-5)

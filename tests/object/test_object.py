@@ -811,6 +811,10 @@ class Fly:
     def land(self):
         pass
 
+    @property
+    def height(self):
+        raise RuntimeError("no altimeter is there")
+
 
 def used(use, factory=Walk, **options):
     def run():

@@ -227,6 +227,33 @@ def test_host_code_sees_the_callers_context(name, mode):
             seen.clear()
 
 
+class Problems(ValueError):
+    """Counts what is wrong: of no problem, its truth is False."""
+
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize("kind", [Problems, StopIteration])
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_any_exception_within_a_limit_is_raised_itself(mode, kind):
+    def fails(*args):
+        raise kind("mine")
+
+    f = mode(hc.host(fails, result=SCALAR, timeout=HANG_SECONDS))
+    with pytest.raises(kind, match="mine"), hc.reraise():
+        f(1.0)
+
+    def source():
+        yield np.float32(1)
+        raise Problems
+
+    feed = hc.feed(source)
+    feed()
+    with pytest.raises(Problems), hc.reraise():
+        mode(feed)()
+
+
 def test_a_failure_within_a_limit_is_in_no_cycle():
     seen = []
 

@@ -105,6 +105,9 @@ def test_what_a_killed_process_wrote_of_an_array(count, tmp_path):
             rec.flush()
     with open(path, "r+b") as stream:
         stream.truncate(sizes[count] + 100)
+    if count == 0:
+        with pytest.raises(hc.errors.HostcallError, match="before its first whole en"):
+            hc.tools.read(tmp_path / "run").array("x")
     with hc.Recorder(tmp_path / "run") as rec:
         rec(step=8, x=jnp.full(20, 9))
     steps, values = hc.tools.read(tmp_path / "run").array("x")

@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 logger = logging.getLogger("hostcall")
 
@@ -59,6 +61,19 @@ def ended(future: futures.Future[Any]) -> Done:
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     return done.wait
+
+
+def result_of(future: futures.Future[T]) -> T:
+    """The result of one that has ended. `Future.result` would lose an error whose truth
+    is False, as that of one which counts what is wrong may be.
+    """
+    error = future.exception()
+    if error is None:
+        return future.result()
+    try:
+        raise error
+    finally:
+        del error, future  # breaks the cycle error -> this frame -> error
 
 
 def over(thread: threading.Thread) -> Done:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.errors import SpecError, conflict
+from hostcall._core.errors import DerivativeError, SpecError, conflict
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like
@@ -53,6 +53,8 @@ def finite_difference(
     Raises:
         SpecError: `f` is not a HostFunction, has a derivative rule already, or `step`
             is wrong.
+        DerivativeError: an argument that is not in `nondiff` is complex (raised when a
+            derivative runs).
 
     Under transformations: as `HostFunction.defjacobian`: both modes, first order only.
 
@@ -139,6 +141,15 @@ class _Point:
         self.leaves, self._tree = tree.tree_flatten(wide)
         positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
         still = among(self._function.nondiff, len(wide))
+        for leaf, position in zip(self.leaves, positions, strict=True):
+            if position not in still and np.iscomplexobj(leaf):
+                raise DerivativeError(
+                    "hostcall: hc.derivatives.finite_difference wants real arguments,"
+                    f" and args[{position}] of `{self._function.__name__}` is complex."
+                    f" If nothing is differentiated by it, give hc.host"
+                    f" nondiff={position}; else pass its real and imaginary parts, or"
+                    " write a rule"
+                )
         floats = [np.asarray(x).dtype == np.float64 for x in self.leaves]
         moving = pick(enumerate(positions), floats)
         self.moving = {n: position for n, position in moving if position not in still}

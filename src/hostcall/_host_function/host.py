@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
@@ -188,11 +188,14 @@ def host(
     options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(host, **options)
-    shown = name or check_function(fn, "hc.host(fn, result=...)", awaits=True).name
-    options["nondiff"] = checked(shown, result, nondiff)
-    if order == "pure" and not jax.tree.leaves(result):
+    shown = check_function(fn, "hc.host(fn, result=...)", awaits=True).name
+    if name is not None and not isinstance(name, str):
+        raise wrong("name", f"`{shown}`", "a text", name)
+    options["nondiff"] = checked(shown := name or shown, result, nondiff)
+    made = HostFunction(fn, **options)
+    if made.options.order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
-    return HostFunction(fn, **options)
+    return made
 
 
 def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -204,7 +207,7 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
             " hc.results.same_tree(i) or hc.results.elementwise",
             code="hc-result-spec",
         )
-    positions = (nondiff,) if isinstance(nondiff, int) else tuple(nondiff)
-    if not all(isinstance(n, int) for n in positions):
+    positions = tuple(nondiff) if isinstance(nondiff, Iterable) else (nondiff,)
+    if not all(type(n) is int for n in positions):
         raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
     return positions

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.wait import result_of
 
 logger = logging.getLogger("hostcall")
 
@@ -194,7 +195,7 @@ class Workers:
 
 def _outcome(task: futures.Future[Any]) -> tuple[Any, Any]:
     try:
-        return task.result(), None
+        return result_of(task), None
     except BaseException as error:
         return None, error
 

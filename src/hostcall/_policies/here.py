@@ -7,13 +7,13 @@ import functools
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from hostcall._core.daemon import limited
 from hostcall._core.source import PACKAGE
-from hostcall._core.wait import ended, wait
+from hostcall._core.wait import ended, result_of, wait
 from hostcall._policies.layer import Bound, Row, Site
 from hostcall._runtime import workers
 
@@ -47,14 +47,16 @@ class OnThread:
         worker = list[int]()
         context = contextvars.copy_context()
 
-        def each() -> Iterator[Any]:
+        def each() -> list[Any]:
+            results = []
             for number, (args, kwargs) in enumerate(rows):
                 workers.answer_here(functools.partial(here, number))
-                yield bound.fn(*args, **kwargs)
+                results.append(bound.fn(*args, **kwargs))
+            return results
 
         def job() -> list[Any]:
             worker.append(threading.get_ident())
-            return bound.settings.run(context.run, list, each())  # type: ignore[no-any-return]
+            return bound.settings.run(context.run, each)  # type: ignore[no-any-return]
 
         waiting = threading.get_ident()
         # Before the function begins: from then on hc.monitor.status() shows its stack.
@@ -64,7 +66,7 @@ class OnThread:
             outcome = limited.submit(job)
             if not wait(ended(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
-            return outcome.result()  # type: ignore[no-any-return]
+            return result_of(outcome)  # type: ignore[no-any-return]
         finally:
             workers.delegates.pop(waiting, None)
             outcome = None  # breaks the cycle error -> this frame -> outcome -> error

@@ -42,7 +42,7 @@ from hostcall._core.daemon import Job, daemon, fulfil, start
 from hostcall._core.errors import FeedEndError, FeedError, counted
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
-from hostcall._core.wait import ended, over, wait
+from hostcall._core.wait import ended, over, result_of, wait
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
 
@@ -236,7 +236,7 @@ class Puller(Owned):
         try:
             self.check_open()
             wait(ended(future), look=self.check_open)
-            return future.result()
+            return result_of(future)
         finally:
             future.cancel()  # Ctrl-C: unless the thread has taken it
 
@@ -426,7 +426,9 @@ class Puller(Owned):
         number, said = failures.store(error), failures.summary(error)
 
         def failure() -> BaseException:
-            return failures.kept(number) or FeedError(
+            if (found := failures.kept(number)) is not None:
+                return found
+            return FeedError(
                 f"hostcall: the source of the feed `{self.name}` has failed before with"
                 f" {said}. It gives nothing until reset() or restore() is called"
             )

@@ -102,6 +102,8 @@ class Run:
             names, below = self.arrays, self.folder / "arrays" / name
             paths = arrow.paths(below) if name in names else []
             parts = [part for path in paths if (part := _blocks(path))]
+            if paths and not parts:
+                raise failed(f"{below} was cut off before its first whole entry")
             if not parts:
                 raise failed(
                     f"{self.folder} has no array {name!r}. It has: "

@@ -777,7 +777,13 @@ def _said(batch: Batch) -> str:
 
 
 def _lacks(name: str, method: str, value: object) -> HostcallError:
-    has = [n for n in dir(value) if n[0] != "_" and callable(getattr(value, n, None))]
+    # Looked up without running the user's properties.
+    found = {n: inspect.getattr_static(value, n, None) for n in dir(value)}
+    has = [
+        n
+        for n, thing in found.items()
+        if n[0] != "_" and (callable(thing) or isinstance(thing, classmethod))
+    ]
     return HostcallError(
         f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
         f" a {type(value).__name__}, which has no such method. Its methods are:"

@@ -91,11 +91,13 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
 
 
 def _array(name: str, leaf: object) -> jax.Array:
-    if ADDED.fullmatch(name) or "/" in name or name.startswith("."):
+    text = name.encode("utf-8", "replace")  # a lone surrogate becomes "?"
+    is_name = text.decode() == name and len(text) <= 255 and not {"/", "\0"} & {*name}
+    if ADDED.fullmatch(name) or not is_name or name.startswith("."):
         raise wrong(
             f"a recorder can't store a value under the name {name!r}. It adds the"
             " columns time, process, device and row itself, and names of arrays are"
-            " names of folders"
+            " names of folders, of 255 bytes at most"
         )
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
