@@ -151,14 +151,14 @@ def _is_in_reducer() -> bool:
     frame = inspect.currentframe()
     while frame is not None and (caller := frame.f_back) is not None:
         lowers = frame.f_code is _mlir.jaxpr_subcomp.__code__
-        if lowers and any(caller.f_globals is vars(m) for m in _OF_REDUCERS):
+        if lowers and id(caller.f_globals) in _OF_REDUCERS:
             return True
         frame = caller
     return False
 
 
-# JAX's modules that lower a function which XLA applies to single elements.
-_OF_REDUCERS = (_lax, _slicing, _windowed_reductions)
+# The names of JAX's modules that lower a function which XLA applies to single elements.
+_OF_REDUCERS = {id(vars(m)) for m in (_lax, _slicing, _windowed_reductions)}
 
 
 def record_of(ctx: LoweringContext, name: str) -> dict[Any, Any]:

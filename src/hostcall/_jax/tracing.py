@@ -43,9 +43,9 @@ aval_of = _core.typeof
 traces_nothing = _core.trace_state_clean
 
 
-def are_values(operands: Sequence[object]) -> bool:
-    """Whether JAX would compute with these operands now, and take them as they are."""
-    return traces_nothing() and all(type(x) is _ArrayImpl for x in operands)
+def are_arrays(operands: Sequence[object]) -> bool:
+    """Whether JAX would take these operands as they are, and knows their values."""
+    return all(type(x) is _ArrayImpl for x in operands)
 
 
 def is_staged() -> bool:

@@ -43,6 +43,7 @@ def make(
     params = CallParams(callback=callback, avals=avals, masked=mask is not None)
     if mask is not None:
         given = mask, *operands
-    if _jax.are_values(given):  # JAX's `bind` would take 20 us more
+    if _jax.traces_nothing() and _jax.are_arrays(given):
+        # JAX's `bind` would take 20 us more.
         return run_and_keep(*given, params=params)
     return bind(*given, params=params)
