@@ -406,6 +406,10 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
     // Ctrl-C may come while a failure is reported, and the exception's own methods
     // run then. What they raise is reported in its place.
     if (const Ref newer = TakeRaised()) {
+      Ref before = Ref::Steal(PyException_GetContext(newer.get()));
+      if (!before && newer.get() != raised.get()) {
+        PyException_SetContext(newer.get(), Py_NewRef(raised.get()));
+      }
       text = Ask(plan.info, "on_error", newer, plan.info, row.ptr());
     }
   }

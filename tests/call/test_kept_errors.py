@@ -132,6 +132,59 @@ def test_older_failures_keep_their_lines():
         assert "in fails\n    raise Mine(f" in "".join(lines)
 
 
+def odd():
+    """Exceptions that are hard to keep: ones whose class answers for the traceback, and
+    one of a function that says nothing of its lines.
+    """
+
+    class Answers(ValueError):
+        __traceback__ = 5
+
+        def with_traceback(self, trace):
+            raise AssertionError
+
+    def plain(x):
+        raise Answers
+
+    def bare(x):
+        raise Mine
+
+    bare.__code__ = bare.__code__.replace(co_linetable=b"")
+    return plain, bare
+
+
+@pytest.mark.parametrize("fail", odd(), ids=lambda fail: fail.__name__)
+def test_a_failure_after_one_that_is_hard_to_keep(fail):
+    def next_one(x):
+        raise LookupError("the next")
+
+    for fn in (fail, next_one):
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            jax.block_until_ready(jax.jit(lambda x, fn=fn: call(fn, x))(1.0))
+    assert "LookupError: the next" in str(caught.value)
+    assert repr(hc.errors.last_error()) == "LookupError('the next')"
+
+
+def test_a_failure_that_passes_through_a_callback_is_kept():
+    """An eager call gave it to the callback, which let it pass."""
+
+    def inner(x):
+        raise Mine("inner")
+
+    def outer(x):
+        return call(inner, x)
+
+    def report(fn):
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            jax.block_until_ready(jax.jit(lambda x: call(fn, x))(1.0))
+        return caught.value
+
+    first = report(outer)
+    report(lambda x: [][0])
+    with pytest.raises(Mine, match="inner"), hc.reraise():
+        raise first
+
+
 def said(error, command):
     """What the debugger prints in the innermost frame of an exception."""
     out = io.StringIO()
@@ -281,9 +334,10 @@ def test_what_stops_the_process_while_a_failure_is_reported(stop):
         raise Slow
 
     for order in ("pure", "unordered", "ordered"):
-        with pytest.raises(stop):
+        with pytest.raises(stop) as caught:
             jax.block_until_ready(jax.jit(lambda x, o=order: call(fail, x, order=o))(1))
             hc.barrier()
+        assert isinstance(caught.value.__context__, Slow)
     jax.jit(lambda x: hc.tap(fail, x))(1.0)
     with pytest.raises(stop):
         hc.barrier()

@@ -269,7 +269,7 @@ def test_errors_of_options():
         hc.host(3, result=hc.results.like(0))
     with pytest.raises(hc.errors.SpecError, match="only string it takes is 'infer'"):
         hc.host(plain, result="same")
-    for nondiff in (("x",), 1.5, None, [True]):
+    for nondiff in (("x",), 1.5, None, [True], np.array(0)):
         with pytest.raises(hc.errors.SpecError, match="nondiff="):
             hc.host(plain, result=hc.results.like(0), nondiff=nondiff)
     for order in ("some", np.ones(3)):

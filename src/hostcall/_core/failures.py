@@ -53,15 +53,16 @@ class _KeptError:
             arrived, a weak reference to it, or a copy without frames if its type (one
             written in C) allows no weak references.
         own: those of its chain that belong to the callback, with their tracebacks.
-        handed_over: the user has the object itself, so its frames must stay.
-        since: when it was raised last.
+        handed_over: the user has the object itself, and it was not raised again since
+            then. So its frames must stay.
+        since: when it was raised first.
     """
 
     __slots__ = ("exception", "handed_over", "own", "since")
 
     def __init__(self, exception: BaseException) -> None:
         self.exception: Any = exception
-        self.handed_over, self.since = False, 0.0
+        self.handed_over, self.since = False, time.monotonic()
         self.own: list[tuple[BaseException, TracebackType]] = []
 
     def get(self) -> BaseException | None:
@@ -80,7 +81,7 @@ class _KeptError:
                 own, self.exception = [], _without_frames(self.get())
         for error, trace in own:
             frames.clear_values(trace)
-            frames.keep_lines(error)
+            frames.keep_lines(error, trace)
 
 
 class _Known(Guarded):
@@ -135,13 +136,13 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
     with mine.lock:
         before = mine.kept.get(mine.last)
         # What a feed's source raised comes again from each program that asks the feed.
-        same = (k for k in mine.kept.values() if k.exception is exception)
+        # `list` makes a copy in one step: a signal handler may come back here.
+        same = (k for k in list(mine.kept.values()) if k.exception is exception)
         kept = next(same, None) or _KeptError(exception)
-        kept.since, kept.own = time.monotonic(), own
-        kept.handed_over |= handed_over
+        kept.own, kept.handed_over = own, handed_over
         number = mine.last = mine.last + 1
         mine.kept[number] = kept
-        while mine.keeps_too_many(kept.since):
+        while mine.keeps_too_many(time.monotonic()):
             gone.append(mine.kept.popitem(last=False))
     # Outside the lock: emptying frames, and dropping `gone`, may run the user's
     # destructors, which may come back here.
@@ -153,8 +154,8 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
 def hand_over(exception: BaseException) -> None:
     """Notes that the user gets this object, if it is a kept one."""
     with _failures.lock:
-        same = (n for n, k in _failures.kept.items() if k.exception is exception)
-        number = next(same, None)
+        every = list(_failures.kept.items())
+        number = next((n for n, k in every if k.exception is exception), None)
     if number is not None:
         _handed_over(number)
 
@@ -283,7 +284,7 @@ def kept(number: int) -> BaseException | None:
 def is_kept(error: BaseException) -> bool:
     """Whether a callback raised this object."""
     with _failures.lock:
-        return any(kept.get() is error for kept in _failures.kept.values())
+        return any(kept.get() is error for kept in list(_failures.kept.values()))
 
 
 def last_error() -> BaseException | None:

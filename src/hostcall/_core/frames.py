@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -44,13 +43,17 @@ def own_tracebacks(
     exception: BaseException,
 ) -> list[tuple[BaseException, TracebackType]]:
     """An exception that has just left a callback, and its chain, with the tracebacks
-    that they have by now.
+    that they have now.
 
     The callback may run on the dispatching thread while that thread handles another
     exception. Python chains that one as a context, but its frames belong to the caller.
     """
     found = chained(exception, around=sys.exception())
-    return [(e, trace) for e in found if (trace := e.__traceback__) is not None]
+    return [(e, trace) for e in found if (trace := _traceback_of(e)) is not None]
+
+
+# An exception's class may have an attribute of that name.
+_traceback_of = vars(BaseException)["__traceback__"].__get__
 
 
 def ended(trace: TracebackType | None) -> list[FrameType]:
@@ -72,31 +75,32 @@ def clear_values(trace: TracebackType | None) -> None:
             frame.clear()
 
 
-def keep_lines(error: BaseException) -> None:
-    """Gives an exception the lines of its traceback in place of the traceback.
+def keep_lines(error: BaseException, trace: TracebackType) -> None:
+    """Gives an exception that has this traceback its lines in place of it.
 
     Each frame keeps the one that called it, with its values: a callback's outermost
-    frame those of the program's callers, after they have ended too.
+    frame those of the program's callers, after they have ended too. So the lines are in
+    frames of generators that never run, which hold nothing.
     """
     lines = None
-    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+    for frame, line in reversed([*traceback.walk_tb(trace)]):
         code, names = frame.f_code, frame.f_globals
-        bare = _bare.__code__.replace(
+        bare = _BARE.replace(
             co_filename=code.co_filename,
             co_name=code.co_name,
             co_qualname=code.co_qualname,
-            co_firstlineno=line,
+            co_firstlineno=line or 1,  # made code may have none
         )
         # Of these, linecache finds the text of a line that is in no file.
-        known = {k: v for k, v in names.items() if k in ("__name__", "__loader__")}
+        known: dict[str, Any]
+        known = {k: names[k] for k in ("__name__", "__loader__") if k in names}
         made = FunctionType(bare, known)().gi_frame
-        lines = TracebackType(lines, made, 0, line)  # it stands at its first line
-    BaseException.with_traceback(error, lines)
+        lines = TracebackType(lines, made, 0, line or 1)  # it is at its first line
+    if _traceback_of(error) is trace:  # else somebody has raised it since
+        BaseException.with_traceback(error, lines)
 
 
-def _bare() -> Iterator[None]:
-    """Its frame has no values, and no caller, since it never runs."""
-    yield
+_BARE = (lambda: (yield)).__code__
 
 
 def let_go(error: BaseException) -> None:

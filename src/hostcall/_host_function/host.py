@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
@@ -191,7 +191,8 @@ def host(
     shown = check_function(fn, "hc.host(fn, result=...)", awaits=True).name
     if name is not None and not isinstance(name, str):
         raise wrong("name", f"`{shown}`", "a text", name)
-    options["nondiff"] = checked(shown := name or shown, result, nondiff)
+    shown = name or shown
+    options["nondiff"] = checked(shown, result, nondiff)
     made = HostFunction(fn, **options)
     if made.options.order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
@@ -207,7 +208,7 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
             " hc.results.same_tree(i) or hc.results.elementwise",
             code="hc-result-spec",
         )
-    positions = tuple(nondiff) if isinstance(nondiff, Iterable) else (nondiff,)
+    positions = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
     if not all(type(n) is int for n in positions):
         raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
-    return positions
+    return tuple(positions)

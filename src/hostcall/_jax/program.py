@@ -47,8 +47,9 @@ class Program(NamedTuple):
         across: whether other processes run it too. Where the devices are not known,
             any program over several devices in a job of several processes counts.
         is_symbolic: whether sizes of its shapes may have names.
-        in_reducer: whether the equation is in the function of a reduction, a scatter or
-            a sort. XLA's compiler aborts the process for a custom call there.
+        in_reducer: whether the equation is in the function of a reduction or a scatter.
+            XLA's compiler aborts the process for a custom call there. Not seen if an
+            inner jit there is one that JAX has lowered outside before.
         keep_alive: keeps what it gets alive as long as the executable of the program.
         equal_calls: how many calls of each kind it has so far.
     """
@@ -157,7 +158,7 @@ def _is_in_reducer() -> bool:
     return False
 
 
-# The names of JAX's modules that lower a function which XLA applies to single elements.
+# JAX's modules, by their names, that lower what XLA applies to single elements.
 _OF_REDUCERS = {id(vars(m)) for m in (_lax, _slicing, _windowed_reductions)}
 
 

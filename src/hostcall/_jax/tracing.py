@@ -276,7 +276,7 @@ def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
     """
     spec = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
-    return mapped(*values)  # type: ignore[no-any-return]
+    return mapped(*map(replicated, values))  # type: ignore[no-any-return]
 
 
 # --- For host_callback: _compat/removed_module.py, _compat/outside_call.py ------------
