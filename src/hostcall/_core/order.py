@@ -73,7 +73,8 @@ def _heal(effect: Effect, token: Token | None) -> None:
     # JAX's own effects are those of drop-ins, and of JAX's own callbacks.
     if isinstance(effect, CallEffect) or failures.number_in(failure):
         _jax.forget_tokens([token])
-        logger.error("ordered calls continue after a failed program: %s", failure)
+        said = str(failure)  # a handler may keep what it gets
+        logger.error("ordered calls continue after a failed program: %s", said)
 
 
 _jax.wrap_dispatches(failures.looking)

@@ -109,7 +109,7 @@ def go_on_after_failures(word: str) -> None:
     """Logs the failed programs after which an ordered call or tap is made."""
     for failure in failures.failures_of_effects():
         text = "an ordered %s continues after a failed program: %s"
-        logger.error(text, word, failure)
+        logger.error(text, word, str(failure))  # a handler may keep what it gets
 
 
 def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:
