@@ -30,6 +30,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Collection
 from concurrent import futures
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -263,7 +264,7 @@ class MultiprocessingPool(Workers):
         self._since: float | None = None  # when a worker was first found missing
         self._begun_last: dict[int, int] = {}
         if by_name(pool):
-            self._seen = {w.pid: w for w in list(pool._pool) if w.exitcode is None}
+            self._seen = {w.pid: w for w in list(pool._pool) if not _ended(w)}
 
     def count(self) -> int | None:
         return getattr(self._given, "_processes", None)
@@ -296,14 +297,15 @@ class MultiprocessingPool(Workers):
         if self._seen is None:
             return ""
         self._seen.update((worker.pid, worker) for worker in list(self._given._pool))
-        alive = {pid for pid, one in self._seen.items() if one.exitcode is None}
+        alive = {pid for pid, one in self._seen.items() if not _ended(one)}
         begun = self._begun()
         mine = [begun[start] for start in unfinished if start in begun]
         lost = [pid for pid in mine if pid not in alive]
         if not mine:
             # A worker may have died after it took a task and before it wrote that into
             # the leash.
-            lost = [pid for pid, worker in self._seen.items() if worker.exitcode]
+            gone = {pid: one for pid, one in self._seen.items() if _ended(one)}
+            lost = [pid for pid, worker in gone.items() if worker.exitcode]
         if not lost:
             self._since = None
             return ""
@@ -316,6 +318,13 @@ class MultiprocessingPool(Workers):
             return f"process {lost[0]}"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"process {lost[0]}, {how}"
+
+
+def _ended(worker: Any) -> bool:
+    """Whether a process has ended, without asking for its exit code: of two threads
+    that do so at once, and the pool has one, a forkserver's process gives one 255.
+    """
+    return bool(connection.wait([worker.sentinel], 0))
 
 
 def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
