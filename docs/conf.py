@@ -96,7 +96,12 @@ nb_mime_priority_overrides = [
     ("html", "text/plain", None),
     ("html", "application/vnd.jupyter.widget-view+json", None),
 ]
-suppress_warnings = ["mystnb.mime_priority"]  # values, which are left out
+suppress_warnings = [
+    "mystnb.mime_priority",  # values, which are left out
+    # It looks for spaces in the whole path, such as that of the checkout. Names of the
+    # gallery's files have none.
+    "sphinx_gallery.space_in_filename",
+]
 nb_ipywidgets_js = {}
 myst_heading_anchors = 3
 mermaid_height = "auto"
