@@ -183,7 +183,7 @@ fuzz: $(VENV)/.installed
 	for name in prints specs buffers exports records stacks; do \
 	  $(BIN)/python -m fuzz $$name --seconds $(SECONDS) || exit 1; \
 	done
-	$(MAKE) -C fuzz/native run PYTHON=$(abspath $(BIN)/python) SECONDS=$(SECONDS)
+	$(MAKE) -C fuzz/native run PYTHON="$(abspath $(BIN)/python)" SECONDS=$(SECONDS)
 
 COVERAGE := .venv-coverage
 coverage:
@@ -225,7 +225,7 @@ ports: $(TOOLS)/.made
 test-arm: $(TOOLS)/.made
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check ziglang
 	$(MAKE) -C tests/native run KINDS=plain BUILD=../../build/native-arm \
-	  CXX="$(abspath $(TOOLS))/bin/python -m ziglang c++ -target aarch64-linux-gnu.2.28" \
+	  CXX="../../$(TOOLS)/bin/python -m ziglang c++ -target aarch64-linux-gnu.2.28" \
 	  RUN="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 wheels: $(TOOLS)/.made

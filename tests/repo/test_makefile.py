@@ -44,6 +44,31 @@ def test_a_command_that_compiles_says_so_first():
     assert "minutes" in done.stdout
 
 
+def test_paths_with_spaces_are_quoted(tmp_path):
+    """Those that begin with the folder of the checkout. The makefile of the tests of
+    native/ takes CXX as words, so its path is relative.
+    """
+    for name in ("Makefile", "fuzz/native/Makefile"):
+        text = (ROOT / name).read_text()
+        for line in re.findall(r"^.*\$\((?:abspath |CURDIR|XLA\)).*$", text, re.M):
+            found = re.findall(r"(\S?)\$\((?:abspath |CURDIR|XLA\))", line)
+            assert set(found) == {'"'}, line
+        for line in re.findall(r"^.*CXX=.*$", text, re.M):
+            assert "abspath" not in line, line
+    if shutil.which("make"):
+        python = tmp_path / "a folder" / "python"
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\necho "{python.parent}/include"\n')
+        python.chmod(0o755)
+        planned = subprocess.run(
+            ["make", "-n", "-B", "-C", ROOT / "fuzz/native", "all", f"PYTHON={python}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert f'-isystem "{python.parent}/include"' in planned.stdout, planned.stderr
+
+
 # --- Mermaid, which npm brings for `make docs` -----------------------------------------
 
 MERMAID = "build/static/mermaid/mermaid.esm.min.mjs"
