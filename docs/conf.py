@@ -30,6 +30,7 @@ extensions = [
     "docstrings",
     "head",
     "offline",
+    "paths",
     "pictures",
     "words",
     "sphinx_gallery.gen_gallery",
@@ -96,12 +97,7 @@ nb_mime_priority_overrides = [
     ("html", "text/plain", None),
     ("html", "application/vnd.jupyter.widget-view+json", None),
 ]
-suppress_warnings = [
-    "mystnb.mime_priority",  # values, which are left out
-    # It looks for spaces in the whole path, such as that of the checkout. Names of the
-    # gallery's files have none.
-    "sphinx_gallery.space_in_filename",
-]
+suppress_warnings = ["mystnb.mime_priority"]  # values, which are left out
 nb_ipywidgets_js = {}
 myst_heading_anchors = 3
 mermaid_height = "auto"

@@ -68,7 +68,7 @@ def test_there_are_programs():
         "plot_trajectory",
     }
     assert {path.name for path in GALLERY.glob("*.py")} == {p.name for p in PROGRAMS}
-    # Links to them would break; docs/conf.py silences the warning of the site's build.
+    # Links to them would break; docs/_ext/paths.py silences a warning.
     assert not any(re.search(r"\s", path.name) for path in PROGRAMS)
 
 
