@@ -8,8 +8,8 @@
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
 # make test-chips  compiles every face for H100s and TPUs, without such a chip
 # make docs    build the site into build/site: its gallery runs, and the programs of pages
-#               that show something; a warning is an error. Its search is asked forty questions.
-#               What ran on the same code is kept for the next time
+#               that show something; a warning is an error. Its search is asked what readers
+#               ask. What ran on the same code is kept for the next time
 # make docs-links  after that: ask the hosts of the site's external links
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
@@ -117,20 +117,24 @@ $(SITE)/.installed: $(filter-out README.md,$(SOURCES))
 	  cmake ninja $$($(SITE)/bin/python -c 'import tomllib; print( \
 	  *tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
 	$(SITE)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
-	  --no-build-isolation -C build-dir=build/docs ".[demo,test,docs]"
+	  --no-build-isolation --config-settings=build-dir=build/docs ".[demo,test,docs]"
 	@touch $@
 
-docs: $(SITE)/.installed
-	test -e build/static/mermaid/mermaid.esm.min.mjs || $(MAKE) build/static/mermaid
+# The file is the target, not its folder, which a download that failed may have left. npm
+# says why it fails, and the file appears only when all that it loads is beside it.
+MERMAID := build/static/mermaid/mermaid.esm.min.mjs
+$(MERMAID): | $(SITE)/.installed
+	rm -rf build/mermaid $(@D)
+	mkdir -p build/mermaid $(dir $(@D))
+	cd build/mermaid && PATH="$(CURDIR)/$(SITE)/bin:$$PATH" npm pack --loglevel=error mermaid@11
+	tar -xzf build/mermaid/mermaid-11*.tgz -C build/mermaid --wildcards \
+	  package/dist/mermaid.esm.min.mjs "package/dist/chunks/mermaid.esm.min/*.mjs"
+	mv build/mermaid/package/dist $(@D)
+
+docs: $(SITE)/.installed $(MERMAID)
 	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" \
 	  $(SITE)/bin/python -m sphinx -W --keep-going -j 2 -b html docs build/site
 	HOSTCALL_SITE=build/site $(SITE)/bin/python -m pytest -q tests/repo/test_search.py
-
-build/static/mermaid:
-	mkdir -p $@
-	cd build && PATH="$(CURDIR)/$(SITE)/bin:$$PATH" npm pack --silent mermaid@11
-	tar -xzf build/mermaid-11*.tgz -C $@ --strip-components=2 --wildcards \
-	  package/dist/mermaid.esm.min.mjs "package/dist/chunks/mermaid.esm.min/*.mjs"
 
 docs-links:
 	$(SITE)/bin/python -m sphinx -q -D nb_execution_mode=off -b linkcheck docs build/links
@@ -179,7 +183,7 @@ fuzz: $(VENV)/.installed
 	for name in prints specs buffers exports records stacks; do \
 	  $(BIN)/python -m fuzz $$name --seconds $(SECONDS) || exit 1; \
 	done
-	$(MAKE) -C fuzz/native run PYTHON=$(abspath $(BIN)/python) SECONDS=$(SECONDS)
+	$(MAKE) -C fuzz/native run PYTHON="$(abspath $(BIN)/python)" SECONDS=$(SECONDS)
 
 COVERAGE := .venv-coverage
 coverage:
@@ -190,7 +194,8 @@ coverage:
 	  ".[demo,test,autograd,sympy,numba,dask,loky,cache]"
 	CXXFLAGS="--coverage -fprofile-update=atomic -O1" $(COVERAGE)/bin/pip install --quiet \
 	  --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-	  -C cmake.build-type=None -C build-dir=build/coverage -C install.strip=false .
+	  --config-settings=cmake.build-type=None --config-settings=build-dir=build/coverage \
+	  --config-settings=install.strip=false .
 	scripts/coverage/run.sh $(COVERAGE)/bin/python
 
 mutation:
@@ -220,7 +225,7 @@ ports: $(TOOLS)/.made
 test-arm: $(TOOLS)/.made
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check ziglang
 	$(MAKE) -C tests/native run KINDS=plain BUILD=../../build/native-arm \
-	  CXX="$(abspath $(TOOLS))/bin/python -m ziglang c++ -target aarch64-linux-gnu.2.28" \
+	  CXX="../../$(TOOLS)/bin/python -m ziglang c++ -target aarch64-linux-gnu.2.28" \
 	  RUN="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 wheels: $(TOOLS)/.made

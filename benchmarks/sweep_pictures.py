@@ -6,6 +6,7 @@ text, so that a page's reader can search it and a browser's fonts draw it.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ STYLE = {
     "savefig.transparent": True,
 }
 WIDTH = 7.3  # inches of 72 points: some 700 pixels of a browser
+# Bars have no other axis, so they can be narrow: a phone, which has 345 pixels for a
+# picture, shows all of them. Pictures with lines scroll there (site.css).
+BARS_WIDTH = 4.4
+NOTE = 7.5  # points; the width of a letter is about half of it
 
 
 def picture(name: str) -> str:
@@ -57,9 +62,15 @@ def draw(known: dict[str, Any], folder: Path) -> list[Path]:
             figure = Figure(layout="constrained")
             (_bars if name in BARS else _lines)(figure, name, figures)
             below = NOTES.get(name, "")
+            across = int(figure.get_size_inches()[0] * 72 / (NOTE * 0.53))
+            notes = [
+                line
+                for note in (below, caption(figures))
+                for line in textwrap.wrap(note, across)
+            ]
             figure.supxlabel(
-                "\n".join(filter(None, (below, caption(figures)))),
-                fontsize=7.5,
+                "\n".join(notes),
+                fontsize=NOTE,
                 x=0.01,
                 ha="left",
             )
@@ -82,7 +93,7 @@ def _bars(figure: Any, name: str, figures: dict[str, Any]) -> None:
             place += 1
         places.append(((begin + place - 1) / 2, TEXTS[name].label(point)))
         place += 0.6
-    figure.set_size_inches(WIDTH, 0.9 + 0.27 * place)
+    figure.set_size_inches(BARS_WIDTH, 1.2 + 0.27 * place)
     axes = figure.add_subplot()
     axes.set_xscale("log")
     values = [value for *_, value in entries]
@@ -99,7 +110,7 @@ def _bars(figure: Any, name: str, figures: dict[str, Any]) -> None:
             textcoords="offset points",
             va="center",
         )
-    axes.set_xlim(left, max(values) * (12 if len(points) > 1 else 6))
+    axes.set_xlim(left, max(values) * (25 if len(points) > 1 else 10))
     axes.invert_yaxis()
     if len(points) > 1:
         axes.set_yticks(*zip(*places, strict=True))
@@ -140,4 +151,9 @@ def _finish(axis: Any, axes: Any, name: str) -> None:
     axis.grid(True, which="major")
     axes.set_axisbelow(True)
     axis.set_label_text(text.figure)
-    axes.set_title(text.title, loc="left", fontsize=11, fontweight="bold")
+    if (
+        name in BARS
+    ):  # narrow, beside the names of its bars: the title begins above them
+        axes.figure.suptitle(text.title, x=0.01, ha="left", fontsize=11, weight="bold")
+    else:
+        axes.set_title(text.title, loc="left", fontsize=11, fontweight="bold")

@@ -69,8 +69,8 @@ TEXTS = {
 }
 NOTES = {
     "cost": "floor: for a call, a handler that only calls an empty Python function;"
-    " for a tap, one that where= holds back;\n"
-    "for a row, Python calling the function on arrays that are ready.",
+    " for a tap, one that where= holds back;"
+    " for a row, Python calling the function on arrays that are ready.",
 }
 
 

@@ -30,6 +30,7 @@ extensions = [
     "docstrings",
     "head",
     "offline",
+    "paths",
     "pictures",
     "words",
     "sphinx_gallery.gen_gallery",

@@ -3,6 +3,7 @@
 They become keywords of the page, by which the search finds it, and a table in front of
 _static/scorer.js, by which it is ranked. Codes of errors and public names are words of
 their own pages. Not entries of the index: Sphinx forgets those of pages that it keeps.
+Pages of the design are in no index: they are linked from the page for contributors.
 tests/repo/test_search.py asks the search of a built site.
 """
 
@@ -28,9 +29,13 @@ ABOUT = {
     "dependencies": "requirements, packages",
     "derivatives": "gradient, grad, jacobian, custom_vjp, custom_jvp, autodiff",
     "errors": "exception, traceback, error codes, catch, JaxRuntimeError",
+    "errors/hc-result": "shape mismatch, wrong shape, wrong structure",
+    "errors/hc-result-dtype": "dtype mismatch, wrong dtype, overflow, rounding",
+    "errors/hc-traced": "UnexpectedTracerError, tracer, leaked tracer, closure",
     "exporting": "export, serialize, save a program, deploy, jax.export",
     "failures_over_processes": "crash, abort, fault tolerance",
-    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice",
+    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice,"
+    " hang, hangs, stuck, freeze, retry, try again, mypy, pyright, type checker",
     "feeding": "data loader, dataloader, dataset, batches, iterator",
     "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
     "index": "install, pip, getting started, platforms, macos, windows, license",
@@ -49,10 +54,14 @@ ABOUT = {
     "speed": "performance, slow, fast, overhead, latency, dispatch, cost",
     "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
     "taps": "log, logging, print, every, when_full",
+    "testing": "test, tests, unit test, pytest, mock, fake, testing, collect, check",
     "tracing": "profile, profiler, perfetto, flight recorder, timeline",
     "waiting": "async, await, asyncio, timeout, http, server, requests",
     "watches": "debug, debugger, breakpoint, pdb, nan, inf, jax_debug_nans",
 }
+
+# Pages for those who work on hostcall: the search does not find them.
+DEVELOPERS = "design/"
 
 
 def words(page: str) -> list[str]:
@@ -67,6 +76,8 @@ def words(page: str) -> list[str]:
 
 
 def add_keywords(app: Any, doctree: nodes.document) -> None:
+    if app.env.docname.startswith(DEVELOPERS):
+        app.env.metadata[app.env.docname]["nosearch"] = "1"
     content = ", ".join(re.findall(r"\w+", " ".join(words(app.env.docname))))
     doctree.insert(0, nodes.meta(name="keywords", content=content))
 

@@ -16,7 +16,7 @@ const about = (docname) => {
 var Scorer = {
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
     score += about(docname);
-    if (/^(design|benchmarks|contributing|changelog)/.test(docname)) return score - 30;
+    if (/^(benchmarks|contributing|changelog)/.test(docname)) return score - 30;
     // A name that is written as in code is looked for in the reference.
     if (/^(hc|hostcall)\./.test(asked)) return score + (docname.startsWith("reference") ? 20 : 0);
     if (/^(reference|index|gallery|errors\/)/.test(docname)) return score - 8;

@@ -102,9 +102,8 @@ def fitted(best: np.ndarray, spread: np.ndarray, cost: float) -> None:
     error = float(demo.deviations(slope, spread))
     line("period, peak to peak", f"{length:.2f} +- {error:.2f} years")
     rms = np.sqrt(2 * cost / demo.PELTS.size)
-    line(
-        "root mean square of log(model/pelts)", f"{rms:.3f}, a factor {np.exp(rms):.2f}"
-    )
+    line("root mean square of log(model/pelts)", f"{rms:.3f}")
+    line("  as a factor", f"{np.exp(rms):.2f}")
 
 
 def lynx_checks(first: np.ndarray, winner: int, best: np.ndarray, cost: float) -> None:
@@ -197,7 +196,7 @@ def modulation(t: np.ndarray, numbers: np.ndarray) -> None:
             (parameters, costs), seconds = timed(
                 lambda: demo.fit(first, t, numbers, steps, rec)
             )
-        recorded = said_of(run, steps, costs) if rec else "not without pyarrow"
+        recorded = rows_of(run, steps, costs) if rec else {}
     hc.barrier()  # the bar is complete before the next line is printed
     best = np.asarray(parameters)[int(np.argmin(costs))]
     plain = demo.fit_with_scipy(first, t, numbers)
@@ -211,11 +210,14 @@ def modulation(t: np.ndarray, numbers: np.ndarray) -> None:
         f"\n  Slow modulation of the cycle: jit(vmap(scan)), 16 starts x {steps} steps"
     )
     line("cycle", f"{period:.2f} years")
-    line("its phase swings once in", f"{long_period:.0f} years, by {depth:.2f} rad")
+    line("its phase swings once in", f"{long_period:.0f} years")
+    line("its phase swings by", f"{depth:.2f} rad")
     error = np.sqrt(2 * np.min(costs) / len(t))
-    line("root mean square error", f"{error:.1f} sunspots (mean {numbers.mean():.1f})")
+    line("root mean square error", f"{error:.1f} sunspots")
+    line("  the mean of the record", f"{numbers.mean():.1f} sunspots")
     line("time, with compilation", f"{seconds:.2f} s")
-    line("recorded while it ran", recorded)
+    for name, value in recorded.items():  # none without pyarrow
+        line(name, value)
     line("against plain SciPy, the curve", f"max difference {difference:.1e}")
     line("  least_squares, parameters", f"max difference {worse:.1e}")
 
@@ -226,8 +228,8 @@ def recorder(folder: Path) -> AbstractContextManager[Any]:
     return nullcontext() if found is None else hc.Recorder(folder)
 
 
-def said_of(run: Path, steps: int, costs: Any) -> str:
-    """Reads the costs that the fit recorded; returns what to print about them."""
+def rows_of(run: Path, steps: int, costs: Any) -> dict[str, str]:
+    """Reads the costs that the fit recorded; returns the lines to print about them."""
     table = hc.tools.read(run).table()
     count = len(costs)
     rows = table["cost"].to_numpy().reshape(steps, count)
@@ -235,7 +237,10 @@ def said_of(run: Path, steps: int, costs: Any) -> str:
     best = rows[:, int(np.argmin(costs))]
     assert best[-1] >= np.min(costs)
     near = int(np.argmax(best < 1.001 * best[-1]))
-    return f"{table.num_rows} rows; the best start converged in {near} steps"
+    return {
+        "recorded while it ran": f"{table.num_rows} rows",
+        "  the best start converged in": f"{near} steps",
+    }
 
 
 def forecasts(numbers: np.ndarray, count: int) -> None:

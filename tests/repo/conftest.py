@@ -49,7 +49,7 @@ def site(tmp_path_factory):
         return Path(os.environ["HOSTCALL_SITE"]).absolute()
     for package in NEEDED:
         pytest.importorskip(package)
-    root = tmp_path_factory.mktemp("site")
+    root = tmp_path_factory.mktemp("a path with spaces")
     for name in ("docs", "examples"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignore)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -143,9 +144,10 @@ def made_up(name):
 
 
 def words(svg):
+    """The text of a picture. A long line of notes is several texts in it."""
     tree = ElementTree.fromstring(svg.read_text())
     assert tree.tag == "{http://www.w3.org/2000/svg}svg"
-    return "\n".join(
+    return " ".join(
         "".join(e.itertext()) for e in tree.iter("{http://www.w3.org/2000/svg}text")
     )
 
@@ -183,6 +185,32 @@ def test_a_picture_names_its_series_points_and_machine(folder):
         for part in (*figures["series"], "a <CPU>", "2001-02-03", text.title):
             assert part in said, name
         assert text.label(figures["points"][0]) in said or len(figures["points"]) == 1
+
+
+PHONE = 345  # pixels for a picture of a page that is 390 wide
+
+
+def test_a_phone_shows_all_bars_of_a_picture(folder):
+    """They are drawn for its width, and the site does not make them wider there."""
+    pictures = pytest.importorskip("benchmarks.sweep_pictures")
+    assert "cost" in pictures.BARS  # README's first picture
+    style = (ROOT / "docs" / "_static" / "site.css").read_text()
+    (fits,) = re.findall(
+        r"img:is\(([^)]*)\) \{\s*min-width: 0; max-width: 100%;", style
+    )
+    assert sorted(re.findall(r'"/([^"]+)"', fits)) == sorted(
+        pictures.picture(name) for name in pictures.BARS
+    )
+    for name in pictures.BARS:
+        for place in (folder, ROOT / "docs" / "pictures"):
+            svg = (place / pictures.picture(name)).read_text()
+            (width,) = re.findall(r'<svg [^>]*width="([\d.]+)pt"', svg)
+            shown = min(1, PHONE / (float(width) * 4 / 3))
+            letters = [
+                float(size)
+                for size in re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", svg)
+            ]
+            assert min(letters) * 4 / 3 * shown > 7, name
 
 
 def test_the_page_has_a_table_of_each_sweep(folder):

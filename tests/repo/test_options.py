@@ -113,6 +113,50 @@ def test_the_page_says_the_defaults():
                 assert str(value) in default, (name, face)
 
 
+# Functions of the second table, and what each takes beside options: its subject.
+OTHERS = {
+    "`hc.feed`": (hc.feed, {"source"}),
+    "`feed()`": (hc.typing.Feed.__call__, {"self"}),
+    "`hc.Object`": (hc.Object, {"factory"}),
+    "`hc.progress`": (hc.progress, {"step"}),
+    "`hc.watch`": (hc.watch, {"x"}),
+    "`hc.observe`": (hc.observe, set()),
+    "`hc.Recorder`": (hc.Recorder, {"folder"}),
+    "a recorder": (hc.Recorder.__call__, {"self"}),
+}
+
+
+def other_rows():
+    """{function: {option: what the page says of its default}} of the second table."""
+    found, function = {}, ""
+    for first, names, _, default in page_rows("## Other functions"):
+        function = first or function
+        options = found.setdefault(function, {})
+        options |= dict.fromkeys(re.findall(r"`(\w+)=`", names), default)
+    return found
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_page_has_all_options_of_other_functions(name):
+    face, subject = OTHERS[name]
+    parameters = inspect.signature(face).parameters.values()
+    taken = {
+        p.name: p.default
+        for p in parameters
+        if p.name not in subject and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    on_page = other_rows()[name]
+    if name == "`hc.feed`":  # the rest stands in the first table
+        taken = {n: d for n, d in taken.items() if n not in keywords("feed")}
+    assert on_page.keys() == taken.keys()
+    for option, default in taken.items():
+        if default is None or default is inspect.Parameter.empty or default == ():
+            continue
+        shown = f'"{default}"' if isinstance(default, str) else str(default)
+        where_it_stands = on_page[option] or shown  # "as for hc.tap"
+        assert shown in where_it_stands, option
+
+
 @pytest.mark.parametrize("face", TABLES)
 def test_every_option_of_the_table_is_taken(face):
     assert TABLES[face].keys() - keywords(face).keys() == set()

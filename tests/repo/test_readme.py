@@ -43,6 +43,18 @@ def test_the_first_screen_has_a_program_that_ends_in_an_assert():
     assert "| JAX's callbacks | hostcall |" in screen
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
+def test_a_cell_of_the_table_has_one_time(page):
+    """So that the two cells of a row are compared with each other."""
+    rows = [r for r in (ROOT / page).read_text().splitlines() if r.startswith("| ")]
+    assert any("µs" in row for row in rows)
+    for row in rows:
+        for cell in row.split("|"):
+            times = re.findall(r"[0-9.]+ (?:µs|us|ms|s)\b", cell)
+            assert len(times) <= 1, row
+            assert not re.search(r"\d, \d", cell), row
+
+
 WITH_TORCH = [page for page in PAGES if "```python torch" in page.read_text()]
 
 

@@ -85,6 +85,20 @@ QUESTIONS = {
     "host_callback": "migrating/host_callback",
     "jax-tqdm": "migrating/others",
     "checkify": "migrating/others",
+    "unit test": "testing",
+    "pytest": "testing",
+    "mock": "testing",
+    # what went wrong
+    "dtype mismatch": "errors/hc-result-dtype",
+    "wrong dtype": "errors/hc-result-dtype",
+    "wrong shape": "errors/hc-result",
+    "retry": "faq",
+    "hang": "faq",
+    "stuck": "faq",
+    "mypy": "faq",
+    "pyright": "faq",
+    "UnexpectedTracerError": "errors/hc-traced",
+    "leaked tracer": "errors/hc-traced",
     # about it
     "performance": "speed",
     "slow": "speed",
@@ -120,11 +134,27 @@ def node():
     return found or pytest.skip("Node.js is not installed")
 
 
-def test_a_page_is_among_the_first_three(site):
-    asked = [node(), str(HERE / "search.mjs"), str(site), json.dumps(list(QUESTIONS))]
+def answers(site, questions):
+    """The pages that the search finds, the best first, for each question."""
+    asked = [node(), str(HERE / "search.mjs"), str(site), json.dumps(list(questions))]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = dict(zip(QUESTIONS, json.loads(done.stdout), strict=True))
+    return dict(zip(questions, json.loads(done.stdout), strict=True))
+
+
+def test_pages_of_the_design_are_not_found(site):
+    """They are for those who work on hostcall."""
+    design = sorted(
+        page.stem for page in (HERE.parents[1] / "docs/design").glob("*.md")
+    )
+    assert "ownership" in design
+    words = [name.replace("_", " ") for name in design] + ["house", "rejected", "lane"]
+    for question, pages in answers(site, words).items():
+        assert not [page for page in pages if page.startswith("design/")], question
+
+
+def test_a_page_is_among_the_first_three(site):
+    found = answers(site, QUESTIONS)
     assert {
         question: (page, found[question][:3])
         for question, page in QUESTIONS.items()

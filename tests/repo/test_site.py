@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import html
 import importlib
 import inspect
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,17 @@ def test_every_page_is_there(site):
     for page in DOCS.rglob("*.md"):
         built = (site / page.relative_to(DOCS)).with_suffix(".html")
         assert "<h1>" in built.read_text(), page
+
+
+def test_pages_of_the_design_are_below_the_page_for_contributors(site):
+    """Not among those for users, which the front page lists for every page's side."""
+    listed = re.findall(
+        r"```{toctree}\n(.*?)```", (DOCS / "index.md").read_text(), re.S
+    )
+    assert len(listed) > 5
+    assert not [tree for tree in listed if "design/" in tree]
+    assert "\ncontributing\n" in listed[-1]
+    assert 'href="design/index.html"' in (site / "contributing.html").read_text()
 
 
 def test_the_front_page_has_readmes_program_and_table(site):
@@ -147,6 +160,61 @@ def _is_public(name):
 
 def _is_shown(module, name):
     return name[0] != "_" and not inspect.ismodule(getattr(module, name))
+
+
+# --- What the reference says, as a reader sees it ---------------------------------------
+
+# Names of JAX, NumPy and Python in signatures; builtins and typing are known.
+ELSEWHERE = {
+    *("Array", "ArrayLike", "Device", "DisabledSafetyCheck", "Sharding"),
+    *("Path", "PathLike", "ContextManager"),
+}
+
+
+def texts(site):
+    """Each page of the reference: its name, its HTML, and its text without programs."""
+    for page in sorted((site / "reference").glob("*.html")):
+        shown = page.read_text().partition("<article")[2].partition("</article")[0]
+        prose = re.sub(r"<pre.*?</pre>", "", shown, flags=re.S)
+        yield page.stem, shown, plain(prose)
+
+
+def plain(shown):
+    return html.unescape(re.sub(r"<[^>]+>", "", shown))
+
+
+def test_the_reference_has_no_private_names(site):
+    """No folder, module or class of hostcall's own, nor what only its authors read."""
+    private = re.compile(r"(?<![\w/.])_[a-zA-Z]\w*|\w\._[a-z]\w*")
+    known = set(dir(builtins)) | set(dir(typing)) | ELSEWHERE
+    for _, shown, _ in texts(site):
+        known |= set(re.findall(r'<dt class="sig[^"]*" id="[\w.]*\.(\w+)"', shown))
+    signature = re.compile(r'<dt class="sig sig-object py"[^>]*>(.*?)</dt>', re.S)
+    wrong = []
+    for page, shown, prose in texts(site):
+        wrong += [(page, line) for line in prose.splitlines() if private.search(line)]
+        for found in signature.finditer(shown):
+            arguments = plain(found[1]).partition("(")[2]
+            classes = re.findall(r"(?<![.\w'])[A-Z]\w+", arguments)
+            wrong += [(page, name) for name in classes if name not in known]
+    assert wrong == []
+
+
+def test_entries_of_the_reference_have_one_name_each(site):
+    """A sentence is no entry, "part, parts" no name with a type, and no mark is left."""
+    wrong = []
+    for page, shown, prose in texts(site):
+        fields = re.findall(r'<dl class="field-list.*?</dl>', shown, re.S)
+        for name in re.findall(r"<strong>(.*?)</strong>", "".join(fields), re.S):
+            if not re.fullmatch(
+                r"\*{0,2}[a-z][\w ,.*]*(?<![,.])|[A-Z]\w+", plain(name)
+            ):
+                wrong.append((page, plain(name)))
+        wrong += re.findall(r"^.*\((?:\w+, ?)+\) –.*$", prose, re.M)
+        wrong += [(page, line) for line in prose.splitlines() if "`" in line]
+        if "Return type" in prose:
+            wrong.append((page, prose.partition("Return type")[2][:99]))
+    assert wrong == []
 
 
 def test_names_on_pages_exist():

@@ -113,7 +113,8 @@ def print(
 
     Raises:
         ValueError: arguments that `fmt` does not use.
-        KeyError, IndexError: `fmt` names an argument that is not there.
+        KeyError: `fmt` names an argument that is not there.
+        IndexError: `fmt` has the number of one that is not there.
 
     NumPy's print options are those at the time when the program is traced.
 

@@ -73,11 +73,14 @@ def id_tap(
             next `barrier_wait`.
 
     Under transformations:
-        vmap: one tap of the batch. jvp, grad: the primal values; if tangents are tapped
-        (in a custom_jvp) and then transposed, the cotangents, with ("transpose", {}).
-        With the flag jax_host_callback_ad_transforms, pairs of primals and tangents,
-        with ("jvp", {}). remat: taps again where the value is recomputed. pmap,
-        shard_map: each device taps its own values. jit over sharded arrays: once.
+        vmap: one tap of the batch.
+        jvp, grad: the primal values; if tangents are tapped (in a custom_jvp) and then
+            transposed, the cotangents, with ("transpose", {}). With the flag
+            jax_host_callback_ad_transforms, pairs of primals and tangents, with
+            ("jvp", {}).
+        remat: taps again where the value is recomputed.
+        pmap, shard_map: each device taps its own values.
+        jit over sharded arrays: once.
 
     Cost: that of `hostcall.tap`.
 

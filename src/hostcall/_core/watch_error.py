@@ -32,7 +32,8 @@ class Watched(NamedTuple):
     Attributes:
         run: XLA's number of the program's execution.
         step: how many executions of the watch came before it in that run.
-        values, also: the watched tree and the other one.
+        values: the watched tree.
+        also: the other one.
     """
 
     run: int

@@ -71,12 +71,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     Attributes:
         fn: the Python function.
-        rules: what the def* methods were given.
-        options: of the calls that run the function, where these have none of their own.
-        policy: how it is run, its rules too.
-        rules_copy: whether rules that keep an argument as a residual copy it.
     """
 
+    # Beside `fn`, each has: `rules`, what the def* methods were given; `options` of the
+    # calls that run the function, where these have none of their own; `policy`, how it
+    # is run, its rules too; and `rules_copy`, whether rules that keep an argument as a
+    # residual copy it.
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
 
     def __init__(

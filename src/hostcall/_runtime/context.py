@@ -71,9 +71,9 @@ class Current:
         run: XLA's number of the program's execution, the same on all its devices; -1
             outside of compiled programs.
         step: the number of the tap among all taps of the process; None in a call.
-        runs, steps: in a tap with batch=, arrays of `run` and `step` of each
-            delivered tap, in the order of the leading axis; there, `run` and `step`
-            are the first tap's. Else None.
+        runs: in a tap with batch=, an array of `run` of each delivered tap, in the
+            order of the leading axis; there, `run` is the first tap's. Else None.
+        steps: the same of `step`.
     """
 
     name: str

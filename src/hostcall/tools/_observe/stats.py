@@ -39,14 +39,21 @@ class Stats:
     """The values of a line, in one pass.
 
     Attributes:
-        file, line, text: the line, and its source text.
+        file: the path of the user's source.
+        line: the number of the line in it.
+        text: the source text of the line.
         backward: whether these are values of a backward pass.
         calls: how many arrays it has computed.
         size: how many numbers these had.
-        min, max, mean, rms: of the finite numbers; NaN if there are none.
-        zeros, nonfinite: the share of numbers that are 0; NaN or infinite.
-        beyond_bf16, beyond_f16: the share of finite numbers that would be infinite in
-            this type; for float16 also of those that would be 0, and are not.
+        min: the smallest finite number; NaN if there is none.
+        max: the largest finite number; NaN if there is none.
+        mean: the mean of the finite numbers; NaN if there are none.
+        rms: the root of the mean of their squares; NaN if there are none.
+        zeros: the share of numbers that are 0.
+        nonfinite: the share of numbers that are NaN or infinite.
+        beyond_bf16: the share of finite numbers that would be infinite in bfloat16.
+        beyond_f16: the share of finite numbers that would be infinite in float16, or
+            would be 0 and are not.
     """
 
     file: str

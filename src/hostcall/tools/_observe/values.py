@@ -25,9 +25,13 @@ class Record(NamedTuple):
 
     Attributes:
         name: the variable, such as `loss`; "" of a value that `select` chose.
-        part, parts: which leaf of the variable's pytree it is, in the order in which
-            they are computed, and how many there are.
-        file, line, function, text: the user's line, and its source text.
+        part: which leaf of the variable's pytree it is, in the order in which they are
+            computed.
+        parts: how many leaves the pytree has.
+        file: the path of the user's source.
+        line: the number of the user's line in it.
+        function: the function that the line is in.
+        text: the source text of the line.
         primitive: the name of JAX's operation that computes it.
         backward: whether a backward pass computes it.
         vmaps: how many vmaps are around it. JAX keeps neither which axes of a value
