@@ -62,12 +62,12 @@ def shaped(shape, dtype="float32"):
 
 
 RESULTS = {
-    "text": ("3.0", "result of `host` is '3.0', which has no shape and dtype"),
+    "text": ("3.0", "result= of `host` is '3.0'. A text is 'infer', or a signature"),
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
     "like": (
-        hc.results.like(0),
-        "result of `host` is like(argument=0), which has no shape and dtype. It is only"
-        " for hc.host, and only as the whole result=. In hc.call give the argument itself",
+        [hc.results.like(0)],
+        "result[0] of `host` is like(argument=0), which has no shape and dtype. It is"
+        " only for the whole result. In a tree give the argument itself",
     ),
     "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
     "int64": (

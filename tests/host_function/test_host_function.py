@@ -267,7 +267,7 @@ def test_errors_of_result(result, args, text):
 def test_errors_of_options():
     with pytest.raises(hc.errors.SpecError, match="should be a function"):
         hc.host(3, result=hc.results.like(0))
-    with pytest.raises(hc.errors.SpecError, match="only string it takes is 'infer'"):
+    with pytest.raises(hc.errors.SpecError, match="A text is 'infer', or a signature"):
         hc.host(plain, result="same")
     for nondiff in (("x",), 1.5, None, [True], np.array(0)):
         with pytest.raises(hc.errors.SpecError, match="nondiff="):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, overload
 
@@ -11,10 +12,12 @@ import jax
 
 from hostcall._core import mistakes
 from hostcall._core.callback import Callback
-from hostcall._core.host_code import HostCode, handle
+from hostcall._core.errors import SpecError
+from hostcall._core.host_code import HostCode, OfArguments, handle
 from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
     POLICY,
+    WHOLE,
     Arrays,
     CallOptions,
     Fail,
@@ -23,6 +26,16 @@ from hostcall._core.options import (
     check,
 )
 from hostcall._core.order import Order
+from hostcall._core.result_rules import spec_of, varies
+from hostcall._core.said_results import (
+    default_method,
+    leading,
+    lined_up,
+    lines_up,
+    maps_items,
+    over_leading_axes,
+    rule_of,
+)
 from hostcall._core.source import look, users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
@@ -116,7 +129,11 @@ def call(
             `arrays`, `lend` and `tag` as defaults.
         result: describes what `fn` returns: a pytree of the same structure, whose
             leaves have `shape` and `dtype`, or are Python numbers, for scalars. None if
-            `fn` returns nothing, which needs an `order` other than "pure".
+            `fn` returns nothing, which needs an `order` other than "pure". Or what
+            depends on the arguments, if they have no keywords: a signature such as
+            "(n,n)->(n)" (see `hc.host`), a function from their ShapeDtypeStructs to a
+            spec, what `hc.results` has, or `...` for a ufunc or a `hc.host` function,
+            which say it themselves.
         *args: pytrees. Arrays and numbers reach `fn` as arrays, and typed PRNG keys as
             keys. All other leaves (strings, objects) reach it unchanged.
         order: "pure", the default: `fn` runs as often as the results are needed, or not
@@ -193,6 +210,21 @@ def call(
         how = CallOptions.of(given, how)
     if policy.owner is not None:  # pairs of an option here and one of the function
         check(f"`{name}`", {**how.met(policy), "awaits": awaits}, {})
+    if varies(result):
+        rule = _rule(fn, name, policy.owner, result, kwargs)
+        result = spec_of(rule, args, name)
+        counts = leading(rule, args)
+        if counts is not None:
+            how = _for_items(rule, how, given, policy.owner)
+            if how.vmap_method in WHOLE and not lines_up(rule, args):
+                how = replace(how, vmap_method="sequential")
+            elif how.vmap_method in WHOLE:
+                args = tuple(lined_up(args, counts))
+            elif any(counts) and maps_items(rule, how.vmap_method):
+                # The same call for each item, which then has no axes in front.
+                code = policy.owner or fn
+                each = functools.partial(call, code, rule, **given)
+                return over_leading_axes(each, args, counts)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) * (how.lend == "out")
     mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
@@ -206,6 +238,46 @@ def call(
     whole = Static(code), *trees, how, users_place(fn), policy
     callback = Callback(*whole, looked=seen if code is fn else None)
     return results.unflatten(make(callback, operands, mask))
+
+
+def _rule(
+    fn: Callable[..., Any],
+    name: str,
+    owner: Any,
+    result: Any,
+    kwargs: Mapping[str, object],
+) -> Any:
+    """What a `result` that is no spec says; `owner` is the HostFunction, if any."""
+    rule = owner.result if owner is not None and result is ... else result
+    if not isinstance(rule, OfArguments):
+        rule = rule_of(fn, name, rule)
+    if rule is ... or rule == "infer":
+        raise SpecError(
+            f"hostcall: `{name}` does not say what it returns, and hc.call does not try"
+            " it out. Give a result: jax.ShapeDtypeStruct(shape, dtype), a function"
+            " from the arguments' specs, a signature such as '(n)->()', or"
+            " hc.results.like(0)",
+            code="hc-result-spec",
+        )
+    if kwargs:
+        raise SpecError(
+            f"hostcall: `{name}` is called with the keyword arguments {sorted(kwargs)},"
+            f" and its result {rule!r} goes by position. Pass them by position, or put"
+            " them into a function around it (a lambda, or functools.partial)",
+            code="hc-arguments",
+        )
+    return rule
+
+
+def _for_items(
+    rule: Any, how: CallOptions, given: Mapping[str, object], owner: Any
+) -> CallOptions:
+    """The options of a call whose result says what an item is."""
+    if "vmap_method" in given:
+        return how
+    # A HostFunction's own method holds here too, since the axes are lined up here.
+    own = None if owner is None else owner.options.vmap_method
+    return replace(how, vmap_method=own or default_method(rule))
 
 
 _PLACE, _POLICY, _NO_RESULT = CallOptions(), Policy(), parse_result(None, "a watch")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
 
 from hostcall._core.errors import SpecError
@@ -140,7 +140,28 @@ class TakesMask:
 
 
 class OfArguments:
-    """A `result=` that depends on the arguments: `like` and `same_tree`."""
+    """A `result=` that depends on the arguments (_core/result_rules.py)."""
+
+    _takes_batches: ClassVar[bool] = False  # whether the function takes leading axes
+
+    def spec(self, avals: Args, name: str) -> Any:
+        """The spec of the results for arguments with a ShapeDtypeStruct for each array.
+
+        `name` is the function's, for messages.
+        """
+        raise NotImplementedError
+
+    def _core_axes(self, axes: Sequence[int]) -> tuple[int, ...] | None:
+        """As `result_rules.core_axes`."""
+        return None
+
+    def _lines_up(self, axes: Sequence[int]) -> bool:
+        """Whether a batch may stand in front of arguments with so many axes."""
+        return True
+
+    def _is_elementwise(self) -> bool:
+        """As `result_rules.is_elementwise`."""
+        return False
 
 
 USERS = HostCode()  # answers for users' functions

@@ -303,9 +303,9 @@ def _without_shape(leaf: object) -> str:
     )
     if issubclass(type(leaf), OfArguments):
         instead = (
-            "It is only for hc.host, and only as the whole result=. In hc.call give the"
-            " argument itself, or jax.ShapeDtypeStruct(shape, dtype). In hc.host write"
-            " a function: result=lambda x, y: (x, y)"
+            "It is only for the whole result. In a tree give the argument itself, or"
+            " jax.ShapeDtypeStruct(shape, dtype), or write a function:"
+            " result=lambda x, y: (x, y)"
         )
     return f"is {leaf!r}, which has no shape and dtype. {instead}"
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core import result_rules
 from hostcall._core.errors import DerivativeError, SpecError, conflict
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like
-from hostcall._host_function import result_specs
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R, Rule, Tree, among
@@ -101,7 +101,7 @@ class Differences(HostCode):
     @property
     def elementwise(self) -> bool:
         """Whether all elements of a leaf move at once."""
-        return self.function.result is result_specs.elementwise
+        return result_rules.is_elementwise(self.function.result)
 
     def parts(self) -> float:
         return self.step

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import mistakes
+from hostcall._core import mistakes, result_rules, said_results, ufuncs
+from hostcall._core.dimensions import Signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import (
     Callee,
@@ -94,6 +95,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         self.__qualname__ = name or seen.name
         self.fn, self.result, self.nondiff = fn, result, nondiff
         self.rules = Rules(Rule(fn, "host"))
+        if options.get("vmap_method") is None:
+            options["vmap_method"] = said_results.default_method(result)
         if callable(options.get("vmap_method")):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         given = {**options, "awaits": seen.awaits, "result": result}
@@ -104,14 +107,18 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
         self.options, self.policy = CallOptions.of(options), Policy.of(options)
         self._inferred: dict[object, Tree] = {}
-        self._varies = result_specs.varies(result)
+        self._varies = result_rules.varies(result)
+        self._maps_items = said_results.maps_items(result, self.options.vmap_method)
+        if (ufunc := ufuncs.ufunc_of(fn)) is not None:
+            self.__signature__ = ufuncs.parameters(ufunc)
         self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""
 
     def __repr__(self) -> str:
         _, *given = [f"def{k}" for k, v in vars(self.rules).items() if v is not None]
+        returning = f" {self.result!r}" if isinstance(self.result, Signature) else ""
         having = f" with {', '.join(given)}" if given else ""
-        return f"<hostcall.typing.HostFunction {self.__qualname__}{having}>"
+        return f"<hostcall.typing.HostFunction {self.__qualname__}{returning}{having}>"
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickles by name if the HostFunction stands in its module under its name."""
@@ -196,6 +203,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _call(self, args: Trees, kwargs: Kwargs, mask: Any, fill: Any) -> Any:
         if kwargs:
             args = self._positional(args, kwargs)
+        if self._maps_items and self._has_axes_in_front(args):
+            counts = said_results.leading(self.result, args)
+            assert counts is not None, "a signature says what an item is"
+            return said_results.over_leading_axes(
+                lambda *items: self._call(items, {}, mask, fill), args, counts
+            )
         place = users_place()
         operands, template = flatten_arguments(args, {})
         also = ("out",) * (self.options.lend == "out")
@@ -221,7 +234,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.
         method = self.rules.batch or self.options.vmap_method
-        if self.result is result_specs.elementwise and method in WHOLE:
+        if method in WHOLE and result_specs.says_items(self.result):
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = replace(self.options, vmap_method=method)
         return Callee(self, to_send(self), options)
@@ -238,15 +251,21 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _held(self) -> HostFunction[P, R]:
         return self
 
+    def _has_axes_in_front(self, args: Trees) -> bool:
+        """Whether a call is one of several items; refuses arguments that are wrong."""
+        self._spec(args)
+        counts = said_results.leading(self.result, args)
+        return counts is not None and any(counts)
+
     def _spec(self, args: Trees) -> Tree:
         if not self._varies:
             return self.result
         if self.result is ...:
             raise SpecError(self._why_not(), code="hc-result-spec")
         if not isinstance(self.result, str):
-            return result_specs.spec_of(self.result, args, self.__name__)
+            return result_rules.spec_of(self.result, args, self.__name__)
         _, template = flatten_arguments(args, {})
-        avals = jax.tree.map(result_specs.aval_of, args)
+        avals = jax.tree.map(result_rules.aval_of, args)
         leaves = jax.tree.leaves(avals)
         arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
         shapes = tuple((x.shape, x.dtype) for x in arrays)

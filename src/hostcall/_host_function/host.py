@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 
-from hostcall._core.errors import SpecError, wrong
+from hostcall._core.dimensions import Given
+from hostcall._core.errors import wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
 from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
+from hostcall._core.said_results import rule_of
+from hostcall._core.ufuncs import with_numbers
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
 
@@ -21,6 +24,8 @@ class Options(TypedDict, total=False):
     """The options of `host`, for type checkers."""
 
     result: Any
+    sizes: Mapping[str, Given] | None
+    dtype: Any
     vmap_method: str | Callable[..., Any] | None
     order: Order
     arrays: Arrays
@@ -71,6 +76,8 @@ def host(
     fn: Callable[..., Any] | None = None,
     *,
     result: Any = ...,
+    sizes: Mapping[str, Given] | None = None,
+    dtype: Any = None,
     vmap_method: Any = None,
     order: Order = "pure",
     arrays: Arrays = "numpy",
@@ -102,16 +109,27 @@ def host(
     Args:
         fn: as in `hc.call`; it and its rules may be coroutine functions. Without it,
             `host` returns a decorator.
-        result: what `fn` returns. Either a spec as in `hc.call`; or a function from the
-            arguments, with a ShapeDtypeStruct for each array, to a spec; or
-            `hc.results.like(i)`, an array like argument `i`;
+        result: what `fn` returns. A ufunc says that itself: leave it out. Else a spec
+            as in `hc.call`; or a signature as in `numpy.vectorize`, "(m,n),(n)->(m)",
+            which names the axes of one item (axes in front of those broadcast); or a
+            function from the arguments, with a ShapeDtypeStruct for each array, to a
+            spec; or `hc.results.like(i)`, an array like argument `i`;
             `hc.results.same_tree(i)`, a pytree like it; `hc.results.elementwise`, a
             floating array to which all arguments broadcast; or "infer", which runs `fn`
             on zeros when a program is traced, once for each combination of shapes,
             dtypes and static arguments. It may be left out of a function that is only
             given to `hc.call`, which has a result of its own.
+        sizes: with a signature, the sizes of dimensions that stand in results only:
+            sizes={"k": 3}, or a function of other dimensions: {"k": lambda n: 2 * n}.
+        dtype: with a signature or a ufunc, the dtype of the results, or a tuple with
+            one for each. By default that to which JAX promotes the arguments; a ufunc's
+            loop says whether the result is an integer, a floating number, complex or a
+            bool.
         vmap_method: as in `hc.call`, for rules in host code too. Rules that leave
             Python objects as residuals run row by row ("parallel": all rows at once).
+            Default: "expand_dims" for ufuncs, also generalized ones; else "sequential".
+            With a signature, "sequential" and "parallel" pass one item at a time,
+            however many axes the arguments have in front; the other methods pass all.
         arrays: as in `hc.call`, for rules too.
         lend: as in `hc.call`, for rules too. With "out", rules get views and return
             arrays. Rules that leave Python objects as residuals get copies.
@@ -192,23 +210,19 @@ def host(
     if name is not None and not isinstance(name, str):
         raise wrong("name", f"`{shown}`", "a text", name)
     shown = name or shown
-    options["nondiff"] = checked(shown, result, nondiff)
-    made = HostFunction(fn, **options)
-    if made.options.order == "pure" and not jax.tree.leaves(result):
+    options["nondiff"] = positions(shown, nondiff)
+    sizes, dtype = options.pop("sizes"), options.pop("dtype")
+    rule = rule_of(fn, shown, result, sizes=sizes, dtype=dtype, float64=float64)
+    options["result"] = rule
+    made = HostFunction(with_numbers(fn, rule), **options)
+    if made.options.order == "pure" and not jax.tree.leaves(rule):
         refuse_unneeded("hc.host", shown)
     return made
 
 
-def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The positions in `nondiff`; raises SpecError for a wrong result= or nondiff=."""
-    if isinstance(result, str) and result != "infer":
-        raise SpecError(
-            f"hostcall: result= of `{shown}` is {result!r}. The only string it takes is"
-            " 'infer'; otherwise give a spec, a function, hc.results.like(i),"
-            " hc.results.same_tree(i) or hc.results.elementwise",
-            code="hc-result-spec",
-        )
-    positions = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
-    if not all(type(n) is int for n in positions):
+def positions(shown: str, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The positions in `nondiff`; raises SpecError if it is something else."""
+    given = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
+    if not all(type(n) is int for n in given):
         raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
-    return tuple(positions)
+    return tuple(given)

@@ -44,7 +44,7 @@ from hostcall._host_function.primitives import (
     there,
 )
 from hostcall._host_function.residuals import store
-from hostcall._host_function.result_specs import aligned, elementwise
+from hostcall._host_function.result_specs import aligned, says_items
 from hostcall._host_function.rules import (
     Function,
     Kind,
@@ -146,7 +146,7 @@ class Steps(HostCode, Value):
         if site.masked:
             operands, mask = self.unmasked(operands)
         method = by_rule or how.vmap_method
-        if site.function.result is elementwise and method in WHOLE:
+        if method in WHOLE and says_items(site.function.result):
             operands, method = aligned(operands, site, self.kind, method)
         trees, fills = (site.template, site.results), self._of_results(site.fills)
         if self.kind != "value":  # a rule gets flat arrays

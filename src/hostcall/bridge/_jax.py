@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
+from hostcall._core import result_rules
 from hostcall._core.errors import wrong
 from hostcall._core.failures import original
 from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import check_function
 from hostcall._core.spec import Template
-from hostcall._host_function import result_specs
 from hostcall._runtime import host_device
 from hostcall._runtime.context import current
 from hostcall.bridge._library import (
@@ -134,7 +134,7 @@ class JaxFunction(TakesNoRules):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
         template, arrays = split(args, kwargs)
-        avals = tuple(map(result_specs.aval_of, arrays))
+        avals = tuple(map(result_rules.aval_of, arrays))
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree.structure(traced.out_info)

@@ -15,8 +15,8 @@ import numpy as np
 
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle, HostCode
+from hostcall._core.result_rules import elementwise, with_axes
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.result_specs import elementwise, with_axes
 from hostcall.bridge._library import Arrays, Function, needed
 
 # Expressions and symbols of SymPy's.

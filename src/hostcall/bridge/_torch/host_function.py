@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
+from hostcall._core.said_results import rule_of
 from hostcall._core.source import look
-from hostcall._host_function.host import checked
+from hostcall._host_function.host import positions
 from hostcall.bridge._library import LibraryFunction, shaped
 from hostcall.bridge._torch.code import OfModule, OnHost
 from hostcall.bridge._torch.tensors import NUMPY_DTYPES, array, torch_dtype
@@ -26,7 +27,8 @@ tree = jax.tree_util
 
 def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
-    options["nondiff"] = checked(shown, options["result"], options["nondiff"])
+    options["nondiff"] = positions(shown, options["nondiff"])
+    options["result"] = rule_of(fn, shown, options["result"])
     if isinstance(fn, torch.nn.Module):
         return TorchModule(OfModule(fn, shown, look(fn).source), **options)
     return TorchFunction(OnHost(fn, shown, look(fn).source, fn), **options)

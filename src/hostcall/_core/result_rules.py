@@ -1,0 +1,236 @@
+"""What `result=` may say that depends on the arguments: a function from their specs to
+a spec, or a rule (`like`, `same_tree`, `elementwise`, a signature, a ufunc's own, what
+the function's annotations say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall import _jax
+from hostcall._core.errors import SpecError, counted
+from hostcall._core.host_code import OfArguments
+from hostcall._core.spec import is_array_like
+
+Tree = Any  # a pytree: of arrays, or of ShapeDtypeStructs
+Trees = tuple[Tree, ...]
+
+tree = jax.tree_util
+
+
+@dataclass(frozen=True)
+class like(OfArguments):
+    """`result=hc.results.like(i)`: the result is an array like argument `i`.
+
+    Args:
+        argument: the position of the argument, which must be one array. For a pytree
+            use `hc.results.same_tree(i)`.
+    """
+
+    argument: int
+
+    def spec(self, avals: Trees, name: str) -> Tree:
+        found = _argument(self, avals, name)
+        if not is_aval(found):
+            raise SpecError(
+                f"hostcall: `{name}` has result=hc.results.like({self.argument}), and"
+                f" argument {self.argument} is not an array but"
+                f" {tree.tree_structure(found)}. For a result with its structure write"
+                f" hc.results.same_tree({self.argument})",
+                code="hc-result-spec",
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class same_tree(OfArguments):
+    """`result=hc.results.same_tree(i)`: the result is a pytree like argument `i`.
+
+    Args:
+        argument: the position of the argument. The result has its structure, shapes
+            and dtypes; leaves that aren't arrays become None.
+    """
+
+    argument: int
+
+    def spec(self, avals: Trees, name: str) -> Tree:
+        found = _argument(self, avals, name)
+        return tree.tree_map(lambda x: x if is_aval(x) else None, found)
+
+
+def _argument(which: like | same_tree, avals: Trees, name: str) -> Tree:
+    number = which.argument
+    n = len(avals)
+    if not isinstance(number, int) or not -n <= number < n:
+        raise SpecError(
+            f"hostcall: `{name}` has result=hc.results.{type(which).__name__}"
+            f"({number!r}), and was called with {counted(n, 'argument')}. Give the"
+            " position of one of them, from 0",
+            code="hc-result-spec",
+        )
+    return avals[number]
+
+
+def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
+    """`result=hc.results.elementwise`: a floating array, as NumPy's ufuncs return.
+
+    Its shape is the one to which all array arguments broadcast. Its dtype is the one to
+    which JAX promotes theirs; if all are integers, it is the default floating dtype
+    (float32, or float64 in 64-bit mode). Python's numbers are weakly typed, as in JAX.
+
+    If `vmap_method` passes whole batches, the function (and a `defjvp` rule in host
+    code) gets arguments with as many axes as the result: axes of length 1 are put in
+    front, so that the batch axes line up.
+    """
+    avals = list(filter(is_aval, map(aval_of, tree.tree_leaves(args))))
+    shape = broadcast([aval.shape for aval in avals])
+    return jax.ShapeDtypeStruct(shape, floating(promoted(avals)))
+
+
+def broadcast(shapes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The shape to which these broadcast; their sizes may be symbolic.
+
+    Raises:
+        ValueError: they don't.
+    """
+    symbolic = any(_jax.is_symbolic(size) for shape in shapes for size in shape)
+    return tuple((jnp if symbolic else np).broadcast_shapes(*shapes))
+
+
+def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
+    """The dtype to which JAX promotes these; Python's numbers are weakly typed."""
+    strong = [aval.dtype for aval in avals if not aval.weak_type]
+    weak = [_SCALARS[aval.dtype.kind] for aval in avals if aval.weak_type]
+    dtype: np.dtype = jnp.result_type(*(strong + weak or [float]))
+    return dtype
+
+
+def floating(dtype: np.dtype) -> np.dtype:
+    """The dtype itself, or the default floating one if it is an integer's."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    default: np.dtype = jnp.result_type(dtype, float)
+    return default
+
+
+def with_axes(arrays: Sequence[jax.Array], n: int) -> list[jax.Array]:
+    """The arrays with `n` axes each; axes of length 1 are put in front."""
+    shapes = [np.shape(x) for x in arrays]
+    return [
+        x if len(shape) == n else jnp.reshape(x, (1,) * (n - len(shape)) + shape)
+        for x, shape in zip(arrays, shapes, strict=True)
+    ]
+
+
+_SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
+
+
+def aval_of(leaf: Tree) -> Tree:
+    """A ShapeDtypeStruct for an array; other leaves themselves."""
+    if isinstance(leaf, jax.Array):
+        weak = _jax.aval_of(leaf).weak_type
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+    if is_array_like(leaf):
+        weak = type(leaf) in (bool, int, float, complex)  # not np.float64
+        shape, dtype = np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf))
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+    return leaf
+
+
+def is_aval(leaf: Tree) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def varies(result: Tree) -> bool:
+    """Whether `result=` is no spec, but something that gives one."""
+    if result is ... or isinstance(result, (str, OfArguments)):
+        return True
+    is_function = callable(result) and not isinstance(result, type)
+    return is_function and not hasattr(result, "shape")
+
+
+def spec_of(result: Tree, args: Trees, name: str) -> Tree:
+    """The spec that a rule or a function as `result=` gives for these arguments, or for
+    their avals.
+    """
+    avals = tuple([tree.tree_map(aval_of, arg) for arg in args])
+    if isinstance(result, OfArguments):
+        return result.spec(avals, name)
+    try:
+        return result(*avals)
+    except SpecError:  # a bridge's, which says all
+        raise
+    except Exception as error:
+        given = ", ".join(map(_short, avals))
+        raise SpecError(
+            f"hostcall: the result= function of `{name}` failed for ({given}):"
+            f" {type(error).__name__}: {error}. It gets a ShapeDtypeStruct for each"
+            " array, and should return what result= of hc.call may be",
+            code="hc-result-spec",
+        ) from error
+
+
+def core_axes(result: Tree, axes: Sequence[int]) -> tuple[int, ...] | None:
+    """For each argument, how many of its last axes belong to one item, if the axes in
+    front of those broadcast. None if `result=` says nothing of items.
+
+    `axes` are how many axes each argument has.
+    """
+    if result is elementwise:
+        return (0,) * len(axes)
+    return result._core_axes(axes) if isinstance(result, OfArguments) else None
+
+
+def lines_up(result: Tree, axes: Sequence[int]) -> bool:
+    """Whether a batch may stand in front of arguments with so many axes, if `result=`
+    says what an item is.
+    """
+    return result is elementwise or result._lines_up(axes)
+
+
+def is_elementwise(result: Tree) -> bool:
+    """Whether an element of the only result depends on one element of each argument."""
+    if isinstance(result, OfArguments):
+        return result._is_elementwise()
+    return result is elementwise
+
+
+# --- The only arrays of a call --------------------------------------------------------
+
+
+def arrays_only(
+    what: str, avals: Trees, name: str, n: int
+) -> list[jax.ShapeDtypeStruct]:
+    """The arguments that are arrays, of which there must be `n`; `what` says why, as "a
+    ufunc". Objects without arrays may stand between them.
+    """
+    arrays: list[jax.ShapeDtypeStruct] = []
+    for number, aval in enumerate(avals):
+        if is_aval(aval):
+            arrays.append(aval)
+        elif any(map(is_aval, tree.tree_leaves(aval))):
+            raise SpecError(
+                f"hostcall: argument {number} of `{name}` is {_short(aval)}, and not"
+                f" one array, as {what} takes. Give its arrays one by one, or say with"
+                " result= what the function returns",
+                code="hc-arguments",
+            )
+    if len(arrays) != n:
+        raise SpecError(
+            f"hostcall: `{name}` is {what} of {counted(n, 'array')}, and was called"
+            f" with {len(arrays)}. Give one for each",
+            code="hc-arguments",
+        )
+    return arrays
+
+
+def _short(arg: Tree) -> str:
+    if isinstance(arg, jax.ShapeDtypeStruct):
+        return f"{arg.dtype}{list(arg.shape)}"
+    return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)

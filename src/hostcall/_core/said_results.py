@@ -1,0 +1,193 @@
+"""Finds out what a function returns: from `result=`, or from the function itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hostcall._core import result_rules, ufuncs
+from hostcall._core.dimensions import Given, Signature, read_signature
+from hostcall._core.errors import SpecError
+from hostcall._core.host_code import OfArguments
+from hostcall._core.options import WHOLE
+from hostcall._core.result_rules import Tree, aval_of, is_aval
+
+
+def rule_of(
+    fn: Callable[..., Any],
+    name: str,
+    result: Tree,
+    *,
+    sizes: Mapping[str, Given] | None = None,
+    dtype: Any = None,
+    float64: bool = False,
+) -> Tree:
+    """What `result=` says: itself, unless it is a signature or missing.
+
+    Returns:
+        A spec, a function, a rule, or "infer"; `...` if `result` is missing and the
+        function does not say what it returns.
+
+    Raises:
+        SpecError: `result` is a text and no signature, or `sizes` or `dtype` are wrong.
+    """
+    dtypes = None if dtype is None else _dtypes(dtype, name)
+    if isinstance(result, str) and result != "infer":
+        if "->" not in result and "(" not in result:
+            raise SpecError(
+                f"hostcall: result= of `{name}` is {result!r}. A text is 'infer', or a"
+                " signature such as '(m,n),(n)->(m)'; otherwise give a spec, a"
+                " function, hc.results.like(i), hc.results.same_tree(i) or"
+                " hc.results.elementwise",
+                code="hc-result-spec",
+            )
+        takes_batches = ufuncs.ufunc_of(fn) is not None
+        return read_signature(result, name, sizes, dtypes, takes_batches)
+    if sizes is not None:
+        raise SpecError(
+            f"hostcall: `{name}` has sizes= without a signature. They are the sizes of"
+            " dimensions that stand in results only: result='(n)->(k)', sizes={'k': 3}",
+            code="hc-result-spec",
+        )
+    if result is ...:
+        found = ufuncs.of_ufunc(fn, name, float64, dtypes)
+        if found is not None:
+            return found
+    if dtypes is not None:
+        raise SpecError(
+            f"hostcall: `{name}` has dtype= and neither a signature as result= nor a"
+            " ufunc. Elsewhere result= has the dtypes: jax.ShapeDtypeStruct(shape,"
+            " dtype)",
+            code="hc-result-spec",
+        )
+    return result
+
+
+def signature(
+    text: str, *, sizes: Mapping[str, Given] | None = None, dtype: Any = None
+) -> Signature:
+    """A signature as `result=`, with sizes and dtypes, for `hc.host` and `hc.call`.
+
+        k_smallest = hc.results.signature("(n)->(k)", sizes={"k": 3})
+        hc.call(lambda x: np.sort(x)[:3], k_smallest, x)
+
+    Args:
+        text: as in `numpy.vectorize`: for each argument and result the dimensions of
+            one item, as "(m,n),(n)->(m)". A dimension is a name, which has one size in
+            a call, or a size; one with "?" may be missing. Axes in front of an item's
+            broadcast.
+        sizes: of dimensions that stand in results only: an integer, or a function whose
+            parameters are names of other dimensions, as `lambda n: 2 * n`.
+        dtype: of the results, or a tuple with one for each. Default: the dtype to which
+            JAX promotes the arguments.
+
+    Raises:
+        SpecError: the text is no signature, or a size or dtype is missing or wrong.
+    """
+    found = rule_of(lambda: None, "a function", text, sizes=sizes, dtype=dtype)
+    assert isinstance(found, Signature), "a text that is none was refused"
+    return found
+
+
+def _dtypes(dtype: Any, name: str) -> tuple[np.dtype, ...]:
+    given = dtype if isinstance(dtype, (tuple, list)) else (dtype,)
+    try:
+        return tuple([np.dtype(each) for each in given])
+    except TypeError as error:
+        raise SpecError(
+            f"hostcall: dtype= of `{name}` is {dtype!r}. Give a dtype such as"
+            " np.float32, or a tuple with one for each result",
+            code="hc-result-spec",
+        ) from error
+
+
+# --- Axes in front of the items of a call ---------------------------------------------
+
+
+def maps_items(result: Tree, vmap_method: object) -> bool:
+    """Whether the function gets one item at a time, so that axes in front of the items
+    are mapped over.
+    """
+    return isinstance(result, Signature) and vmap_method not in WHOLE
+
+
+def default_method(result: Tree) -> str | None:
+    """`vmap_method` of a function for which none was given."""
+    takes = isinstance(result, OfArguments) and result._takes_batches
+    return "expand_dims" if takes else None
+
+
+# For each argument, how many axes are in front of its item; None for one that is no
+# array.
+Counts = Sequence[int | None]
+
+
+def leading(result: Tree, args: Sequence[Any]) -> Counts | None:
+    """The counts of some arguments; None if `result=` says nothing of items."""
+    axes = [np.ndim(arg) if is_aval(aval_of(arg)) else None for arg in args]
+    cores = result_rules.core_axes(result, [n for n in axes if n is not None])
+    if cores is None:
+        return None
+    rest = iter(cores)
+    return [None if n is None else n - next(rest) for n in axes]
+
+
+def over_leading_axes(
+    call: Callable[..., Tree], args: Sequence[Any], counts: Counts
+) -> Tree:
+    """Calls for each item, by a `jax.vmap` for each axis in front of the items.
+
+    Axes of the arguments line up from the right, as NumPy broadcasts them. An axis of
+    size 1 beside a longer one is dropped, and the `vmap` does not map that argument.
+    """
+    pairs = list(zip(args, counts, strict=True))
+    arrays = [(arg, count) for arg, count in pairs if count is not None]
+    loop = result_rules.broadcast([np.shape(arg)[:count] for arg, count in arrays])
+    in_axes: list[list[int | None]] = [[None] * len(arrays) for _ in loop]
+    items: list[Any] = []
+    for number, (arg, count) in enumerate(arrays):
+        shape = np.shape(arg)
+        dropped: list[int] = []
+        for axis in range(count):
+            position = len(loop) - count + axis
+            if shape[axis] == 1 and loop[position] != 1:
+                dropped.append(axis)
+            else:
+                in_axes[position][number] = 0
+        items.append(jax.numpy.squeeze(arg, dropped) if dropped else arg)
+
+    def call_item(*items: Any) -> Tree:
+        rest = iter(items)
+        return call(*[arg if n is None else next(rest) for arg, n in pairs])
+
+    function: Callable[..., Tree] = call_item
+    for axes in reversed(in_axes):
+        function = jax.vmap(function, tuple(axes))
+    return function(*items)
+
+
+def lines_up(result: Tree, args: Sequence[Any]) -> bool:
+    """Whether a batch may stand in front of these arguments, if `result=` says what an
+    item is.
+    """
+    axes = [np.ndim(arg) for arg in args if is_aval(aval_of(arg))]
+    return result_rules.lines_up(result, axes)
+
+
+def lined_up(args: Sequence[Any], counts: Counts) -> list[Any]:
+    """The arguments with as many axes in front of their items as any of them has, so
+    that the axis of a batch, which comes in front, lines up.
+    """
+    most = max((n for n in counts if n is not None), default=0)
+    return [
+        arg if n is None or n == most else expanded(arg, most - n)
+        for arg, n in zip(args, counts, strict=True)
+    ]
+
+
+def expanded(array: Any, n: int) -> Any:
+    """The array with `n` axes of size 1 in front."""
+    return jax.numpy.reshape(array, (1,) * n + np.shape(array))

@@ -1,0 +1,328 @@
+"""Signatures as result=: "(m,n),(n)->(m)".
+
+The oracle is `numpy.vectorize`, which has the same grammar, and calls its function for
+one item at a time.
+"""
+
+import pickle
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import hostcall as hc
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+def mean_of(x):
+    assert x.ndim == 1
+    return x.mean(dtype=np.float32)
+
+
+def matvec(m, v):
+    assert (m.ndim, v.ndim) == (2, 1)
+    return m @ v
+
+
+def minmax(x):
+    return x.min(), x.max()
+
+
+# --- Items, and axes in front of them ---------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (1, 4), (0, 4)])
+def test_axes_in_front_are_items(wrap, shape):
+    x = np.resize(X, shape)
+    got = wrap(hc.host(mean_of, result="(n)->()"))(x)
+    np.testing.assert_array_equal(np.asarray(got), x.mean(-1, dtype=np.float32))
+    got = wrap(lambda x: hc.call(mean_of, "(n)->()", x))(x)
+    np.testing.assert_array_equal(np.asarray(got), x.mean(-1, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("m", "v"),
+    [
+        ((2, 3), (3,)),
+        ((5, 2, 3), (3,)),
+        ((2, 3), (5, 3)),
+        ((5, 2, 3), (4, 1, 3)),
+        ((4, 1, 2, 3), (5, 3)),
+        ((1, 2, 3), (5, 3)),
+    ],
+)
+def test_axes_in_front_broadcast(m, v):
+    m = np.resize(X, m)
+    v = np.resize(X, v)
+    want = np.vectorize(matvec, signature="(m,n),(n)->(m)")(m, v)
+    f = hc.host(matvec, result="(m,n),(n)->(m)")
+    np.testing.assert_allclose(jax.jit(f)(m, v), want)
+    rows = jax.vmap(f, (0, None))(np.stack([m, m + 1]), v)
+    np.testing.assert_allclose(rows[0], want)
+    np.testing.assert_allclose(rows[1], f(m + 1, v))
+
+
+@pytest.mark.parametrize(
+    "method", ["expand_dims", "broadcast_all", "sequential", "parallel", None]
+)
+def test_how_items_reach_the_function(method):
+    shapes = []
+
+    def total(x, y):
+        shapes.append((x.shape, y.shape))
+        return (x * y).sum(-1)
+
+    f = hc.host(total, result="(n),(n)->()", vmap_method=method)
+    x, y = X, X[0]
+    want = (x * y).sum(-1)
+    np.testing.assert_allclose(jax.jit(f)(x, y), want)
+    each = method in ("sequential", "parallel", None)
+    assert shapes == ([((4,), (4,))] * 6 if each else [((2, 3, 4), (1, 3, 4))])
+    shapes.clear()
+    np.testing.assert_allclose(jax.vmap(f, (0, None))(x, y), want)
+    batched = {"expand_dims": (1, 3, 4), "broadcast_all": (2, 3, 4)}
+    assert shapes == ([((4,), (4,))] * 6 if each else [((2, 3, 4), batched[method])])
+
+
+def test_several_results():
+    low, high = jax.jit(hc.host(minmax, result="(n)->(),()"))(X)
+    np.testing.assert_array_equal(np.asarray(low), X.min(-1))
+    np.testing.assert_array_equal(np.asarray(high), X.max(-1))
+
+
+@pytest.mark.parametrize(
+    ("size", "k"), [(3, 3), (lambda n: n - 1, 3), (lambda n, m: n + m, 7), (0, 0)]
+)
+def test_a_size_of_a_result_alone(size, k):
+    f = hc.host(lambda x: np.resize(x, k), result="(m,n)->(k)", sizes={"k": size})
+    assert jax.jit(f)(X).shape == (2, k)
+    rule = hc.results.signature("(m,n)->(k)", sizes={"k": size})
+    assert hc.call(lambda x: np.resize(x, k), rule, X).shape == (2, k)
+
+
+def test_fixed_sizes():
+    f = hc.host(np.cross, result="(3),(3)->(3)")
+    got = jax.jit(f)(X[:, :, :3], X[0, 0, :3] + 1)
+    np.testing.assert_allclose(got, np.cross(X[:, :, :3], X[0, 0, :3] + 1))
+
+
+def test_the_results_dtype():
+    x = np.arange(4)
+    with jax.enable_x64(True):
+        assert hc.host(np.sum, result="(n)->()")(x).dtype == np.int64
+        assert (
+            hc.host(np.sum, result="(n)->()")(x.astype(np.float32)).dtype == np.float32
+        )
+        f = hc.host(np.dot, result="(n),(n)->()")
+        assert f(x, x.astype(np.float32)).dtype == jnp.promote_types(
+            np.int64, np.float32
+        )
+    f = hc.host(np.argmax, result="(n)->()", dtype=np.int32)
+    assert f(X).dtype == np.int32
+    f = hc.host(
+        lambda x: (x.max(), x.argmax()),
+        result="(n)->(),()",
+        dtype=(np.float32, np.int32),
+    )
+    assert [each.dtype for each in jax.jit(f)(X)] == [np.float32, np.int32]
+
+
+def test_derivatives_of_items():
+    f = hc.host(lambda x: (x**2).sum(), result="(n)->()")
+    f.defjvps(lambda t, _, x: 2 * (x * t).sum())
+    want = jax.grad(lambda x: (x**2).sum())(X)
+    for g in (
+        f,
+        hc.host(lambda x: (x**2).sum(-1), result="(n)->()", vmap_method="expand_dims"),
+    ):
+        if g is not f:
+            g.defvjp(
+                lambda x: ((x**2).sum(-1), x), lambda x, ct: (2 * x * ct[..., None],)
+            )
+            np.testing.assert_allclose(jax.grad(lambda x: g(x).sum())(X), want)
+            np.testing.assert_allclose(
+                jax.vmap(jax.grad(lambda x: g(x).sum()))(X), want
+            )
+    np.testing.assert_allclose(jax.jvp(f, (X,), (X,))[1], 2 * (X * X).sum(-1))
+
+
+def test_a_mask_of_items():
+    f = hc.host(mean_of, result="(n)->()")
+    np.testing.assert_allclose(f.where(True)(X), X.mean(-1))
+    np.testing.assert_array_equal(np.asarray(f.where(False, 7)(X)), np.full((2, 3), 7))
+    got = jax.vmap(lambda m, x: f.where(m)(x))(np.array([True, False]), X)
+    np.testing.assert_allclose(got, [X[0].mean(-1), np.zeros(3)])
+
+
+def test_items_with_effects_run_in_order():
+    seen = []
+    f = hc.host(
+        lambda x: seen.append(float(x[0])) or x[0], result="(n)->()", order="ordered"
+    )
+    jax.block_until_ready(jax.jit(f)(X))
+    assert seen == X[..., 0].ravel().tolist()
+
+
+class Scale:
+    by = 2.0
+
+    @hc.host(result="(n)->(n)")
+    def scaled(self, x):
+        return self.by * x
+
+
+def test_a_method_and_static_arguments():
+    np.testing.assert_array_equal(np.asarray(Scale().scaled(X)), 2 * X)
+    f = hc.host(lambda how, x: getattr(np, how)(x), result="(n)->()")
+    np.testing.assert_allclose(jax.jit(lambda x: f("max", x))(X), X.max(-1))
+    np.testing.assert_allclose(f("min", X[0, 0]), X[0, 0].min())
+
+
+def test_it_is_shown_and_pickled():
+    f = hc.host(matvec, result="(m,n),(n)->(m)")
+    assert "'(m,n),(n)->(m)'" in repr(f)
+    again = pickle.loads(pickle.dumps(f))
+    np.testing.assert_array_equal(
+        np.asarray(again(X, X[0, 0])), np.asarray(f(X, X[0, 0]))
+    )
+
+
+def test_symbolic_sizes():
+    f = hc.host(matvec, result="(m,n),(n)->(m)", vmap_method="expand_dims")
+    n, b = jax.export.symbolic_shape("n,b")
+    m = jax.ShapeDtypeStruct((b, 2, n), np.float32)
+    v = jax.ShapeDtypeStruct((n,), np.float32)
+    assert jax.eval_shape(f, m, v).shape == (b, 2)
+
+
+# --- Against numpy.vectorize ------------------------------------------------------------
+
+NAMES = st.sampled_from("mnk")
+SIZES = {"m": 2, "n": 3, "k": 1}
+
+
+@st.composite
+def calls(draw):
+    """(signature, shapes of the arguments, shape of an item of the result)."""
+    cores = draw(st.lists(st.lists(NAMES, max_size=2), min_size=1, max_size=3))
+    known = sorted({name for core in cores for name in core})
+    result = draw(st.lists(st.sampled_from(known), max_size=2)) if known else []
+    loop = draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2))
+    shapes = []
+    for core in cores:
+        own = loop[draw(st.integers(0, len(loop))) :]
+        own = [draw(st.sampled_from([1, size])) for size in own]
+        shapes.append((*own, *[SIZES[name] for name in core]))
+    words = [f"({','.join(core)})" for core in [*cores, result]]
+    text = ",".join(words[:-1]) + "->" + words[-1]
+    return text, shapes, tuple(SIZES[name] for name in result)
+
+
+@hypothesis.given(calls(), st.sampled_from([None, "expand_dims"]))
+def test_a_signature_against_numpy(call, method):
+    text, shapes, item = call
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    words = text.split("->")[0].removesuffix(")").split("),")
+    core_axes = [sum(map(str.isalpha, word)) for word in words]
+
+    def one(*args):
+        return np.full(item, sum(np.float32(arg.sum()) for arg in args), np.float32)
+
+    def batch(*args):
+        """`one` for arguments with axes in front."""
+        sums = [
+            arg.sum(tuple(range(arg.ndim - n, arg.ndim)))
+            for arg, n in zip(args, core_axes)
+        ]
+        total = np.asarray(sum(sums))
+        return np.broadcast_to(total[(..., *[None] * len(item))], total.shape + item)
+
+    want = np.vectorize(one, signature=text, otypes=[np.float32])(*arrays)
+    f = hc.host(one if method is None else batch, result=text, vmap_method=method)
+    got = f(*arrays)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    rows = jax.vmap(f, (0, *(None,) * (len(arrays) - 1)))(
+        np.stack([arrays[0]] * 2), *arrays[1:]
+    )
+    np.testing.assert_allclose(rows, np.stack([want] * 2), rtol=1e-5, atol=1e-5)
+
+
+# --- Bad input --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "said"),
+    [
+        ("(n->(n)", 3, "expected ',' or ')', found '->'"),
+        ("(n)(n)", 4, "expected ',' or '->', found '('"),
+        ("(n),->(n)", 5, "expected '(', found '->'"),
+        ("(n)->", 6, "expected '(', found the end"),
+        ("(n)->(n)x", 9, "expected ',' or the end, found 'x'"),
+        ("(n,)->(n)", 4, "expected a dimension's name or size, found ')'"),
+        (
+            "(n|1)->(n)",
+            3,
+            "expected ',' or ')', found '|'. A dimension that broadcasts",
+        ),
+        ("(n+1)->(n)", 3, "expected ',' or ')', found '+'"),
+        ("n->n", 1, "expected '(', found 'n'"),
+        ("->->", 3, "expected '(', found '->'"),
+    ],
+)
+def test_a_text_that_is_no_signature(text, column, said):
+    for make in (
+        lambda: hc.host(mean_of, result=text),
+        lambda: hc.results.signature(text),
+    ):
+        with pytest.raises(hc.errors.SpecError) as caught:
+            make()
+        assert f"can't be read at column {column}: {said}" in str(caught.value)
+
+
+F = hc.host(matvec, result="(m,n),(n)->(m)")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: F(X[0], X[0, 0, :3]), "argument 1 of `matvec` has n=3, and argument 0 has n=4"),
+        (lambda: F(X[0, 0], X[0, 0]), "argument 0 of `matvec` has the shape (4,), and (m,n) in the signature '(m,n),(n)->(m)' wants at least 2 axes"),
+        (lambda: F(X, np.ones((5, 4))), "have the axes (2,), (5,) in front of those of the signature"),
+        (lambda: F(X), "of 2 arrays, and was called with 1"),
+        (lambda: F("m", X), "a function with the signature '(m,n),(n)->(m)' of 2 arrays, and was called with 1"),
+        (lambda: F([X, X], X), "argument 0 of `matvec` is"),
+        (lambda: hc.call(matvec, "(m,n),(n)->(m)", m=X, v=X[0, 0]), "is called with the keyword arguments ['m', 'v']"),
+        (lambda: hc.host(np.cross, result="(3),(3)->(3)")(X, X), "argument 0 of `cross` has 4 where the signature '(3),(3)->(3)' has 3"),
+        (lambda: hc.host(mean_of, result="(n)->(k)"), "has k in a result and in no argument. Say its size: sizes={'k': ...}"),
+        (lambda: hc.host(mean_of, result="(n)->(n)", sizes={"n": 3}), "the arguments have its size. Leave it out"),
+        (lambda: hc.host(mean_of, result="(n)->(n)", sizes={"j": 3}), "it has no such dimension"),
+        (lambda: hc.host(mean_of, result="(n)->(k)", sizes={"k": -1}), "a size is an integer of at least 0"),
+        (lambda: hc.host(mean_of, result="(n)->(k)", sizes={"k": 2.0}), "a size is an integer of at least 0"),
+        (lambda: hc.host(mean_of, result="(n)->(k)", sizes=3), "Give a dict from dimensions to sizes"),
+        (lambda: hc.host(mean_of, result="(n)->(k)", sizes={"k": lambda q: 2}), "is a function of 'q', which is no dimension of an argument"),
+        (lambda: hc.host(mean_of, result="(n)->(k)", sizes={"k": lambda n: n / 2})(X), "of `mean_of` gave 2.0 for {'n': 4}"),
+        (lambda: hc.host(mean_of, result=X, sizes={"k": 2}), "has sizes= without a signature"),
+        (lambda: hc.host(mean_of, result="(n)->()", dtype=(np.float32,) * 2), "has 2 dtypes, and the signature '(n)->()' has 1 results"),
+        (lambda: jax.jit(lambda k: hc.host(mean_of, result="(n)->(k)", sizes={"k": k}))(3), "is a traced value"),
+        (lambda: hc.host(mean_of, result="mean"), "A text is 'infer', or a signature such as '(m,n),(n)->(m)'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_when_it_is_traced(call, said):
+    with pytest.raises(hc.errors.SpecError) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+def test_a_function_that_returns_another_shape_than_it_said():
+    f = hc.host(lambda x: x[:2], result="(n)->(n)", name="shorter")
+    with pytest.raises(
+        hc.errors.ResultError, match=r"should be float32\[4\], got float32\[2\]"
+    ):
+        f(X)
