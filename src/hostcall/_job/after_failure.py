@@ -51,6 +51,11 @@ class Failures:
         """The first one that all processes are told of, with its process; or None."""
         return self._first.get("told")
 
+    @property
+    def by_program(self) -> bool:
+        """Whether a program has told all processes of the first failure here."""
+        return "by program" in self._first
+
     def failed(self, text: str, *, tell: bool = True) -> None:
         """Notes that a call of a program over several processes failed here.
 
@@ -60,6 +65,8 @@ class Failures:
             _jax.refuse_programs_across(self._refusal)
             if tell:
                 self.tell(text)
+            else:
+                self._is_first("by program", text)
 
     def tell(self, text: str) -> None:
         """Tells the other processes of a failure here."""

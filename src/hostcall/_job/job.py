@@ -223,8 +223,11 @@ class Job(lifecycle.JobEnd, Owned):
     def _part(self) -> None:
         """Leaves a job that failed. Process 0 waits for all others."""
         here = _jax.job_rank()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
-            _jax.close_collectives()
+        # Some may still be in the reduction that tells them of a failure: they get a
+        # moment, until the end of this process, or `looked`, closes the connections.
+        if not self.failures.by_program:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
+                _jax.close_collectives()
         self._mailbox.send(f"{LEFT}{here}")
         if here == 0 and not self._left_by_all():
             logger.warning(
