@@ -13,7 +13,10 @@ from limits import PROGRAM_SECONDS
 HEAD = """
 import os, select, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + sys.argv[4]
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_multi_thread_eigen=false"
+    " --xla_force_host_platform_device_count=" + sys.argv[4]
+)
 import jax, jax.numpy as jnp, numpy as np
 def say(*what):
     os.write(1, f"says: {' '.join(map(str, what))}\\n".encode())

@@ -43,6 +43,15 @@ def failure_of_another():
 def waits_at_its_end(seconds):
     from hostcall._job.job import Job
     Job.patience = seconds
+def stays_at_its_end(seconds):
+    from hostcall._job.job import Job
+    Job.stays = seconds
+def sees_nobody_leave():
+    from hostcall._job.job import job
+    job()._sees_others = False
+def closes_collectives():
+    from hostcall import _jax
+    return _jax.close_collectives()
 def goes_on():  # in all processes, as if there had been no failure
     from hostcall import _jax
     from hostcall._job.job import job

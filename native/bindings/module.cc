@@ -3,6 +3,9 @@
 #define HOSTCALL_IMPORT_NUMPY
 #include <nanobind/nanobind.h>
 
+#include <string>
+
+#include "base/connections.h"
 #include "base/engine.h"
 #include "base/numpy_api.h"
 #include "base/report.h"
@@ -84,9 +87,38 @@ void InitEngine(nb::module_& m) {
       },
       nb::arg("hook"), nb::arg("made"));
   m.def("monitor_raises", &MonitorRaises);
+  // Python raises it in that thread between two instructions, without arguments.
+  m.def(
+      "raise_in_thread",
+      [](unsigned long thread, nb::object type) {
+        PyThreadState_SetAsyncExc(thread, type.ptr());
+      },
+      nb::arg("thread"), nb::arg("type"));
   // Leaks a reference, so that the object is never destroyed.
   m.def(
       "keep_for_ever", [](nb::object thing) { thing.release(); }, nb::arg("thing"));
+}
+
+/// Binds the connections of this process (base/connections.h).
+void InitConnections(nb::module_& m) {
+  m.def("connections", []() -> nb::object {
+    const auto found = Connections();
+    if (!found) return nb::none();
+    nb::list listed;
+    for (const Connection& each : *found) {
+      listed.append(nb::make_tuple(each.descriptor,
+                                   nb::bytes(each.local.data(), each.local.size()),
+                                   nb::bytes(each.peer.data(), each.peer.size())));
+    }
+    return listed;
+  });
+  m.def(
+      "shut_down",
+      [](int descriptor, nb::bytes local, nb::bytes peer) {
+        return ShutDown({descriptor, std::string(local.c_str(), local.size()),
+                         std::string(peer.c_str(), peer.size())});
+      },
+      nb::arg("descriptor"), nb::arg("local"), nb::arg("peer"));
 }
 
 }  // namespace
@@ -107,6 +139,7 @@ NB_MODULE(_native, m) {
   InitCalls(m);
   InitHandlers(m);
   InitSignals(m);
+  InitConnections(m);
   InitTraces(m);
   InitEngine(m);
   InitBuffers(m);

@@ -149,9 +149,7 @@ def test_a_failure_ends_the_others_too(who):
     assert failed.code == 1, failed
     assert failed.last.startswith("jax.errors.JaxRuntimeError: INTERNAL: LookupError")
     assert f"\nprocess {who} failed: LookupError: no such row (in" in f"\n{other.err}"
-    # Process 0 stays for the other, which is in the collective until process 0 ends:
-    # then its collective raises, or jaxlib aborts it, since the service has ended.
-    assert other.code == 1 or (who == 0 and other.code == -6), other
+    assert other.code == 1, other
     assert [other.said, failed.said] == [[], []]
 
 
@@ -262,6 +260,248 @@ say(resident() - before < 10e6)
         size=1,
     )
     assert ended.said == ["True"], ended
+
+
+# --- More than a few processes --------------------------------------------------------
+
+MANY = """
+fails = False
+def host(v):
+    if fails and me not in WHO:
+        write_to_store(f"in the program/{me}", "yes")
+    elif fails:  # not before the others are in it: they would refuse to start it
+        for other in set(range(size)) - WHO:
+            assert awaited(f"in the program/{other}")
+        ACT
+    return v
+def alone(v):  # the collective needs the call's result, so it comes after the call
+    v = hc.call(host, v, v, fail="alone")
+    return v + jax.lax.psum(v.sum(), "x")
+def together(v):
+    v = hc.call(host, v, v, fail="together")
+    return v + jax.lax.psum(v.sum(), "x")
+def jitted(x):  # WHO has one process
+    out = hc.call(host, x, x, on=jax.devices()[min(WHO)])
+    return out + x.sum()
+f = {
+    "alone": over_shards(alone),
+    "together": over_shards(together),
+    "jit": jax.jit(jitted, out_shardings=sharding),
+}["WAY"]
+total = 2 * n * (2 * n - 1) / 2  # of the numbers that the devices have
+for shard in f(x).addressable_shards:
+    want = np.arange(2.0 * n)[shard.index[0]] + total
+    assert (np.asarray(shard.data) == want).all(), (shard.data, want)
+if "WAY" == "jit" and me not in WHO:  # the function runs in the other process only
+    write_to_store(f"in the program/{me}", "yes")
+fails = True
+"""
+
+
+def many(act, who, way="alone", rest="f(x).block_until_ready()\nsay('wrong')", **how):
+    """Runs a job in which the processes `who` fail by `act`, after a good step."""
+    head = MANY.replace("ACT", act).replace("WHO", str(who)).replace("WAY", way)
+    return run_job(head + rest, **how)
+
+
+RAISE = 'raise LookupError("no such row")'
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("way", ["alone", "together", "jit"])
+def test_all_processes_raise_the_failure_of_one(way, size):
+    """All end by a Python exception that names the process and its error, also those
+    that are not its neighbours in the collective. Process 0, which has the coordination
+    service, ends after them.
+    """
+    ended = many(RAISE, {1}, way, size=size)
+    assert [process.code for process in ended] == [1] * size, ended
+    assert [process.said for process in ended] == [[]] * size
+    for number, process in enumerate(ended):
+        traceback = process.err.rpartition("Traceback (most recent call last)")[2]
+        if number == 1:
+            assert "INTERNAL: LookupError: no such row (in callback `host`" in traceback
+            assert "before this error" not in traceback
+        elif way == "alone":
+            text = "hostcall: before this error, process 1 failed: LookupError: no such"
+            assert f"\n{text} row (in callback `host`" in traceback
+        else:
+            assert " failed in process 1: LookupError: no such row" in traceback
+            assert "before this error" not in traceback
+
+
+def test_process_0_fails_and_stays_for_the_others():
+    ended = many(RAISE, {0}, size=4)
+    assert [process.code for process in ended] == [1] * 4, ended
+    for process in ended[1:]:
+        assert "before this error, process 0 failed: LookupError" in process.err
+
+
+def test_two_processes_fail_at_once():
+    ended = many(RAISE, {1, 2}, size=4)
+    assert [process.code for process in ended] == [1] * 4, ended
+    for process in ended[1:3]:
+        assert "before this error" not in process.err
+    for process in ended[::3]:
+        named = re.search(r"before this error, process (\d) failed: Look", process.err)
+        assert named is not None, process
+        assert named[1] in "12"
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGINT"])
+def test_a_signal_ends_one_of_four(signal):
+    """One that is killed says nothing: the others hear of the first that lost it."""
+    act = f"os.kill(os.getpid(), signal.{signal}); awaited('never')"
+    ended = many(act, {1}, size=4)
+    assert ended[1].code < 0
+    others = [ended[number] for number in (0, 2, 3)]
+    assert [process.code for process in others] == [1] * 3, ended
+    assert any("before this error, process " in process.err for process in others)
+    if signal == "SIGINT":
+        for process in others:
+            assert "before this error, process 1 failed: KeyboardInterr" in process.err
+
+
+GOES_ON = """
+stays_at_its_end(0.5)
+if me in AT_WORK:
+    try:
+        WORK
+    except BaseException as error:
+        say(type(error).__name__, error)
+        raise
+f(x).block_until_ready()
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "at_work", "work"),
+    [
+        (RAISE, {1}, "catch(lambda: f(x).block_until_ready()); go_on(0)"),
+        (RAISE, {2}, "catch(lambda: f(x).block_until_ready()); go_on(0)"),
+        (RAISE, {2}, "in_the_program(); go_on(0)"),
+        (RAISE, {2}, "in_the_program(); jax.jit(called)(1.0).block_until_ready()"),
+    ],
+    ids=["failed", "raised", "in_python", "in_a_call"],
+)
+def test_a_process_that_goes_on_is_ended_by_an_exception(act, at_work, work):
+    """Before process 0 ends, by which jaxlib would abort it."""
+    head = """
+def in_the_program():
+    write_to_store(f"in the program/{me}", "yes")
+def catch(run):
+    try:
+        run()
+    except jax.errors.JaxRuntimeError:
+        pass
+    except ValueError:
+        pass
+def go_on(v):
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    return v
+def called(v):
+    return hc.call(go_on, v, v)
+"""
+    rest = head + GOES_ON.replace("AT_WORK", str(at_work)).replace("WORK", work)
+    ended = many(act, {1}, rest=rest, size=3)
+    assert [process.code for process in ended] == [1] * 3, ended
+    (process,) = (ended[number] for number in at_work)
+    assert "which has gone on after a failure: process 1 failed: Look" in process.err
+    if work != "in_the_program(); jax.jit(called)(1.0).block_until_ready()":
+        (said,) = process.said
+        assert said.startswith(
+            "HostcallError hostcall: process 0 of the job, which has"
+        )
+
+
+OPEN = """
+import socket
+server = socket.create_server(("localhost", 0))
+mine = socket.create_connection(server.getsockname())
+other, _ = server.accept()
+def is_open():
+    mine.sendall(b"still open")
+    return other.recv(100).decode()
+"""
+
+
+def test_only_the_connections_of_collectives_are_closed():
+    """Whatever else the job's store has where Gloo puts its addresses."""
+    rest = """
+from jax._src import distributed
+put_bytes = distributed.global_state.client.key_value_set_bytes
+if me == 1:
+    for number, value in enumerate([b"", b"no address", b"x" * 10_000, bytes(136)]):
+        put_bytes(f"cpu:gloo/wrong/{number}", value)
+meet("written")
+if me == 0:
+    say(closes_collectives(), is_open())
+meet("closed")
+f(x).block_until_ready()
+"""
+    ended = many("pass", {1}, rest=OPEN + rest)
+    assert [process.code for process in ended] == [1, 1], ended
+    assert [process.said for process in ended] == [["1 still open"], []], ended
+
+
+def test_an_error_that_is_caught_names_the_failure_too():
+    """The process that failed lives on, so its end closes no connection. What it writes
+    about the end of process 0 changes nothing.
+    """
+    rest = """
+if me == 1:
+    for name in ["ends/1", "ends/x", "ends/0/0", "ends/"]:
+        write_to_store(f"hostcall/board/{name}", "wrong")
+try:
+    with hc.reraise():
+        f(x).block_until_ready()
+except Exception as error:
+    if me == 1:
+        assert awaited("checked")
+        raise
+    (note,) = error.__notes__
+    say("process 1 failed: LookupError: no such row" in note, is_open())
+    write_to_store("checked", "yes")
+    raise
+"""
+    ended = many(RAISE, {1}, rest=OPEN + rest)
+    assert [process.code for process in ended] == [1, 1], ended
+    assert [process.said for process in ended] == [["True still open"], []], ended
+
+
+@pytest.mark.parametrize(
+    ("wait", "texts"),
+    [
+        (  # one that has heard of the failure by now refuses to start it
+            "from jax.experimental import multihost_utils\n"
+            "multihost_utils.sync_global_devices('x')",
+            [": UNKNOWN: Gloo ", "refuses further programs over several"],
+        ),
+        (
+            "hc.Object(list, methods={'clear': None}, name='env').save(processes='all')",
+            ["save() of `env` needs all processes of the job, and process "],
+        ),
+    ],
+    ids=["plain_jax", "save"],
+)
+def test_what_else_waits_for_a_process_that_failed(wait, texts):
+    """Programs without host code, and what the processes give to each other."""
+    head = "class Bad(Exception):\n    pass\n"
+    rest = f"if me == 1:\n    raise Bad('outside')\n{wait}\n"
+    ended = many("pass", {1}, rest=head + rest, size=4)
+    assert [process.code for process in ended] == [1] * 4, ended
+    for process in (ended[number] for number in (0, 2, 3)):
+        traceback = process.err.rpartition("Traceback (most recent call last)")[2]
+        assert any(text in traceback for text in texts), process.err
+        assert "process 1 failed: Bad: outside" in traceback
+
+
+def test_process_0_can_not_see_who_leaves():
+    """Behind a proxy, for example. The others say that they leave."""
+    ended = many(RAISE, {0}, rest="sees_nobody_leave()\nf(x).block_until_ready()")
+    assert [process.code for process in ended] == [1, 1], ended
 
 
 # --- Without other processes ----------------------------------------------------------

@@ -23,12 +23,14 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     devices       devices, clients, arrays on them, and NumPy's arrays of these
     exporting     what leaves the process with an exported program
     coordination  the store that the processes of a job share
+    connections   the TCP connections between these processes
     callbacks     JAX's own callbacks: primitives, effects, loggers, old flags
 
 Other modules write `_jax.name`: every public name of these files is exported here.
 """
 
 from hostcall._jax.callbacks import *  # noqa: F403
+from hostcall._jax.connections import *  # noqa: F403
 from hostcall._jax.coordination import *  # noqa: F403
 from hostcall._jax.devices import *  # noqa: F403
 from hostcall._jax.dispatch import *  # noqa: F403

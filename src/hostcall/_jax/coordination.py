@@ -71,6 +71,11 @@ def job_folder(name: str) -> dict[str, str]:
     return {key.removeprefix(name): _text(value) for key, value in found}
 
 
+def job_folder_bytes(name: str) -> list[bytes]:
+    """The values of a folder that others than hostcall write, and not as text."""
+    return [bytes(value) for _, value in _client().key_value_dir_get_bytes(name)]
+
+
 def _text(value: bytes) -> str:
     """Anyone who reaches the service may have written other bytes."""
     return value.decode(errors="replace")

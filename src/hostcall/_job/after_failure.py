@@ -39,7 +39,8 @@ class Failures:
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         """`tell(text)` tells the other processes that this one failed."""
-        # The first text that is "told" to all, and the first one of a failure "here".
+        # The first text that is "told" to all, the first one of a failure "here", and
+        # the first one that another process told: "there".
         # `setdefault` is one step, with the GIL and without, so one thread finds its
         # own text there: no lock.
         self._first: dict[str, str] = {}
@@ -50,6 +51,11 @@ class Failures:
         """The first one that all processes are told of, with its process; or None."""
         return self._first.get("told")
 
+    @property
+    def by_program(self) -> bool:
+        """Whether a program has told all processes of the first failure here."""
+        return "by program" in self._first
+
     def failed(self, text: str, *, tell: bool = True) -> None:
         """Notes that a call of a program over several processes failed here.
 
@@ -59,6 +65,8 @@ class Failures:
             _jax.refuse_programs_across(self._refusal)
             if tell:
                 self.tell(text)
+            else:
+                self._is_first("by program", text)
 
     def tell(self, text: str) -> None:
         """Tells the other processes of a failure here."""
@@ -69,12 +77,28 @@ class Failures:
 
     def failed_there(self, process: int, text: str) -> None:
         """Notes that another process failed, and logs the first one that did."""
-        if self._is_first("told", f"process {process} failed: {_shown(text)}"):
+        told = f"process {process} failed: {_shown(text)}"
+        self._is_first("there", told)
+        if self._is_first("told", told):
             _jax.refuse_programs_across(self._refusal)
             logger.error(
                 "%s. This process may run no further program over several processes",
                 self.told,
             )
+
+    def explain(self, error: BaseException) -> None:
+        """Adds the failure of another process to an error that follows from it: that
+        of a collective, which says that a connection was closed.
+        """
+        there = self._first.get("there")
+        # What failed here has a text of its own, and refusals have the other's.
+        if there is None or "here" in self._first or there in failures.summary(error):
+            return
+        failures.add_note(
+            error,
+            f"hostcall: before this error, {there}. Collectives that wait for that"
+            " process raise in all others",
+        )
 
     def _is_first(self, which: str, text: str) -> bool:
         first = self._first

@@ -7,6 +7,9 @@ through devices: no program runs, so none that hangs or has failed is in the way
   2. Each fetches the others', looking 20 times a second, so that Ctrl-C ends the wait.
   3. All meet at a barrier; then nobody needs the keys, and each deletes its own.
 
+A process that has left the job after a failure (job.py) gives no text any more, and
+ends the wait. One that failed and lives on may still come: no program is in the way.
+
 All processes have to come here in the same order. The keys hold the number and the
 purpose of the exchange, so texts of two exchanges are never mixed up: a process that is
 elsewhere is missing, and the others say so.
@@ -17,13 +20,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import jax
 
 from hostcall import _jax
 from hostcall._core.errors import HostcallError
 from hostcall._core.wait import seen, wait
+from hostcall._job.mailbox import LEFT
 
 _numbers = itertools.count()
 
@@ -40,7 +44,7 @@ def exchange(
         first: only process 0 gives a text; those of the others are not needed.
 
     Raises:
-        HostcallError: a process did not come in time.
+        HostcallError: a process did not come in time, or has left the job.
     """
     here, processes = _jax.place_in_job()
     givers = range(1 if first else processes)
@@ -54,7 +58,7 @@ def exchange(
         _jax.job_put(f"{name}/{here}", own, overwrite=True)
     try:
         others = [giver for giver in givers if giver != here]
-        found = fetch(name, others, seconds)
+        found = fetch(name, others, seconds, lambda giver: _left(what, giver))
         if own is not None:
             found[here] = own
         if missing := [giver for giver in givers if giver not in found]:
@@ -71,19 +75,41 @@ def exchange(
                 _jax.job_delete(f"{name}/{here}")
 
 
-def fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]:
-    """The texts in `name`/<giver>, of those who have put one there in time."""
+def fetch(
+    name: str,
+    givers: Collection[int],
+    seconds: float,
+    left: Callable[[int], Exception] | None = None,
+) -> dict[int, str]:
+    """The texts in `name`/<giver>, of those who have put one there in time.
+
+    Raises `left(giver)` if one has left the job without; without `left` it is only
+    missing.
+    """
     found: dict[int, str] = {}
 
     def look() -> bool:
+        # Looked at before the texts: whoever has left by now gives none later.
+        gone = _jax.job_folder(LEFT) if left is not None else {}
         for giver in givers:
             text = None if giver in found else _jax.job_get(f"{name}/{giver}")
             if text is not None:  # it may be empty
                 found[giver] = text
+            elif left is not None and giver not in found and str(giver) in gone:
+                raise left(giver)
         return all(giver in found for giver in givers)
 
     wait(seen(look), seconds)
     return found
+
+
+def _left(what: str, giver: int) -> Exception:
+    return HostcallError(
+        f"hostcall: {what} needs all processes of the job, and process {giver} has left"
+        " the job after a failure, which the log of this process names. End all"
+        " processes, and restart them from the last checkpoint",
+        code="hc-process",
+    )
 
 
 def _absent(what: str, who: str, seconds: float) -> Exception:

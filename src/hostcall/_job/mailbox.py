@@ -5,6 +5,7 @@ it is the job's board. All processes look at it, twice a second, and less often 
 of more than 250 processes:
 
     failed/<process>   the text of that process's first failure
+    ends/0             process 0, and with it the store, is about to end (job.py)
     asks/<question>    a question what all processes are doing (status.py)
 
 So the news of a failure is one write for the process that failed, and one read of a
@@ -26,8 +27,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import re
-from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
 
 import jax
 
@@ -37,9 +38,20 @@ from hostcall._core.errors import HostcallError
 from hostcall._core.wait import ended, wait
 
 BOARD = "hostcall/board/"
+LEFT = "hostcall/left/"  # a key for each process that ends after a failure
 
 _LOOKS = 500.0  # looks of all processes together that the service gets in a second
-_NAME = re.compile(r"(failed|asks)/([0-9]{1,9})(\.[0-9]{1,18})?", re.ASCII)
+_NAME = re.compile(r"(failed|ends|asks)/([0-9]{1,9})(\.[0-9]{1,18})?", re.ASCII)
+
+
+class Reader(Protocol):
+    """Gets what others have put on the board, each once, on the mailbox's thread."""
+
+    def failed_there(self, process: int, text: str) -> None: ...
+    def service_ends(self) -> None: ...
+    def asked(self, question: str) -> None: ...
+    def looked(self) -> None:
+        """Called after each look."""
 
 
 class Mailbox:
@@ -52,14 +64,9 @@ class Mailbox:
 
     patience = 0.5
 
-    def __init__(
-        self, failed: Callable[[int, str], object], asked: Callable[[str], object]
-    ) -> None:
-        """`failed(process, text)` and `asked(question)` are called on the thread, each
-        once for what another process has put on the board.
-        """
+    def __init__(self, reader: Reader) -> None:
         self.pause = max(0.5, _jax.job_size() / _LOOKS)
-        self._failed, self._asked = failed, asked
+        self._reader = reader
         self._seen: set[str] = set()
         # The letters (key, text, when it is there).
         self._outbox = queue.SimpleQueue[tuple[str, str, Future[None]]]()
@@ -103,6 +110,7 @@ class Mailbox:
                 # first, and the second passes.
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._look()
+                    self._reader.looked()
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     if key:
                         _jax.job_put(key, text)
@@ -120,6 +128,8 @@ class Mailbox:
             if known is None or (process := int(known[2])) == here or process >= size:
                 continue
             if known[1] == "failed":
-                self._failed(process, there[name])
-            else:
-                self._asked(name.removeprefix("asks/"))
+                self._reader.failed_there(process, there[name])
+            elif known[1] == "asks":
+                self._reader.asked(name.removeprefix("asks/"))
+            elif process == 0:  # only its end takes the store along
+                self._reader.service_ends()

@@ -75,8 +75,9 @@ logger = logging.getLogger("hostcall")
 
 
 class JobEnd:
-    """What a process does for its job at its end: nothing if it is alone."""
+    """What a process does for its job when it fails or ends: nothing if it is alone."""
 
+    def explain(self, error: BaseException) -> None: ...
     def script_ended(self) -> None: ...
     def interrupted(self) -> None: ...
     def leave(self) -> None: ...
@@ -134,6 +135,11 @@ def after_the_last_call(fn: Callable[[], object]) -> None:
 def leave_by(job: JobEnd) -> None:
     """From now on, the end of the process also leaves its job."""
     _end.job = job
+
+
+def explain(error: BaseException) -> None:
+    """Adds to an error what has failed in another process of the job before it."""
+    _end.job.explain(error)
 
 
 def drain() -> None:

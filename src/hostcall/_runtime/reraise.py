@@ -29,6 +29,7 @@ import contextlib
 import contextvars
 import math
 import operator
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures, mistakes
+from hostcall._runtime import lifecycle
+
+# XLA's texts begin with the code of a status. A user's ValueError seldom does.
+_OF_XLA = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 
 class reraise(contextlib.ContextDecorator):
@@ -91,6 +96,8 @@ class reraise(contextlib.ContextDecorator):
         if isinstance(told, _jax.REPORTS):
             found = failures.original(told)
             failures.tell(failures.number_in(told))
+            if found is None and _OF_XLA.match(str(told)):
+                lifecycle.explain(told)
         try:
             if report is not None:
                 raise report
