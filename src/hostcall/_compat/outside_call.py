@@ -21,7 +21,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._api.call import call
 from hostcall._api.tap import tap
-from hostcall._core import errors
+from hostcall._core import errors, failures
 from hostcall._core.errors import counted
 from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.order import ORDERED, effects_with
@@ -113,10 +113,15 @@ class Outside:
                 return self._checked(fn(arg, **more))
             fn(arg, self.unpacked, **more)
         except Exception as error:
-            text = traceback.format_exc()
-            logger.error("Outside call %s threw exception %s.", fn, error)
-            logger.error("Postponing exception raised in callback function: %s", text)
+            text = failures.summary(error)
+            with failures.beside_a_failure("writing its traceback"):
+                text = traceback.format_exc()
             raised.append((error, text))
+            with failures.beside_a_failure("logging it"):
+                said = "Outside call %s threw exception %s."
+                logger.error(said, fn, error)
+                said = "Postponing exception raised in callback function: %s"
+                logger.error(said, text)
             if not self.identity:
                 raise
         return None

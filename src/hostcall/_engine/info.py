@@ -178,22 +178,26 @@ class CallInfo:
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         has_token = self.of_program is not None or self.mesh is not None
         # A Ctrl-C is raised in the main thread anyway.
-        stopped = isinstance(error, KeyboardInterrupt)
+        stopped = issubclass(type(error), KeyboardInterrupt)
         if self.params.effect is not None and not has_token and not stopped:
             failures.owe(text)
         if self.job is not None:
-            # A failure that the program tells all processes is noted when they learn
-            # it: until then this process's other devices still make their calls.
-            if not self.tells:
-                self.job.failed(text)
-            if self.origins is not None:
-                self.job.keep_text(text)
+            with failures.beside_a_failure("telling other processes of it"):
+                self._tell_job(self.job, text)
         return text
+
+    def _tell_job(self, job: Failures, text: str) -> None:
+        # A failure that the program tells all processes is noted when they learn it:
+        # until then this process's other devices still make their calls.
+        if not self.tells:
+            job.failed(text)
+        if self.origins is not None:
+            job.keep_text(text)
 
     def hint(self, error: BaseException) -> str:
         """Says why a lent argument can't be written to, also in a note on the error."""
         lend = self.params.options.lend
-        if not lend or not isinstance(error, ValueError):
+        if not lend or not issubclass(type(error), ValueError):
             return ""
         if "read-only" not in failures.summary(error):
             return ""
@@ -265,7 +269,8 @@ class CallInfo:
         """
         if held is None:
             if error is not None:
-                frames.let_go(error)
+                with failures.beside_a_failure("emptying its frames"):
+                    frames.let_go(error)
             frames.collect()
             return
         names = ", ".join(itertools.starmap(self._name_of, held))

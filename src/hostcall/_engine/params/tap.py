@@ -61,7 +61,7 @@ class TapInfo(CallInfo):
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
-        if self.params.transforms and isinstance(error, (TypeError, ValueError)):
+        if self.params.transforms and issubclass(type(error), (TypeError, ValueError)):
             failures.add_note(error, _BATCHED)
         delivery.failed(self.name, self.place, error, row)
         return ""
