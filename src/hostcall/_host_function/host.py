@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 
-from hostcall._core.errors import SpecError, wrong
+from hostcall._core.errors import SpecError, counted, wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
 from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
+from hostcall._core.signatures import most_positions
+from hostcall._core.suggestions import suggests
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
 
@@ -67,6 +70,7 @@ def host(fn: Callable[P, R], **options: Unpack[Options]) -> HostFunction[P, R]: 
 def host(**options: Unpack[Options]) -> Decorator: ...
 
 
+@suggests("hc.host")
 def host(
     fn: Callable[..., Any] | None = None,
     *,
@@ -192,15 +196,27 @@ def host(
     if name is not None and not isinstance(name, str):
         raise wrong("name", f"`{shown}`", "a text", name)
     shown = name or shown
-    options["nondiff"] = checked(shown, result, nondiff)
+    options["nondiff"] = checked(shown, result, nondiff, fn)
     made = HostFunction(fn, **options)
     if made.options.order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
     return made
 
 
-def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The positions in `nondiff`; raises SpecError for a wrong result= or nondiff=."""
+def checked(
+    shown: str,
+    result: Any,
+    nondiff: int | tuple[int, ...],
+    fn: Callable[..., Any] | None = None,
+) -> tuple[int, ...]:
+    """The positions in `nondiff`; raises SpecError for a wrong result= or nondiff=.
+
+    Args:
+        shown: the name of the function.
+        result: as `hc.host` takes it.
+        nondiff: as `hc.host` takes it.
+        fn: the function, if the positions are those of its arguments.
+    """
     if isinstance(result, str) and result != "infer":
         raise SpecError(
             f"hostcall: result= of `{shown}` is {result!r}. The only string it takes is"
@@ -211,4 +227,11 @@ def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[in
     positions = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
     if not all(type(n) is int for n in positions):
         raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
+    most = math.inf if fn is None else most_positions(fn)
+    if not all(-most <= n < most for n in positions):
+        wanted = f"positions of arguments, from 0 to {most - 1}"
+        more = f". It takes {counted(int(most), 'argument')} by position"
+        if not most:
+            wanted = "left out"
+        raise wrong("nondiff", f"`{shown}`", wanted, nondiff, more)
     return tuple(positions)

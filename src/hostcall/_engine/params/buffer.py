@@ -137,6 +137,14 @@ class BufferInfo(CallInfo):
             code="hc-buffer",
         )
 
+    def on_status(self, number: int, row: str) -> None:
+        """Raises the error for a status of machine code; `row` says in which row."""
+        raise errors.HostcallError(
+            f"hostcall: native code returned {number}{row}; it must return 0 for"
+            " success",
+            code="hc-buffer",
+        )
+
     def on_unwritten(self, _: object, number: int) -> None:
         aval = self.params.avals[number]
         raise errors.UnwrittenError(
