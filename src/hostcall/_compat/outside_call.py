@@ -172,7 +172,7 @@ def _emit(params: Outside, xs: Arrays, devices: Sequence[_jax.Device] = ()) -> A
             f"hostcall: device_index={params.device_index}, but the program runs on"
             f" {counted(len(devices), 'device')}"
         )
-        raise ValueError(errors.with_code(text, "hc-device"))
+        raise errors.SpecError(text, code="hc-device")
     on = devices[params.device_index] if devices else "once"
     if not params.identity:
         return list(call(params, params.avals, *xs, order="ordered", on=on))

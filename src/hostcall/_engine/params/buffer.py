@@ -78,7 +78,7 @@ def native(
         function: the address as an int, a ctypes function, or an object with an
             `address`, such as the result of numba.cfunc. The object is kept alive.
         status: whether the code returns an int32 (`int32_t f(...)`). A value other than
-            0 then fails the program, and the error shows it.
+            0 then fails the program with a HostcallError (hc-buffer) that shows it.
         name: the name in errors and `hc.monitor.stats()`. Default: the function's.
 
     Returns:
