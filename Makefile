@@ -4,6 +4,8 @@
 #               memory for a device's (tests/platforms.py)
 # make test-gpu-runtime  the tests in XLA's CUDA runtime, on a driver of ours instead of a
 #               GPU's (tests/fakegpu); skipped where XLA's packages can't be had
+# make test-releases RELEASES="/usr/bin/python3.11 python3.12"  tests/call under each of
+#               these Pythons, such as Debian's 3.11.2 and pyenv's
 # make test-optional  the tests and examples of bridges and executors with the packages
 #               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
 # make test-chips  compiles every face for H100s and TPUs, without such a chip
@@ -46,6 +48,7 @@
 # PYTHON=python3.12  which Python makes the environment (3.11 or later)
 # VENV=.venv         where
 # JAX="jax==0.10.2"  which jax; empty for the newest that is supported
+# TESTS=tests/tap    which tests `make test` runs; empty for all
 SHELL := /bin/bash
 VENV ?= .venv
 # One process more than cores, up to four: a tenth of their time they wait for others.
@@ -53,12 +56,13 @@ WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 PYTHON ?=
 JAX ?=
+TESTS ?=
 BIN := $(VENV)/bin
 NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*.cc tests/fakegpu/*.h benchmarks/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-releases test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -67,7 +71,14 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo
 
 test: $(VENV)/.installed
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) $(TESTS)
+
+# Releases of one minor version differ in what they refuse. Each gets an environment.
+test-releases:
+	for python in $(RELEASES); do \
+	  $(MAKE) test PYTHON="$$python" TESTS=tests/call VENV=".venv-$$("$$python" -c \
+	    'import sys; print(".".join(map(str, sys.version_info[:3])))')" || exit 1; \
+	done
 
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged

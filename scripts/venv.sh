@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # venv.sh PYTHON FOLDER: makes an environment, or says what is missing for one. If
 # PYTHON is empty, it takes a Python of at least 3.11 that has venv and C headers.
+# venv.sh PYTHON: only says, by its exit status, whether such a Python is there.
 set -u
 wanted=$1
-folder=$2
+folder=${2:-}
 
 usable() {
   "$1" - 2>/dev/null <<'PY'
@@ -21,10 +22,12 @@ fi
 for python in "${candidates[@]}"; do
   command -v "$python" >/dev/null 2>&1 || continue
   if usable "$python"; then
+    [ -n "$folder" ] || exit 0
     "$python" -m venv "$folder" || exit 1
     exit 0
   fi
 done
+[ -n "$folder" ] || exit 1
 cat >&2 <<EOF
 hostcall needs Python 3.11 or later, with its venv module and C headers.
 Looked for: ${candidates[*]}

@@ -226,10 +226,8 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
     row += (row.empty() ? " in row (" : ", ") + std::to_string(index);
   }
   if (!row.empty()) row += ")";
-  PyErr_Format(PyExc_RuntimeError,
-               "hostcall: native code returned %d%s; it must return 0 for "
-               "success" HOSTCALL_CODE("hc-buffer"),
-               static_cast<int>(status.number), row.c_str());
+  Ask(plan.info, "on_status", Ref::Steal(PyLong_FromLong(status.number)),
+      Ref::Steal(PyUnicode_FromString(row.c_str())));
 }
 
 }  // namespace hostcall

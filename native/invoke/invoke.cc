@@ -394,6 +394,19 @@ Ref TakeRaised() {
   return Ref::Steal(value);
 }
 
+/// What is said of an exception whose report failed, with the error of the report
+/// set, which goes to sys.unraisablehook. It needs no Python code of hostcall's:
+/// the report may have failed because the stack is full (RecursionError).
+std::string TextWithoutHelp(const Plan& plan, const Ref& raised) {
+  PyErr_WriteUnraisable(plan.info.get());
+  std::string said = Py_TYPE(raised.get())->tp_name;
+  const Ref message = Ref::Steal(PyObject_Str(raised.get()));
+  const char* utf8 = message ? PyUnicode_AsUTF8(message.get()) : nullptr;
+  if (utf8 != nullptr && *utf8 != 0) said += std::string(": ") + utf8;
+  PyErr_Clear();
+  return said + " (in a callback; hostcall failed to report more of it)";
+}
+
 }  // namespace
 
 std::string TakeError(const Plan& plan, const ActiveCall& call) {
@@ -402,9 +415,10 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   if (!raised) return "hostcall: a call failed without an error message";
   const nb::object row = nb::tuple(nb::cast(call.failed_row));
   Ref text = Ask(plan.info, "on_error", raised, plan.info, row.ptr());
-  if (!text) {
-    // Ctrl-C may come while a failure is reported, and the exception's own methods
-    // run then. What they raise is reported in its place.
+  // Ctrl-C and SystemExit may come while a failure is reported, and the exception's
+  // own methods run then. Only these are reported in its place: nothing else that
+  // fails here may hide what the function raised.
+  if (!text && !PyErr_ExceptionMatches(PyExc_Exception)) {
     if (const Ref newer = TakeRaised()) {
       Ref before = Ref::Steal(PyException_GetContext(newer.get()));
       if (!before && newer.get() != raised.get()) {
@@ -414,12 +428,7 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
     }
   }
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
-  if (utf8 == nullptr) {
-    PyErr_WriteUnraisable(plan.info.get());
-    return std::string("hostcall: a callback failed with ") +
-           Py_TYPE(raised.get())->tp_name + ", and reporting it failed too";
-  }
-  return utf8;
+  return utf8 != nullptr ? utf8 : TextWithoutHelp(plan, raised);
 }
 
 void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) {

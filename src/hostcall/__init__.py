@@ -146,6 +146,18 @@ _HOMES = {
     "trace": "tools.trace",
     "watch": "tools.watch",
 }
+# The modules that have further public names.
+_PARTS = (
+    "errors",
+    "monitor",
+    "testing",
+    "tools",
+    "results",
+    "derivatives",
+    "buffers",
+    "bridge",
+    "typing",
+)
 # Names that have gone or moved, and what to write instead.
 _GONE = {
     "Current": "hostcall.typing.Current",
@@ -176,6 +188,16 @@ def _version() -> str:
         return "0+unknown"
 
 
+def _where_is(name: str) -> str:
+    """Which of the modules has a public name that is not here; "" if none."""
+    if name.startswith("_"):  # Python and tools ask for many of these
+        return ""
+    for part in _PARTS:
+        if name in importlib.import_module(f"hostcall.{part}").__all__:
+            return f". It is hostcall.{part}.{name}"
+    return ""
+
+
 def _read_text(*told: Any) -> Any:
     """Reads what an exported program says about one of its calls, for the engine."""
     from hostcall._export import texts
@@ -196,7 +218,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
         if name not in _HOMES:
             if name in __all__:  # the modules
                 return importlib.import_module(f"hostcall.{name}")
-            raise AttributeError(f"module 'hostcall' has no attribute {name!r}")
+            message = f"module 'hostcall' has no attribute {name!r}"
+            raise AttributeError(message + _where_is(name))
         value = getattr(importlib.import_module(f"hostcall.{_HOMES[name]}"), name)
         globals()[name] = value
         return value

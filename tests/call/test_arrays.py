@@ -2,6 +2,7 @@
 
 import array
 import decimal
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -277,3 +278,28 @@ def test_dlpack_for_torch():
 
     out = jax.jit(lambda x: hc.call(host, spec(x), x, arrays="dlpack"))(x)
     np.testing.assert_array_equal(out, x + 1)
+
+
+X = np.float32(1)
+FACES = {
+    "call": (hc.call, lambda word: hc.call(len, 1.0, X, arrays=word)),
+    "tap": (hc.tap, lambda word: hc.tap(len, X, arrays=word)),
+    "tap_through": (hc.tap_through, lambda word: hc.tap_through(len, X, arrays=word)),
+    "host": (hc.host, lambda word: hc.host(len, result=1.0, arrays=word)),
+}
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_the_annotation_of_arrays_has_what_the_option_takes(name):
+    """The pages of the reference show it."""
+    face, use = FACES[name]
+    hint = typing.get_type_hints(face)["arrays"]
+    all_of_it = [hint, *typing.get_args(hint)]
+    (words,) = [
+        typing.get_args(part)
+        for part in all_of_it
+        if typing.get_origin(part) is typing.Literal
+    ]
+    with pytest.raises(hc.errors.SpecError, match="should be one of") as caught:
+        use("free")
+    assert f"one of {', '.join(map(repr, words))}, got 'free'" in str(caught.value)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import io
+import logging
 import pdb
 import sys
 import traceback
@@ -132,37 +134,208 @@ def test_older_failures_keep_their_lines():
         assert "in fails\n    raise Mine(f" in "".join(lines)
 
 
-def odd():
-    """Exceptions that are hard to keep: ones whose class answers for the traceback, and
-    one of a function that says nothing of its lines.
-    """
+class Refuses:
+    """An attribute that can't be read."""
 
-    class Answers(ValueError):
-        __traceback__ = 5
-
-        def with_traceback(self, trace):
-            raise AssertionError
-
-    def plain(x):
-        raise Answers
-
-    def bare(x):
-        raise Mine
-
-    bare.__code__ = bare.__code__.replace(co_linetable=b"")
-    return plain, bare
+    def __get__(self, error, kind=None):
+        raise RuntimeError("an attribute of the user's")
 
 
-@pytest.mark.parametrize("fail", odd(), ids=lambda fail: fail.__name__)
-def test_a_failure_after_one_that_is_hard_to_keep(fail):
+class Answers(ValueError):
+    """Its class answers for the traceback."""
+
+    __traceback__ = 5
+
+    def with_traceback(self, trace):
+        raise AssertionError
+
+
+class Chained(ValueError):
+    """Its class answers for what is behind it, and for its arguments."""
+
+    __cause__ = 5
+    __context__ = Refuses()
+    args = Refuses()
+
+
+class Members(ExceptionGroup):
+    exceptions = Refuses()
+
+
+class Closed(ValueError):
+    """None of its attributes can be read, not even its class."""
+
+    __class__ = Refuses()
+    __notes__ = Refuses()
+
+    def __getattribute__(self, name):
+        raise RuntimeError("no attributes")
+
+
+class Kind(type):
+    __name__ = Refuses()
+
+
+class Nameless(ValueError, metaclass=Kind):
+    """Its class does not tell its name."""
+
+
+class Text(str):
+    def __format__(self, spec):
+        raise RuntimeError("no format")
+
+    __add__ = __radd__ = replace = encode = Refuses()
+
+
+class Odd(ValueError):
+    """Its text is a string with methods of its own."""
+
+    def __str__(self):
+        return Text("odd")
+
+
+ODD = {
+    "traceback": Answers,
+    "chain": Chained,
+    "group": lambda: Members("some", [Mine("a member")]),
+    "attributes": Closed,
+    "metaclass": Nameless,
+    "text": Odd,
+}
+
+
+def fails_with(make):
+    def fail(x):
+        raise make()
+
+    return fail
+
+
+def without_lines(x):
+    raise Mine
+
+
+# Code that was made or changed may say nothing of its lines.
+without_lines.__code__ = without_lines.__code__.replace(co_linetable=b"")
+
+HARD_TO_KEEP = {n: fails_with(make) for n, make in ODD.items()} | {
+    "no lines": without_lines
+}
+
+
+def jitted(**options):
+    return lambda fn: jax.jit(lambda x: call(fn, x, **options))
+
+
+PLACES = {
+    "jit": jitted(),
+    "ordered": jitted(order="ordered"),
+    "lend": jitted(lend=True),
+    "timeout": jitted(timeout=60),
+    "drop-in": lambda fn: jax.jit(lambda x: hc.pure_callback(fn, F32, x)),
+    "debug": lambda fn: jax.jit(lambda x: hc.debug.callback(fn, x)),
+}
+
+
+def report_of(program):
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(program(1.0))
+        jax.effects_barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("fail", HARD_TO_KEEP.values(), ids=HARD_TO_KEEP)
+def test_a_failure_that_is_hard_to_keep_is_told_and_so_is_the_next(fail, place):
     def next_one(x):
         raise LookupError("the next")
 
-    for fn in (fail, next_one):
-        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-            jax.block_until_ready(jax.jit(lambda x, fn=fn: call(fn, x))(1.0))
-    assert "LookupError: the next" in str(caught.value)
+    own = report_of(place(fail))
+    assert "an attribute of the user's" not in own
+    assert "no attributes" not in own
+    kept = hc.errors.last_error()
+    assert type(kept) in (Mine, Members, *ODD.values())
+    assert vars(type)["__name__"].__get__(type(kept)) in own
+    assert "LookupError: the next" in report_of(place(next_one))
     assert repr(hc.errors.last_error()) == "LookupError('the next')"
+
+
+@pytest.mark.parametrize("fail", HARD_TO_KEEP.values(), ids=HARD_TO_KEEP)
+def test_a_tap_failure_that_is_hard_to_keep_reaches_the_barrier(fail):
+    jax.jit(lambda x: hc.tap(fail, x))(1.0)
+    with pytest.raises(Exception) as caught:
+        hc.barrier()
+    assert caught.type in (Mine, Members, *ODD.values())
+
+
+class Broken(logging.Handler):
+    """A handler of logs that fails, as one may whose disk is full."""
+
+    def __init__(self):
+        super().__init__()
+        self.got = 0
+
+    def emit(self, record):
+        self.got += 1
+        raise OSError("no space left")
+
+
+@pytest.fixture
+def broken_log():
+    handler = Broken()
+    loggers = [logging.getLogger(name) for name in ("hostcall", "jax")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield handler
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def test_a_log_that_fails_does_not_hide_what_is_logged(broken_log):
+    def fail(x):
+        raise Mine("the user's")
+
+    for place in ("drop-in", "debug"):
+        assert "Mine: the user's" in report_of(PLACES[place](fail))
+    with pytest.raises(Mine):
+        hc.debug.callback(fail, 1.0)
+    jax.jit(lambda x: hc.tap(fail, x))(1.0)
+    with pytest.raises(Mine):
+        hc.barrier()
+    assert broken_log.got
+
+
+def test_a_failure_where_the_stack_is_full_is_told(monkeypatch):
+    """Reporting it needs more frames than are left."""
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: ignored.append(1))
+
+    def fail(x):
+        raise Mine("at the bottom")
+
+    f = jax.jit(lambda x: hc.call(fail, F32, x))
+    x = jnp.float32(1)
+    report_of(f)
+    said = []
+
+    def down(frames):
+        if frames:
+            return down(frames - 1)
+        return jax.block_until_ready(f(x))
+
+    here = len(inspect.stack(0))
+    for frames in range(sys.getrecursionlimit() - here - 60, sys.getrecursionlimit()):
+        try:
+            down(frames)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            said.append(str(error))
+        except RecursionError:  # the program was not even dispatched
+            break
+    else:
+        pytest.fail("the stack never was full")
+    assert said
+    assert all("Mine: at the bottom" in text for text in said), said
+    assert any("failed to report more of it" in text for text in said) == bool(ignored)
 
 
 def test_a_failure_that_passes_through_a_callback_is_kept():

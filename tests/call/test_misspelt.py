@@ -113,6 +113,32 @@ def test_python_names_the_wrong_word(face, option):
         assert f"Did you mean '{option}'?" in str(e.value)
 
 
+SUGGESTED = {
+    "observe": (lambda: hc.observe(nan=True), "Did you mean 'nans'?"),
+    "patch_jax": (lambda: hc.patch_jax(array="numpy"), "Did you mean 'arrays'?"),
+    "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean 'result'?"),
+    "Recorder": (lambda: hc.Recorder("never made", sink=()), "Did you mean 'sinks'?"),
+    "root": (lambda: hc.bridge.scipy.root(np.cos, tole=1), "Did you mean 'tol'?"),
+    "least_squares": (
+        lambda: hc.bridge.scipy.least_squares(np.cos, jac=np.sin),
+        "JAX derives it from fun: leave it out",
+    ),
+    "minimize": (
+        lambda: hc.bridge.scipy.minimize(np.cos, constraints=()),
+        "Bounds are: bounds=(low, high). For other constraints add a penalty to fun",
+    ),
+    "nothing like it": (lambda: hc.observe(zzz=True), "keyword argument 'zzz'"),
+}
+
+
+@pytest.mark.parametrize("name", SUGGESTED)
+def test_the_right_word_is_suggested_by_any_python(name):
+    use, said = SUGGESTED[name]
+    with pytest.raises(TypeError, match="got an unexpected keyword argument") as caught:
+        use()
+    assert said in str(caught.value)
+
+
 def any_keyword(x, **options):
     return np.float32(len(options))
 

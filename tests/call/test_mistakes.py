@@ -836,3 +836,59 @@ def test_under_a_debugger_that_reads_local_variables(call, capsys):
     finally:
         sys.settrace(before)
     hc.barrier()
+
+
+def test_a_result_by_name_behind_arguments():
+    x = jnp.float32(1)
+    for f in (
+        lambda x: hc.call(np.cos, x, result=x),
+        jax.jit(lambda x: hc.call(np.cos, x, x, result=x)),
+    ):
+        with pytest.raises(
+            hc.errors.SpecError,
+            match=r"with result= and \d positional arguments?, of which the first is the"
+            r" result, too. .* write hc\.call\(cos, result, \*args\)",
+        ):
+            f(x)
+    assert hc.call(lambda: np.float32(3), result=x) == 3
+    assert hc.call(fn=lambda: np.float32(3), result=x) == 3
+
+
+MOST = 2**70
+HUGE = {
+    "batch": (lambda: hc.tap(print, 1.0, batch=MOST), "batch= of"),
+    "every": (lambda: hc.tap(print, 1.0, every=MOST), "every= of"),
+    "concurrency": (
+        lambda: hc.host(print, result=1.0, concurrency=MOST),
+        r"concurrency= of .* \(below 2\*\*31\)",
+    ),
+    "timeout": (lambda: hc.host(print, result=1.0, timeout=10**99), "timeout= of"),
+    "a number that Python can't write": (
+        lambda: hc.host(print, result=1.0, timeout=10**5000),
+        "timeout= of .* got an int of 16610 bits",
+    ),
+    "prefetch": (lambda: hc.feed([1.0], prefetch=MOST), "prefetch= of"),
+    "a feed's batch": (lambda: hc.feed([1.0], batch=MOST), "batch= of"),
+    "nondiff": (lambda: hc.host(abs, result=1.0, nondiff=MOST), "nondiff= of"),
+    "tap_queue_bytes": (
+        lambda: hc.configure(tap_queue_bytes=MOST),
+        "tap_queue_bytes= of",
+    ),
+    "total": (lambda: hc.progress(0, MOST, bar=print), "steps should fit into 64 bits"),
+    "initial": (
+        lambda: hc.progress(0, 5, initial=MOST, bar=print),
+        "steps should fit into 64 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_number_beyond_64_bits_is_refused_by_name(name):
+    use, said = HUGE[name]
+    with pytest.raises(hc.errors.SpecError, match=said):
+        use()
+
+
+def test_a_limit_may_be_infinite():
+    f = hc.host(lambda x: x, result=hc.results.like(0), timeout=float("inf"))
+    assert f(jnp.float32(2)) == 2

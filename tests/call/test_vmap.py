@@ -4,6 +4,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -255,3 +256,40 @@ def test_program_size_does_not_depend_on_the_batch(method, order):
     assert text(2) == text(10_000)
     assert text(2, 3) == text(500, 7)
     assert math.isclose(len(text(2)), len(text(2, 3)), rel_tol=0.2)
+
+
+def of_scalars(x):
+    return np.float32(math.sin(x))
+
+
+def branching(x):
+    return x if x > 0 else -x
+
+
+def counting(x):
+    return np.float32(len(range(x.astype(int))))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("method", WHOLE)
+@pytest.mark.parametrize("fn", [of_scalars, branching, counting])
+def test_a_function_for_scalars_gets_the_hint_that_rows_have_an_axis(fn, method, wrap):
+    for make in (
+        lambda x: hc.call(fn, x, x, vmap_method=method),
+        hc.host(fn, result=hc.results.like(0), vmap_method=method),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught, hc.reraise():
+            jax.block_until_ready(wrap(jax.vmap(make))(jnp.ones(3)))
+        (note,) = [n for n in caught.value.__notes__ if n.startswith("hostcall:")]
+        assert f"vmap_method='{method}' `{fn.__name__}` gets all rows at once" in note
+        assert "along a new axis in front" in note
+
+
+def test_other_errors_get_no_hint():
+    def fails(x):
+        raise TypeError("of its own")
+
+    for method in ("sequential", "expand_dims"):
+        with pytest.raises(TypeError) as caught, hc.reraise():
+            jax.vmap(lambda x: hc.call(fails, x, x, vmap_method=method))(jnp.ones(3))
+        assert not [n for n in caught.value.__notes__ if n.startswith("hostcall:")]

@@ -177,6 +177,15 @@ def test_status(library, mode):
         jax.block_until_ready(mode(f)(jnp.float32(-4)))
 
 
+@modes
+def test_status_has_the_class_and_code_of_its_page(library, mode):
+    f = hc.buffers.buffer_callback(hc.buffers.native(library.root, status=True), spec())
+    with pytest.raises(hc.errors.HostcallError) as caught, hc.reraise():
+        jax.block_until_ready(mode(f)(jnp.float32(-4)))
+    assert caught.value.code == "hc-buffer"
+    assert str(caught.value).endswith("explain hc-buffer")
+
+
 def test_status_of_a_row(library):
     f = hc.buffers.buffer_callback(
         hc.buffers.native(library.root, status=True), spec(), vmap_method="sequential"

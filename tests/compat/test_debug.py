@@ -42,7 +42,6 @@ LINES = {
     "no fields": lambda d, x: d.print("only text"),
     "text, then values": lambda d, x: d.print("text", x, x[0], skip_format_check=True),
     "empty": lambda d, x: d.print("", skip_format_check=True),
-    "braces": lambda d, x: d.print("{{}} {}", x),
     "starts with braces": lambda d, x: d.print("{{", skip_format_check=True),
     "integer": lambda d, x: d.print("{:04d}", x[0].astype(int)),
     "bool": lambda d, x: d.print("{} {}", x > 1, x[0] > 1),
@@ -65,6 +64,36 @@ LINES = {
 def test_lines(line, wrap, capsys):
     x = jnp.array([1.25, 2.0, 3.5])
     assert_prints_the_same(LINES[line], capsys, x, wrap=wrap)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "fmt",
+    ['{{"loss": {x}}}', "}}{x}", "{{}}{{{x}", "{{", "text {{ {x:.3f}", "{{{{{x}}}}}"],
+)
+def test_a_format_that_begins_with_a_brace(fmt, wrap, ordered, capsys):
+    """As `str.format` has it. JAX's own leaves the values out, or fails."""
+    given = {"x": jnp.float32(2.5)} if "x" in fmt else {}
+
+    def show(given):
+        hc.debug.print(fmt, ordered=ordered, **given)
+
+    wrap(show)(given)
+    jax.effects_barrier()
+    # Without a field, JAX prints a text as it is.
+    assert capsys.readouterr().out == (fmt.format(**given) if given else fmt) + "\n"
+
+
+def test_values_by_position_behind_a_brace(capsys):
+    jax.jit(lambda x: hc.debug.print("{{}} {}", x))(2.5)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "{} 2.5\n"
+
+
+def test_named_values_without_a_field_are_refused():
+    with pytest.raises(ValueError, match=r"'step \{\{' has no fields .* \['x'\]"):
+        hc.debug.print("step {{", skip_format_check=True, x=1.0)
 
 
 def test_numpys_print_options_count_where_it_is_traced(capsys):

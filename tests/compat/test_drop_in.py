@@ -582,3 +582,15 @@ def test_eager_operands_of_python_and_numpy():
     io_callback(host, None, *operands)
     jax.effects_barrier()
     assert mine == seen
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", ["pure_callback", "io_callback"])
+@pytest.mark.parametrize("given", [3, None, "sin", jnp.float32(1)])
+def test_a_callback_that_can_not_be_called(given, name, wrap):
+    result = jax.ShapeDtypeStruct((), jnp.float32)
+    with pytest.raises(
+        hc.errors.SpecError,
+        match=rf"the first argument should be a function, got .* Write hc\.{name}\(",
+    ):
+        wrap(lambda x: getattr(hc, name)(given, result, x))(1.0)

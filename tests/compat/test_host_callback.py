@@ -269,7 +269,9 @@ def test_a_device_that_is_not_there():
     f = jax.jit(
         lambda x: hcb.id_tap(lambda *_: None, x, device_index=7), in_shardings=place
     )
-    with pytest.raises(ValueError, match="device_index=7, but the program runs on 4"):
+    with pytest.raises(
+        hc.errors.SpecError, match="device_index=7, but the program runs on 4"
+    ):
         f(jnp.arange(8.0))
 
 

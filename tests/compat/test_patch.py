@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import py_compile
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
+import zipfile
 from pathlib import Path
 
 import jax
@@ -612,6 +617,39 @@ def test_run_a_script(program, run_python):
         "['--flag', 'a b'] __main__ 6.0",
         "hostcall._compat.patch",
     ]
+
+
+def test_a_script_knows_its_absolute_path(tmp_path, monkeypatch, run_python):
+    """As under Python itself, whatever folder it goes to."""
+    where = """
+        import os, sys, __main__
+        os.chdir("/")
+        print(__file__, __main__.__file__, sys.argv, sys.path[0], __name__, __spec__)
+        def f(): pass
+        print(f.__code__.co_filename, f.__module__, __main__.f is f)
+    """
+    (tmp_path / "where.py").write_text(textwrap.dedent(where))
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "where.py", "x"]
+    wanted = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert str(tmp_path / "where.py") in wanted
+    assert run_python(MAIN, "run", "where.py", "x").stdout == wanted
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "pyc"])
+def test_run_other_kinds_of_programs(kind, tmp_path, run_python):
+    source = tmp_path / "__main__.py"
+    source.write_text("import sys; print('ran', sys.argv[1:])")
+    program = tmp_path
+    if kind == "zip":
+        program = tmp_path / "program.zip"
+        with zipfile.ZipFile(program, "w") as file:
+            file.write(source, "__main__.py")
+    elif kind == "pyc":
+        program = tmp_path / "program.pyc"
+        py_compile.compile(str(source), str(program))
+    done = run_python(MAIN, "run", str(program), "x")
+    assert done.stdout == "ran ['x']\n"
 
 
 def test_run_a_module(program, run_python, monkeypatch):

@@ -1,5 +1,6 @@
 """hc.host: calling, results, batches, names, pickling."""
 
+import functools
 import pickle
 
 import jax
@@ -272,6 +273,39 @@ def test_errors_of_options():
     for nondiff in (("x",), 1.5, None, [True], np.array(0)):
         with pytest.raises(hc.errors.SpecError, match="nondiff="):
             hc.host(plain, result=hc.results.like(0), nondiff=nondiff)
+
+
+def two(a, b, *, k=1):
+    return a * b
+
+
+@pytest.mark.parametrize("nondiff", [2, -3, (0, 2), [5], 2**70])
+def test_a_position_that_no_argument_has(nondiff):
+    with pytest.raises(
+        hc.errors.SpecError,
+        match=r"nondiff= of `two` should be positions of arguments, from 0 to 1, got"
+        r" .* It takes 2 arguments by position",
+    ):
+        hc.host(two, result=hc.results.like(0), nondiff=nondiff)
+    with pytest.raises(hc.errors.SpecError, match="takes 2 arguments by position"):
+        hc.host(functools.partial(two, k=3), result=hc.results.like(0), nondiff=nondiff)
+
+
+def test_positions_of_any_number_of_arguments():
+    hc.host(lambda *args: args[0], result=hc.results.like(0), nondiff=(3, -9))
+    hc.host(two, result=hc.results.like(0), nondiff=(1, -2))
+    with pytest.raises(hc.errors.SpecError, match="should be left out, got 0"):
+        hc.host(
+            lambda: np.float32(1),
+            result=jax.ShapeDtypeStruct((), np.float32),
+            nondiff=0,
+        )
+
+
+def test_more_rules_than_arguments():
+    f = hc.host(two, result=hc.results.like(0))
+    with pytest.raises(hc.errors.SpecError, match="3 rules, .* takes 2 arguments"):
+        f.defjvps(None, None, lambda t, out, a, b: t)
     for order in ("some", np.ones(3)):
         with pytest.raises(hc.errors.SpecError, match="order="):
             hc.host(plain, result=hc.results.like(0), order=order)

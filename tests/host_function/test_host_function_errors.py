@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -173,11 +174,17 @@ def wrong_jacobian(value, where="host"):
 
 
 WRONG = {
-    "jvp, shape": (wrong_jvp(X[:2]), r"float32\[3\]"),
+    "jvp, shape": (
+        wrong_jvp(X[:2]),
+        r"the tangent of result that `wrong_jvp.<locals>.<lambda>`, the jvp rule of"
+        r" `f`, returned should be float32\[3\], got float32\[2\]. A tangent has the"
+        r" shape of the result whose tangent it is",
+    ),
     "jvp, structure": (wrong_jvp({"a": X}), "float32"),
     "jvp in JAX, shape": (
         wrong_jvp(X[:2], "jax"),
-        r"the jvp rule of `f` returned float32\[2\] where float32\[3\] is wanted",
+        r"the jvp rule of `f` returned float32\[2\] where float32\[3\] is wanted for the"
+        " tangent of result. A tangent has the shape of the result",
     ),
     "fwd": (
         wrong_vjp(X, (X,)),
@@ -197,10 +204,16 @@ WRONG = {
         r"backward rule of `f` should return a tuple of 1.*\(None for zero\), as in `return \(x_bar,\)`",
     ),
     "bwd, count": (wrong_vjp((X, X), (X, X)), r"got PyTreeDef\(\(\*, \*\)\)"),
-    "bwd, shape": (wrong_vjp((X, X), (X[:2],)), r"float32\[3\]"),
+    "bwd, shape": (
+        wrong_vjp((X, X), (X[:2],)),
+        r"the cotangent of args\[0\] that `wrong_vjp.<locals>.<lambda>`, the backward"
+        r" rule of `f`, returned should be float32\[3\], got float32\[2\]. A cotangent"
+        " has the shape of its argument, and the rule returns one for each, in the order",
+    ),
     "bwd in JAX, shape": (
         wrong_vjp((X, X), (X[:2],), "jax"),
-        r"backward rule of `f` returned float32\[2\] where float32\[3\] is wanted",
+        r"backward rule of `f` returned float32\[2\] where float32\[3\] is wanted for"
+        r" the cotangent of args\[0\]. A cotangent has the shape of its argument",
     ),
     "jvps in JAX, shape": (
         wrong_jvps(lambda t: t.sum()),
@@ -208,8 +221,8 @@ WRONG = {
     ),
     "jacobian, shape": (
         wrong_jacobian(X[None]),
-        r"the Jacobian of result by args\[0\] that `wrong_jacobian.<locals>.<lambda>`, a"
-        r" rule of `f`, returned should be float32\[3,3\], got float32\[1,3\]. A Jacobian"
+        r"the Jacobian of result by args\[0\] that `wrong_jacobian.<locals>.<lambda>`,"
+        r" the Jacobian rule of `f`, returned should be float32\[3,3\], got float32\[1,3\]. A Jacobian"
         " has the axes of the result, then those of the argument",
     ),
     "jacobian in JAX, shape": (
@@ -242,3 +255,75 @@ def test_a_structure_of_results_that_a_rule_misses():
     g.defvjp(lambda t: (t["a"], None), lambda r, ct: ({"b": ct},), where="jax")
     with pytest.raises(hc.errors.DerivativeError, match="for argument 0 the structure"):
         jax.grad(lambda x: g({"a": x}).sum())(X)
+
+
+def test_the_argument_whose_cotangent_is_wrong():
+    """Each of two is named, by its path; what has no derivative is not counted."""
+
+    def f(i, a, tree):
+        return a @ tree["b"] * i
+
+    def grads(swap):
+        made = hc.host(f, result=lambda i, a, tree: jax.ShapeDtypeStruct((2,), a.dtype))
+
+        def backward(r, ct):
+            a, b = r
+            of_a, of_b = np.outer(ct, b), {"b": a.T @ ct}
+            return (None, of_a[:, :1], of_b) if swap == 1 else (None, of_a, {"b": ct})
+
+        made.defvjp(lambda i, a, tree: (f(i, a, tree), (a, tree["b"])), backward)
+        jax.grad(lambda a, b: made(1, a, {"b": b}).sum(), (0, 1))(
+            jnp.ones((2, 3)), jnp.ones(3)
+        )
+
+    for swap, said in (
+        (1, r"cotangent of args\[1\] that .* be float32\[2,3\], got float32\[2,1\]"),
+        (2, r"cotangent of args\[2\]\['b'\] that .* be float32\[3\], got float32\[2\]"),
+    ):
+        with pytest.raises(hc.errors.ResultError, match=said):
+            grads(swap)
+
+
+def test_the_result_whose_tangent_is_wrong():
+    f = hc.host(
+        lambda a: (a.sum(), a), result=lambda a: (a.update(shape=()), a), name="f"
+    )
+    f.defjvp(
+        lambda primals, tangents: ((primals[0].sum(), primals[0]), (tangents[0],) * 2)
+    )
+    with pytest.raises(
+        hc.errors.ResultError, match=r"the tangent of result\[0\] that "
+    ):
+        jax.jvp(f, (jnp.ones(3),), (jnp.ones(3),))
+
+
+def test_the_argument_whose_transpose_is_wrong():
+    f = hc.host(lambda a: a[:2], result=lambda a: a.update(shape=(2,)), name="f")
+    f.deftranspose(lambda ct: ct)
+    with pytest.raises(
+        hc.errors.ResultError,
+        match=r"cotangent of args\[0\] that .* the transposition rule of `f`",
+    ):
+        jax.grad(lambda a: f(a).sum())(jnp.ones(3))
+
+
+NUMPY = {
+    "backward": (lambda f: f.defvjp(lambda x: (x, x), lambda r, ct: (np.sin(r) * ct,), where="jax"), jax.grad),
+    "forward": (lambda f: f.defvjp(lambda x: (np.sin(x), x), lambda r, ct: (ct,), where="jax"), jax.grad),
+    "jvp": (lambda f: f.defjvp(lambda p, t: float(p[0]) * t[0], where="jax"), jax.grad),
+    "if": (lambda f: f.defjvp(lambda p, t: t[0] if p[0] > 0 else -t[0], where="jax"), jax.grad),
+    "Jacobian": (lambda f: f.defjacobian(lambda x: np.cos(x), where="jax"), jax.grad),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpy_in_a_rule_of_jax_code(name):
+    """JAX's error has a note that says where the rule runs."""
+    give, derivative = NUMPY[name]
+    f = hc.host(lambda x: x, result=hc.results.like(0), name="f")
+    give(f)
+    with pytest.raises((TypeError, jax.errors.ConcretizationTypeError)) as caught:
+        jax.jit(derivative(f))(1.0)
+    (note,) = [n for n in caught.value.__notes__ if n.startswith("hostcall:")]
+    assert 'rule of `f`, has where="jax", so it is JAX code' in note
+    assert "Write it with jax.numpy, or leave out where=" in note

@@ -176,9 +176,10 @@ def test_tools_use_public_names_only(name):
     # By it hostcall knows its own callables, and asks them why they can't be exported.
     # `call_kept` is a call with an option that only hc.watch has. `Owned` is what a
     # forked child starts anew: one hook does that for all. Threads and waits of all
-    # wings have one form. `hc.observe` has the door rewrite programs.
+    # wings have one form, and so have errors of misspelt options. `hc.observe` has the
+    # door rewrite programs.
     allowed = {"_core.host_code", "_core.process", "_core.daemon", "_core.wait"}
-    allowed |= {"_api.call", "_jax"}
+    allowed |= {"_core.suggestions", "_api.call", "_jax"}
     doors = ("execution", "jaxprs", "rewriting", "tracing", "user_lines")
     allowed |= {f"_jax.{door}" for door in doors}
     assert private - TOOLS <= allowed
@@ -287,6 +288,23 @@ def test_names_that_have_gone_are_told():
         hostcall.Feed
     with pytest.raises(AttributeError, match=r"loky\.get_reusable_executor"):
         hostcall.retrying
+
+
+def test_names_of_the_modules_are_told_where_they_are():
+    import hostcall
+
+    parts = [getattr(hostcall, part) for part in hostcall._PARTS]
+    public = {*hostcall.__all__, *hostcall._GONE, "breakpoint", "print"}
+    names = {name for part in parts for name in part.__all__} - public
+    assert {"SpecError", "sinks", "collect", "status", "check"} <= names
+    for name in names:
+        with pytest.raises(AttributeError, match=r"\. It is hostcall\.") as caught:
+            getattr(hostcall, name)
+        *_, part, there = str(caught.value).split(".")
+        assert there == name
+        assert name in getattr(hostcall, part).__all__
+    with pytest.raises(AttributeError, match="no attribute 'nowhere'$"):
+        hostcall.nowhere
 
 
 def test_the_map_names_every_wing():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
 import threading
 import time
@@ -172,19 +174,48 @@ def test_it_prints_as_a_table():
     assert str(hc.monitor.Flight()) == "no call or tap has been recorded"
 
 
-def test_a_timeout_logs_it(caplog):
+def test_timeouts_log_what_runs_once(caplog):
+    """A program may use timeouts as ordinary control: no table, and nothing again."""
+    for _ in range(120):
+        hc.call(lambda x: x, SCALAR, np.float32(1))  # fills the recorder
     clocks.log_flights_again()
     leave = threading.Event()
-    late = jax.jit(
-        lambda x: hc.call(hc.host(lambda x: leave.wait(60), timeout=0.1), SCALAR, x)
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="took longer than"):
-        late(1.0).block_until_ready()
+
+    def slow(x):
+        leave.wait(60)
+        return x
+
+    async def waits(x):
+        await asyncio.sleep(60)
+        return x
+
+    for fn in (slow, slow, waits):
+        f = jax.jit(lambda x, fn=fn: hc.call(hc.host(fn, timeout=0.1), SCALAR, x))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="took longer than"):
+            f(1.0).block_until_ready()
     leave.set()
     (text,) = (r.getMessage() for r in caplog.records)
-    assert "flight recorder, a call takes longer than its timeout" in text
-    assert "running  call" in text
+    first, second, *calls, last = text.splitlines()
+    assert f"{first}\n{second}" == (
+        "a call takes longer than its timeout. Running now:\n" + second
+    )
+    assert re.match(r"  .*slow, for \d+\.\d+ s, called at .*test_flight\.py:", second)
+    assert len(calls) < 8
+    assert "hc.monitor.status() shows the stacks" in last
+    assert "hc.monitor.flight() the newest calls" in last
     caplog.clear()
+
+
+def test_timeouts_log_nothing_with_the_recorder_off(caplog):
+    clocks.log_flights_again()
+    hc.configure(flight="off")
+    try:
+        f = hc.host(lambda x: threading.Event().wait(2), result=SCALAR, timeout=0.05)
+        with pytest.raises(hc.errors.CallTimeoutError):
+            f(jnp.float32(1))
+    finally:
+        hc.configure(flight="sigterm")
+    assert not caplog.records
 
 
 def test_a_deadlock_logs_it(caplog):

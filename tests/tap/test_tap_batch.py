@@ -1,6 +1,7 @@
 """`hc.tap(batch=...)`: taps of one place, stacked. The oracle is the same tap alone."""
 
 import itertools
+import math
 import threading
 
 import jax
@@ -354,3 +355,20 @@ def test_masks_that_differ_between_rows():
     text = r"batch= and a where= that differs between the rows.*Pass the mask as"
     with pytest.raises(hc.errors.SpecError, match=text):
         jax.jit(tap)(jnp.arange(3))
+
+
+def test_a_function_for_scalars_gets_the_hint_that_taps_come_together():
+    def of_scalars(x):
+        math.sin(x)
+
+    scanned_alone = jax.jit(
+        lambda xs: jax.lax.scan(
+            lambda c, x: (c, hc.tap(of_scalars, x, batch=4)), 0, xs
+        )[0]
+    )
+    scanned_alone(jnp.ones(8))
+    with pytest.raises((TypeError, ExceptionGroup)) as caught:
+        hc.barrier()
+    error = caught.value
+    error = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+    assert any("with batch= this tap gets the values" in n for n in error.__notes__)

@@ -84,6 +84,43 @@ def test_bars_of_rows(file):
         assert (out.carry == numbers + N * (N - 1) // 2).all()
 
 
+def test_a_bar_has_replace():
+    bar = jax_tqdm.PBar(id=1, carry=2.0)
+    new = bar.replace(carry=3.0)
+    assert (new.id, new.carry) == (1, 3.0)
+    assert type(new) is jax_tqdm.PBar
+
+
+@pytest.mark.parametrize("xs", [jnp.arange(float(N)), (jnp.arange(float(N)), 1)])
+def test_steps_may_be_floats(xs, file):
+    @jax_tqdm.scan_tqdm(N, desc="floats", file=file)
+    def step(carry, x):
+        return carry + (x[0] if isinstance(x, tuple) else x), None
+
+    if isinstance(xs, tuple):
+        xs = xs[0], jnp.ones(N)
+    assert jax.jit(lambda: jax.lax.scan(step, 0.0, xs)[0])() == N * (N - 1) // 2
+    hc.barrier()
+    assert last(file).startswith("floats: 100%")
+    assert f"{N}/{N}" in last(file)
+
+
+@pytest.mark.parametrize("decorator", [jax_tqdm.scan_tqdm, jax_tqdm.loop_tqdm])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tqdm_type": "foo"}, "'auto' or 'std' or 'notebook', got 'foo'"),
+        ({"tqdm_type": None}, "got None"),
+        ({"print_rate": 0}, "at least 1 .* got 0"),
+        ({"print_rate": -1}, "got -1"),
+        ({"print_rate": N + 1}, f"the number of steps, {N}, got {N + 1}"),
+    ],
+)
+def test_wrong_options_are_value_errors(decorator, options, said):
+    with pytest.raises(ValueError, match=said):
+        decorator(N, **options)
+
+
 def test_signatures_are_those_of_the_package():
     theirs = pytest.importorskip("jax_tqdm")
     for name in ("scan_tqdm", "loop_tqdm"):

@@ -346,7 +346,16 @@ def test_a_changed_type_names_the_column(value, text, resumed, tmp_path):
         ({"step": jnp.arange(3), "x": 1}, r"step= .* integer scalar, got int32\[3\]"),
         ({"time": 1}, "under the name 'time'. It adds the columns time, process, dev"),
         ({"row3": 1}, "under the name 'row3'"),
-        ({"a/b": 1}, "under the name 'a/b'"),
+        (
+            {"a/b/c": 1},
+            r"under the name 'a/b/c': .* can't have \"/\". Write"
+            r" rec\(\*\*{'a.b.c': value}\), or as a tree: rec\(a={'b.c': value}\)",
+        ),
+        ({"x": 2**70}, "stores numbers and arrays, and x= is 1180591620717411303424"),
+        (
+            {"step": 2**70, "x": 1},
+            "stores numbers and arrays, and step= is 11805916207",
+        ),
         ({"a\0": 1}, "under the name"),
         ({"\ud800": 1}, "under the name"),
         ({"ä" * 128: 1}, "names of folders, of 255 bytes at most"),

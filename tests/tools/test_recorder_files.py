@@ -128,7 +128,11 @@ def test_a_closed_recorder(tmp_path):
     f(1.0)
     rec.close()
     rec.close()
-    with pytest.raises(hc.errors.HostcallError, match="is closed"):
+    with pytest.raises(
+        hc.errors.HostcallError,
+        match="is closed, and takes no more values. Close it after the last program that"
+        " records in it; or open another one: hc.Recorder of the same folder appends",
+    ):
         rec(x=1.0)
     f(2.0)
     with pytest.raises(

@@ -297,3 +297,8 @@ def test_the_error_of_a_sink_comes_at_close(tmp_path):
     assert good.column("x").tolist() == last.column("x").tolist() == [1]
     hc.barrier()
     assert hc.tools.read(tmp_path / "run").table().num_rows == 1
+
+
+def test_a_sink_that_can_not_be_called(tmp_path):
+    with pytest.raises(hc.errors.SpecError, match="should be a function, got 3"):
+        hc.Recorder(tmp_path, sinks=[3])

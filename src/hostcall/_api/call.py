@@ -6,13 +6,13 @@ import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import jax
 
 from hostcall._core import mistakes
 from hostcall._core.callback import Callback
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import HostCode, OfArguments, handle
 from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
@@ -36,9 +36,33 @@ from hostcall._core.said_results import (
     over_leading_axes,
     rule_of,
 )
-from hostcall._core.source import look, users_place
+from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _result_once(call: F) -> F:
+    """Refuses a `result` that is given by name behind arguments: the first of them is
+    the result already, by its place, and Python's words name neither.
+    """
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if "result" in kwargs and len(args) > 1:
+            name = name_of(args[0])
+            raise SpecError(
+                f"hostcall: hc.call calls `{name}` with result= and"
+                f" {counted(len(args) - 1, 'positional argument')}, of which the first"
+                " is the result, too. The result stands before the arguments: write"
+                f" hc.call({name}, result, *args)",
+                code="hc-arguments",
+            )
+        return call(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
 
 # A `result` that is one array; type checkers see any other tree as Any.
 OneArray: TypeAlias = jax.ShapeDtypeStruct | jax.typing.ArrayLike
@@ -98,6 +122,7 @@ def call(  # type: ignore[overload-cannot-match]  # JAX is Any in `make check`
 ) -> Any: ...
 
 
+@_result_once
 def call(
     fn: Callable[..., Any],
     result: Any,

@@ -44,12 +44,13 @@ def configure(
             dropped; a larger result is never kept. Default: 256e6, or the environment
             variable HOSTCALL_CACHE_BYTES.
         flight: when the flight recorder (`hc.monitor.flight()`) is printed. "sigterm":
-            to the log when a call takes longer than its `timeout=` or a callback would
-            deadlock, and to stderr when SIGTERM comes and the program has no handler
-            for it. "signals": also to stderr when the process dies of SIGSEGV, SIGABRT,
-            SIGBUS, SIGFPE or SIGILL. This installs handlers, which call those before
-            them. faulthandler may be enabled before or after. "off": never.
-            Default: "sigterm", or the environment variable HOSTCALL_FLIGHT.
+            to the log when a callback would deadlock, and to stderr when SIGTERM comes
+            and the program has no handler for it. When a call takes longer than its
+            `timeout=`, the running calls are logged, once. "signals": also to stderr
+            when the process dies of SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL. This
+            installs handlers, which call those before them. faulthandler may be enabled
+            before or after. "off": never. Default: "sigterm", or the environment
+            variable HOSTCALL_FLIGHT.
         loop: the event loop on which coroutine functions run. It must run on another
             thread than the one that waits for the program. "own": a loop on a thread of
             hostcall's, made when it is first needed (uvloop's, if that is installed).

@@ -12,15 +12,26 @@ from typing import NoReturn
 # Runs in a new interpreter, since this one has imported JAX already: what the program
 # sets before it imports JAX (JAX_PLATFORMS, XLA_FLAGS) must count.
 _START = """
-import _hostcall_autopatch, runpy, sys
+import _hostcall_autopatch, io, os, runpy, sys, types, zipfile
 module, home, observed, program = sys.argv[1:5]
 sys.argv = sys.argv[4:]
 sys.path[0] = home
 def run():
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
+        return
+    packed = program.endswith(".pyc") or zipfile.is_zipfile(program)
+    if packed or os.path.isdir(program):
         runpy.run_path(program, run_name="__main__")
+        return
+    # As Python does, and run_path does not: `__file__` is an absolute path, since the
+    # program may change its folder, and sys.argv[0] is what was typed.
+    main = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(program)
+    sys.modules["__main__"] = main
+    with io.open_code(main.__file__) as file:
+        code = compile(file.read(), main.__file__, "exec")
+    exec(code, vars(main))
 if observed:
     from hostcall._cli.run import observe
     observe(run, observed)

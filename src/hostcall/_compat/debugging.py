@@ -126,7 +126,13 @@ def print(
     def call(fmt: str, /, *args: object, **kwargs: object) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)
-        line = PrintLine(fmt, _has_fields(fmt), tuple(np.get_printoptions().items()))
+        has_fields = _has_fields(fmt)
+        if kwargs and not has_fields:  # else they would be left out without a word
+            raise ValueError(
+                f"the format {fmt!r} has no fields for the keyword arguments"
+                f" {sorted(kwargs)} of jax.debug.print"
+            )
+        line = PrintLine(fmt, has_fields, tuple(np.get_printoptions().items()))
         arrays = arrays_of("numpy" if _is_plain(fmt, args, kwargs) else "jax")
         given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
         _bind(line, given, args, kwargs)
@@ -205,9 +211,12 @@ def _bare(value: object) -> object:
 
 
 def _has_fields(fmt: str) -> bool:
-    """Whether JAX takes `fmt` for a format: a field follows its first piece of text."""
-    first = next(iter(string.Formatter().parse(fmt)), None)
-    return first is not None and first[1] is not None
+    """Whether any field is in `fmt`. Without one JAX prints it as it is.
+
+    JAX looks at the first piece of text alone, and so prints a format that begins with
+    an escaped brace (a line of JSON) without its values, or fails.
+    """
+    return any(field is not None for _, field, *_ in string.Formatter().parse(fmt))
 
 
 def _is_plain(fmt: str, args: Args, kwargs: Kwargs) -> bool:

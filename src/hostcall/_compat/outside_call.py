@@ -21,7 +21,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._api.call import call
 from hostcall._api.tap import tap
-from hostcall._core import errors
+from hostcall._core import errors, failures
 from hostcall._core.errors import counted
 from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.order import ORDERED, effects_with
@@ -113,10 +113,15 @@ class Outside:
                 return self._checked(fn(arg, **more))
             fn(arg, self.unpacked, **more)
         except Exception as error:
-            text = traceback.format_exc()
-            logger.error("Outside call %s threw exception %s.", fn, error)
-            logger.error("Postponing exception raised in callback function: %s", text)
+            text = failures.summary(error)
+            with failures.beside_a_failure("writing its traceback"):
+                text = traceback.format_exc()
             raised.append((error, text))
+            with failures.beside_a_failure("logging it"):
+                said = "Outside call %s threw exception %s."
+                logger.error(said, fn, error)
+                said = "Postponing exception raised in callback function: %s"
+                logger.error(said, text)
             if not self.identity:
                 raise
         return None
@@ -167,7 +172,7 @@ def _emit(params: Outside, xs: Arrays, devices: Sequence[_jax.Device] = ()) -> A
             f"hostcall: device_index={params.device_index}, but the program runs on"
             f" {counted(len(devices), 'device')}"
         )
-        raise ValueError(errors.with_code(text, "hc-device"))
+        raise errors.SpecError(text, code="hc-device")
     on = devices[params.device_index] if devices else "once"
     if not params.identity:
         return list(call(params, params.avals, *xs, order="ordered", on=on))

@@ -28,6 +28,7 @@ import jax.experimental
 from hostcall import _jax
 from hostcall._compat import debugging, lowerings, pure_and_io
 from hostcall._compat.buffer_callback import buffer_callback
+from hostcall._core.suggestions import suggests
 from hostcall._engine.params import buffer
 from hostcall._engine.params.drop_in import arrays_of
 from hostcall._runtime import delivery
@@ -131,6 +132,7 @@ class Patch:
         return f"<hostcall.patch_jax(arrays={self.arrays!r}){state}>"
 
 
+@suggests("hc.patch_jax")
 def patch_jax(arrays: str = "jax") -> Patch:
     """Runs every program's callbacks on hostcall's engine.
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.mistakes import refuse_coroutines
+from hostcall._core.mistakes import check_callable, refuse_coroutines
 from hostcall._core.options import WHOLE
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
@@ -143,6 +143,9 @@ def call_back(
     """With JAX's signature: all keywords but its own are the callback's."""
     options = {key: kwargs.pop(key) for key in OPTIONS[kind] if key in kwargs}
     check_vmap_method(options.get("vmap_method"))
+    check_callable(
+        callback, f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
+    )
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     described, out_tree = jax.tree.flatten(result_shape_dtypes)

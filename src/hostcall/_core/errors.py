@@ -185,10 +185,13 @@ class PackageError(HostcallError, ModuleNotFoundError):
 # --- Words of messages ---------------------------------------------------------------
 
 
-def wrong(option: str, of: str, wanted: str, got: object, more: str = "") -> SpecError:
+def wrong(option: str, of: str, wanted: str, got: Any, more: str = "") -> SpecError:
     """The error for `option=` of `of`, which should be `wanted`."""
+    # Python refuses to write a very long int.
+    is_long = isinstance(got, int) and got.bit_length() > 256
+    shown = f"an int of {got.bit_length()} bits" if is_long else repr(got)
     return SpecError(
-        f"hostcall: {option}= of {of} should be {wanted}, got {got!r}{more}",
+        f"hostcall: {option}= of {of} should be {wanted}, got {shown}{more}",
         code="hc-option",
     )
 

@@ -18,6 +18,10 @@ Guarantees
     put behind others fails on a thread of XLA's. JAX raises it where a result is read:
     nowhere, if the results were dropped. Such a failure is *owed*.
 
+  * What fails while a failure is kept or told never takes its place. Each step that is
+    not the failure's own text and number stands in a block of `beside_a_failure`. Only
+    what ends the process (Ctrl-C, SystemExit) comes out of such a block.
+
 Frames are emptied outside the lock, because that may run the user's destructors.
 """
 
@@ -25,13 +29,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +46,8 @@ from hostcall import _jax, _native
 from hostcall._core import config, errors, frames
 from hostcall._core.process import Guarded, once
 from hostcall._core.watch_error import WatchError
+
+logger = logging.getLogger("hostcall")
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
@@ -67,7 +74,7 @@ class _KeptError:
 
     def get(self) -> BaseException | None:
         held = self.exception
-        return held() if isinstance(held, weakref.ref) else held  # type: ignore[no-any-return]
+        return held() if type(held) is weakref.ref else held  # type: ignore[no-any-return]
 
     def let_go(self) -> None:
         """Releases the values in its frames, once it is no longer the newest.
@@ -80,8 +87,9 @@ class _KeptError:
             if self.handed_over:
                 own, self.exception = [], _without_frames(self.get())
         for error, trace in own:
-            frames.clear_values(trace)
-            frames.keep_lines(error, trace)
+            with beside_a_failure("emptying the frames of an earlier one"):
+                frames.clear_values(trace)
+                frames.keep_lines(error, trace)
 
 
 class _Known(Guarded):
@@ -118,6 +126,25 @@ class _Known(Guarded):
 _failures = _Known()
 
 
+@contextlib.contextmanager
+def beside_a_failure(what: str) -> Iterator[None]:
+    """Runs a step that goes along with keeping or telling a failure.
+
+    An exception of it is logged and ends here, since the failure is what the user has
+    to learn. The step may run the user's code: methods of the exception, handlers of
+    logs, destructors. KeyboardInterrupt, SystemExit and the like pass.
+
+    Args:
+        what: the step, for the log.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # a handler of the log may be what failed
+            said = "%s failed while a failure was reported, which goes on: %s"
+            logger.error(said, what, summary(error))
+
+
 @once
 def _watch_reports() -> None:
     _jax.wrap_reports(_report_is_made)
@@ -131,8 +158,13 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
         exception: the object.
         handed_over: the caller gets this object too, and may look at its frames.
     """
-    mine, gone, own = _failures, [], frames.own_tracebacks(exception)
-    _watch_reports()
+    mine = _failures
+    gone: list[tuple[int, _KeptError]] = []
+    own: list[tuple[BaseException, TracebackType]] = []
+    with beside_a_failure("looking for its tracebacks"):
+        own = frames.own_tracebacks(exception)
+    with beside_a_failure("watching JAX's reports"):
+        _watch_reports()
     with mine.lock:
         before = mine.kept.get(mine.last)
         # What a feed's source raised comes again from each program that asks the feed.
@@ -181,7 +213,7 @@ def _handed_over(number: int | None) -> BaseException | None:
 def _without_frames(exception: BaseException | None) -> Any:
     with contextlib.suppress(TypeError):
         return weakref.ref(exception)
-    if not isinstance(exception, BaseExceptionGroup):  # its members have frames
+    if not issubclass(type(exception), BaseExceptionGroup):  # its members have frames
         with contextlib.suppress(Exception):  # its type may need other arguments
             return copy.copy(exception)
     return None
@@ -190,16 +222,20 @@ def _without_frames(exception: BaseException | None) -> Any:
 def summary(exception: BaseException) -> str:
     """`Type: message`, even if the exception's own `__str__` raises."""
     try:
-        message = str(exception)
+        message = str.__str__(str(exception))  # without a subclass's own methods
     except Exception as error:
-        message = f"<its str() raised {type(error).__name__}>"
-    return type(exception).__name__ + (f": {message}" if message else "")
+        message = f"<its str() raised {_name_of(type(error))}>"
+    return _name_of(type(exception)) + (f": {message}" if message else "")
+
+
+# A metaclass may have an attribute of that name.
+_name_of: Callable[[type], str] = vars(type)["__name__"].__get__
 
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note, once: the same object may be raised again, and may be kept."""
-    if note not in vars(error).get("__notes__", ()):
-        with contextlib.suppress(TypeError):  # its class answers for __notes__
+    with contextlib.suppress(Exception):  # its class may answer for __notes__
+        if note not in vars(error).get("__notes__", ()):
             error.add_note(note)
 
 
@@ -216,9 +252,9 @@ def text_for_xla(
     said = said.encode("utf-8", "backslashreplace").decode()
     at = f", row {row[0] if len(row) == 1 else row}" if row else ""
     where = f"(in callback `{name}`{at}, called at {place})"
-    if isinstance(exception, _OF_TRACERS):
+    if issubclass(type(exception), _OF_TRACERS):
         said = (
-            f"{type(exception).__name__}: hostcall: `{name}` uses a traced value, by a"
+            f"{_name_of(type(exception))}: hostcall: `{name}` uses a traced value, by a"
             " global variable or an attribute, or in a function that it traces itself."
             f" Such a value has no number. Pass it as an argument {where}. JAX says:"
             f" {said.partition(': ')[2]}"
@@ -335,7 +371,8 @@ def replacement(number: int) -> BaseException | None:
     found = kept(number)
     debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
     own = WatchError if debugger is None else (WatchError, debugger.BdbQuit)
-    replaces = isinstance(found, own) or not isinstance(found, Exception)
+    kind = type(found)  # `isinstance` would ask the exception's own `__class__`
+    replaces = issubclass(kind, own) or not issubclass(kind, Exception)
     return _handed_over(number) if found is not None and replaces else None
 
 
@@ -421,15 +458,23 @@ def tell(number: int) -> None:
 
 
 def _report_is_made(text: str) -> None:
+    replaced: BaseException | None = None
+    with beside_a_failure("noting JAX's report"):
+        replaced = _noted(text)
+    if replaced is not None:
+        raise replaced
+
+
+def _noted(text: str) -> BaseException | None:
+    """Notes that JAX makes a report; returns what is raised in place of it."""
     number = number_of(text)
     found = kept(number)
-    is_programs = found is not None and not isinstance(found, Exception)
+    is_programs = found is not None and not issubclass(type(found), Exception)
     if _looking.inside and (is_told(number) or not is_programs):
-        return
+        return None
     if number:
         tell(number)
-    if (replaced := replacement(number)) is not None:
-        raise replaced
+    return replacement(number)
 
 
 # --- Failures that nobody was told of -------------------------------------------------

@@ -32,9 +32,9 @@ def chained(
             continue
         seen.add(id(current))
         found.append(current)
-        behind = [current.__cause__, current.__context__]
-        if isinstance(current, BaseExceptionGroup):
-            behind += current.exceptions
+        behind = [_cause_of(current), _context_of(current)]
+        if issubclass(type(current), BaseExceptionGroup):
+            behind += _members_of(current)
         todo += [e for e in behind if e is not None]
     return found
 
@@ -49,11 +49,16 @@ def own_tracebacks(
     exception. Python chains that one as a context, but its frames belong to the caller.
     """
     found = chained(exception, around=sys.exception())
-    return [(e, trace) for e in found if (trace := _traceback_of(e)) is not None]
+    return [(e, trace) for e in found if (trace := traceback_of(e)) is not None]
 
 
-# An exception's class may have an attribute of that name.
-_traceback_of = vars(BaseException)["__traceback__"].__get__
+# The values that Python itself keeps in an exception. Its class may have attributes of
+# these names, which may be anything and may raise.
+traceback_of = vars(BaseException)["__traceback__"].__get__
+_cause_of = vars(BaseException)["__cause__"].__get__
+_context_of = vars(BaseException)["__context__"].__get__
+_arguments = vars(BaseException)["args"]
+_members_of = vars(BaseExceptionGroup)["exceptions"].__get__
 
 
 def ended(trace: TracebackType | None) -> list[FrameType]:
@@ -83,24 +88,32 @@ def keep_lines(error: BaseException, trace: TracebackType) -> None:
     frames of generators that never run, which hold nothing.
     """
     lines = None
-    for frame, line in reversed([*traceback.walk_tb(trace)]):
+    for frame, told in reversed([*traceback.walk_tb(trace)]):
         code, names = frame.f_code, frame.f_globals
+        line = _line(told)
         bare = _BARE.replace(
             co_filename=code.co_filename,
             co_name=code.co_name,
             co_qualname=code.co_qualname,
-            co_firstlineno=line or 1,  # made code may have none
+            co_firstlineno=line,
         )
         # Of these, linecache finds the text of a line that is in no file.
         known: dict[str, Any]
         known = {k: names[k] for k in ("__name__", "__loader__") if k in names}
         made = FunctionType(bare, known)().gi_frame
-        lines = TracebackType(lines, made, 0, line or 1)  # it is at its first line
-    if _traceback_of(error) is trace:  # else somebody has raised it since
+        lines = TracebackType(lines, made, 0, line)  # it is at its first line
+    if traceback_of(error) is trace:  # else somebody has raised it since
         BaseException.with_traceback(error, lines)
 
 
 _BARE = (lambda: (yield)).__code__
+
+
+def _line(told: int | None) -> int:
+    """A line that code can have. Code that was made or changed may tell of none: None
+    stands for that, or -1 (Python 3.11.2).
+    """
+    return max(told or 1, 1)
 
 
 def let_go(error: BaseException) -> None:
@@ -110,17 +123,16 @@ def let_go(error: BaseException) -> None:
     the traceback keeps its lines. Arrays in the exception's `args` become copies.
     """
     for current in chained(error, around=sys.exception()):
-        frames = ended(current.__traceback__)
-        cells = [cell for frame in frames for cell in _own_cells(frame)]
-        clear_values(current.__traceback__)
+        trace = traceback_of(current)
+        cells = [cell for frame in ended(trace) for cell in _own_cells(frame)]
+        clear_values(trace)
         for cell in cells:
             with contextlib.suppress(ValueError):  # the cell is empty
                 del cell.cell_contents
-        if any(isinstance(arg, np.ndarray) for arg in current.args):
-            current.args = tuple(
-                arg.copy() if isinstance(arg, np.ndarray) else arg
-                for arg in current.args
-            )
+        given = _arguments.__get__(current)
+        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in given]
+        if any(copy is not arg for copy, arg in zip(copies, given, strict=True)):
+            _arguments.__set__(current, tuple(copies))
 
 
 def _own_cells(frame: FrameType) -> list[CellType]:

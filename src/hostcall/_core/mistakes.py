@@ -266,6 +266,15 @@ def _how_to_take_out(fn: Any, signature: inspect.Signature | None) -> str:
 # --- What several public functions take ----------------------------------------------
 
 
+def check_callable(fn: object, usage: str) -> None:
+    """Refuses what can't be called. `usage` is how to call the public function."""
+    if not callable(fn):
+        raise SpecError(
+            f"hostcall: the first argument should be a function, got {fn!r}. Write"
+            f" {usage}"
+        )
+
+
 def check_function(
     fn: Any, usage: str, awaits: bool = False, returns: bool = True
 ) -> Look:
@@ -279,11 +288,7 @@ def check_function(
         awaits: the caller runs coroutine functions on the event loop.
         returns: the caller uses what the function returns.
     """
-    if not callable(fn):
-        raise SpecError(
-            f"hostcall: the first argument should be a function, got {fn!r}. Write"
-            f" {usage}"
-        )
+    check_callable(fn, usage)
     plain = type(fn) is types.FunctionType  # most are
     for each in () if plain else layers(fn):
         made = handle(each)

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 ROWS = ("sequential", "parallel")
 WHOLE = ("expand_dims", "broadcast_all", "legacy_vectorized")
 
+Arrays = Literal["numpy", "jax", "dlpack", "cuda"]
+TapArrays = Literal["numpy", "jax", "dlpack"]
 # "free" is for drop-ins: jax.Arrays that are not committed to a device.
-Arrays = Literal["numpy", "jax", "free", "dlpack", "cuda"]
+AnyArrays = Literal[Arrays, "free"]
 Fail = Literal["together", "alone"]
 Lend = Literal[False, True, "out"]
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
@@ -88,8 +90,8 @@ def _number(value: object) -> TypeGuard[float]:
 def count(what: str) -> Option:
     """An option that says how many."""
     return Option(
-        f"{what}, an int of 1 or more",
-        lambda v: _number(v) and isinstance(v, int) and v > 0,
+        f"{what}, an int of 1 or more (below 2**31)",
+        lambda v: _number(v) and isinstance(v, int) and 0 < v < 2**31,
     )
 
 
@@ -128,7 +130,11 @@ def _on(*words: str) -> Option:
     )
 
 
-SECONDS = Option("a number of seconds above 0", lambda v: _number(v) and v > 0)
+SECONDS = Option(
+    "a number of seconds above 0",
+    # An int may be too large for a float.
+    lambda v: _number(v) and v > 0 and (v < 2**63 or isinstance(v, float)),
+)
 _TEXT = Option("a non-empty string", lambda v: isinstance(v, str) and v != "")
 _METHODS = choice(*ROWS, *WHOLE, None)
 
@@ -197,7 +203,7 @@ class PlaceOptions:
     """
 
     order: Order = option(choice(*ORDERS), "pure")
-    arrays: Arrays = option(choice("numpy", "jax", "dlpack", "cuda"), "numpy")
+    arrays: AnyArrays = option(choice("numpy", "jax", "dlpack", "cuda"), "numpy")
     tag: str | None = option(_TEXT)
     sharding: Sharding | None = field(default=None, metadata=HERE)
 
@@ -258,7 +264,7 @@ class TapOptions(PlaceOptions):
     """
 
     order: Order = option(choice("unordered", "ordered", "pure"), "unordered")
-    arrays: Arrays = option(choice("numpy", "jax", "dlpack"), "numpy")
+    arrays: AnyArrays = option(choice("numpy", "jax", "dlpack"), "numpy")
     when_full: WhenFull = option(choice(*get_args(WhenFull)), "block")
     rows: Rows = option(choice(*get_args(Rows)), "batched")
     remat: Remat = option(choice(*get_args(Remat)), "once", key=False)

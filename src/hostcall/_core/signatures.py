@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 import weakref
 from collections.abc import MutableMapping, Sequence
@@ -127,6 +128,18 @@ def _ufunc_signature(fn: np.ufunc) -> inspect.Signature:
     out = Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, default=None)
     options = Parameter("options", Parameter.VAR_KEYWORD)
     return inspect.Signature([*inputs, out, options])
+
+
+def most_positions(fn: Any) -> float:
+    """How many arguments a function takes by position; infinity for any or unknown."""
+    signature = signature_of(fn)
+    if signature is None:
+        return math.inf
+    kinds = [p.kind for p in signature.parameters.values()]
+    if Parameter.VAR_POSITIONAL in kinds:
+        return math.inf
+    by_position = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    return sum(kind in by_position for kind in kinds)
 
 
 def takes(signature: inspect.Signature | None, keyword: str) -> bool:

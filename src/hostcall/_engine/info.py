@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hostcall")
 
 
+# What NumPy, Python and JAX say of an array where a scalar is wanted.
+_NO_SCALAR = (
+    "can be converted to Python scalars",
+    "can be converted to a scalar index",
+    "only convert an array of size 1",
+    "truth value of an array",
+)
+
+
 class Team(NamedTuple):
     """How the devices of a program make a call together (native/base/team.h).
 
@@ -178,32 +187,55 @@ class CallInfo:
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         has_token = self.of_program is not None or self.mesh is not None
         # A Ctrl-C is raised in the main thread anyway.
-        stopped = isinstance(error, KeyboardInterrupt)
+        stopped = issubclass(type(error), KeyboardInterrupt)
         if self.params.effect is not None and not has_token and not stopped:
             failures.owe(text)
         if self.job is not None:
-            # A failure that the program tells all processes is noted when they learn
-            # it: until then this process's other devices still make their calls.
-            if not self.tells:
-                self.job.failed(text)
-            if self.origins is not None:
-                self.job.keep_text(text)
+            with failures.beside_a_failure("telling other processes of it"):
+                self._tell_job(self.job, text)
         return text
 
+    def _tell_job(self, job: Failures, text: str) -> None:
+        # A failure that the program tells all processes is noted when they learn it:
+        # until then this process's other devices still make their calls.
+        if not self.tells:
+            job.failed(text)
+        if self.origins is not None:
+            job.keep_text(text)
+
     def hint(self, error: BaseException) -> str:
-        """Says why a lent argument can't be written to, also in a note on the error."""
+        """What an option of the call may have to do with an exception of its function,
+        also in a note on the error; "" if nothing.
+        """
+        text = ""
+        if issubclass(type(error), (TypeError, ValueError)):
+            said = failures.summary(error)
+            text = self._hint_on_lent(said) or self._hint_on_rows(said)
+        if text:
+            failures.add_note(error, f"hostcall: {text}")
+        return text
+
+    def _hint_on_lent(self, said: str) -> str:
+        """Why a lent argument can't be written to."""
         lend = self.params.options.lend
-        if not lend or not isinstance(error, ValueError):
+        if not lend or "read-only" not in said:
             return ""
-        if "read-only" not in failures.summary(error):
-            return ""
-        text = (
+        return (
             f"If it wrote to an argument: `{self.name}` has lend={lend!r}, so its"
             " arguments are views of memory that the program still reads. Write to a"
             " copy (x = x.copy()), or leave out lend="
         )
-        failures.add_note(error, f"hostcall: {text}")
-        return text
+
+    def _hint_on_rows(self, said: str) -> str:
+        """Why an argument is no scalar, in a function that gets a whole batch."""
+        if not self.params.levels or not any(words in said for words in _NO_SCALAR):
+            return ""
+        return (
+            f"If it takes scalars: under vmap with"
+            f" vmap_method={self.params.method!r} `{self.name}` gets all rows at once,"
+            " along a new axis in front. Write it for arrays, or use"
+            ' vmap_method="sequential", which calls it for each row'
+        )
 
     def eager_error(self, error: Exception) -> Exception:
         """The error that an eager call raises: the one that a program would raise."""
@@ -265,7 +297,8 @@ class CallInfo:
         """
         if held is None:
             if error is not None:
-                frames.let_go(error)
+                with failures.beside_a_failure("emptying its frames"):
+                    frames.let_go(error)
             frames.collect()
             return
         names = ", ".join(itertools.starmap(self._name_of, held))

@@ -16,7 +16,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import mistakes, result_rules, said_results, ufuncs
 from hostcall._core.dimensions import Signature
-from hostcall._core.errors import SpecError
+from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import (
     Callee,
     Handle,
@@ -26,7 +26,7 @@ from hostcall._core.host_code import (
 )
 from hostcall._core.mistakes import parse_mask
 from hostcall._core.options import WHOLE, CallOptions, Option, Policy, check
-from hostcall._core.signatures import accepts, signature_of
+from hostcall._core.signatures import accepts, most_positions, signature_of
 from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import kept, result_specs
@@ -331,6 +331,14 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             raise SpecError(
                 f"hostcall: defjvps of `{self.__name__}` was given no rule: give one"
                 " for each argument that has a derivative",
+                code="hc-rule",
+            )
+        most = most_positions(self.fn)
+        if len(each) > most:
+            raise SpecError(
+                f"hostcall: defjvps of `{self.__name__}` was given"
+                f" {counted(len(each), 'rule')}, one for each argument, and it takes"
+                f" {counted(int(most), 'argument')} by position",
                 code="hc-rule",
             )
         self._add("jvp", Rule(given[0], where, each=each))

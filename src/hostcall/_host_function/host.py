@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
@@ -10,11 +11,13 @@ import jax
 import numpy as np
 
 from hostcall._core.dimensions import Given
-from hostcall._core.errors import wrong
+from hostcall._core.errors import counted, wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
 from hostcall._core.options import Arrays, Lend
 from hostcall._core.order import Order
 from hostcall._core.said_results import rule_of
+from hostcall._core.signatures import most_positions
+from hostcall._core.suggestions import suggests
 from hostcall._core.ufuncs import with_numbers
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
@@ -72,6 +75,7 @@ def host(fn: Callable[P, R], **options: Unpack[Options]) -> HostFunction[P, R]: 
 def host(**options: Unpack[Options]) -> Decorator: ...
 
 
+@suggests("hc.host")
 def host(
     fn: Callable[..., Any] | None = None,
     *,
@@ -210,7 +214,7 @@ def host(
     if name is not None and not isinstance(name, str):
         raise wrong("name", f"`{shown}`", "a text", name)
     shown = name or shown
-    options["nondiff"] = positions(shown, nondiff)
+    options["nondiff"] = positions(shown, nondiff, fn)
     sizes, dtype = options.pop("sizes"), options.pop("dtype")
     rule = rule_of(fn, shown, result, sizes=sizes, dtype=dtype, float64=float64)
     options["result"] = rule
@@ -220,9 +224,26 @@ def host(
     return made
 
 
-def positions(shown: str, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The positions in `nondiff`; raises SpecError if it is something else."""
+def positions(
+    shown: str,
+    nondiff: int | tuple[int, ...],
+    fn: Callable[..., Any] | None = None,
+) -> tuple[int, ...]:
+    """The positions in `nondiff`; raises SpecError if it is something else.
+
+    Args:
+        shown: the name of the function.
+        nondiff: as `hc.host` takes it.
+        fn: the function, if the positions are those of its arguments.
+    """
     given = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
     if not all(type(n) is int for n in given):
         raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
+    most = math.inf if fn is None else most_positions(fn)
+    if not all(-most <= n < most for n in given):
+        wanted = f"positions of arguments, from 0 to {most - 1}"
+        more = f". It takes {counted(int(most), 'argument')} by position"
+        if not most:
+            wanted = "left out"
+        raise wrong("nondiff", f"`{shown}`", wanted, nondiff, more)
     return tuple(given)

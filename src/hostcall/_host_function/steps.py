@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hostcall._core import failures
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
@@ -46,6 +47,7 @@ from hostcall._host_function.primitives import (
 from hostcall._host_function.residuals import store
 from hostcall._host_function.result_specs import aligned, says_items
 from hostcall._host_function.rules import (
+    RULES,
     Function,
     Kind,
     Rule,
@@ -65,6 +67,15 @@ Parts: TypeAlias = tuple[Function, Sequence[Tree], Callable[[Tree], Iterable[Tre
 
 # An array of host code may be nested lists of numbers.
 _add = partial(jax.tree.map, operator.add)
+
+
+# Which shape a result of a rule has, in messages about another one.
+_LIKE_BOTH = "A Jacobian has the axes of the result, then those of the argument"
+_LIKE_RESULT = "A tangent has the shape of the result whose tangent it is"
+_LIKE_ARGUMENT = (
+    "A cotangent has the shape of its argument, and the rule returns one for each, in"
+    " the order of the arguments"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,13 +242,30 @@ class Steps(HostCode, Value):
         return self.seen.awaits
 
     def result_words(self, number: int) -> tuple[str, str]:
-        if self.kind != "jacobian":
+        which, hint = self._result_of_a_rule(number)
+        if not which:
             return "", ""
-        which = f"the Jacobian of {self.site.jacobian_paths[number]} that"
-        rule = f"`{self.seen.name}`, a rule of `{self.site.name}`"
-        return f"{which} {rule}, returned", (
-            "A Jacobian has the axes of the result, then those of the argument"
-        )
+        rule = f"`{self.seen.name}`, {RULES[self.kind][1]} of `{self.site.name}`"
+        return f"{which} that {rule}, returned", hint
+
+    def _result_of_a_rule(self, number: int) -> tuple[str, str]:
+        """(what this result is, which shape it has). Empty for the function's own
+        results and residuals, and if the rule is not the user's.
+        """
+        site, kind = self.site, self.kind
+        if kind == "jacobian":
+            which = f"the Jacobian of {site.jacobian_paths[number]}"
+            return which, _LIKE_BOTH
+        if site.function.advice:
+            return "", ""
+        number -= len(site.avals) if kind == "both" else 0
+        if kind in ("jvp", "both") and number >= 0:
+            outs = pick(site.results.paths(), site.out_diff)
+            return f"the tangent of {outs[number]}", _LIKE_RESULT
+        if kind in ("backward", "transpose"):
+            args = pick(site.template.paths(), site.unmasked(self.nz))
+            return f"the cotangent of {args[number]}", _LIKE_ARGUMENT
+        return "", ""
 
     def lane(self) -> Function:  # the function and its rules are one
         return self.site.function.fn
@@ -311,6 +339,13 @@ class Steps(HostCode, Value):
 
     _both = _jvp
 
+    def _fitting(
+        self, values: Tangents, avals: Sequence[Aval], first: int = 0
+    ) -> Arrays:
+        """What JAX code returned, as arrays: the results from number `first` on."""
+        words = [self._result_of_a_rule(first + i) for i, _ in enumerate(avals)]
+        return self.site.fitting(values, avals, self.kind, words)
+
     def _pushed(self, value: tuple[Tree, Tree]) -> tuple[Tree, ...]:
         site, rule, (outs, touts) = self.site, self.rule, value
         if self.kind != "both":
@@ -323,7 +358,8 @@ class Steps(HostCode, Value):
         terms = (there(touts) or touts[:1]) if rule.each else [touts]
         leaves = [pick(site.out_leaves(x, self.kind), site.out_diff) for x in terms]
         if self.traced:  # what may be anything that JAX takes for an array
-            leaves = [site.fitting(x, site.out_avals, self.kind) for x in leaves]
+            first = len(outs)
+            leaves = [self._fitting(x, site.out_avals, first) for x in leaves]
         return *outs, *reduce(_add, leaves)
 
     def _forward(self, operands: Arrays) -> Parts:
@@ -400,6 +436,13 @@ class Steps(HostCode, Value):
         return self.sent, self._arguments(operands), leaves
 
 
+# What JAX raises if NumPy or Python's control flow wants the number of a traced value.
+_OF_NUMPY = (
+    jax.errors.TracerArrayConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+
+
 # --- In JAX code ---------------------------------------------------------------------
 #
 # What a rule is called with and what becomes of its value does not depend on where it
@@ -427,12 +470,26 @@ class TracedSteps(Steps):
         vars(self).update(mask=mask)  # which `_code` gives to a rule
         vars(self).update(sent=self._code(self.kind))
         run, sent, finish = self.split(self._gated(operands), {})
-        values, n = list(finish(run(*sent))), len(self.avals)
-        found = self.site.fitting(values[:n], self.avals, self.kind)
+        try:
+            value = run(*sent)
+        except _OF_NUMPY as error:
+            failures.add_note(error, self._is_jax_code())
+            raise
+        values, n = list(finish(value)), len(self.avals)
+        found = self._fitting(values[:n], self.avals)
         if mask is not None:
             fills = self._of_results(self.site.fills)
             found = list(map(partial(_masked, mask), found, fills))
         return [*found, *values[n:]]
+
+    def _is_jax_code(self) -> str:
+        rule = f"`{self.seen.name}`, {RULES[self.kind][1]} of `{self.site.name}`,"
+        return (
+            f'hostcall: {rule} has where="jax", so it is JAX code: it runs while the'
+            " program is traced, on values that have no numbers yet. Write it with"
+            " jax.numpy, or leave out where= for a rule that runs on the host with"
+            " NumPy arrays"
+        )
 
     def _gated(self, operands: Arrays) -> Arrays:
         """The operands, without derivatives where the mask is False.

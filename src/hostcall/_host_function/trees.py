@@ -231,10 +231,19 @@ class RuleTrees(Value):
         args = pick(self.template.paths(), self.unmasked(self.diff))
         return tuple(f"{out} by {arg}" for out in outs for arg in args)
 
-    def fitting(self, values: Tangents, avals: Sequence[Aval], kind: Kind) -> Arrays:
-        """The arrays that JAX code returned, checked for shape and cast to dtype."""
+    def fitting(
+        self,
+        values: Tangents,
+        avals: Sequence[Aval],
+        kind: Kind,
+        words: Sequence[tuple[str, str]],
+    ) -> Arrays:
+        """The arrays that JAX code returned, checked for shape and cast to dtype.
+
+        `words` say of each what it is, and which shape it has; both may be empty.
+        """
         fitted = []
-        for value, aval in zip(values, avals, strict=True):
+        for value, aval, (what, hint) in zip(values, avals, words, strict=True):
             array, got = None, type(value).__name__
             with contextlib.suppress(TypeError, ValueError):  # no array
                 array = jnp.zeros(aval.shape) if value is None else jnp.asarray(value)
@@ -242,9 +251,10 @@ class RuleTrees(Value):
                     array = jax.random.key_data(array)
                 got = f"{array.dtype.name}{list(array.shape)}"
             if array is None or array.shape != aval.shape:
+                more = f" for {what}. {hint}" if what else ""
                 raise DerivativeError(
                     f"hostcall: {RULES[kind][1]} of `{self.name}` returned {got} where"
-                    f" {aval.dtype}{list(aval.shape)} is wanted",
+                    f" {aval.dtype}{list(aval.shape)} is wanted{more}",
                     code="hc-rule",
                 )
             fitted.append(array.astype(aval.dtype))

@@ -35,7 +35,9 @@ from typing import Any
 
 import numpy as np
 
+from hostcall._core import failures
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.frames import traceback_of
 from hostcall._core.wait import result_of
 
 logger = logging.getLogger("hostcall")
@@ -68,8 +70,9 @@ class FailedRow(Exception):
     def __init__(self, error: Exception, row: int) -> None:
         super().__init__(error, row)
         self.error, self.row = error, row
-        if error.__traceback__ is not None:  # for those that pickle this
-            self.__traceback__ = error.__traceback__.tb_next
+        trace = traceback_of(error)
+        if trace is not None:  # for those that pickle this
+            self.__traceback__ = trace.tb_next
 
     def __str__(self) -> str:
         return f"{type(self.error).__name__} in row {self.row} of a chunk"
@@ -335,8 +338,10 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
     try:
         return fn(*args)
     except FailedRow as failed:
-        trace = "".join(traceback.format_exception(failed.error)).rstrip()
-        failed.error.add_note(f"hostcall: the traceback in the worker:\n{trace}")
+        with failures.beside_a_failure("noting its traceback in the worker"):
+            trace = "".join(traceback.format_exception(failed.error)).rstrip()
+            note = f"hostcall: the traceback in the worker:\n{trace}"
+            failures.add_note(failed.error, note)
         raise
 
 
@@ -502,15 +507,17 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
         which: the row, in words.
         sent: the function and arguments that were sent.
     """
-    if isinstance(error, futures.BrokenExecutor):
-        error.add_note(
+    if issubclass(type(error), futures.BrokenExecutor):
+        failures.add_note(
+            error,
             f"hostcall: {which} of `{name}` failed because a worker of executor= has"
             " died. It may have crashed, run out of memory, been killed, or failed to"
             ' import the main module (with "spawn", a script needs'
-            ' `if __name__ == "__main__":`). Make a new executor: this one is broken'
+            ' `if __name__ == "__main__":`). Make a new executor: this one is broken',
         )
     elif by_name(given) and (
-        isinstance(error, _OF_PICKLE) or type(error).__name__ == "MaybeEncodingError"
+        issubclass(type(error), _OF_PICKLE)
+        or type(error).__name__ == "MaybeEncodingError"
     ):
         try:
             pickle.dumps(sent)
@@ -522,11 +529,12 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
                 " by value (Dask, loky) or uses threads",
                 code="hc-pickle",
             ) from error
-        if "pickle" in str(error):
-            error.add_note(
+        if "pickle" in failures.summary(error):
+            failures.add_note(
+                error,
                 f"hostcall: {which} failed. This executor pickles what `{name}`"
                 " returns, and the residuals of a forward rule. Return objects that can"
-                " be pickled, or declare array residuals with residuals="
+                " be pickled, or declare array residuals with residuals=",
             )
 
 

@@ -30,7 +30,7 @@ from hostcall._core.host_code import own
 from hostcall._core.process import Owned
 from hostcall._core.source import name_of
 from hostcall._native import ResultForm
-from hostcall._runtime import context, flights
+from hostcall._runtime import context, flights, running
 from hostcall._runtime.workers import ThreadSettings
 
 Row = tuple[tuple[Any, ...], dict[str, Any]]  # as the user's function gets it
@@ -186,7 +186,7 @@ class Bound(NamedTuple):
 
     def late(self, row: Row, stuck: str) -> CallTimeoutError:
         """The error of a run that takes too long; has the shapes of one of its rows."""
-        flights.log(flights.LATE)
+        running.log(flights.LATE)
         kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
         arrays = [x for x in jax.tree.leaves(row) if issubclass(type(x), kinds)]
         shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)

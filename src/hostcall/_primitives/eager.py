@@ -45,7 +45,7 @@ def prepare(
     def run() -> list[jax.Array]:
         try:
             results = plan.invoke(arrays)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             info.hint(error)
             raise
         if place is None:

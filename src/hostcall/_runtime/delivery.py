@@ -226,7 +226,7 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         tally.count += 1
         # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
         # have filled the list.
-        first = tally.count == 1 or not isinstance(error, Exception)
+        first = tally.count == 1 or not issubclass(type(error), Exception)
         most = config.KEPT_TAP_ERRORS * (4 if first else 1)
         if said not in tally.kept and len(state.failures) < most:
             state.failures.append(error)
@@ -234,17 +234,20 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         count, tally.newest = tally.count, said
         if count <= IN_FULL:
             tally.logged, tally.until = count, clock() + SECONDS
-    if count <= IN_FULL:
-        logger.error(
-            "tap `%s`%s, written at %s, failed; the program goes on%s",
-            name,
-            f", row {row[0] if len(row) == 1 else row}" if row else "",
-            place,
-            " (its further failures are only counted here)" if count == IN_FULL else "",
-            exc_info=error,
-        )
-    elif clock() >= tally.until:
-        tally.log()
+    with failures.beside_a_failure("logging it"):
+        if count <= IN_FULL:
+            logger.error(
+                "tap `%s`%s, written at %s, failed; the program goes on%s",
+                name,
+                f", row {row[0] if len(row) == 1 else row}" if row else "",
+                place,
+                " (its further failures are only counted here)"
+                if count == IN_FULL
+                else "",
+                exc_info=error,
+            )
+        elif clock() >= tally.until:
+            tally.log()
 
 
 def _log_counts() -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from hostcall import _native
+from hostcall._core import config
 from hostcall._core.errors import counted
 from hostcall._core.source import Place
-from hostcall._runtime import workers
+from hostcall._runtime import flights, workers
+
+logger = logging.getLogger("hostcall")
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,32 @@ def running() -> list[ActiveCall]:
             )
         )
     return sorted(calls, key=lambda call: -call.seconds)
+
+
+_RUNNING_AT_MOST = 8  # calls that are named
+
+
+def log(why: str) -> None:
+    """Logs the running calls, once for each reason.
+
+    For what a program may use as ordinary control: the whole recorder would hide the
+    program's own output.
+    """
+    if config.settings.flight == "off" or why in flights.logged:
+        return
+    flights.logged[why] = time.monotonic()
+    calls = running()
+    lines = [
+        f"  {call.name}, for {call.seconds:.3f} s, called at {call.place}"
+        for call in calls[:_RUNNING_AT_MOST]
+    ]
+    if len(calls) > _RUNNING_AT_MOST:
+        lines.append(f"  and {len(calls) - _RUNNING_AT_MOST} more")
+    text = (
+        "%s. Running now:\n%s\nThis is said once. hc.monitor.status() shows the stacks"
+        " of running calls, and hc.monitor.flight() the newest calls and taps"
+    )
+    logger.warning(text, why, "\n".join(lines) or "  no call")
 
 
 def doing(process: int) -> ProcessStatus:

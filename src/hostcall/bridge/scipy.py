@@ -32,6 +32,7 @@ from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.mistakes import check_function
 from hostcall._core.options import ROWS, Option, check
 from hostcall._core.spec import Template
+from hostcall._core.suggestions import suggests
 from hostcall._host_function.host import host
 from hostcall._host_function.trees import pick
 from hostcall.bridge._library import Arrays, along, is_operand, needed, split
@@ -62,6 +63,25 @@ class Outcome(NamedTuple):
     nfev: Any
 
 
+_DERIVED = "JAX derives it from fun: leave it out"
+_ARGUMENTS = "The function that is returned takes them: solve(x0, *args)"
+# Options of SciPy's functions, and what to write instead.
+_OF_SCIPY = {
+    "args": _ARGUMENTS,
+    "x0": _ARGUMENTS,
+    "jac": _DERIVED,
+    "hess": _DERIVED,
+    "hessp": _DERIVED,
+    "constraints": (
+        "A derivative through constraints is not offered. Bounds are: bounds=(low,"
+        " high). For other constraints add a penalty to fun, or call"
+        " scipy.optimize.minimize in a function of hc.call or hc.host"
+    ),
+    "callback": "To see the values of fun, write hc.tap or hc.print in it",
+}
+
+
+@suggests("hc.bridge.scipy.root", _OF_SCIPY)
 def root(
     fun: Callable[..., Any] | None = None,
     *,
@@ -128,6 +148,7 @@ def root(
     return _made(root, _Root, dict(locals()))
 
 
+@suggests("hc.bridge.scipy.minimize", _OF_SCIPY)
 def minimize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -184,6 +205,7 @@ def minimize(
     return _made(minimize, _Minimize, dict(locals()))
 
 
+@suggests("hc.bridge.scipy.least_squares", _OF_SCIPY)
 def least_squares(
     fun: Callable[..., Any] | None = None,
     *,

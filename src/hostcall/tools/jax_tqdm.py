@@ -15,6 +15,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import hostcall as hc
@@ -34,6 +35,10 @@ class PBar(NamedTuple):
     id: Any
     carry: Any
 
+    def replace(self, **changes: Any) -> PBar:
+        """One with other values: `bar.replace(carry=carry)`."""
+        return self._replace(**changes)
+
 
 def scan_tqdm(
     n: int, print_rate: int | None = None, tqdm_type: str = "auto", **kwargs: Any
@@ -42,10 +47,13 @@ def scan_tqdm(
 
     Args:
         n: the number of steps.
-        print_rate: shows one in so many steps. Default: a step each 0.05 s.
+        print_rate: shows one in so many steps, up to `n`. Default: a step each 0.05 s.
         tqdm_type: "auto", "std" or "notebook": which of tqdm's bars.
         **kwargs: arguments for tqdm's bar, such as `desc` and `unit`. jax-tqdm ignores
             `total`, `mininterval`, `maxinterval` and `miniters`, and so does this.
+
+    Raises:
+        ValueError: `tqdm_type` or `print_rate` has another value.
     """
     show = _shower(n, print_rate, tqdm_type, kwargs)
 
@@ -76,10 +84,21 @@ def loop_tqdm(
     return lambda body: functools.wraps(body)(functools.partial(run, body))
 
 
+_TYPES = ("auto", "std", "notebook")
+
+
 def _shower(
     n: int, print_rate: int | None, tqdm_type: str, kwargs: dict[str, Any]
 ) -> Callable[[ArrayLike, object], None]:
     """The function (step, carry) that shows a step."""
+    if tqdm_type not in _TYPES:
+        words = " or ".join(map(repr, _TYPES))
+        raise ValueError(f"tqdm_type should be {words}, got {tqdm_type!r}")
+    if print_rate is not None and not 1 <= print_rate <= n:
+        raise ValueError(
+            f"print_rate should be at least 1 and at most the number of steps, {n},"
+            f" got {print_rate}"
+        )
     ignored = ("total", "mininterval", "maxinterval", "miniters")
     rest = {name: value for name, value in kwargs.items() if name not in ignored}
     desc = rest.pop("desc", f"Running for {n:,} iterations")
@@ -91,6 +110,8 @@ def _shower(
 
     def show(step: ArrayLike, carry: object) -> None:
         options["rows"] = "each" if isinstance(carry, PBar) else "batched"
+        if jnp.issubdtype(jnp.result_type(step), jnp.floating):  # jnp.arange(6.0)
+            step = jnp.asarray(step).astype(int)
         hc.progress(step, n, every=print_rate or 0.05, **options)
 
     return show

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 import hostcall as hc
+from hostcall._core.suggestions import suggests
 from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.loops import Loops
@@ -81,6 +82,7 @@ class observe:
     page "Observing" has measured costs.
     """
 
+    @suggests("hc.observe")
     def __init__(
         self,
         *names: str,

@@ -177,6 +177,8 @@ progress.__doc__ = Progress.__call__.__doc__  # for help(hc.progress)
 
 def _check(loop: bars.Loop, step: object, total: object) -> None:
     counter = "the x of a scan over jnp.arange(n)"
+    numbers = step, total, loop.initial
+    too_large = [n for n in numbers if isinstance(n, int) and abs(n) >= 2**63]
     if step is None:
         counter += " (that of hc.progress.scan, in place of xs=None)"
     for is_right, wanted, got in (
@@ -203,6 +205,11 @@ def _check(loop: bars.Loop, step: object, total: object) -> None:
             "initial= should be an int, the number of the first step, which is part of"
             " the compiled program",
             loop.initial,
+        ),
+        (
+            not too_large,
+            "the numbers of steps should fit into 64 bits",
+            too_large[:1],
         ),
         (
             loop.rows in ("batched", "each"),

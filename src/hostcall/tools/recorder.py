@@ -28,6 +28,7 @@ from jax.typing import ArrayLike
 import hostcall as hc
 from hostcall._core.host_code import text_of
 from hostcall._core.process import Owned, living
+from hostcall._core.suggestions import suggests
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.store import RunFolder
@@ -82,6 +83,7 @@ class Recorder:
     If the process ends without it, the rest is written too.
     """
 
+    @suggests("hc.Recorder")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -90,7 +92,9 @@ class Recorder:
     ) -> None:
         instead = "hand the values to a function of yours with hc.tap"
         PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]", instead)
-        need(flush >= 0, "flush= of a recorder should be seconds", flush)
+        need(0 <= flush < 2**31, "flush= of a recorder should be seconds", flush)
+        for sink in sinks:
+            need(callable(sink), "a sink of a recorder should be a function", sink)
         # Absolute, since the program may change its directory while the writer works.
         self._store = store = RunFolder(Path(folder).absolute())
         self._tapped: dict[tuple[Field, ...], Tapped] = {}
@@ -145,7 +149,10 @@ class Recorder:
         """
         if self._store.closed:
             raise HostcallError(
-                f"hostcall: the recorder of {self._store.folder} is closed",
+                f"hostcall: the recorder of {self._store.folder} is closed, and takes"
+                " no more values. Close it after the last program that records in it;"
+                " or open another one: hc.Recorder of the same folder appends to its"
+                " run",
                 code="hc-closed",
             )
         refuse_misspelt(Recorder.__call__, "a recorder", values)

@@ -78,7 +78,7 @@ def native(
         function: the address as an int, a ctypes function, or an object with an
             `address`, such as the result of numba.cfunc. The object is kept alive.
         status: whether the code returns an int32 (`int32_t f(...)`). A value other than
-            0 then fails the program, and the error shows it.
+            0 then fails the program with a HostcallError (hc-buffer) that shows it.
         name: the name in errors and `hc.monitor.stats()`. Default: the function's.
 
     Returns:
@@ -134,6 +134,14 @@ class BufferInfo(CallInfo):
             " the caller may hold this one. Write to the output, which can share the"
             " input's memory and values (input_output_aliases). PyTorch's tensors can"
             " always be written, so avoid its in-place operations on inputs",
+            code="hc-buffer",
+        )
+
+    def on_status(self, number: int, row: str) -> None:
+        """Raises the error for a status of machine code; `row` says in which row."""
+        raise errors.HostcallError(
+            f"hostcall: native code returned {number}{row}; it must return 0 for"
+            " success",
             code="hc-buffer",
         )
 

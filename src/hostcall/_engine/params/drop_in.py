@@ -107,13 +107,15 @@ class DropInInfo(CallInfo):
         return narrow
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
-        self.log(error)
+        with failures.beside_a_failure("logging it"):
+            self.log(error)
         return super().on_error(error, _, row)
 
     def eager_error(self, error: Exception) -> Exception:
         if self.params.kind != "debug":
             return super().eager_error(error)
-        self.log(error)
+        with failures.beside_a_failure("logging it"):
+            self.log(error)
         failures.store(error, handed_over=True)
         return error
 

@@ -24,6 +24,12 @@ _BATCHED = (
 )
 
 
+_TOGETHER = (
+    "hostcall: with batch= this tap gets the values of several executions at once,"
+    " along a new axis in front. For one call each leave out batch="
+)
+
+
 class TapInfo(CallInfo):
     """The description of one tap, with the hooks that native code calls."""
 
@@ -61,8 +67,11 @@ class TapInfo(CallInfo):
 
     def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
-        if self.params.transforms and isinstance(error, (TypeError, ValueError)):
-            failures.add_note(error, _BATCHED)
+        if issubclass(type(error), (TypeError, ValueError)):
+            if self.params.transforms:
+                failures.add_note(error, _BATCHED)
+            if self.params.options.batch:
+                failures.add_note(error, _TOGETHER)
         delivery.failed(self.name, self.place, error, row)
         return ""
 

@@ -93,6 +93,14 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
 def _array(name: str, leaf: object) -> jax.Array:
     text = name.encode("utf-8", "replace")  # a lone surrogate becomes "?"
     is_name = text.decode() == name and len(text) <= 255 and not {"/", "\0"} & {*name}
+    if "/" in name:
+        first, _, rest = name.partition("/")
+        raise wrong(
+            f"a recorder can't store a value under the name {name!r}: names of arrays"
+            ' are names of folders, which can\'t have "/". Write'
+            f" rec(**{{{name.replace('/', '.')!r}: value}}), or as a tree:"
+            f" rec({first}={{{rest.replace('/', '.')!r}: value}})"
+        )
     if ADDED.fullmatch(name) or not is_name or name.startswith("."):
         raise wrong(
             f"a recorder can't store a value under the name {name!r}. It adds the"
@@ -101,7 +109,7 @@ def _array(name: str, leaf: object) -> jax.Array:
         )
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise wrong(
             f"a recorder stores numbers and arrays, and {name}= is {leaf!r},"
             f" {type(leaf).__name__}"

@@ -76,7 +76,8 @@ class Worker(Generic[T]):
             if self._closing:
                 raise HostcallError(
                     f"hostcall: {self._who} is closed, and a program still records in"
-                    " it. Close it after the last program that uses it",
+                    " it. Close it after the last program that uses it, or trace the"
+                    " program again with a new recorder",
                     code="hc-closed",
                 )
             if not self._items:
