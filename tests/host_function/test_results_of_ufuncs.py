@@ -6,6 +6,7 @@ that NumPy gives them at the precision that JAX promotes the arguments to.
 
 import inspect
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,15 @@ def test_hc_call_of_a_ufunc():
     np.testing.assert_array_equal(np.asarray(program(jnp.arange(3))), want)
     hosted = hc.host(scipy.special.jv, tag="bessel")
     np.testing.assert_array_equal(np.asarray(hc.call(hosted, ..., 1, x)), want[1])
+
+
+def test_rows_of_a_ufunc_on_an_executor():
+    with ThreadPoolExecutor(1) as pool:
+        f = hc.host(np.negative, executor=pool)
+        x = jnp.arange(3.0)
+        np.testing.assert_array_equal(jax.vmap(f)(x), -x)
+        rows = jax.vmap(lambda x: hc.call(f, x, x, vmap_method="parallel"))
+        np.testing.assert_array_equal(rows(x), -x)
 
 
 def test_derivatives_of_a_ufunc_are_elementwise():

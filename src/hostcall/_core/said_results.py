@@ -114,10 +114,14 @@ def maps_items(result: Tree, vmap_method: object) -> bool:
     return isinstance(result, Signature) and vmap_method not in WHOLE
 
 
-def default_method(result: Tree) -> str | None:
-    """`vmap_method` of a function for which none was given."""
-    takes = isinstance(result, OfArguments) and result._takes_batches
-    return "expand_dims" if takes else None
+def default_method(result: Tree, elsewhere: bool = False) -> str | None:
+    """`vmap_method` of a function for which none was given; `elsewhere` is whether it
+    has an executor, which runs rows alone.
+    """
+    takes_batches = isinstance(result, OfArguments) and result._takes_batches
+    if not takes_batches:
+        return None
+    return "parallel" if elsewhere else "expand_dims"
 
 
 # For each argument, how many axes are in front of its item; None for one that is no

@@ -96,7 +96,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         self.fn, self.result, self.nondiff = fn, result, nondiff
         self.rules = Rules(Rule(fn, "host"))
         if options.get("vmap_method") is None:
-            options["vmap_method"] = said_results.default_method(result)
+            elsewhere = options.get("executor") is not None
+            options["vmap_method"] = said_results.default_method(result, elsewhere)
         if callable(options.get("vmap_method")):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         given = {**options, "awaits": seen.awaits, "result": result}

@@ -131,7 +131,8 @@ def host(
             bool.
         vmap_method: as in `hc.call`, for rules in host code too. Rules that leave
             Python objects as residuals run row by row ("parallel": all rows at once).
-            Default: "expand_dims" for ufuncs, also generalized ones; else "sequential".
+            Default: "expand_dims" for ufuncs, also generalized ones ("parallel" with an
+            executor); else "sequential".
             With a signature, "sequential" and "parallel" pass one item at a time,
             however many axes the arguments have in front; the other methods pass all.
         arrays: as in `hc.call`, for rules too.
