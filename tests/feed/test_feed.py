@@ -270,6 +270,12 @@ def test_what_the_source_raises_fails_the_program_as_itself():
             " convert complex to float silently: return x.real if that is what you mean,"
             " or declare complex64",
         ),
+        (
+            {"x": np.array([1.0, 1e300, 2.0])},
+            "should be float32, got float64 holding 1e+300, which float32 can't hold: it"
+            " would become inf. Scale or clip it, declare a wider result, or return"
+            " x.astype('float32') to let it overflow",
+        ),
     ],
 )
 def test_an_item_that_does_not_fit_is_named(bad, text):

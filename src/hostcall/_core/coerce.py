@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import ResultError, counted
-from hostcall._core.spec import NUMBERS, is_numeric, masked
+from hostcall._core.spec import NUMBERS, is_numeric, masked, overflowed
 from hostcall._jax.types import Aval, TreeDef
 
 
@@ -191,19 +190,16 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
                     f" holding {end}, which {want} can't hold. Declare a wider result,"
                     f" or return {converted} to wrap around"
                 )
-    over: list[object] = []
-    with np.errstate(over="call", call=lambda *of: over.append(of)):
+    with np.errstate(over="ignore"):
         cast = array.astype(want)
-    if over and kind_have != "integer":
-        # In place of NumPy's own warning, which would not name the function. The text
-        # has no values, so that Python shows it once for each function.
-        warnings.warn(
-            f"hostcall: {which()} should be {want}, got {have} with values beyond the"
-            f" range of {want}, which become infinite or NaN. Scale or clip them, or"
-            " declare a wider result",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if kind_have != "integer":
+        lost = overflowed(array, cast)
+        if lost is not None:
+            raise wrong(
+                f" holding {array[lost]}, which {want} can't hold: it would become"
+                f" {cast[lost]}. Scale or clip it, declare a wider result, or return"
+                f" {converted} to let it overflow"
+            )
     rounds = kind_have == "integer" and kind_want != "integer"
     if rounds and not np.array_equal(cast.astype(np.complex128), array.astype(object)):
         raise wrong(
