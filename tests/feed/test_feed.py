@@ -474,3 +474,18 @@ def test_threads_share_a_feed():
             t.join()
     assert sorted(n for ns in seen for n in ns) == list(range(400))
     assert all(ns == sorted(ns) for ns in seen)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_feed_that_outlives_64_bit_mode(mode):
+    with jax.enable_x64(True):
+        feed = hc.feed([np.array([2**40 + 5, n]) for n in range(3)])
+    with feed:
+        item = mode(lambda: feed()[0])()
+        assert item.dtype == np.asarray(item).dtype == np.int64
+        assert item.tolist() == [2**40 + 5, 0]
+        wanted = jnp.array([True, False])
+        rows, there = mode(jax.vmap(lambda want: feed(where=want)))(wanted)
+        assert rows.dtype == np.asarray(rows).dtype == np.int64
+        assert rows.tolist() == [[2**40 + 5, 1], [0, 0]]
+        assert there.tolist() == [True, False]

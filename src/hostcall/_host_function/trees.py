@@ -236,7 +236,10 @@ class RuleTrees(Value):
         fitted = []
         for value, aval in zip(values, avals, strict=True):
             array, got = None, type(value).__name__
-            with contextlib.suppress(TypeError, ValueError):  # no array
+            with (
+                contextlib.suppress(TypeError, ValueError),  # no array
+                _jax.able_to_hold(aval.dtype),
+            ):
                 array = jnp.zeros(aval.shape) if value is None else jnp.asarray(value)
                 if _jax.is_key_dtype(array.dtype):
                     array = jax.random.key_data(array)
@@ -247,7 +250,8 @@ class RuleTrees(Value):
                     f" {aval.dtype}{list(aval.shape)} is wanted",
                     code="hc-rule",
                 )
-            fitted.append(array.astype(aval.dtype))
+            with _jax.able_to_hold(aval.dtype):
+                fitted.append(array.astype(aval.dtype))
         return fitted
 
     def unmasked(self, values: Sequence[T]) -> Sequence[T]:
