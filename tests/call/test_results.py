@@ -516,3 +516,56 @@ def test_a_refused_result_leaves_the_program_usable(mode):
     with pytest.raises(hc.errors.ResultError, match="x.item()"), hc.reraise():
         program()
     assert program() == 2
+
+
+# --- Typed keys ----------------------------------------------------------------------
+
+KEYS = {name: jax.random.key(3, impl=name) for name in ("rbg", "unsafe_rbg")}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("want", "got"), [("rbg", "unsafe_rbg"), ("unsafe_rbg", "rbg")]
+)
+def test_a_key_of_another_implementation(mode, want, got):
+    text = refusal(mode, KEYS[got], KEYS[want])
+    assert (
+        f"should be {KEYS[want].dtype}[], got {KEYS[got].dtype}[]: the numbers of a key"
+        " mean something else in another implementation. Make it with"
+        f" jax.random.key(seed, impl='{want}'), or declare the other one"
+    ) in text
+    assert "hc-result-dtype" in text
+    same = mode(returning(KEYS[want], KEYS[want]))()
+    assert same.dtype == KEYS[want].dtype
+    np.testing.assert_array_equal(
+        jax.random.key_data(same), jax.random.key_data(KEYS[want])
+    )
+
+
+@modes
+def test_keys_of_another_implementation_in_an_array(mode):
+    several = jax.random.split(KEYS["rbg"], 3)
+    text = refusal(mode, several, jax.random.split(KEYS["unsafe_rbg"], 3))
+    assert "should be key<urbg>[3], got key<rbg>[3]: the numbers" in text
+
+
+@modes
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8"])
+def test_a_key_where_numbers_are_declared(mode, dtype):
+    text = refusal(mode, jax.random.key(3), spec(dtype, 2))
+    assert (
+        f"should be {dtype}[2], got key<fry>[], a PRNG key, which is no number. Return"
+        " numbers, or declare the key: jax.ShapeDtypeStruct(x.shape, x.dtype)"
+    ) in text
+
+
+@modes
+def test_numbers_where_a_key_is_declared(mode):
+    key = jax.random.key(3)
+    text = refusal(mode, np.ones(2, np.float32), key)
+    assert "should be uint32, got float32. hostcall does not convert float" in text
+    # A key's block has all that the key has.
+    block = np.asarray(jax.random.key_data(key))
+    out = mode(returning(block, key))()
+    assert out.dtype == key.dtype
+    assert mode(returning(key, spec("uint32", 2)))().tolist() == block.tolist()

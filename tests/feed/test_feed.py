@@ -489,3 +489,15 @@ def test_a_feed_that_outlives_64_bit_mode(mode):
         assert rows.dtype == np.asarray(rows).dtype == np.int64
         assert rows.tolist() == [[2**40 + 5, 1], [0, 0]]
         assert there.tolist() == [True, False]
+
+
+def test_keys_of_another_implementation():
+    keys = [jax.random.key(1, impl="rbg"), jax.random.key(2, impl="unsafe_rbg")]
+    with hc.feed(keys) as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert take().dtype == keys[0].dtype
+        with pytest.raises(ResultError) as found, hc.reraise():
+            jax.block_until_ready(take())
+        text = str(found.value)
+        assert text.startswith("hostcall: item 1 of the feed `list`")
+        assert "should be key<rbg>[], got key<urbg>[]" in text

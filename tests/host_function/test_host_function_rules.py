@@ -801,3 +801,11 @@ def test_examples_that_outlive_64_bit_mode_are_checked():
     sine.defjvp(lambda p, t: (np.cos(p[0]) * t[0]).astype(np.float32))
     report = hc.testing.check(sine, OUTLIVING)
     assert report, report
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_in_jax_code_that_returns_a_key(mode):
+    f = hc.host(lambda x: x.sum(), result=jnp.float32(0), name="f")
+    f.defvjp(lambda x: (x.sum(), x), lambda x, ct: (jax.random.key(3),), where="jax")
+    with pytest.raises(hc.errors.DerivativeError, match=r"returned key<fry>\[\] where"):
+        mode(jax.grad(f))(jnp.ones(2))

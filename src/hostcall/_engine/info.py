@@ -137,6 +137,7 @@ class CallInfo:
             shape,
             lambda: self.result(number) + words,
             lambda got: self.shape_hint(number, shape, got),
+            self.callback.results.keys[number],
         )
 
     def result(self, number: int) -> str:

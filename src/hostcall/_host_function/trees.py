@@ -241,9 +241,11 @@ class RuleTrees(Value):
                 _jax.able_to_hold(aval.dtype),
             ):
                 array = jnp.zeros(aval.shape) if value is None else jnp.asarray(value)
-                if _jax.is_key_dtype(array.dtype):
-                    array = jax.random.key_data(array)
                 got = f"{array.dtype.name}{list(array.shape)}"
+                if _jax.is_key_dtype(array.dtype):
+                    # Only a key may stand where a key's block is wanted.
+                    is_block = aval.dtype == np.uint32
+                    array = jax.random.key_data(array) if is_block else None
             if array is None or array.shape != aval.shape:
                 raise DerivativeError(
                     f"hostcall: {RULES[kind][1]} of `{self.name}` returned {got} where"

@@ -54,6 +54,11 @@ def key_data_shape(dtype: Dtype) -> tuple[int, ...]:
     return tuple(dtype._impl.key_shape)
 
 
+def key_implementation(dtype: Dtype) -> str:
+    """The name of a typed key's implementation, as `jax.random.key(impl=)` takes it."""
+    return str(dtype._impl.name)
+
+
 def data_of(array: jax.Array) -> jax.Array:
     """The array itself, or for an array of typed keys the uint32 array behind it."""
     return array._base_array if isinstance(array, _PRNGKeyArray) else array
