@@ -1,6 +1,7 @@
 // How a function's return value is stored in XLA's buffers.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "invoke/invoke.h"
@@ -22,6 +23,13 @@ template <typename T>
 bool Put(char* target, T value) {
   std::memcpy(target, &value, sizeof value);
   return true;
+}
+
+/// Stores a double as a float; false if it is finite and too large for one.
+bool PutNarrow(char* target, double value) {
+  const auto narrow = static_cast<float>(value);
+  if (std::isinf(narrow) && !std::isinf(value)) return false;
+  return Put(target, narrow);
 }
 
 /// Stores a value that needs no conversion. Returns false, without a Python error,
@@ -55,8 +63,7 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
       if (PyArray_IsScalar(value, Float)) {
         return Put(target, PyArrayScalar_VAL(value, Float));
       }
-      return PyFloat_Check(value) &&
-             Put(target, static_cast<float>(PyFloat_AS_DOUBLE(value)));
+      return PyFloat_Check(value) && PutNarrow(target, PyFloat_AS_DOUBLE(value));
     case NPY_INT: {
       if (PyArray_IsScalar(value, Int)) {
         return Put(target, PyArrayScalar_VAL(value, Int));

@@ -82,22 +82,31 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
 
 bool AllReturned(const Plan& plan,
                  const std::function<bool(size_t leaf)>& is_held) {
-  const size_t outs = plan.results.size(), all = outs + plan.args.size();
-  bool any = false;  // all are asked
-  for (size_t leaf = 0; leaf < all; ++leaf) any |= is_held(leaf);
-  if (!any) return true;
+  const size_t outs = plan.results.size();
+  const size_t all = outs + plan.args.size();
+  const auto any_is_held = [&] {
+    bool any = false;
+    for (size_t leaf = 0; leaf < all; ++leaf) any |= is_held(leaf);  // ask for each
+    return any;
+  };
+  if (!any_is_held()) return true;
   // The error is taken away while Python code runs below, which must not see it
   // set.
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   if (type != nullptr) PyErr_NormalizeException(&type, &value, &trace);
   if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
-  const auto ask = [&](PyObject* held) {
-    return static_cast<bool>(Ask(plan.info, "on_escape", plan.info, held,
-                                 value == nullptr ? Py_None : value));
-  };
+  PyObject* error = value == nullptr ? Py_None : value;
+  bool ok = true;
+  bool goes_on = true;
+  for (long step = 0; ok && goes_on; ++step) {
+    const Ref number = Ref::Steal(PyLong_FromLong(step));
+    const Ref answer = Ask(plan.info, "on_view_left", number, error);
+    ok = static_cast<bool>(answer);
+    goes_on = answer.get() == Py_True && any_is_held();
+  }
   Ref held = Ref::Steal(PyList_New(0));
-  bool ok = held && ask(Py_None);  // first with None: on_escape clears the frames
+  ok = ok && held;
   for (size_t leaf = 0; ok && leaf < all; ++leaf) {
     if (!is_held(leaf)) continue;
     const bool out = leaf < outs;
@@ -106,7 +115,9 @@ bool AllReturned(const Plan& plan,
                       out ? Py_True : Py_False));
     ok = item && PyList_Append(held.get(), item.get()) == 0;
   }
-  if (ok && PyList_GET_SIZE(held.get()) != 0) ok = ask(held.get());  // it raises
+  if (ok && PyList_GET_SIZE(held.get()) != 0) {
+    ok = static_cast<bool>(Ask(plan.info, "on_escape", held, error));  // it raises
+  }
   if (ok) {
     PyErr_Restore(type, value, trace);
     return true;

@@ -14,8 +14,9 @@
 //   * An escape. A derived view, memoryview, DLPack capsule or tensor holds a
 //     reference to the array. So an array that does not go when we drop ours after
 //     the call is an escape, and an error, while the memory is still whole.
-//   * The frames of a traceback. They hold the arrays of a function that failed, so
-//     they are cleared before the references are counted.
+//   * What holds the array though nobody can reach it: the frames of a failed
+//     function's traceback, a reference cycle, XLA's list of dead arrays. All of
+//     that is released before an array counts as an escape (AllReturned).
 #pragma once
 
 #include <cstdint>
@@ -77,9 +78,10 @@ inline bool IsHeld(PyObject*& array) {
 /// whether somebody holds a view of a leaf's memory: the results count from 0, and
 /// the arguments from the number of results. If there are any:
 ///
-///   1. The plan's on_escape clears the frames of the failed call, if there is an
-///      error: they hold the arrays too.
-///   2. If some view is still held, on_escape raises for it.
+///   1. The plan's on_view_left releases what nobody can reach any more: the frames
+///      of an error, XLA's list of dead arrays, reference cycles. It does so in
+///      steps, as long as some view is held, since the last ones cost much.
+///   2. If some view is held after all of them, on_escape raises for it.
 ///
 /// Returns true if nothing is held; an error that was set is then set again.
 /// Otherwise returns false with the new error set.

@@ -232,3 +232,72 @@ def test_raw_key_data_may_be_returned_for_a_key():
     key = jax.random.key(3)
     raw = np.asarray(jax.random.key_data(key))
     assert jax.jit(lambda: hc.call(lambda: raw, spec(key)))() == key
+
+
+# --- 64-bit arrays that outlive the mode in which they were made ----------------------
+
+with jax.enable_x64(True):
+    OUTLIVING = {
+        "float64": jnp.array([1 / 3, 2.5]),
+        "int64": jnp.array([2**40 + 5, -7]),
+        "uint64": jnp.array([2**63, 7], "uint64"),
+        "complex128": jnp.array([1 / 3 + 2j, 1j]),
+    }
+
+LOOKS = {
+    "call": lambda see, x: hc.call(see, None, x, order="ordered", arrays="jax"),
+    "lent": lambda see, x: hc.call(
+        see, None, x, order="ordered", arrays="jax", lend=True
+    ),
+    "tap": lambda see, x: hc.tap(see, x, arrays="jax"),
+    "batch": lambda see, x: hc.tap(lambda xs: see(xs[0]), x, arrays="jax", batch=2),
+    "debug": lambda see, x: hc.debug.callback(see, x),
+    "io": lambda see, x: hc.io_callback(see, None, x),
+    "vmap": lambda see, x: jax.vmap(
+        lambda x: hc.call(see, None, x, order="unordered", arrays="jax"),
+    )(x[None]),
+}
+
+
+@pytest.mark.parametrize("dtype", OUTLIVING)
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_array_that_outlives_64_bit_mode_is_seen_whole(mode, look, dtype):
+    """Its dtype, its memory and its values agree, and JAX computes with it."""
+    x = OUTLIVING[dtype]
+    seen, wanted = [], np.asarray(x).tolist()
+
+    def see(v):
+        assert isinstance(v, jax.Array)
+        more = v + 1  # in 32 bits
+        seen.append((v.dtype.name, np.asarray(v).dtype.name, v.tolist(), more.shape))
+
+    with hc.reraise():
+        mode(lambda x: look(see, x))(x)
+        hc.barrier()
+    assert seen == [(dtype, dtype, wanted, x.shape)]
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_arrays_made_while_64_bits_are_allowed(mode):
+    """`jax_explicit_x64_dtypes="allow"`: asked-for dtypes are there in 32-bit mode."""
+    if not hasattr(jax.config, "jax_explicit_x64_dtypes"):
+        pytest.skip("this JAX has no such mode")
+    before = jax.config.jax_explicit_x64_dtypes
+    jax.config.update("jax_explicit_x64_dtypes", "allow")
+    try:
+        seen = []
+
+        def program(x):
+            y = jnp.full(2, 7, np.float64)
+            see = lambda *vs: seen.extend((v.dtype.name, v.tolist()) for v in vs)
+            hc.call(see, None, x, y, order="ordered", arrays="jax")
+            hc.debug.callback(see, x, y)
+
+        x = jnp.full(1, 1 / 3, np.float64)
+        with hc.reraise():
+            mode(program)(x)
+            jax.effects_barrier()
+        assert seen == [("float64", x.tolist()), ("float64", [7, 7])] * 2
+    finally:
+        jax.config.update("jax_explicit_x64_dtypes", before)

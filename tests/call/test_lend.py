@@ -1,5 +1,8 @@
 """lend=True: views of XLA's memory, which must not be written to or kept."""
 
+import contextlib
+import functools
+import gc
 import threading
 import traceback
 
@@ -189,6 +192,153 @@ def test_what_only_looks_kept_is_not(mode):
         return other
 
     assert mode(lending(host))(ramp(), 2.0) == 2
+
+
+def leaves_nothing(x, out=None):
+    return x[0]
+
+
+def leaves_a_cycle(x, out=None):
+    cycle = [x, out]
+    cycle.append(cycle)
+    return x[0]
+
+
+def leaves_the_frames_of_an_error(x, out=None):
+    try:
+        raise ValueError("caught, with a traceback to this frame")
+    except ValueError as error:
+        kept = error
+    return kept and x[0]
+
+
+def computes_with_jax(x, out=None):
+    return np.asarray(jnp.asarray(x)[0])
+
+
+# (function, options of the call, the oldest generation of objects to be collected)
+SEEM_KEPT = {
+    "jax": (leaves_nothing, {"arrays": "jax"}, -1),
+    "computes with jax": (computes_with_jax, {}, -1),
+    "cycle": (leaves_a_cycle, {}, 0),
+    "caught": (leaves_the_frames_of_an_error, {}, 0),
+    "out": (leaves_a_cycle, {"lend": "out"}, 0),
+    "ordered": (leaves_a_cycle, {"order": "ordered"}, 0),
+}
+seem_kept = pytest.mark.parametrize(
+    ("host", "options", "oldest"), SEEM_KEPT.values(), ids=SEEM_KEPT
+)
+
+
+def seeming(host, options):
+    options = {"lend": True, **options}
+    return lambda x: hc.call(host, spec(), x, **options)
+
+
+@modes
+@seem_kept
+def test_views_that_seem_kept_are_released_at_little_cost(mode, host, options, oldest):
+    """No call collects all objects of the process, which takes 60 ms."""
+    program, x = mode(seeming(host, options)), jnp.asarray(ramp(3))
+    assert program(x) == 3
+    collected = []
+
+    def note(phase, about):
+        if phase == "stop":
+            collected.append(about["generation"])
+
+    gc.disable()  # collections that nobody asks for
+    gc.callbacks.append(note)
+    try:
+        for _ in range(5):
+            assert program(x) == 3
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert max(collected, default=-1) <= oldest
+
+
+class Finalized:
+    """A cycle, whose finalizer runs while garbage is collected."""
+
+    def __init__(self, finalizer):
+        self.me, self.finalizer = self, finalizer
+
+    def __del__(self):
+        self.finalizer()
+
+
+@modes
+@seem_kept
+def test_views_that_seem_kept_while_another_thread_collects(
+    mode, host, options, oldest
+):
+    """Its collection may have passed the views before they were dropped."""
+    collecting, over = threading.Event(), threading.Event()
+
+    def during():
+        collecting.set()
+        over.wait(0.5)  # the call waits for the end of the collection
+
+    def collect():
+        Finalized(during)
+        gc.collect()
+
+    program, x = mode(seeming(host, options)), jnp.asarray(ramp(3))
+    assert program(x) == 3
+    other = threading.Thread(target=collect)
+    other.start()
+    assert collecting.wait(60)
+    with contextlib.ExitStack() as stack:
+        stack.callback(other.join)
+        stack.callback(over.set)
+        with hc.reraise():
+            assert program(x) == 3
+
+
+@modes
+@seem_kept
+def test_views_that_seem_kept_on_several_threads(mode, host, options, oldest):
+    program, x = mode(seeming(host, options)), jnp.asarray(ramp(3))
+    assert program(x) == 3
+    results, errors = [], []
+
+    def work():
+        try:
+            results.extend([float(program(x)) for _ in range(10)])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert results == [3] * 30
+
+
+def test_a_view_that_seems_kept_in_the_collection_that_makes_the_call():
+    """No other collection can begin, so nothing waits for one."""
+    results = []
+    program = seeming(leaves_nothing, {})
+    Finalized(functools.partial(lambda x: results.append(program(x)), ramp(3)))
+    gc.collect()
+    assert results == [3]
+
+
+def test_a_kept_view_is_found_while_garbage_is_collected_by_hand():
+    kept = []
+    program = seeming(lambda x: kept.append(x[1:]) or 0.0, {})
+
+    def call():
+        with pytest.raises(hc.errors.EscapeError), hc.reraise():
+            program(ramp())
+        kept.append("told")
+
+    Finalized(call)
+    gc.collect()
+    assert kept[-1] == "told"
 
 
 @modes

@@ -1,5 +1,7 @@
 """What a function may return for a `result=`, and what is refused."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -372,7 +374,6 @@ ALLOWED = {
     "Python float": (1 / 3, "float32", np.float32(1 / 3)),
     "to half": (1 / 3, "float16", np.float16(1 / 3)),
     "to bfloat16": (np.float32(1 / 3), "bfloat16", jnp.bfloat16(1 / 3)),
-    "overflow": (1e300, "float32", np.float32(np.inf)),
     "integer": (7, "float32", 7.0),
     "wide but exact": (2**40, "float32", 2.0**40),
     "bool": (True, "int32", 1),
@@ -394,17 +395,56 @@ def test_numbers_that_may_become_others(mode, value, dtype, want):
     assert np.asarray(out) == want
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
-def test_an_overflow_is_a_warning_that_names_the_function(dtype):
-    run = returning(np.array([1e300, 1]), spec(dtype, 2))
-    text = (
-        rf"hostcall: result of `returning.<locals>.give` should be {dtype}, got float64"
-        rf" with values beyond the range of {dtype}, which become infinite or NaN"
-    )
-    with pytest.warns(RuntimeWarning, match=text):
-        out = run()
-    assert np.isinf(out[0])
-    assert out[1] == 1
+OVERFLOWS = {  # (value, dtype, the number that is named, what it would become)
+    "Python float": (1e300, "float32", "1e+300", "inf"),
+    "negative": (-1e39, "float32", "-1e+39", "-inf"),
+    "just beyond": (3.5e38, "float32", "3.5e+38", "inf"),
+    "float64": (np.float64(1e300), "float32", "1e+300", "inf"),
+    "array": (np.array([np.inf, 1.0, 1e300]), "float32", "1e+300", "inf"),
+    "list": ([1e300, 1.0], "float32", "1e+300", "inf"),
+    "half": (np.float32(1e5), "float16", "100000.0", "inf"),
+    "bfloat16": (np.float64(3.4e38), "bfloat16", "3.4e+38", "inf"),
+    "without infinities": (np.float32(1e5), "float8_e4m3fn", "100000.0", "nan"),
+    "to complex": (1e300, "complex64", "1e+300", "(inf+0j)"),
+    "real part": (1e300 + 1j, "complex64", "(1e+300+1j)", "(inf+1j)"),
+    "imaginary part": (np.array([-1e300j]), "complex64", "(-0-1e+300j)", "(-0-infj)"),
+    "beside an infinite part": (
+        np.array([complex(np.inf, 1e300)]),
+        "complex64",
+        "(inf+1e+300j)",
+        "(inf+infj)",
+    ),
+}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("value", "dtype", "named", "becomes"), OVERFLOWS.values(), ids=OVERFLOWS
+)
+def test_a_finite_number_does_not_become_infinite(mode, value, dtype, named, becomes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # NumPy's own, which does not name the function
+        text = refusal(mode, value, spec(dtype, *np.shape(value)))
+    x = "x" if hasattr(value, "dtype") else "np.asarray(x)"
+    assert f"should be {dtype}, got " in text
+    assert (
+        f" holding {named}, which {dtype} can't hold: it would become {becomes}. Scale"
+        " or clip it, declare a wider result, or return"
+        f" {x}.astype('{dtype}') to let it overflow"
+    ) in text
+    assert text.endswith("hostcall explain hc-result-dtype")
+    with np.errstate(over="ignore"):
+        let = eval(f"{x}.astype('{dtype}')", {"np": np}, {"x": value})
+    out = mode(returning(let, spec(dtype, *np.shape(value))))()
+    np.testing.assert_array_equal(np.asarray(out).astype(complex), let.astype(complex))
+
+
+@modes
+def test_the_largest_numbers_are_held(mode):
+    largest = float(np.finfo(np.float32).max)
+    assert mode(returning(largest, F32))() == np.float32(largest)
+    # A double between it and the infinity is rounded down.
+    assert mode(returning(largest * (1 + 2**-26), F32))() == np.float32(largest)
 
 
 @modes
@@ -476,3 +516,56 @@ def test_a_refused_result_leaves_the_program_usable(mode):
     with pytest.raises(hc.errors.ResultError, match="x.item()"), hc.reraise():
         program()
     assert program() == 2
+
+
+# --- Typed keys ----------------------------------------------------------------------
+
+KEYS = {name: jax.random.key(3, impl=name) for name in ("rbg", "unsafe_rbg")}
+
+
+@modes
+@pytest.mark.parametrize(
+    ("want", "got"), [("rbg", "unsafe_rbg"), ("unsafe_rbg", "rbg")]
+)
+def test_a_key_of_another_implementation(mode, want, got):
+    text = refusal(mode, KEYS[got], KEYS[want])
+    assert (
+        f"should be {KEYS[want].dtype}[], got {KEYS[got].dtype}[]: the numbers of a key"
+        " mean something else in another implementation. Make it with"
+        f" jax.random.key(seed, impl='{want}'), or declare the other one"
+    ) in text
+    assert "hc-result-dtype" in text
+    same = mode(returning(KEYS[want], KEYS[want]))()
+    assert same.dtype == KEYS[want].dtype
+    np.testing.assert_array_equal(
+        jax.random.key_data(same), jax.random.key_data(KEYS[want])
+    )
+
+
+@modes
+def test_keys_of_another_implementation_in_an_array(mode):
+    several = jax.random.split(KEYS["rbg"], 3)
+    text = refusal(mode, several, jax.random.split(KEYS["unsafe_rbg"], 3))
+    assert "should be key<urbg>[3], got key<rbg>[3]: the numbers" in text
+
+
+@modes
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8"])
+def test_a_key_where_numbers_are_declared(mode, dtype):
+    text = refusal(mode, jax.random.key(3), spec(dtype, 2))
+    assert (
+        f"should be {dtype}[2], got key<fry>[], a PRNG key, which is no number. Return"
+        " numbers, or declare the key: jax.ShapeDtypeStruct(x.shape, x.dtype)"
+    ) in text
+
+
+@modes
+def test_numbers_where_a_key_is_declared(mode):
+    key = jax.random.key(3)
+    text = refusal(mode, np.ones(2, np.float32), key)
+    assert "should be uint32, got float32. hostcall does not convert float" in text
+    # A key's block has all that the key has.
+    block = np.asarray(jax.random.key_data(key))
+    out = mode(returning(block, key))()
+    assert out.dtype == key.dtype
+    assert mode(returning(key, spec("uint32", 2)))().tolist() == block.tolist()

@@ -251,6 +251,11 @@ BAD = {
         {"where": True, "fill": 10**400},
         "for result, which can't be converted to float32[3]: int too large",
     ),
+    "fill that overflows": (
+        {"where": True, "fill": 1e300},
+        "fill= of `free` is 1e+300 for result, which can't be converted to float32[3]:"
+        " it would become inf",
+    ),
     "fill shape": (
         {"where": True, "fill": np.zeros(4)},
         "for result, which can't be converted to float32[3]",
@@ -265,6 +270,16 @@ BAD = {
 def test_a_wrong_mask_or_fill_is_refused(options, text, wrap):
     with pytest.raises(hc.errors.SpecError, match=re.escape(text)):
         wrap(lambda x: hc.call(free, ROW, x, **options))(X[0])
+
+
+@EAGER_AND_JIT
+def test_a_fill_that_an_integer_can_not_hold_is_refused(wrap):
+    whole = jax.ShapeDtypeStruct((), np.int32)
+    masked = lambda fill: wrap(lambda x: hc.call(int, whole, x, where=x > 9, fill=fill))
+    text = "fill= of `int` is 4294967301 for result, which can't be converted to int32"
+    with pytest.raises(hc.errors.SpecError, match=text):
+        masked(2**32 + 5)(1.0)
+    assert int(masked(-(2**31))(1.0)) == -(2**31)
 
 
 def test_a_traced_mask_of_many_is_refused():

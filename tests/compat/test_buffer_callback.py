@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.buffer_callback import buffer_callback
 from meshes import grid, line
 
 import hostcall as hc
@@ -389,11 +390,6 @@ async def asynchronous(ctx, out):
             "contradict",
         ),
         (
-            lambda: hc.buffers.buffer_callback(affine, spec(dtype="float64")),
-            ValueError,
-            "cannot specify 64-bit types",
-        ),
-        (
             lambda: hc.buffers.buffer_callback(affine, spec())("a"),
             TypeError,
             "not a valid JAX",
@@ -564,3 +560,23 @@ def test_a_callback_that_does_not_take_its_arguments(mode, callback, text):
         mode(call)(jnp.ones(3))
     assert text in str(caught.value)
     assert caught.value.code == "hc-arguments"
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
+def test_results_of_64_bits_in_32_bit_mode(dtype, mode):
+    """As with JAX's own."""
+
+    def third(ctx, out, x):
+        np.copyto(np.asarray(out), (np.asarray(x).astype("f8") / 3).astype(dtype))
+
+    x = jnp.array([2.0**40, 3.0])
+    for wrap, shape in ((lambda f: f, x.shape), (jax.vmap, ())):
+        result = np.zeros(shape, dtype)
+        theirs, ours = (
+            mode(wrap(make(third, result, vmap_method="sequential")))(x)
+            for make in (buffer_callback, hc.buffers.buffer_callback)
+        )
+        assert ours.dtype == theirs.dtype == np.asarray(ours).dtype == dtype
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.asarray(ours)[0] == np.float64(2.0**40 / 3).astype(dtype)

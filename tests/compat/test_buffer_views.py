@@ -591,6 +591,32 @@ def test_many_threads():
     assert failures == []
 
 
+def test_cycles_that_nobody_keeps_on_several_threads():
+    """The collection of one thread does not stand for that of another one."""
+
+    def host(ctx, out, x):
+        cycle(np.asarray(x)), cycle(out.__array__()), cycle(np.from_dlpack(x))
+        np.copyto(np.asarray(out), np.asarray(x))
+
+    program = jax.jit(hc.buffers.buffer_callback(host, spec(4)))
+    x = jnp.arange(4.0)
+    failures = []
+
+    def work():
+        try:
+            for _ in range(20):
+                np.testing.assert_array_equal(program(x), x)
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
 def test_buffers_do_not_grow_memory():
     def host(ctx, out, x):
         memoryview(out).cast("B")[:] = memoryview(x).cast("B")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import hostcall as hc
 
@@ -285,3 +286,54 @@ def test_its_primitives_bear_the_names_of_jaxs():
         return [eqn.primitive.name for eqn in jaxpr.eqns]
 
     assert f(hc.debug)[:2] == f(jax.debug)[:2] == ["debug_print", "debug_callback"]
+
+
+# --- JAX's tables of rules by primitive ----------------------------------------------
+
+
+@pytest.fixture
+def key_reuse():
+    """JAX refuses programs that use a key twice."""
+    jax.config.update("jax_debug_key_reuse", True)
+    yield
+    jax.config.update("jax_debug_key_reuse", False)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_looking_at_a_key_does_not_use_it_up(key_reuse, wrap, ordered):
+    for callback in (jax.debug.callback, hc.debug.callback):
+
+        def draw(key, callback=callback):
+            callback(lambda *_: None, key, {"more": key}, ordered=ordered)
+            return jax.random.normal(key)
+
+        got = wrap(draw)(jax.random.key(0))
+        np.testing.assert_array_equal(got, jax.random.normal(jax.random.key(0)))
+
+    def twice(key):
+        hc.debug.callback(lambda *_: None, key)
+        return jax.random.normal(key) + jax.random.normal(key)
+
+    with pytest.raises(jax.errors.KeyReuseError):
+        jax.jit(twice)(jax.random.key(1))
+    jax.effects_barrier()
+
+
+CALLBACKS = {
+    "pure": lambda own, x: (hc if own else jax).pure_callback(np.sin, x, x),
+    "io": lambda own, x: (hc.io_callback if own else io_callback)(np.sin, x, x),
+    "debug": lambda own, x: (hc if own else jax).debug.callback(np.sin, x),
+}
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_rooflines_are_those_of_jaxs_callbacks(kind):
+    # Under JAX 0.10 it needs absl.
+    roofline = pytest.importorskip("jax.experimental.roofline")
+    theirs, ours = (
+        roofline.roofline(lambda x, own=own: CALLBACKS[kind](own, x))(jnp.ones(4))[1]
+        for own in (False, True)
+    )
+    assert ours == theirs
+    assert ours.unfused_hbm_bytes > 0

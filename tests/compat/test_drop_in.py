@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -481,6 +482,17 @@ def test_integers_that_wrap_around_say_so_once(caplog):
     assert (int(f(1)), int(f(2))) == (5, 5)  # as in JAX
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "returned integers that int32 can't hold" in record.getMessage()
+    assert "test_drop_in.py" in record.getMessage()
+
+
+def test_floats_that_become_infinite_say_so_once(caplog):
+    f = jax.jit(lambda x: hc.pure_callback(lambda v: np.float64(1e300), like(1.0), x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # NumPy's own, which does not name the function
+        assert [float(f(float(n))) for n in range(3)] == [np.inf] * 3  # as in JAX
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "returned numbers that float32 can't hold" in record.getMessage()
+    assert "they became infinite, as in JAX outside" in record.getMessage()
     assert "test_drop_in.py" in record.getMessage()
 
 

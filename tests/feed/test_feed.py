@@ -270,6 +270,12 @@ def test_what_the_source_raises_fails_the_program_as_itself():
             " convert complex to float silently: return x.real if that is what you mean,"
             " or declare complex64",
         ),
+        (
+            {"x": np.array([1.0, 1e300, 2.0])},
+            "should be float32, got float64 holding 1e+300, which float32 can't hold: it"
+            " would become inf. Scale or clip it, declare a wider result, or return"
+            " x.astype('float32') to let it overflow",
+        ),
     ],
 )
 def test_an_item_that_does_not_fit_is_named(bad, text):
@@ -468,3 +474,30 @@ def test_threads_share_a_feed():
             t.join()
     assert sorted(n for ns in seen for n in ns) == list(range(400))
     assert all(ns == sorted(ns) for ns in seen)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_feed_that_outlives_64_bit_mode(mode):
+    with jax.enable_x64(True):
+        feed = hc.feed([np.array([2**40 + 5, n]) for n in range(3)])
+    with feed:
+        item = mode(lambda: feed()[0])()
+        assert item.dtype == np.asarray(item).dtype == np.int64
+        assert item.tolist() == [2**40 + 5, 0]
+        wanted = jnp.array([True, False])
+        rows, there = mode(jax.vmap(lambda want: feed(where=want)))(wanted)
+        assert rows.dtype == np.asarray(rows).dtype == np.int64
+        assert rows.tolist() == [[2**40 + 5, 1], [0, 0]]
+        assert there.tolist() == [True, False]
+
+
+def test_keys_of_another_implementation():
+    keys = [jax.random.key(1, impl="rbg"), jax.random.key(2, impl="unsafe_rbg")]
+    with hc.feed(keys) as feed:
+        take = jax.jit(lambda: feed()[0])
+        assert take().dtype == keys[0].dtype
+        with pytest.raises(ResultError) as found, hc.reraise():
+            jax.block_until_ready(take())
+        text = str(found.value)
+        assert text.startswith("hostcall: item 1 of the feed `list`")
+        assert "should be key<rbg>[], got key<urbg>[]" in text

@@ -291,6 +291,34 @@ def test_a_position_that_no_argument_has(nondiff):
         hc.host(functools.partial(two, k=3), result=hc.results.like(0), nondiff=nondiff)
 
 
+class Scaled:
+    def __call__(self, a, b):
+        return a * b
+
+    def method(self, a, b):
+        return a * b
+
+
+@pytest.mark.parametrize(
+    ("fn", "most"),
+    [
+        (Scaled(), 2),
+        (Scaled().method, 2),
+        (functools.partial(two, 1), 1),
+        (functools.partial(two, b=1), 1),
+        (functools.partial(Scaled(), 1), 1),
+        (np.multiply, 2),
+        (np.sin, 1),
+    ],
+)
+def test_how_many_positions_a_callable_has(fn, most):
+    like = hc.results.like(0)
+    hc.host(fn, result=like, nondiff=(most - 1, -most))
+    for nondiff in (most, -most - 1):
+        with pytest.raises(hc.errors.SpecError, match=f"takes {most} argument"):
+            hc.host(fn, result=like, nondiff=nondiff)
+
+
 def test_positions_of_any_number_of_arguments():
     hc.host(lambda *args: args[0], result=hc.results.like(0), nondiff=(3, -9))
     hc.host(two, result=hc.results.like(0), nondiff=(1, -2))

@@ -707,3 +707,105 @@ def test_a_result_is_inferred_once_for_each_dtype():
     before = len(calls)
     host(jnp.float32(1), np.float32(2))
     assert len(calls) == before + 1  # the call itself
+
+
+# --- Arrays that outlive 64-bit mode --------------------------------------------------
+
+with jax.enable_x64(True):
+    OUTLIVING = jnp.array([1 / 3, 2 / 3, 1.5])
+
+
+def squares(**rules):
+    total = jax.ShapeDtypeStruct((), np.float32)
+    f = hc.host(lambda x: np.float32((x * x).sum()), result=total, name="squares")
+    for name, rule in rules.items():
+        getattr(f, name)(*rule if isinstance(rule, tuple) else (rule,))
+    return f
+
+
+def in_jax(name, *rule):
+    f = squares()
+    getattr(f, name)(*rule, where="jax")
+    return f
+
+
+RULES_OF_SQUARES = {
+    "vjp": squares(
+        defvjp=(lambda x: (np.float32((x * x).sum()), x), lambda x, ct: (2 * x * ct,))
+    ),
+    "jacobian": squares(defjacobian=lambda x: 2 * x),
+    "vjp in JAX": in_jax(
+        "defvjp",
+        lambda x: ((x * x).sum().astype("float32"), x),
+        lambda x, ct: (2 * x * ct,),
+    ),
+    "jvp in JAX": in_jax(
+        "defjvp", lambda p, t: 2 * (p[0] * t[0]).sum().astype("float32")
+    ),
+}
+
+
+# Of JAX itself, which computes in 32 bits here.
+truncates = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("rule", RULES_OF_SQUARES)
+@truncates
+def test_gradients_of_arrays_that_outlive_64_bit_mode(rule, masked, mode):
+    """As JAX's own: a gradient has the dtype of the argument, and so has its memory."""
+    f = RULES_OF_SQUARES[rule]
+    program = f.where(True) if masked else f
+    got = mode(jax.grad(program))(OUTLIVING)
+    assert got.dtype == np.asarray(got).dtype == np.float64
+    wanted = 2 * np.asarray(OUTLIVING)
+    rtol = 1e-15 if rule == "vjp" else 1e-6  # the others have JAX code
+    np.testing.assert_allclose(got, wanted, rtol=rtol)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_tangents_of_arrays_that_outlive_64_bit_mode(masked, mode):
+    seen = []
+
+    def rule(primals, tangents):
+        seen.extend(x.dtype.name for x in (*primals, *tangents))
+        return np.float32(2 * (primals[0] * tangents[0]).sum())
+
+    f = squares(defjvp=rule)
+    program = f.where(True) if masked else f
+    x = OUTLIVING
+    got = mode(lambda x: jax.jvp(program, (x,), (x,))[1])(x)
+    assert seen == ["float64"] * 2
+    np.testing.assert_allclose(got, 2 * (np.asarray(x) ** 2).sum(), rtol=1e-6)
+
+
+def test_a_pullback_that_outlives_64_bit_mode():
+    sine = hc.host(np.sin, result=hc.results.like(0), name="sine")
+    sine.defvjp(lambda x: (np.sin(x), x), lambda x, ct: (np.cos(x) * ct,))
+    with jax.enable_x64(True):
+        out, pull = jax.vjp(sine, OUTLIVING)
+    (got,) = pull(out)
+    assert got.dtype == np.asarray(got).dtype == np.float64
+    x = np.asarray(OUTLIVING)
+    np.testing.assert_allclose(got, np.cos(x) * np.sin(x), rtol=1e-15)
+
+
+def test_examples_that_outlive_64_bit_mode_are_checked():
+    sine = hc.host(
+        lambda x: np.sin(x).astype(np.float32),
+        result=jax.ShapeDtypeStruct((3,), np.float32),
+        name="sine",
+    )
+    sine.defjvp(lambda p, t: (np.cos(p[0]) * t[0]).astype(np.float32))
+    report = hc.testing.check(sine, OUTLIVING)
+    assert report, report
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_in_jax_code_that_returns_a_key(mode):
+    f = hc.host(lambda x: x.sum(), result=jnp.float32(0), name="f")
+    f.defvjp(lambda x: (x.sum(), x), lambda x, ct: (jax.random.key(3),), where="jax")
+    with pytest.raises(hc.errors.DerivativeError, match=r"returned key<fry>\[\] where"):
+        mode(jax.grad(f))(jnp.ones(2))

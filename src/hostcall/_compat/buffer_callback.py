@@ -13,7 +13,6 @@ from hostcall import _jax
 from hostcall._compat.pure_and_io import (
     check_vmap_method,
     raw_keys,
-    result_aval,
     trees_of,
 )
 from hostcall._core.callback import Callback
@@ -53,7 +52,8 @@ def buffer_callback(
         callback: returns None. A Buffer is closed when the callback returns; keeping a
             view of one is an error. On a GPU it works on `ctx.stream`. With
             `hc.buffers.native` it is machine code, which runs without Python.
-        result_shape_dtypes: a pytree of anything with `shape` and `dtype`.
+        result_shape_dtypes: a pytree of anything with `shape` and `dtype`. Dtypes of 64
+            bits are kept in 32-bit mode too.
         has_side_effect: the callback runs once each time the program comes to it, in
             the order of straight-line code (order="unordered").
         vmap_method: "sequential", "sequential_unrolled", "expand_dims",
@@ -73,8 +73,7 @@ def buffer_callback(
 
     Raises:
         SpecError: an argument or option is wrong.
-        ValueError: aliases that do not fit; 64-bit types outside of the 64-bit mode;
-            under jvp, grad and transposition.
+        ValueError: aliases that do not fit; under jvp, grad and transposition.
         NotImplementedError: under vmap without a `vmap_method`.
         jax.errors.JaxRuntimeError: when the program runs and `callback` raises, returns
             a value (ValueError), keeps a view (EscapeError), or has written to an input
@@ -109,7 +108,10 @@ def buffer_callback(
     name = check_function(callback, usage).name
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     try:
-        avals = tuple(map(result_aval, described))
+        # As in JAX, also of 64 bits in 32-bit mode: the result then is such an array.
+        avals = tuple(
+            _jax.ShapedArray(leaf.shape, np.dtype(leaf.dtype)) for leaf in described
+        )
     except AttributeError as error:
         raise SpecError(
             f"hostcall: result_shape_dtypes of `{name}` has the leaf {error.obj!r},"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import ResultError, counted
-from hostcall._core.spec import NUMBERS, is_numeric, masked
+from hostcall._core.spec import NUMBERS, Key, is_numeric, masked, overflowed
 from hostcall._jax.types import Aval, TreeDef
 
 
@@ -57,7 +56,12 @@ Hint: TypeAlias = Callable[[Shape], str] | None
 
 
 def coerce(
-    value: Any, dtype: np.dtype, shape: Shape, which: Words, hint: Hint = None
+    value: Any,
+    dtype: np.dtype,
+    shape: Shape,
+    which: Words,
+    hint: Hint = None,
+    key: Key = None,
 ) -> np.ndarray:
     """`value` as a row-major array of this dtype and shape.
 
@@ -72,6 +76,8 @@ def coerce(
         shape: the shape that the leaf should have.
         which: returns the leaf's path and the function's name, for messages.
         hint: says what may be wrong with another shape; "" for the usual words.
+        key: the dtype of the typed keys that are wanted; then `dtype` and `shape` are
+            those of their blocks.
 
     Raises:
         ResultError: if the shape differs, the dtype can't be converted, the value is
@@ -80,11 +86,38 @@ def coerce(
     if isinstance(value, jax.Array) and value.dtype == dtype and value.shape == shape:
         array = np.asarray(value)
     else:
+        if isinstance(value, jax.Array) and _jax.is_key_dtype(value.dtype):
+            _check_keys(value, dtype, shape, which, key)
         array = _coerce(value, dtype, shape, which, hint)
     array = np.ascontiguousarray(array).reshape(shape)
     # Equal dtypes can be different objects (after pickling, with metadata, longlong).
     # The engine compares pointers, so the array must have this very object.
     return array if array.dtype is dtype else array.view(dtype)
+
+
+def _check_keys(
+    keys: jax.Array, dtype: np.dtype, shape: Shape, which: Words, want: Key
+) -> None:
+    """Refuses typed keys where others are wanted, or numbers that a block is not."""
+    got = _named(keys.dtype, keys.shape)
+    if want is None:
+        if dtype == np.uint32:  # the block itself is declared
+            return
+        raise ResultError(
+            f"hostcall: {which()} should be {_named(dtype, shape)}, got {got}, a PRNG"
+            " key, which is no number. Return numbers, or declare the key:"
+            " jax.ShapeDtypeStruct(x.shape, x.dtype)",
+            code="hc-result-dtype",
+        )
+    if keys.dtype != want:
+        axes = len(shape) - len(_jax.key_data_shape(want))
+        raise ResultError(
+            f"hostcall: {which()} should be {_named(want, shape[:axes])}, got {got}:"
+            " the numbers of a key mean something else in another implementation. Make"
+            f" it with jax.random.key(seed, impl={_jax.key_implementation(want)!r}), or"
+            " declare the other one",
+            code="hc-result-dtype",
+        )
 
 
 def _coerce(
@@ -191,19 +224,16 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
                     f" holding {end}, which {want} can't hold. Declare a wider result,"
                     f" or return {converted} to wrap around"
                 )
-    over: list[object] = []
-    with np.errstate(over="call", call=lambda *of: over.append(of)):
+    with np.errstate(over="ignore"):
         cast = array.astype(want)
-    if over and kind_have != "integer":
-        # In place of NumPy's own warning, which would not name the function. The text
-        # has no values, so that Python shows it once for each function.
-        warnings.warn(
-            f"hostcall: {which()} should be {want}, got {have} with values beyond the"
-            f" range of {want}, which become infinite or NaN. Scale or clip them, or"
-            " declare a wider result",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if kind_have != "integer":
+        lost = overflowed(array, cast)
+        if lost is not None:
+            raise wrong(
+                f" holding {array[lost]}, which {want} can't hold: it would become"
+                f" {cast[lost]}. Scale or clip it, declare a wider result, or return"
+                f" {converted} to let it overflow"
+            )
     rounds = kind_have == "integer" and kind_want != "integer"
     if rounds and not np.array_equal(cast.astype(np.complex128), array.astype(object)):
         raise wrong(

@@ -131,15 +131,31 @@ def _ufunc_signature(fn: np.ufunc) -> inspect.Signature:
 
 
 def most_positions(fn: Any) -> float:
-    """How many arguments a function takes by position; infinity for any or unknown."""
-    signature = signature_of(fn)
-    if signature is None:
+    """How many arguments a function takes by position; infinity for any or unknown.
+
+    Like `accepts`, it asks no object for an attribute: that may be a remote call.
+    """
+    taken, named = 0, set[str]()
+    for part in layers(fn):
+        fn = part
+        if not is_partial(fn):
+            break
+        taken += sum(one is not _PLACEHOLDER for one in fn.args)
+        named |= set(fn.keywords)
+    if type(fn) is np.ufunc:
+        return fn.nin - taken
+    if type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
+        taken, fn = taken + 1, fn.__func__
+    elif type(fn) is not types.FunctionType:
+        taken, fn = taken + 1, _call_method(fn)
+        if type(fn) is not types.FunctionType:
+            return math.inf
+    code = fn.__code__
+    if code.co_flags & inspect.CO_VARARGS:
         return math.inf
-    kinds = [p.kind for p in signature.parameters.values()]
-    if Parameter.VAR_POSITIONAL in kinds:
-        return math.inf
-    by_position = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
-    return sum(kind in by_position for kind in kinds)
+    free = code.co_varnames[taken : code.co_argcount]
+    # What follows an argument that a partial gives by name can't be given by position.
+    return next((i for i, name in enumerate(free) if name in named), len(free))
 
 
 def takes(signature: inspect.Signature | None, keyword: str) -> bool:

@@ -170,6 +170,20 @@ def is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufc" or dtype.name in _MORE_DTYPES
 
 
+def overflowed(array: np.ndarray, cast: np.ndarray) -> tuple[np.intp, ...] | None:
+    """The place of the first finite number that a conversion made infinite or NaN."""
+    if np.isfinite(cast).all():  # as nearly always
+        return None
+    pairs = [(array, cast)]
+    if jnp.issubdtype(cast.dtype, np.complexfloating):
+        # A number with one infinite part counts as infinite, whatever the other one is.
+        pairs = [(array.real, cast.real), (array.imag, cast.imag)]
+    lost = np.zeros(array.shape, bool)
+    for before, after in pairs:
+        lost |= np.isfinite(before) & ~np.isfinite(after)
+    return np.unravel_index(np.argmax(lost), lost.shape) if lost.any() else None
+
+
 def canonical(leaf: Any) -> Array:
     """`leaf` as an array of the dtype that JAX will give it.
 
@@ -364,7 +378,11 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         try:
             # Of a symbolic shape, one element: the plan repeats it for the real sizes.
             shape = () if _jax.has_symbolic([aval]) else aval.shape
-            array = np.broadcast_to(np.asarray(leaf).astype(aval.dtype), shape)
+            given = np.asarray(leaf)
+            with np.errstate(over="ignore"):
+                array = given.astype(aval.dtype)
+            _refuse_lossy_fill(given, array)
+            array = np.broadcast_to(array, shape)
         except (TypeError, ValueError, OverflowError) as error:
             raise SpecError(
                 f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"
@@ -373,6 +391,21 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
             ) from None
         out.append(array.tobytes())
     return tuple(out)
+
+
+def _refuse_lossy_fill(given: np.ndarray, fill: np.ndarray) -> None:
+    """Raises OverflowError if the dtype of `fill` can't hold a given number."""
+    lost = None
+    if given.dtype.kind in "iu" and jnp.issubdtype(fill.dtype, np.integer):
+        # As Python's integers, since int64 and uint64 are compared as floats.
+        changed = np.zeros(given.shape, bool)
+        changed[...] = given.astype(object) != fill.astype(object)
+        if changed.any():
+            lost = np.unravel_index(np.argmax(changed), given.shape)
+    elif given.dtype.kind in "fc" and jnp.issubdtype(fill.dtype, np.inexact):
+        lost = overflowed(given, fill)
+    if lost is not None:
+        raise OverflowError(f"it would become {fill[lost]}")
 
 
 @functools.cache

@@ -146,6 +146,7 @@ class CallInfo:
             shape,
             lambda: self.result(number) + words,
             lambda got: self.shape_hint(number, shape, got),
+            self.callback.results.keys[number],
         )
 
     def result(self, number: int) -> str:
@@ -283,24 +284,21 @@ class CallInfo:
         self.job.failed(text, tell=False)
         return text
 
-    def on_escape(
-        self,
-        _: object,
-        held: list[tuple[int, bool]] | None,
-        error: BaseException | None,
-    ) -> None:
-        """Handles a view of lent memory that outlives its call.
+    def on_view_left(self, step: int, error: BaseException | None) -> bool:
+        """Releases what may hold a view of lent memory by accident.
 
-        The engine calls this twice. The first time `held` is None: a traceback or a
-        reference cycle may keep the view by accident, and releases it here. If the view
-        is still referenced afterwards, `held` says which, and this raises.
+        The engine calls this with the steps 0, 1, ... as long as some view is held.
+        Returns whether there is another step.
         """
-        if held is None:
-            if error is not None:
-                with failures.beside_a_failure("emptying its frames"):
-                    frames.let_go(error)
-            frames.collect()
-            return
+        more = False
+        with failures.beside_a_failure("releasing what holds its views"):
+            more = frames.release_views(step, error)
+        return more
+
+    def on_escape(
+        self, held: list[tuple[int, bool]], error: BaseException | None
+    ) -> None:
+        """Raises for views of lent memory that outlive their call."""
         names = ", ".join(itertools.starmap(self._name_of, held))
         ended = "returned" if error is None else f"raised {type(error).__name__}"
         raise errors.EscapeError(

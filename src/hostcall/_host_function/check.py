@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hostcall import _jax
 from hostcall._core import errors
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
 from hostcall._core.spec import is_array_like
@@ -474,5 +475,7 @@ def check(
         args = example if isinstance(example, tuple) else (example,)
         label = f" (example {number})" if len(examples) > 1 else ""
         random = np.random.default_rng(seed)
-        found += Checks(f, args, rtol, random, threads).run(label)
+        made = [x.dtype for x in tree.leaves(args) if isinstance(x, jax.Array)]
+        with _jax.able_to_hold(*made):
+            found += Checks(f, args, rtol, random, threads).run(label)
     return Report(f.__name__, tuple(found))

@@ -34,6 +34,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from hostcall import _jax
 from hostcall._core.spec import Template
 from hostcall._host_function.primitives import (
     Arrays,
@@ -314,10 +315,14 @@ def push(jacobian: Arrays, site: RuleTrees, nz: Flags, tangents: Arrays) -> Arra
     def dot(block: jax.Array, t: jax.Array) -> jax.Array:
         return block * t if site.diagonal else product(block, t, t.ndim)
 
-    found = []
-    for i, out in enumerate(site.out_avals):
-        row = jacobian[i * n : (i + 1) * n]
+    def total(out: Aval, row: Arrays) -> jax.Array:
         terms = [dot(row[j], t) for j, t in zip(used, tangents, strict=True)]
-        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
-        found.append(total.astype(out.dtype))
-    return found
+        all_terms = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
+        return all_terms.astype(out.dtype)
+
+    dtypes = [x.dtype for x in (*jacobian, *tangents, *site.out_avals)]
+    with _jax.able_to_hold(*dtypes):
+        return [
+            total(out, jacobian[i * n : (i + 1) * n])
+            for i, out in enumerate(site.out_avals)
+        ]

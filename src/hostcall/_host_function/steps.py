@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
@@ -501,12 +502,17 @@ class TracedSteps(Steps):
         if mask is None:
             return operands
         linear = range(len(operands))[self.linear]
-        return [
-            x
-            if not jnp.issubdtype(x.dtype, jnp.inexact)
-            else jnp.where(mask, x, 0 if i in linear else jax.lax.stop_gradient(x))
-            for i, x in enumerate(map(jnp.asarray, operands))
-        ]
+
+        def gated(i: int, operand: jax.Array) -> jax.Array:
+            # A tangent may be one of Python's numbers.
+            with _jax.able_to_hold(getattr(operand, "dtype", None)):
+                x = jnp.asarray(operand)
+                if not jnp.issubdtype(x.dtype, jnp.inexact):
+                    return x
+                other = 0 if i in linear else jax.lax.stop_gradient(x)
+                return jnp.where(mask, x, other)
+
+        return [gated(i, operand) for i, operand in enumerate(operands)]
 
     def _code(self, kind: Kind, index: int | None = None) -> Function:
         if kind == "value":
@@ -553,4 +559,5 @@ def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:
         other = np.frombuffer(fill, value.dtype)
     # One element stands for all, as it does if the shape is symbolic.
     shape = () if other.size == 1 else value.shape
-    return jnp.where(mask, value, other.reshape(shape))
+    with _jax.able_to_hold(value.dtype):
+        return jnp.where(mask, value, other.reshape(shape))

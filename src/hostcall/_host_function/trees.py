@@ -245,11 +245,16 @@ class RuleTrees(Value):
         fitted = []
         for value, aval, (what, hint) in zip(values, avals, words, strict=True):
             array, got = None, type(value).__name__
-            with contextlib.suppress(TypeError, ValueError):  # no array
+            with (
+                contextlib.suppress(TypeError, ValueError),  # no array
+                _jax.able_to_hold(aval.dtype),
+            ):
                 array = jnp.zeros(aval.shape) if value is None else jnp.asarray(value)
-                if _jax.is_key_dtype(array.dtype):
-                    array = jax.random.key_data(array)
                 got = f"{array.dtype.name}{list(array.shape)}"
+                if _jax.is_key_dtype(array.dtype):
+                    # Only a key may stand where a key's block is wanted.
+                    is_block = aval.dtype == np.uint32
+                    array = jax.random.key_data(array) if is_block else None
             if array is None or array.shape != aval.shape:
                 more = f" for {what}. {hint}" if what else ""
                 raise DerivativeError(
@@ -257,7 +262,8 @@ class RuleTrees(Value):
                     f" {aval.dtype}{list(aval.shape)} is wanted{more}",
                     code="hc-rule",
                 )
-            fitted.append(array.astype(aval.dtype))
+            with _jax.able_to_hold(aval.dtype):
+                fitted.append(array.astype(aval.dtype))
         return fitted
 
     def unmasked(self, values: Sequence[T]) -> Sequence[T]:

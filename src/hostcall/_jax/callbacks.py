@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 from jax._src import buffer_callback as _buffer_callback
@@ -63,6 +64,37 @@ IO_EFFECT = _callback._IOEffect
 ORDERED_IO_EFFECT = _callback._OrderedIOEffect
 DEBUG_EFFECT = _debugging.debug_effect
 ORDERED_DEBUG_EFFECT = _debugging.ordered_debug_effect
+
+# --- Tables of rules in modules that JAX itself imports only when they are needed -----
+
+
+@functools.cache
+def look_at_keys(debug_callback: _t.Primitive) -> None:
+    """Lets a debug callback look at a typed key without using it up, as JAX's may.
+
+    With `jax_debug_key_reuse` a primitive without an entry consumes its keys. JAX
+    imports the table when it first checks a program.
+    """
+    from jax.experimental.key_reuse import _core as key_reuse
+
+    rules = key_reuse.key_reuse_signatures
+    rules[debug_callback] = rules[_debugging.debug_callback_p]
+
+
+def share_rooflines(mine: Mapping[str, _t.Primitive]) -> None:
+    """Estimates each of these primitives as JAX's primitive of that name.
+
+    Under JAX 0.10 `jax.experimental.roofline` needs absl, which JAX does not require.
+    So this does nothing in a process that has not imported it.
+    """
+    module = sys.modules.get("jax.experimental.roofline.roofline")
+    if module is None:
+        return
+    rules = module._rooflines
+    for theirs in (pure_callback_p, io_callback_p, debug_callback_p):
+        if theirs in rules:
+            rules.setdefault(mine[theirs.name], rules[theirs])
+
 
 # The loggers to which JAX reports failed callbacks. Equinox installs a filter on the
 # first one, so the drop-ins must log there too.

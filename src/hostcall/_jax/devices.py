@@ -12,10 +12,11 @@ from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.lib import _jax as _jaxlib
 from jax._src.lib import guard_lib as _guard_lib
 from jax._src.lib import xla_client as _xla_client
 
-from hostcall._jax.dtypes import canonical_dtype
+from hostcall._jax.dtypes import WIDE_DTYPES, able_to_hold, canonical_dtype
 from hostcall._jax.settings import default_device
 from hostcall._jax.types import Client, Device, Sharding
 
@@ -36,7 +37,12 @@ def put_on_device(
 
     The result may share the array's memory, so nobody may write to the array later.
     JAX's transfer guards see an explicit transfer, as they do for `jax.device_put`.
+
+    The result has the array's dtype in 32-bit mode too (`able_to_hold`).
     """
+    if array.dtype in WIDE_DTYPES and not jax.config.jax_enable_x64:
+        with jax.enable_x64(True):
+            return put_on_device(array, device, committed)
     aval = _aval(array.shape, array.dtype)
     sharding = _sharding_of(device)
     guard = _guard_lib.thread_local_state()
@@ -48,6 +54,22 @@ def put_on_device(
         )
     finally:
         guard.explicit_device_put = before
+
+
+def put_with_sharding(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """`jax.device_put`, whose result has the array's dtype, as for `put_on_device`."""
+    with able_to_hold(array.dtype):
+        return jax.device_put(array, sharding)
+
+
+def release_arrays() -> None:
+    """Drops the references to NumPy's arrays that dead jax.Arrays have left behind.
+
+    A jax.Array that shares a NumPy array's memory may die on a thread without the GIL.
+    So jaxlib puts its reference into a list, which JAX empties in each garbage
+    collection, and by this call alone in less than a microsecond.
+    """
+    _jaxlib.collect_garbage()
 
 
 def to_numpy(array: jax.Array) -> np.ndarray:

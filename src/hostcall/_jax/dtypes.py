@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -31,9 +32,31 @@ def is_ref(value: object) -> bool:
 canonical_dtype = _dtypes.canonicalize_dtype
 
 
+# The dtypes that JAX makes narrow in 32-bit mode, wherever it takes or makes an array.
+WIDE_DTYPES = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)))
+
+
+def able_to_hold(*dtypes: Dtype | None) -> contextlib.AbstractContextManager[object]:
+    """Code in this block can make arrays of these dtypes, also in 32-bit mode.
+
+    An array keeps its 64 bits after the mode in which it was made has ended, and so do
+    the avals of what is computed from it. What hostcall makes for an aval has the
+    aval's dtype, whatever the mode is then.
+    """
+    if jax.config.jax_enable_x64 or WIDE_DTYPES.isdisjoint(dtypes):
+        return contextlib.nullcontext()
+    wide: contextlib.AbstractContextManager[object] = jax.enable_x64(True)
+    return wide
+
+
 def key_data_shape(dtype: Dtype) -> tuple[int, ...]:
     """The shape of the uint32 block that represents one typed PRNG key."""
     return tuple(dtype._impl.key_shape)
+
+
+def key_implementation(dtype: Dtype) -> str:
+    """The name of a typed key's implementation, as `jax.random.key(impl=)` takes it."""
+    return str(dtype._impl.name)
 
 
 def data_of(array: jax.Array) -> jax.Array:

@@ -198,7 +198,8 @@ def batched_results(
     outs = []
     for leaf, mark, aval in zip(leaves, marks, avals, strict=True):
         is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
-        leaf = jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
+        with _jax.able_to_hold(aval.dtype):
+            leaf = jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
         want = (size, *aval.shape) if mark else aval.shape
         if leaf.shape != want or leaf.dtype != aval.dtype:
             raise BatchingError(

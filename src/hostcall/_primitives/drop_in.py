@@ -34,7 +34,14 @@ for _p in PRIMITIVES.values():
 
 def bind(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
     primitive = PRIMITIVES[params.primitive]
+    _jax.share_rooflines(PRIMITIVES)
+    if params.primitive == "debug_callback" and any(map(_is_key, operands)):
+        _jax.look_at_keys(primitive)
     return primitive.bind(*operands, params=params)  # type: ignore[no-any-return]
+
+
+def _is_key(operand: object) -> bool:
+    return isinstance(operand, jax.Array) and _jax.is_key_dtype(operand.dtype)
 
 
 # --- impl --------------------------------------------------------------------------
@@ -74,9 +81,7 @@ def _open_keys(
     A debug callback gets typed keys when it is called eagerly. In a program it gets
     their blocks.
     """
-    if not any(
-        isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in operands
-    ):
+    if not any(map(_is_key, operands)):
         return list(operands), params
     blocks, template = flatten_arguments(*params.callback.template.unflatten(operands))
     return blocks, replace(params, callback=replace(params.callback, template=template))

@@ -50,7 +50,7 @@ def prepare(
             raise
         if place is None:
             return [_jax.put_on_device(r, home, committed=False) for r in results]
-        return [jax.device_put(result, place) for result in results]
+        return [_jax.put_with_sharding(result, place) for result in results]
 
     return info, run
 

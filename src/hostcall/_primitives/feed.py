@@ -61,7 +61,8 @@ def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     shown = []
     for out, aval in zip(outs, params.avals, strict=True):
         here = mask.reshape(*mask.shape, *(1,) * len(aval.shape))
-        shown.append(jnp.where(here, out[None], jnp.zeros((), out.dtype)))
+        with _jax.able_to_hold(out.dtype):
+            shown.append(jnp.where(here, out[None], jnp.zeros((), out.dtype)))
     return shown, (0,) * len(shown)
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hostcall import _jax
 from hostcall._core.errors import PackageError, SpecError, wrong
 from hostcall._core.host_code import HostCode
 from hostcall._core.spec import Static, Template, is_array_like, is_numeric
@@ -247,7 +248,9 @@ class LibraryFunction(OverOthers):
         leaves, treedef = tree.tree_flatten(self._spec(filled(rows)))
         wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
         if size == 0:  # torch.func.vmap refuses an empty batch
-            return treedef.unflatten([jnp.zeros(x.shape, x.dtype) for x in wide]), True
+            with _jax.able_to_hold(*[x.dtype for x in wide]):
+                empty = [jnp.zeros(x.shape, x.dtype) for x in wide]
+            return treedef.unflatten(empty), True
         mapped = self.derivative("vmap", flags, tuple(wide))
         return treedef.unflatten(mapped(*args)), True
 

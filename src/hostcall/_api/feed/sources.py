@@ -13,7 +13,7 @@ from hostcall import _jax
 from hostcall._core import coerce
 from hostcall._core.errors import ResultError, SpecError, counted
 from hostcall._core.mistakes import of_a_number
-from hostcall._core.spec import Results, is_numeric, parse_result
+from hostcall._core.spec import Key, Results, is_numeric, parse_result
 
 
 def read_source(
@@ -148,16 +148,19 @@ def reader(
                 f" {_words(jax.tree.structure(value))}"
             ) from error
         return [
-            _array(leaf, aval, f"item {item}{path} {of}")
-            for leaf, aval, path in zip(leaves, avals, paths, strict=True)
+            _array(leaf, aval, key, f"item {item}{path} {of}")
+            for leaf, aval, key, path in zip(
+                leaves, avals, results.keys, paths, strict=True
+            )
         ]
 
     return read
 
 
-def _array(leaf: Any, aval: Any, which: str) -> np.ndarray:
+def _array(leaf: Any, aval: Any, key: Key, which: str) -> np.ndarray:
     hint = functools.partial(_hint, aval)
-    return coerce.coerce(_readable(leaf), aval.dtype, aval.shape, lambda: which, hint)
+    value = _readable(leaf)
+    return coerce.coerce(value, aval.dtype, aval.shape, lambda: which, hint, key)
 
 
 def _hint(aval: Any, shape: tuple[int, ...]) -> str:

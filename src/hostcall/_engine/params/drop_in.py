@@ -29,7 +29,7 @@ from hostcall._core.errors import wrong
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Results, Static, Template, overflowed
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
@@ -87,21 +87,30 @@ class DropInInfo(CallInfo):
     def _narrow(self, array: np.ndarray) -> np.ndarray:
         """Converts to 32 bits, as JAX does outside its 64-bit mode.
 
-        Integers may wrap around, which is logged once per call site.
+        Integers may wrap around, and floats become infinite, which is logged once per
+        call site.
         """
-        narrow = array.astype(_NARROW[array.dtype])
-        if (
-            not self._narrowed
-            and array.dtype.kind in "iu"
-            and not np.array_equal(narrow, array)
-        ):
+        with np.errstate(over="ignore"):
+            narrow = array.astype(_NARROW[array.dtype])
+        if self._narrowed:
+            return narrow
+        if array.dtype.kind in "iu":
+            lost = not np.array_equal(narrow, array)
+            kind = "integers"
+            became = "they wrapped around"
+        else:
+            lost = overflowed(array, narrow) is not None
+            kind = "numbers"
+            became = "they became infinite"
+        if lost:
             self._narrowed = True
             logger.warning(
-                "`%s` returned integers that %s can't hold, and they wrapped around,"
-                " as in JAX outside its 64-bit mode (called at %s)."
-                " hostcall.call refuses them instead",
+                "`%s` returned %s that %s can't hold, and %s, as in JAX outside its"
+                " 64-bit mode (called at %s). hostcall.call refuses them instead",
                 self.name,
+                kind,
                 narrow.dtype,
+                became,
                 self.place,
             )
         return narrow
