@@ -73,6 +73,7 @@ def _is_variadic(word: str) -> bool:
 
 def array_type(annotation: object) -> ArrayType | None:
     """Reads an annotation of jaxtyping's; None for any other."""
+    annotation = _meant(annotation)
     jaxtyping = sys.modules.get("jaxtyping")
     if jaxtyping is None or not isinstance(annotation, type):
         return None
@@ -194,7 +195,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Mod: lambda a, b: a % b,
     ast.Pow: lambda a, b: a**b,
 }
-_FUNCTIONS = {"min": min, "max": max, "abs": abs}
+_FUNCTIONS: dict[str, Callable[..., Size]] = {"min": min, "max": max, "abs": abs}
 
 
 def _computed(node: ast.AST, known: Mapping[str, tuple[Size, str]]) -> Size:
@@ -288,8 +289,22 @@ def _hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
         ) from error
 
 
+_ALIAS = getattr(typing, "TypeAliasType", ())  # since Python 3.12
+
+
+def _meant(annotation: Any) -> Any:
+    """What an alias stands for: `type Row = ...`, and NumPy's NDArray[...]."""
+    origin = typing.get_origin(annotation)
+    if isinstance(origin, _ALIAS):
+        return _meant(origin.__value__[typing.get_args(annotation)])
+    if isinstance(annotation, _ALIAS):
+        return _meant(annotation.__value__)
+    return annotation
+
+
 def _says(annotation: Any, name: str) -> bool:
     """Whether all arrays of an annotation are declared."""
+    annotation = _meant(annotation)
     if array_type(annotation) is not None:
         return True
     if typing.get_origin(annotation) is np.ndarray and "jaxtyping" in sys.modules:
@@ -305,6 +320,7 @@ def _says(annotation: Any, name: str) -> bool:
 
 def _parts(annotation: Any) -> dict[Any, Any]:
     """The annotations of the parts of a tree; none for what is no tree."""
+    annotation = _meant(annotation)
     origin = typing.get_origin(annotation)
     if origin is tuple:
         arguments = typing.get_args(annotation)
@@ -413,6 +429,7 @@ class _Result:
         return jax.ShapeDtypeStruct(shape, self._dtype(kind, of))
 
     def _put_together(self, annotation: Any, parts: dict[Any, Tree]) -> Tree:
+        annotation = _meant(annotation)
         if typing.get_origin(annotation) is tuple:
             return tuple(parts.values())
         if typing.is_typeddict(annotation):
@@ -431,7 +448,7 @@ class _Result:
             return dtype
         if len(kind.dtypes) == 1 and kind.dtypes[0] in _NUMPYS:
             return np.dtype(kind.dtypes[0])
-        candidates = [dtype, floating(dtype), np.dtype(jnp.result_type(int))]
+        candidates: list[np.dtype] = [dtype, floating(dtype), np.dtype(jnp.result_type(int))]
         real: np.dtype = jnp.finfo(floating(dtype)).dtype
         candidates += [real, np.dtype(jnp.result_type(real, np.complex64))]
         for each in candidates:

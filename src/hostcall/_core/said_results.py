@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hostcall._core import annotations, result_rules, ufuncs
+from hostcall._core import result_rules, ufuncs
+from hostcall._core.annotations import of_annotations
 from hostcall._core.dimensions import Given, Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
@@ -56,7 +57,7 @@ def rule_of(
         of_ufunc = ufuncs.of_ufunc(fn, name, float64, dtypes)
         if of_ufunc is not None:
             return of_ufunc
-        annotated = annotations.of_annotations(fn, name) if dtypes is None else None
+        annotated = of_annotations(fn, name) if dtypes is None else None
         if annotated is not None:
             return annotated
     if dtypes is not None:
