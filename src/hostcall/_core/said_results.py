@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from hostcall._core import result_rules, ufuncs
+from hostcall._core.annotations import of_annotations
 from hostcall._core.dimensions import Given, Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
@@ -53,9 +54,12 @@ def rule_of(
             code="hc-result-spec",
         )
     if result is ...:
-        found = ufuncs.of_ufunc(fn, name, float64, dtypes)
-        if found is not None:
-            return found
+        of_ufunc = ufuncs.of_ufunc(fn, name, float64, dtypes)
+        if of_ufunc is not None:
+            return of_ufunc
+        annotated = of_annotations(fn, name) if dtypes is None else None
+        if annotated is not None:
+            return annotated
     if dtypes is not None:
         raise SpecError(
             f"hostcall: `{name}` has dtype= and neither a signature as result= nor a"

@@ -113,11 +113,11 @@ def host(
     Args:
         fn: as in `hc.call`; it and its rules may be coroutine functions. Without it,
             `host` returns a decorator.
-        result: what `fn` returns. A ufunc says that itself: leave it out. Else a spec
-            as in `hc.call`; or a signature as in `numpy.vectorize`, "(m,n),(n)->(m)",
-            which names the axes of one item (axes in front of those broadcast); or a
-            function from the arguments, with a ShapeDtypeStruct for each array, to a
-            spec; or `hc.results.like(i)`, an array like argument `i`;
+        result: what `fn` returns. A ufunc says that itself, and so do jaxtyping's
+            annotations: leave it out. Else a spec as in `hc.call`; or a signature as in
+            `numpy.vectorize`, "(m,n),(n)->(m)", which names the axes of one item (axes
+            in front of those broadcast); or a function from the arguments, with a
+            ShapeDtypeStruct for each array, to a spec; or `hc.results.like(i)`, an array like argument `i`;
             `hc.results.same_tree(i)`, a pytree like it; `hc.results.elementwise`, a
             floating array to which all arguments broadcast; or "infer", which runs `fn`
             on zeros when a program is traced, once for each combination of shapes,
