@@ -77,7 +77,8 @@ def _heal(effect: Effect, token: Token | None) -> None:
         logger.error("ordered calls continue after a failed program: %s", said)
 
 
-_jax.wrap_dispatches(failures.looking)
+_jax.keep_order_over_devices(failures.looking)
+_jax.wrap_dispatches()
 _jax.wrap_tokens(_heal)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -141,8 +141,12 @@ def ordinal(device: Device) -> int:
 
 def is_served(ctx: LoweringContext) -> bool:
     """Whether the program is for one platform that the engine serves."""
-    of = ctx.module_context.platforms
-    return len(of) == 1 and of[0] in SERVED
+    return is_one_served(ctx.module_context.platforms)
+
+
+def is_one_served(platforms: Sequence[object]) -> bool:
+    """Whether they are one platform, which the engine serves."""
+    return len(platforms) == 1 and platforms[0] in SERVED
 
 
 def _is_in_reducer() -> bool:
