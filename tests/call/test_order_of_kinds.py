@@ -275,6 +275,86 @@ def test_backward_passes(place):
     compare(lambda x: jax.grad(loss)(jnp.float32(x)), log)
 
 
+# --- Patched callbacks, feeds, and hash seeds -----------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_patched_callbacks_whatever_the_hash_seed(seed, run_python):
+    """Sets of effects have an order that depends on it."""
+    done = run_python(
+        """
+        import itertools, jax, jax.numpy as jnp, jax.experimental, hostcall as hc
+
+        hc.patch_jax()
+        seen = []
+        note = lambda kind: lambda i: seen.append((kind, int(i)))
+        io = jax.experimental.io_callback
+        kinds = {
+            "io": lambda i: io(note("io"), None, i, ordered=True),
+            "unordered io": lambda i: io(note("unordered io"), None, i),
+            "debug": lambda i: jax.debug.callback(note("debug"), i, ordered=True),
+            "unordered debug": lambda i: jax.debug.callback(note("unordered debug"), i),
+            "call": lambda i: hc.call(note("call"), None, i, order="ordered"),
+        }
+        for pair in itertools.permutations(kinds, 2):
+            def step(c, i):
+                for kind in pair:
+                    kinds[kind](i)
+                return c, None
+            f = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(3))[0])
+            jax.block_until_ready(f(0.0))
+            jax.effects_barrier()
+            assert seen == [(k, i) for i in range(3) for k in pair], (pair, seen)
+            seen.clear()
+        """,
+        env={"PYTHONHASHSEED": str(seed)},
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["ordered call", "unordered call", "unordered io"])
+def test_feeds(kind):
+    """How many items have been taken, seen from calls around a feed."""
+    taken = []
+    source = [np.int32(i) for i in range(20)]
+
+    def do(feed, i):
+        def host(n):
+            taken.append((int(n), feed.state()["item"]))
+
+        face = hc.io_callback if "io" in kind else hc.call
+        options = {} if "io" in kind else {"order": kind.split()[0]}
+        face(host, None, i, **options)
+        feed()
+        face(host, None, i + 100, **options)
+
+    with hc.feed(source) as feed:
+        f = jax.jit(lambda x: (do(feed, x + 50), in_scan(lambda i: do(feed, i), x))[1])
+        jax.block_until_ready(f(0))
+        hc.barrier()
+    assert taken == [(50, 0), (150, 1), (0, 1), (100, 2), (1, 2), (101, 3)]
+
+
+def test_beside_jaxs_own_callbacks():
+    """Those that are not patched, and ordered: in order with all host calls."""
+    seen = []
+    note = lambda kind: lambda i: seen.append((kind, int(i)))
+
+    def do(i):
+        hc.call(note("before"), None, i, order="unordered")
+        jax.experimental.io_callback(note("JAX's own"), None, i, ordered=True)
+        hc.call(note("after"), None, i, order="ordered")
+        hc.io_callback(note("drop-in"), None, i)
+
+    jax.block_until_ready(jax.jit(lambda x: around_loops(do, x))(0))
+    hc.barrier()
+    jax.effects_barrier()
+    kinds = ["before", "JAX's own", "after", "drop-in"]
+    assert [kind for kind, _ in seen] == kinds * (len(seen) // 4)
+    numbers = [n for kind, n in seen if kind == "before"]
+    assert [n for _, n in seen] == [n for n in numbers for _ in range(4)]
+
+
 # --- Several devices ------------------------------------------------------------------
 
 OVER_SEVERAL = [kind for kind in KINDS if kind != "ordered debug"]  # JAX refuses it

@@ -89,11 +89,11 @@ def tap(
         on: in a jitted program over several devices, also of several processes: "once":
             one delivery of the whole value, in the process of the program's first
             device. All devices gather it, even if `where` or `every` drops the tap. A
-            device of the program: the same, in its process. "process": one delivery in each
-            process that runs the program, with the part of the value that its devices
-            hold together; only these devices communicate. A value that all hold whole
-            is delivered whole. "shards": each device delivers its block, without
-            communication; equal blocks of a process are delivered once. See
+            device of the program: the same, in its process. "process": one delivery in
+            each process that runs the program, with the part of the value that its
+            devices hold together; only these devices communicate. A value that all
+            hold whole is delivered whole. "shards": each device delivers its block,
+            without communication; equal blocks of a process are delivered once. See
             `hc.current().device`, `.process` and `.index`.
         arrays: as in `hc.call`, except "cuda".
         every: an int n lets the first of every n executions tap. A run of a program

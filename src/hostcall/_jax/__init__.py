@@ -43,6 +43,7 @@ from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering_api import *  # noqa: F403
 from hostcall._jax.operations import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
+from hostcall._jax.program_order import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
 from hostcall._jax.types import *  # noqa: F403

@@ -33,7 +33,11 @@ from jax._src.interpreters import pxla as _pxla
 from hostcall._jax import types as _t
 from hostcall._jax.dispatch import wait_for_programs_on
 from hostcall._jax.program import is_one_served
-from hostcall._jax.program_order import as_one_equation, order_of_calls
+from hostcall._jax.program_order import (
+    as_one_equation,
+    check_tokens_alone,
+    order_of_calls,
+)
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
 from hostcall._jax.tracing import is_ordered as is_ordered_effect
 
@@ -105,6 +109,8 @@ def _lower_in_order() -> None:
             return plain(jaxpr, *args, **options)
         one = _is_for_one_cpu(args) and not is_for_export(options)
         order = order_of_calls(jaxpr, _rules(args[-1]))
+        if not one:
+            check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
         if one and _are_engine_calls(jaxpr):
             wait_for_programs_on(args[1])
             is_ordered = any(map(is_ordered_effect, effects))

@@ -34,18 +34,24 @@ of it are in order with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from hostcall._jax import types as _t
-from hostcall._jax.jaxprs import Inner, inners
+from hostcall._jax.jaxprs import LOOPS, Inner, inners, within
 from hostcall._jax.program import record_of
-from hostcall._jax.tracing import hold_weakly_in_caches, register_effect
+from hostcall._jax.tracing import (
+    ENGINE_CALLS,
+    JAXS_CALLS,
+    hold_weakly_in_caches,
+    register_effect,
+)
 from hostcall._jax.versions import changed, open_jaxpr
 
 
@@ -228,6 +234,54 @@ def _by_name(parts: Sequence[Inner], new: Sequence[_t.Jaxpr]) -> dict[str, Any]:
 
 def _effects_of(jaxprs: Iterable[_t.Jaxpr]) -> Effects:
     return Effects().union(*(open_jaxpr(jaxpr).effects for jaxpr in jaxprs))
+
+
+# --- What XLA can't compile -----------------------------------------------------------
+#
+# A shard_map that stands in a branch of a conditional, gets a token and uses no array:
+# XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles one. A loop between
+# the two is no such conditional.
+
+# (the parameters of the host call in there) -> the error.
+_refusal: list[Callable[[_t.Params], Exception]] = []
+
+
+def refuse_tokens_alone(refusal: Callable[[_t.Params], Exception]) -> None:
+    """Such programs raise the error that `refusal` makes of a host call in there."""
+    _refusal.append(refusal)
+
+
+def check_tokens_alone(jaxpr: _t.Jaxpr, in_branch: bool = False) -> None:
+    """Refuses such programs, as they will be lowered."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if not eqn.effects:
+            continue
+        name, parts = eqn.primitive.name, inners(eqn)
+        if name == "shard_map" and in_branch and eqn.params["mesh"].size > 1:
+            _check_region(eqn, open_jaxpr(parts[0].jaxpr))
+        in_this = name == "cond" or (in_branch and name not in LOOPS)
+        for part in parts:
+            check_tokens_alone(part.jaxpr, in_this)
+
+
+def _check_region(eqn: _t.JaxprEquation, region: _t.Jaxpr) -> None:
+    if not _ordered(eqn.effects):
+        return
+    _, used = _pe.dce_jaxpr(region, [True] * len(region.outvars))
+    if any(used):
+        return
+    calls = [call for each in region.eqns for call in within(each)]
+    found = [_params_of(call) for call in calls]
+    if first := next(filter(None, found), None):
+        raise _refusal[0](first)
+
+
+def _params_of(eqn: _t.JaxprEquation) -> _t.Params | None:
+    """The parameters of a host call of our own; None of anything else."""
+    if eqn.primitive is _call_p:
+        eqn = eqn.params["call"].eqn
+    is_own = eqn.primitive in ENGINE_CALLS and eqn.primitive not in JAXS_CALLS
+    return eqn.params if is_own else None
 
 
 # --- A program as one equation --------------------------------------------------------
