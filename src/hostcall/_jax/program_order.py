@@ -351,13 +351,12 @@ def _lower(
         const_lowering=ctx.const_lowering,
         outer_traceback=ctx.traceback,
     )
-    last = dict(left.items())
-    out = {effect: last.get(effect, token) for effect, token in given.items()}
-    # The host calls had an effect of their own, which is in the program no more: its
-    # token is the last one. XLA wants one value for each result, and all results of a
-    # program are ready when it has ended, so further ones are passed on as they came.
-    if gone := [effect for effect in given if effect not in last]:
-        out[gone[0]] = last[IN_ORDER]
+    # One of the tokens that are passed out comes after everything, and the others are
+    # given back as they came: XLA ends the process if two results turn out to be one
+    # value. All results of a program are ready when it has ended.
+    out = dict(given)
+    for effect in sorted(given, key=str)[:1]:
+        out[effect] = joined([token for _, token in left.items()])
     ctx.set_tokens_out(_mlir.TokenSet(out))
     return list(results)
 
