@@ -7,6 +7,7 @@ from __future__ import annotations
 import jax
 import jax.experimental
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 from jax import lax
@@ -357,6 +358,8 @@ def test_beside_jaxs_own_callbacks():
 
 # --- Several devices ------------------------------------------------------------------
 
+# Before, XLA ends the process for a token in a shard_map over some axes.
+TOKENS_OVER_SOME_AXES = jaxlib.version.__version_info__ >= (0, 11, 2)
 OVER_SEVERAL = [kind for kind in KINDS if kind != "ordered debug"]  # JAX refuses it
 
 
@@ -389,6 +392,12 @@ def test_each_device_of_a_shard_map(place, manual):
     log, kinds = Log(), all_pairs(OVER_SEVERAL)
     if manual == "some axes":  # where JAX refuses drop-ins' io
         kinds = [kind for kind in OVER_SEVERAL if "io" not in kind]
+        if jaxlib.version.__version_info__ < (
+            0,
+            11,
+            2,
+        ):  # where ordered ones are refused
+            kinds = [kind for kind in kinds if kind.startswith("unordered")]
 
     def program(x):
         def do(i):
@@ -419,4 +428,8 @@ def test_each_device_of_a_shard_map(place, manual):
     for device in range(devices):
         with jax.disable_jit():
             program(jnp.array([device], np.int32))
-        assert of(device, got) == log.taken()
+        want = log.taken()
+        if manual == "all axes" or TOKENS_OVER_SOME_AXES:
+            assert of(device, got) == want
+        else:  # each jaxpr has an order of its own
+            assert sorted(of(device, got)) == sorted(want)

@@ -61,8 +61,6 @@ def in_order(
     """
     given = dict(ctx.tokens_in.items())
     effects = effects_in(ctx)
-    if not effects <= given.keys():  # in a part of the program that is left as it is
-        effects = frozenset()
     if not effects and _effects.ordered_effects.contains(effect):
         effects = frozenset([effect])
     if effects:

@@ -17,7 +17,7 @@ does, gets the same effects again.
     effects of the program   as before: JAX passes the same tokens in and out
     where it begins          IN_ORDER's token comes after all tokens that are passed in
     a host call              takes the token, and leaves another
-    where it ends            the tokens that are passed out are the last one
+    where it ends            a token that is passed out comes after all
 
 Equations of others with ordered effects (JAX's own callbacks) keep their tokens. Host
 calls take and leave these too, so they are in order with them. Nothing but data orders
@@ -28,8 +28,9 @@ one ordered effect, and those whose unordered calls are in one jaxpr, where each
 the token of the one before it (`in_order` in lowering_api.py).
 
 Not entered are loops over Refs, kernels, custom calls, and the small functions inside
-reductions, sorts and scatters. If such a thing has ordered effects, host calls outside
-of it are in order with it.
+reductions, sorts and scatters; and before jaxlib 0.11.2, where XLA ends the process for
+a token there, shard_maps that are manual over some mesh axes only. If such a thing has
+ordered effects, host calls outside of it are in order with it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from hostcall._jax import types as _t
 from hostcall._jax.jaxprs import LOOPS, Inner, inners, within
-from hostcall._jax.program import record_of
+from hostcall._jax.program import SHARDS_TOKENS_OVER_SOME_AXES, record_of
 from hostcall._jax.tracing import (
     ENGINE_CALLS,
     JAXS_CALLS,
@@ -93,6 +94,15 @@ class _Found(NamedTuple):
     crosses: bool = False
 
 
+def _parts(eqn: _t.JaxprEquation) -> list[Inner]:
+    """The jaxprs of an equation that are in the order of the program."""
+    if eqn.primitive.name == "shard_map" and not SHARDS_TOKENS_OVER_SOME_AXES:
+        params = eqn.params
+        if set(params["newly_manual_axes"]) != set(params["mesh"].axis_names):
+            return []
+    return inners(eqn)
+
+
 def _ordered(effects: Iterable[_t.Effect]) -> Effects:
     return frozenset(_effects.ordered_effects.filter_in(effects))
 
@@ -118,7 +128,7 @@ class _Finder:
         ordered = _ordered(eqn.effects)
         if eqn.primitive in self._rules:
             return _Found(own=ordered or frozenset([None]), is_call=True)
-        parts = inners(eqn)
+        parts = _parts(eqn)
         if not parts:
             return _Found(foreign=ordered)
         found = [self.jaxpr(part.jaxpr) for part in parts]
@@ -214,7 +224,7 @@ class InOrder:
         if (rule := self._rules.get(eqn.primitive)) is not None:
             params = {"call": _OrderedCall(eqn, rule, self.effects)}
             return eqn.replace(primitive=_call_p, params=params, effects=self.effects)
-        parts = inners(eqn)
+        parts = _parts(eqn)
         if not parts:
             return eqn
         new = [self.jaxpr(part.jaxpr) for part in parts]
@@ -301,16 +311,18 @@ def _order_of(ctx: _t.LoweringContext) -> InOrder | None:
 
 def effects_in(ctx: _t.LoweringContext) -> Effects:
     """The effects that all host calls have of the program that is being lowered; none
-    if each has its own.
+    if each has its own, as in the parts of the program that are left as they are.
     """
     order = _order_of(ctx)
-    return Effects() if order is None else order.effects
+    if order is None or not order.effects <= ctx.tokens_in.effects():
+        return Effects()
+    return order.effects
 
 
 def in_order_of_program(ctx: _t.LoweringContext, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
     """A jaxpr that is made while a program is lowered, in the order of that program."""
     order = _order_of(ctx)
-    return jaxpr if order is None else order.jaxpr(jaxpr)
+    return order.jaxpr(jaxpr) if order is not None and effects_in(ctx) else jaxpr
 
 
 def joined(tokens: Sequence[_t.Value]) -> _t.Value:
