@@ -288,5 +288,7 @@ def test_a_device_by_name_is_refused_over_one_device_too(face):
         hc.tap(r.seen, x, on=device)
         return x
 
-    with pytest.raises(ExportError, match="it has on=.*may run on other devices"):
-        hc.export(jax.jit(f), np.float32(1))
+    with pytest.raises(
+        hc.errors.ExportError, match="it has on=.*may run on other devices"
+    ):
+        hc.export(jax.jit(f))(np.float32(1))
