@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global hc, _native, delivery, failures
+    global hc, _native, delivery, device_order, failures
     platform = config.getoption("--platform")
     driver = platforms.set_up(platform)
     if driver is not None:
@@ -79,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import hostcall as hc
     from hostcall import _native
     from hostcall._core import failures
+    from hostcall._jax import device_order
     from hostcall._runtime import delivery
 
     if platform in ("fakegpu", "cuda") and jax.default_backend() != "gpu":
@@ -142,6 +143,7 @@ def nothing_left(
         if jax.default_backend() == "cpu":
             raise
         platforms.forget_failed_effects()
+    device_order.start_anew()  # else later tests' ordered programs are dispatched slower
     assert delivery.flush(30), "a tap was not delivered"
     assert delivery.take() is None, "a tap failed, and the test did not take its error"
     assert hc.monitor.tap_queue().nbytes == 0

@@ -276,6 +276,8 @@ def test_a_callback_that_starts_a_program_over_its_own_mesh(order):
         np.testing.assert_array_equal(other(X), X.sum(0, keepdims=True))
 
 
+F32 = jax.ShapeDtypeStruct((), np.float32)
+
 # --- What is refused -----------------------------------------------------------------------
 
 
@@ -285,6 +287,46 @@ def test_a_device_is_refused_where_each_device_calls(wrap):
     f = over(line(), host, P("x")) if wrap == "shard_map" else jax.pmap(host)
     with pytest.raises(ValueError, match="inside shard_map or pmap, where each device"):
         f(X)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("branch", ["cond", "switch", "inner jit", "cond in scan"])
+def test_a_token_alone_in_a_branch_is_refused(branch, others):
+    """XLA would end the process. An unordered call has a token if there are others."""
+    order = "unordered" if others else "ordered"
+    call = lambda: hc.call(lambda: np.float32(1), F32, order=order)[None]
+    each = jax.shard_map(
+        call, mesh=line(), in_specs=(), out_specs=P("x"), check_vma=False
+    )
+
+    def choose(p):
+        if branch == "cond":
+            return jax.lax.cond(p, each, lambda: jnp.zeros(4))
+        if branch == "inner jit":
+            return jax.lax.cond(p, jax.jit(each), lambda: jnp.zeros(4))
+        return jax.lax.switch(p.astype(int), [lambda: jnp.zeros(4), each])
+
+    def program(x):
+        if others:
+            hc.call(lambda: None, None, order="unordered")
+        if branch == "cond in scan":
+            return jax.lax.scan(lambda c, i: (choose(i > 0), None), x, jnp.arange(2))[0]
+        return choose(x.sum() > 0)
+
+    wanted = "uses no array, in a branch of lax.cond.*Give the shard_map an array"
+    with pytest.raises(hc.errors.HostcallError, match=wanted):
+        jax.jit(program)(jax.device_put(jnp.ones(4), jax.NamedSharding(line(), P("x"))))
+
+
+def test_the_array_that_the_message_asks_for():
+    got = lambda v: hc.call(lambda v: np.float32(7), F32, v, order="ordered")[None]
+    each = jax.shard_map(
+        got, mesh=line(), in_specs=P(), out_specs=P("x"), check_vma=False
+    )
+    f = jax.jit(
+        lambda p: jax.lax.cond(p, lambda: each(jnp.zeros(())), lambda: jnp.zeros(4))
+    )
+    np.testing.assert_array_equal(f(True), np.full(4, 7))
 
 
 def test_a_failing_shard_of_a_mesh_without_devices():

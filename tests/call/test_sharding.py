@@ -147,6 +147,77 @@ def test_a_device_outside_of_the_program_is_refused():
         jax.jit(host)(x)
 
 
+ON_OTHER = "has on=.*not among the devices of {}: .*leave out on=.*jax.device_put"
+
+
+@pytest.mark.parametrize("face", ["call", "tap", "print"])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("committed", [False, True])
+def test_another_device_than_the_one_is_refused(face, wrap, committed):
+    other = jax.devices()[2]
+    x = jnp.ones(3)
+    if committed:
+        x = jax.device_put(x, jax.devices()[1])
+
+    def f(v):
+        if face == "call":
+            return hc.call(lambda v: v, v, v, on=other)
+        hc.tap(print, v, on=other) if face == "tap" else hc.print("{}", v, on=other)
+        return v
+
+    of = "the program" if wrap is jax.jit else "its arrays"
+    with pytest.raises(hc.errors.HostcallError, match=ON_OTHER.format(of)):
+        wrap(f)(x)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_the_one_device_may_be_named(wrap):
+    device = jax.devices()[1]
+    f = wrap(lambda v: hc.call(lambda v: v * 2, v, v, on=device))
+    out = f(jax.device_put(jnp.ones(3), device))
+    assert out.devices() == {device}
+    np.testing.assert_array_equal(out, np.full(3, 2))
+
+
+@pytest.mark.parametrize("number", [None, 0, 2])
+def test_eager_and_jitted_calls_leave_results_on_the_same_devices(number):
+    on = "once" if number is None else jax.devices()[number]
+    where = []
+
+    def host(v):
+        where.append(hc.current().device.id)
+        return v * 2
+
+    def f(v):
+        return hc.call(host, v, v, on=on)
+
+    x = put(X, P("x", "y"))
+    eager, jitted = f(x), jax.jit(f)(x)
+    np.testing.assert_array_equal(eager, jitted)
+    assert eager.devices() == jitted.devices()
+    assert eager.is_fully_replicated
+    assert jitted.is_fully_replicated
+    assert where == [number or 0] * 2
+
+
+def test_an_eager_call_on_a_device_without_its_arrays_is_refused():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    x = jax.device_put(X, NamedSharding(mesh, P("x")))
+    with pytest.raises(hc.errors.HostcallError, match=ON_OTHER.format("its arrays")):
+        hc.call(lambda v: v, X, x, on=jax.devices()[3])
+
+
+def test_host_code_has_one_device_for_all():
+    """A function that names a device may be called in host code, whose device it is."""
+    inner = jax.jit(lambda v: hc.call(lambda v: v + 1, v, v, on=jax.devices()[2]))
+
+    def host(v):
+        return np.asarray(inner(v))
+
+    out = jax.jit(lambda v: hc.call(host, v, v))(jnp.zeros(3))
+    np.testing.assert_array_equal(out, np.ones(3))
+
+
 @pytest.mark.parametrize("on", ["first", 0, "mesh", None, "sharding"])
 def test_another_place_is_refused(on):
     if on == "mesh":

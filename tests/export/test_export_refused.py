@@ -275,3 +275,20 @@ def rewritten(change):
 def test_foreign_files(change, why):
     with pytest.raises(hc.errors.LoadError, match=why):
         hc.load(rewritten(change))
+
+
+@pytest.mark.parametrize("face", ["call", "tap"])
+def test_a_device_by_name_is_refused_over_one_device_too(face):
+    """The file may be loaded on another device, and the name would be ignored."""
+    device = jax.devices()[0]
+
+    def f(x):
+        if face == "call":
+            return hc.call(r.sine, x, x, on=device)
+        hc.tap(r.seen, x, on=device)
+        return x
+
+    with pytest.raises(
+        hc.errors.ExportError, match="it has on=.*may run on other devices"
+    ):
+        hc.export(jax.jit(f))(np.float32(1))

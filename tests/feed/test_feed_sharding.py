@@ -171,3 +171,36 @@ def test_where_stands_for_cond():
         assert oks.tolist() == wanted.tolist()
         assert np.asarray(got)[:, 0].tolist() == [0, 0, 1, 0, 0, 2]
         assert feed.state() == {"epoch": 0, "item": 3}
+
+
+@pytest.mark.parametrize("place", ["cond", "switch", "cond in scan", "inner jit"])
+def test_in_branches(place):
+    """The oracle: the items that the same Python code takes."""
+    sharding = jax.NamedSharding(line(), jax.P("x"))
+    items = [np.full((4, 3), i, np.float32) for i in range(6)]
+
+    def program(take, cond, p):
+        one = lambda: take().sum()
+        if place == "cond":
+            return [cond(p, one, lambda: 0.0), cond(~p, one, lambda: 0.0), one()]
+        if place == "inner jit":
+            return [cond(p, jax.jit(one), lambda: 0.0), one()]
+        return [cond(p if i % 2 else ~p, one, lambda: -1.0) for i in range(4)]
+
+    source = iter(items)
+    want = program(lambda: next(source), lambda p, t, f: t() if p else f(), np.True_)
+    with hc.feed(list(items), sharding=sharding) as feed:
+        take = lambda: feed()[0]
+        if place == "cond in scan":
+
+            def step(c, i):
+                p = i % 2 == 1
+                return c, jax.lax.cond(p, lambda: take().sum(), lambda: -1.0)
+
+            run = lambda p: jax.lax.scan(step, 0, jnp.arange(4))[1]
+        elif place == "switch":
+            choose = lambda p, t, f: jax.lax.switch(p.astype(int), [f, t])
+            run = lambda p: program(take, choose, p)
+        else:
+            run = lambda p: program(take, jax.lax.cond, p)
+        np.testing.assert_array_equal(jax.jit(run)(np.True_), want)

@@ -163,15 +163,17 @@ def call(
             keys. All other leaves (strings, objects) reach it unchanged.
         order: "pure", the default: `fn` runs as often as the results are needed, or not
             at all.
-            "unordered": exactly once, in program order within straight-line code.
-            "ordered": exactly once, after the previous ordered call on its device.
+            "unordered": exactly once, in the order of its program: after all host calls
+            before it there, in loops, branches and inner functions too.
+            "ordered": also after the ordered calls of the programs that the thread has
+            dispatched before, on whatever devices.
         vmap_method: see *Under transformations*. Default: "sequential".
         where: a bool scalar. If it is False, `fn` is not called, and the results are
             `fill`. Under vmap each row has its own.
         fill: one number for all results, or a pytree that broadcasts to `result`.
             Default: zeros.
         on: which device of a jitted program calls, with the whole value: "once", the
-            program's first; or the given device.
+            program's first; or the given device, which must be one of the program's.
         arrays: what `fn` gets. "numpy", the default. "jax": jax.Arrays on a CPU device,
             on which it may compute. "dlpack": for torch.from_dlpack and others. "cuda":
             read-only `hc.buffers.Buffer`s of GPU memory; `fn` returns arrays on the

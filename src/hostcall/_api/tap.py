@@ -68,8 +68,8 @@ def tap(
         *args: pytrees. Arrays and numbers reach `fn` as arrays, typed PRNG keys as
             keys, and all other leaves (strings, objects) unchanged.
         order: "unordered": the taps of one device are delivered in the order in which
-            it reached them: program order within straight-line code. "ordered": in
-            program order on each device, across loops, conditionals and programs.
+            it reached them: the order of the program. "ordered": also in the order of
+            the thread's programs, on whatever devices.
         where: a bool scalar. If it is False, nothing leaves the device. Under vmap each
             row has its own. In shard_map it can pick a shard, as in
             where=jax.lax.axis_index("x") == 0.
@@ -89,11 +89,11 @@ def tap(
         on: in a jitted program over several devices, also of several processes: "once":
             one delivery of the whole value, in the process of the program's first
             device. All devices gather it, even if `where` or `every` drops the tap. A
-            device: the same, in that device's process. "process": one delivery in each
-            process that runs the program, with the part of the value that its devices
-            hold together; only these devices communicate. A value that all hold whole
-            is delivered whole. "shards": each device delivers its block, without
-            communication; equal blocks of a process are delivered once. See
+            device of the program: the same, in its process. "process": one delivery in
+            each process that runs the program, with the part of the value that its
+            devices hold together; only these devices communicate. A value that all
+            hold whole is delivered whole. "shards": each device delivers its block,
+            without communication; equal blocks of a process are delivered once. See
             `hc.current().device`, `.process` and `.index`.
         arrays: as in `hc.call`, except "cuda".
         every: an int n lets the first of every n executions tap. A run of a program

@@ -43,8 +43,8 @@ def callback(
     Args:
         callback: a function that is called for its effects; its results are dropped.
         *args: pytrees. Arrays and numbers arrive as arrays, other leaves as they are.
-        ordered: runs it after the ordered callback or print before it, across programs;
-            only in programs on one device.
+        ordered: runs it after the ordered callback or print before it, across programs
+            and their devices; only in programs on one device.
         partitioned: in a jitted program over several devices, each device calls for its
             own part of the values, which then are not gathered.
         arrays: "jax" or "numpy", as in `hc.pure_callback`.

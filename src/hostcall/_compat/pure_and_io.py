@@ -98,7 +98,8 @@ def io_callback(
         result_shape_dtypes: as in `hc.pure_callback`; None for no results.
         *args: pytrees of arrays and numbers.
         sharding: as in `hc.pure_callback`.
-        ordered: runs it after the previous ordered callback, across programs.
+        ordered: runs it after the previous ordered callback or call, across programs
+            and devices.
         arrays: as in `hc.pure_callback`.
         **kwargs: like `args`.
 

@@ -3,8 +3,8 @@
 | order | how often it runs | what orders it | JAX effect |
 |---|---|---|---|
 | pure | as results are needed | data | none: JAX may drop, merge or repeat it |
-| unordered | exactly once | straight-line code | `CallEffect` |
-| ordered | exactly once | all of a device's programs | `OrderedCallEffect` |
+| unordered | exactly once | its program | `CallEffect` |
+| ordered | exactly once | all of a thread's programs | `OrderedCallEffect` |
 
 A program with effects takes JAX's fast dispatch only on one CPU device, where XLA keeps
 programs in order by itself (_jax/fast_dispatch.py). Elsewhere a dispatch costs 3 us
@@ -77,7 +77,8 @@ def _heal(effect: Effect, token: Token | None) -> None:
         logger.error("ordered calls continue after a failed program: %s", said)
 
 
-_jax.wrap_dispatches(failures.looking)
+_jax.keep_order_over_devices(failures.looking)
+_jax.wrap_dispatches()
 _jax.wrap_tokens(_heal)
 
 

@@ -160,7 +160,7 @@ def _in_program(
         raise NotPortable("its program runs over several processes")
     if program.automatic:
         raise NotPortable("it is in a shard_map that is manual over some axes only")
-    if program.is_exported and team is not None and params.options.sharding is not None:
+    if program.is_exported and params.options.sharding is not None:
         raise NotPortable(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"

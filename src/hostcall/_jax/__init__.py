@@ -15,6 +15,8 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     while_loops   runs host calls once in loops that JAX runs twice
     dispatch      programs that a thread has dispatched: order, waits, who hears of them
     fast_dispatch programs with host calls on JAX's fast dispatch
+    program_order one order for all host calls of a program
+    device_order  ordered programs over different devices
     execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
@@ -32,6 +34,7 @@ Other modules write `_jax.name`: every public name of these files is exported he
 from hostcall._jax.callbacks import *  # noqa: F403
 from hostcall._jax.connections import *  # noqa: F403
 from hostcall._jax.coordination import *  # noqa: F403
+from hostcall._jax.device_order import *  # noqa: F403
 from hostcall._jax.devices import *  # noqa: F403
 from hostcall._jax.dispatch import *  # noqa: F403
 from hostcall._jax.dtypes import *  # noqa: F403
@@ -42,6 +45,7 @@ from hostcall._jax.hoisting import *  # noqa: F403
 from hostcall._jax.lowering_api import *  # noqa: F403
 from hostcall._jax.operations import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
+from hostcall._jax.program_order import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
 from hostcall._jax.types import *  # noqa: F403

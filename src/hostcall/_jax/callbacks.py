@@ -17,8 +17,8 @@ from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
-from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import SERVED, Program, is_served
+from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS
 
 # Saved at import, before `patch_jax` can replace it, so that hostcall never calls its
 # own replacement.
@@ -153,10 +153,12 @@ def replace_lowering(
             ours = type(entry)(functools.partial(either, entry.rule), entry.inline)
             table[primitive] = ours
             replaced.append((table, entry, ours))
-    ENGINE_CALLS.add(primitive)
+    ENGINE_CALLS[primitive] = rule
+    JAXS_CALLS.add(primitive)
 
     def restore() -> None:
-        ENGINE_CALLS.discard(primitive)
+        ENGINE_CALLS.pop(primitive, None)
+        JAXS_CALLS.discard(primitive)
         for table, entry, ours in replaced:
             if table[primitive] is ours:  # else another library has replaced our entry
                 table[primitive] = entry

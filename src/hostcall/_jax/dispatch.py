@@ -8,7 +8,6 @@ Other calls take JAX's fast path in C++, which calls a hook (`POST_HOOK`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -66,10 +65,10 @@ def _marks() -> list[Token]:
         return []
     clients = list(_clients)
     devices = [device for client in clients for device in client.local_devices()]
-    return [_run_nothing(device) for device in devices]
+    return [run_nothing(device) for device in devices]
 
 
-def _run_nothing(device: Device, *tokens: Token) -> Token:
+def run_nothing(device: Device, *tokens: Token) -> Token:
     """Dispatches a program that does nothing, after these tokens; returns its own."""
     operands = ", ".join(f"%{i}: tensor<0xi1>" for i in range(len(tokens)))
     program = _compiled(f"func.func public @main({operands})", device)
@@ -187,10 +186,10 @@ def _tokens_of(program: Executable) -> list[Token]:
         return []
     tokens = _dispatch.runtime_tokens
     found = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
-    return [token for token in found if token is not None] + _ordered_tokens_of(program)
+    return [token for token in found if token is not None] + ordered_tokens_of(program)
 
 
-def _ordered_tokens_of(program: Executable) -> list[Token]:
+def ordered_tokens_of(program: Executable) -> list[Token]:
     held = _dispatch.runtime_tokens.current_tokens
     return [held[effect] for effect in program.ordered_effects if effect in held]
 
@@ -198,34 +197,13 @@ def _ordered_tokens_of(program: Executable) -> list[Token]:
 # --- What is wrapped ------------------------------------------------------------------
 
 
-def wrap_dispatches(
-    quietly: Callable[[], contextlib.AbstractContextManager[None]],
-) -> None:
-    """Tells of dispatches, and keeps ordered programs over several CPU devices in order
-    with those over one.
-
-    A program over several is not behind the thread's last one, nor is the next one
-    behind it (see fast_dispatch.py). So those before it are waited for, and on each
-    device a program that does nothing is dispatched after its token.
-
-    `quietly`: inside it, errors that JAX makes do not count as told.
-    """
+def wrap_dispatches() -> None:
+    """Tells of dispatches that JAX makes in Python."""
     plain = _pxla.ExecuteReplicated.__call__
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
-        several = self.ordered_effects and len(self._local_devices) > 1
-        several = several and self._local_devices[0].platform == "cpu"
-        if several:
-            with quietly():
-                wait_for_programs()
         results: list[jax.Array] = plain(self, *args)
-        if several:
-            # Of a program that has failed already there is nothing to wait for.
-            with quietly(), contextlib.suppress(*REPORTS):
-                for token in _ordered_tokens_of(self):
-                    for part in token._buf.addressable_shards:
-                        _run_nothing(part.device, part.data)
         for tell in list(_tells):
             tell(results, _tokens_of(self))
         return results

@@ -17,8 +17,8 @@ So such a program is lowered as one without effects. Its jaxpr becomes one equat
 holds the whole program, and makes the tokens of its ordered calls inside.
 
 Programs with other effects beside, over several devices, for other platforms and for
-export keep the way with tokens. Ordered programs over one device and over several are
-put in order by `wrap_dispatches` (dispatch.py).
+export keep the way with tokens. Ordered programs over different devices are put in
+order by device_order.py.
 """
 
 from __future__ import annotations
@@ -26,56 +26,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax._src import core as _core
-from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax import types as _t
 from hostcall._jax.dispatch import wait_for_programs_on
-from hostcall._jax.tracing import own_effects
-from hostcall._jax.versions import changed, open_jaxpr
+from hostcall._jax.program import is_one_served
+from hostcall._jax.program_order import (
+    as_one_equation,
+    check_tokens_alone,
+    order_of_calls,
+)
+from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
+from hostcall._jax.tracing import is_ordered as is_ordered_effect
 
-# --- A program as one equation without effects ----------------------------------------
-
-_program_p = _core.Primitive("host_calls")
-_program_p.multiple_results = True
-
-
-def _lower(
-    ctx: _t.LoweringContext, *operands: _t.Value, jaxpr: _t.Jaxpr
-) -> list[_t.Value]:
-    ordered = _effects.ordered_effects.filter_in(jaxpr.effects)
-    results, _ = _mlir.jaxpr_subcomp(
-        ctx.module_context,
-        open_jaxpr(jaxpr),
-        ctx.name_stack,
-        _mlir.TokenSet.create(ordered),
-        [_mlir.ir_constant(const) for const in jaxpr.consts],
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    return list(results)
-
-
-_mlir.register_lowering(_program_p, _lower, cacheable=False)
-
-
-def _without_effects(jaxpr: _t.Jaxpr) -> _t.Jaxpr:
-    invars = [_core.Var(aval) for aval in jaxpr.in_avals]
-    outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
-    eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, {"jaxpr": jaxpr}, set())
-    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}
-    return changed(jaxpr, consts=[], constvars=[], **parts)
+# An ordered program that is lowered without tokens keeps this text alive, by which it
+# is known where it is dispatched (device_order.py).
+ORDERED_WITHOUT_TOKENS = "hostcall: ordered, without tokens"
 
 
 # --- Which programs -------------------------------------------------------------------
-
-# Primitives whose effects are those of the engine's calls; JAX's own ones while
-# `replace_lowering` lowers them.
-ENGINE_CALLS: set[_t.Primitive] = set()
 
 
 def _are_engine_calls(jaxpr: _t.Jaxpr) -> bool:
@@ -108,6 +79,15 @@ def _is_for_one_cpu(args: Sequence[object]) -> bool:
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
+def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
+    """The rules of host calls in a program for these platforms: JAX's own callbacks are
+    among them where the engine makes them.
+    """
+    served = isinstance(platforms, tuple) and is_one_served(platforms)
+    own = {p: rule for p, rule in ENGINE_CALLS.items() if p not in JAXS_CALLS}
+    return dict(ENGINE_CALLS) if served else own
+
+
 def is_for_export(options: Mapping[str, object]) -> bool:
     """Whether a program is lowered to leave the process, by the named arguments of
     `_cached_lowering_to_hlo`; also if these don't tell.
@@ -116,20 +96,32 @@ def is_for_export(options: Mapping[str, object]) -> bool:
     return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
 
 
-def _dispatch_fast() -> None:
-    """From now on, JAX's fast dispatch serves the programs that it can."""
+def _lower_in_order() -> None:
+    """From now on, the host calls of each program are in one order, and JAX's fast
+    dispatch serves the programs that it can.
+    """
     plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
-        one = jaxpr.effects and _is_for_one_cpu(args) and not is_for_export(options)
+        effects = jaxpr.effects
+        if not effects:
+            return plain(jaxpr, *args, **options)
+        one = _is_for_one_cpu(args) and not is_for_export(options)
+        order = order_of_calls(jaxpr, _rules(args[-1]))
+        if not one:
+            check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
         if one and _are_engine_calls(jaxpr):
             wait_for_programs_on(args[1])
-            jaxpr = _without_effects(jaxpr)
+            is_ordered = any(map(is_ordered_effect, effects))
+            kept = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
+            jaxpr = as_one_equation(jaxpr, (), order, kept)
+        elif order is not None:
+            jaxpr = as_one_equation(jaxpr, effects, order)
         return plain(jaxpr, *args, **options)
 
     _pxla._cached_lowering_to_hlo = lowered
 
 
 if hasattr(_pxla, "_cached_lowering_to_hlo"):  # else, in a later JAX, all have tokens
-    _dispatch_fast()
+    _lower_in_order()

@@ -14,7 +14,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.sharding_impls import UNSPECIFIED as _UNSPECIFIED
 
 from hostcall._jax import types as _t
-from hostcall._jax.fast_dispatch import ENGINE_CALLS
+from hostcall._jax.tracing import ENGINE_CALLS
 from hostcall._jax.versions import open_jaxpr
 
 LOOPS = ("scan", "while")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
@@ -14,8 +15,9 @@ from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
-from hostcall._jax.fast_dispatch import ENGINE_CALLS
 from hostcall._jax.program import record_of
+from hostcall._jax.program_order import effects_in, in_order_of_program, joined
+from hostcall._jax.tracing import ENGINE_CALLS
 
 
 def register_lowering(
@@ -41,7 +43,7 @@ def register_lowering(
     """
 
     _mlir.register_lowering(primitive, rule, cacheable=False)
-    ENGINE_CALLS.add(primitive)
+    ENGINE_CALLS[primitive] = rule
     if wants_devices:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
@@ -52,17 +54,23 @@ def in_order(
     """The token that an equation with this effect takes, and a setter of the one that
     it leaves.
 
-    An ordered effect has JAX's token. With another one, the token is that of the
-    previous equation in the same MLIR block, which is straight-line code: XLA then sees
-    that they depend on each other.
+    If all host calls of the program have the same effects (program_order.py), it takes
+    the tokens of these, and leaves one for all. Else an ordered effect has JAX's token.
+    With another one, the token is that of the previous equation in the same MLIR block,
+    which is straight-line code: XLA then sees that they depend on each other.
     """
-    if _effects.ordered_effects.contains(effect):
+    given = dict(ctx.tokens_in.items())
+    effects = effects_in(ctx)
+    if not effects and _effects.ordered_effects.contains(effect):
+        effects = frozenset([effect])
+    if effects:
+        before = joined([token for e, token in given.items() if e in effects])
 
         def leave(token: _t.Value | None) -> None:
-            left = _mlir.TokenSet({effect: token})
+            left = _mlir.TokenSet(dict.fromkeys(effects, token))
             ctx.set_tokens_out(ctx.tokens_in.update_tokens(left))
 
-        return ctx.tokens_in.get(effect), leave
+        return before, leave
     record = record_of(ctx, "last token of each block")
     block = _ir.InsertionPoint.current.block
     return record.get(block), partial(record.__setitem__, block)
@@ -84,8 +92,20 @@ lowering_as = partial(_mlir.lower_fun, multiple_results=True)
 def lower_by(
     ctx: _t.LoweringContext, f: Callable[..., object], *operands: _t.Value
 ) -> list[_t.Value]:
-    """Lowers an equation as the JAX function `f`, which returns a list of results."""
-    return list(lowering_as(f)(ctx, *operands))
+    """Lowers an equation as the JAX function `f`, which returns a list of results.
+
+    Host calls in `f` are in the order of the program.
+    """
+    return list(lowering_as(partial(_in_order, ctx, f))(ctx, *operands))
+
+
+def _in_order(
+    ctx: _t.LoweringContext, f: Callable[..., object], *args: jax.Array
+) -> object:
+    if not effects_in(ctx):
+        return f(*args)
+    jaxpr = in_order_of_program(ctx, jax.make_jaxpr(f)(*args))
+    return _core.jaxpr_as_fun(jaxpr)(*args)
 
 
 def name_partitioning(value: _t.Value, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -36,6 +36,7 @@ class Program(NamedTuple):
         automatic: the axes of that mesh over which the shard_map is not manual.
         devices: its devices, in its order; None if there is one; empty if they are not
             known, as in a nested manual region, or are those of a mesh of one.
+        home: its device, if it has one and JAX says which.
         size: how many devices it has, which is known even if these are not.
         local: those of its devices that belong to this process; None if it has no
             `devices`, or `client` is None, or if the engine does not serve a platform.
@@ -61,6 +62,7 @@ class Program(NamedTuple):
     mesh: Mesh | None
     automatic: frozenset[object]
     devices: tuple[Device, ...] | None
+    home: Device | None
     size: int
     local: list[Device] | None
     by_ordinal: dict[int, Device]
@@ -101,6 +103,7 @@ def program_of(ctx: LoweringContext) -> Program:
         mesh=mesh,
         automatic=automatic,
         devices=devices,
+        home=_only_device(module.axis_context),
         size=size,
         local=local,
         by_ordinal=by_ordinal,
@@ -131,6 +134,13 @@ def _over(
     return None, frozenset(), size, known if size > 1 else None
 
 
+def _only_device(context: object) -> Device | None:
+    if not isinstance(context, _sharding_impls.ShardingContext):
+        return None
+    known = tuple(context.device_assignment or ())
+    return known[0] if len(known) == 1 else None
+
+
 def ordinal(device: Device) -> int:
     """The number that XLA gives a handler for this device.
 
@@ -141,8 +151,12 @@ def ordinal(device: Device) -> int:
 
 def is_served(ctx: LoweringContext) -> bool:
     """Whether the program is for one platform that the engine serves."""
-    of = ctx.module_context.platforms
-    return len(of) == 1 and of[0] in SERVED
+    return is_one_served(ctx.module_context.platforms)
+
+
+def is_one_served(platforms: Sequence[object]) -> bool:
+    """Whether they are one platform, which the engine serves."""
+    return len(platforms) == 1 and platforms[0] in SERVED
 
 
 def _is_in_reducer() -> bool:

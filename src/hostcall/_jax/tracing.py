@@ -73,6 +73,11 @@ def is_literal(atom: _t.Atom) -> bool:
     return isinstance(atom, _core.Literal)
 
 
+# The primitives of host calls, and how each is lowered. JAX's own ones are among them
+# while `replace_lowering` lowers these, and then in JAXS_CALLS too.
+ENGINE_CALLS: dict[_t.Primitive, _t.LoweringRule] = {}
+JAXS_CALLS: set[_t.Primitive] = set()
+
 # The effects that nothing but an engine's call has.
 own_effects = _effects.EffectTypeSet()
 

@@ -23,6 +23,7 @@ from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
 from hostcall._native import Plan
 from hostcall._primitives.batching import batch
+from hostcall._primitives.chosen import chosen_in
 from hostcall._primitives.eager import row_major, run_and_keep
 from hostcall._primitives.lowering import (
     EngineCall,
@@ -168,7 +169,7 @@ def lower(
     `avals` are those of the operands, if not as JAX says: for a typed key, that of its
     uint32 block.
     """
-    leader = params.options.device if program.is_partitioned else None
+    leader = chosen_in(program, params)
     call = prepare(program, params, avals or program.ctx.avals_in, leader)
     with _jax.named(program.ctx, params.callback.label):
         return call.emit(operands, params.effect)
@@ -223,21 +224,18 @@ def _place(
     if params.devices:  # a sharded feed: each takes its part, and makes no call
         return None
     if local is None or not devices:
-        # A lowering that does not know the program's devices (an export, or a jit
-        # with an abstract mesh): the first device that arrives makes the call. With
-        # several processes, nothing says how many of the devices are in this one.
+        # A lowering that does not know the program's devices (over an abstract mesh):
+        # the first device that arrives makes the call. With several processes, nothing
+        # says how many of the devices are in this one. (An export over concrete
+        # shardings knows its devices, and comes below. It may run on others, so what
+        # it writes names none: _export/texts.py.)
         if program.size > 1 and jax.process_count() == 1:
             info.team = Team("ONCE" if mesh is None else "EACH", program.size, None)
     elif mesh is not None:
         info.team = Team("EACH", len(local), None)
     else:
         leader = leader or devices[0]
-        if leader not in devices:
-            raise HostcallError(
-                f"hostcall: `{info.name}` has on={leader}, which is not among the"
-                f" devices of the program: {devices}",
-                code="hc-device",
-            )
+        assert leader in devices, "chosen.py refuses others"
         info.elsewhere = leader not in local
         caller = _jax.ordinal(local[0] if info.elsewhere else leader)
         info.team = Team("ONCE", len(local), caller)

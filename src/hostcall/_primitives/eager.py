@@ -17,6 +17,7 @@ from hostcall._engine import plans, targets
 from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
 from hostcall._jax.types import Device, Primitive, Sharding
+from hostcall._primitives.chosen import chosen_here
 from hostcall._runtime import host_device
 
 logger = logging.getLogger("hostcall")
@@ -35,9 +36,11 @@ def prepare(
         raise process.refusal(f"{params.shown} is called")
     if params.options.order == "ordered":
         go_on_after_failures(params.word)
-    place = _result_sharding(operands, params.options.sharding)
+    place = _result_sharding(operands)
     arrays = [row_major(operand) for operand in operands]
-    home = _jax.here() if place is None else first_device(place.device_set)
+    devices = () if place is None else place.device_set
+    in_order = sorted(devices, key=lambda device: device.id) or [_jax.here()]
+    home = chosen_here(params, in_order)
     info = params.info(params, {-1: home}, None)
     info.device = host_device.above_here()
     plan = plans.make_plan(info, arrays)
@@ -118,17 +121,14 @@ def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(array, order="C")
 
 
-def _result_sharding(
-    operands: Sequence[jax.Array], wanted: Sharding | None
-) -> Sharding | None:
-    """Where an eager call's results go, which is where jit would put them.
+def _result_sharding(operands: Sequence[jax.Array]) -> Sharding | None:
+    """Where an eager call's results go, which is where jit would put them, whichever
+    device makes the call.
 
     If an operand is sharded over a mesh, they are replicated on that mesh. Otherwise
     they go to the device of a committed operand, and without one to the default device
     (None).
     """
-    if wanted is not None:
-        return wanted
     for operand in operands:
         if not isinstance(operand, jax.Array) or not operand.committed:
             continue

@@ -66,7 +66,10 @@ class Feed(Handle):
                 code="hc-conflict",
             )
         markers = [_marker(leaf, name) for leaf in jax.tree.leaves(rows)]
-        mask = [] if where is None else [parse_mask(where, name)]
+        # A mask for each feed with `sharding=`: the region of its devices then gets an
+        # array. XLA ends the process for one in a conditional that gets a token alone.
+        is_masked = where is not None or shards is not None
+        mask = [parse_mask(True if where is None else where, name)] if is_masked else []
         blocks = self._items.avals if shards is None else shards.blocks
         ok_aval = _jax.ShapedArray((), np.dtype(np.bool_))
         results = Results.flat((*blocks, ok_aval), (*self._items.keys, None))
@@ -202,8 +205,7 @@ def feed(
 
     Under transformations:
         jit, scan, fori_loop, while_loop (bodies and conditions), cond: one item each
-            time it is reached, in program order across programs. With `sharding=`, use
-            `feed(where=p)` instead of cond, in which XLA ends the process.
+            time it is reached, in program order across programs.
         vmap: one item for all rows; one for each row, in row order, with `rows=`.
         grad: a constant. Nothing is pulled again, also not by remat.
         linearize: a while_loop with a feed is refused (DerivativeError), since JAX

@@ -83,7 +83,7 @@ class Object:
             Coroutine methods of a class run on the event loop; if the factory is not a
             class, and `vmap_method` is "parallel", a thread waits for each of them.
         order: "ordered": each call runs exactly once, after the previous ordered call.
-            "unordered": exactly once, in program order within straight-line code.
+            "unordered": exactly once, in the order of its program.
         name: the name in messages. Default: the factory's.
         vmap_method: "sequential": the rows run in row order. "parallel": all at once.
         executor: a pool of threads for "parallel", as in `hc.host`.

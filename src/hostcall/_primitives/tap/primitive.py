@@ -16,7 +16,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core import errors, process
-from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_with
 from hostcall._core.source import look
 from hostcall._engine import plans, targets
@@ -24,6 +24,7 @@ from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
 from hostcall._jax.types import Aval, Device, Effect, JaxprEquation, Sharding, Value
 from hostcall._primitives.batching import Batched, Dims, Operands, in_front, size_of
+from hostcall._primitives.chosen import chosen_here, chosen_in
 from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
 from hostcall._primitives.lowering import (
     EngineCall,
@@ -100,7 +101,10 @@ def _blocks(
 
         return partitioned.blocks_here(operands, params)
     _refuse_parts(arrays, params)
-    home = params.options.device or first_device(arrays[0].devices() if arrays else ())
+    devices = sorted(arrays[0].devices(), key=lambda d: d.id) if arrays else []
+    home = params.options.device
+    if home is None or home.process_index == _jax.process_of(home):
+        home = chosen_here(params, devices or [first_device(())])
     # Each process runs this line, and one of them delivers.
     is_here = home.process_index == _jax.process_of(home)
     return [(home, None, operands)] if is_here else []
@@ -261,9 +265,12 @@ def lower_here(
     ctx, avals = program.ctx, program.ctx.avals_in
     only: tuple[int, ...] = ()  # the ordinals of the devices that tap; empty for all
     prepare = None
+    if program.is_exported:
+        _refuse_device(params)
+    else:
+        chosen_in(program, params)  # refuses another device than the program's
     if program.size > 1 and program.mesh is None:  # all hold the same: one of them taps
         if program.is_exported:
-            _refuse_device(params)
             if not params.masked:
                 avals, params = [_FLAG, *avals], params.with_mask()
             prepare = partial(_only_on_first, program, avals)
@@ -296,15 +303,8 @@ def _delivers_blocks(program: _jax.Program, params: TapParams) -> bool:
 
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
     """The device that taps, in a program that is partitioned over several."""
-    devices = program.devices
-    assert devices
-    device = params.options.device or devices[0]
-    if device not in devices:
-        raise HostcallError(
-            f"hostcall: {params.shown} has on={device}, which is not"
-            f" among the devices of the program: {devices}",
-            code="hc-device",
-        )
+    device = chosen_in(program, params)
+    assert device is not None
     return device
 
 

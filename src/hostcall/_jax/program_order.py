@@ -1,0 +1,404 @@
+"""One order for all host calls of a program.
+
+JAX keeps equations in order by tokens, one for each ordered effect, which it hands
+through loops, branches and inner functions. Equations of two ordered effects have two
+tokens, and those of unordered effects have none. So three things depend on nothing but
+XLA's schedule: what an ordered drop-in and an ordered `hc.call` do in the body of one
+loop (they have different effects), what an ordered and an unordered call do there, and
+whether a loop with unordered calls comes before or after the calls around it.
+
+The remedy: where a program is lowered, all host calls in it get one and the same
+ordered effect, IN_ORDER, whose token is made where the program begins. JAX then hands
+this token through everything that the calls are in. A call is put into an equation of
+another primitive for it (`host_call_in_order`), which has its effects as a parameter:
+whoever traces a part of the program once more, as JAX's lowering of loops and of remat
+does, gets the same effects again.
+
+    effects of the program   as before: JAX passes the same tokens in and out
+    where it begins          IN_ORDER's token comes after all tokens that are passed in
+    a host call              takes the token, and leaves another
+    where it ends            a token that is passed out comes after all
+
+Equations of others with ordered effects (JAX's own callbacks) keep their tokens. Host
+calls take and leave these too, so they are in order with them. Nothing but data orders
+other equations with unordered effects.
+
+Most programs need none of this, and are left as they are: those whose calls all have
+one ordered effect, and those whose unordered calls are in one jaxpr, where each takes
+the token of the one before it (`in_order` in lowering_api.py).
+
+Not entered are loops over Refs, kernels, custom calls, and the small functions inside
+reductions, sorts and scatters; and before jaxlib 0.11.2, where XLA ends the process for
+a token there, shard_maps that are manual over some mesh axes only. If such a thing has
+ordered effects, host calls outside of it are in order with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jax._src import core as _core
+from jax._src import effects as _effects
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.lib.mlir.dialects import hlo as _hlo
+
+from hostcall._jax import types as _t
+from hostcall._jax.jaxprs import LOOPS, Inner, inners, within
+from hostcall._jax.program import SHARDS_TOKENS_OVER_SOME_AXES, record_of
+from hostcall._jax.tracing import (
+    ENGINE_CALLS,
+    JAXS_CALLS,
+    hold_weakly_in_caches,
+    register_effect,
+)
+from hostcall._jax.versions import changed, open_jaxpr
+
+
+class ProgramOrder(_effects.Effect):  # type: ignore[misc]
+    """The effect of all host calls of a program whose order needs a token of its own.
+
+    Programs have it only while they are lowered.
+    """
+
+    def __str__(self) -> str:
+        return "HostCallsInOrder"
+
+
+IN_ORDER = ProgramOrder()
+register_effect(ProgramOrder, ordered=True)
+
+Effects: TypeAlias = frozenset[_t.Effect]
+# The primitives of host calls, and how each is lowered.
+Rules: TypeAlias = Mapping[_t.Primitive, _t.LoweringRule]
+
+
+# --- Which programs -------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """What an equation, or a jaxpr, does that has to be in order.
+
+    Attributes:
+        own: the ordered effects of its host calls; None stands for all unordered ones.
+        foreign: the ordered effects that something else in it has.
+        is_call: it is one host call itself.
+        crosses: whether neither JAX's tokens nor the chain of the unordered calls in
+            each jaxpr put all of it in order.
+    """
+
+    own: frozenset[_t.Effect | None] = frozenset()
+    foreign: Effects = frozenset()
+    is_call: bool = False
+    crosses: bool = False
+
+
+def _parts(eqn: _t.JaxprEquation) -> list[Inner]:
+    """The jaxprs of an equation that are in the order of the program."""
+    if eqn.primitive.name == "shard_map" and not SHARDS_TOKENS_OVER_SOME_AXES:
+        params = eqn.params
+        if set(params["newly_manual_axes"]) != set(params["mesh"].axis_names):
+            return []
+    return inners(eqn)
+
+
+def _ordered(effects: Iterable[_t.Effect]) -> Effects:
+    return frozenset(_effects.ordered_effects.filter_in(effects))
+
+
+class _Finder:
+    """Looks through a program whose host calls these rules lower."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        # By identity: a program may have a jaxpr several times.
+        self._known: dict[int, _Found] = {}
+
+    def jaxpr(self, jaxpr: _t.Jaxpr) -> _Found:
+        inner = open_jaxpr(jaxpr)
+        if not inner.effects:
+            return _Found()
+        if id(inner) not in self._known:
+            found = [self._eqn(eqn) for eqn in inner.eqns if eqn.effects]
+            self._known[id(inner)] = _one_after_another(found)
+        return self._known[id(inner)]
+
+    def _eqn(self, eqn: _t.JaxprEquation) -> _Found:
+        ordered = _ordered(eqn.effects)
+        if eqn.primitive in self._rules:
+            return _Found(own=ordered or frozenset([None]), is_call=True)
+        parts = _parts(eqn)
+        if not parts:
+            return _Found(foreign=ordered)
+        found = [self.jaxpr(part.jaxpr) for part in parts]
+        if eqn.primitive.name == "cond":  # one of its branches runs
+            return _union(found)
+        return _one_after_another(found)
+
+
+def _union(found: Sequence[_Found]) -> _Found:
+    own = frozenset[_t.Effect | None]().union(*(each.own for each in found))
+    foreign = Effects().union(*(each.foreign for each in found))
+    return _Found(own, foreign, crosses=any(each.crosses for each in found))
+
+
+def _one_after_another(found: Sequence[_Found]) -> _Found:
+    members = [each for each in found if each.own or each.foreign]
+    both = _union(members)
+    kinds = both.own | both.foreign
+    if len(members) < 2 or not both.own:
+        return both
+    if len(kinds) == 1 and None not in kinds:  # JAX hands on one token
+        return both
+    if kinds == {None} and all(each.is_call for each in members):  # they are a chain
+        return both
+    return both._replace(crosses=True)
+
+
+# --- The same program in one order ----------------------------------------------------
+
+
+class _OrderedCall:
+    """A host call that is in the order of its program.
+
+    Attributes:
+        eqn: the equation of the call.
+        rule: how it is lowered.
+        effects: those that it has in place of its own.
+    """
+
+    def __init__(
+        self, eqn: _t.JaxprEquation, rule: _t.LoweringRule, effects: Effects
+    ) -> None:
+        self.eqn, self.rule, self.effects = eqn, rule, effects
+
+
+hold_weakly_in_caches(_OrderedCall)  # it leads to the user's function
+
+_call_p = _core.Primitive("host_call_in_order")
+_call_p.multiple_results = True
+
+
+@_call_p.def_effectful_abstract_eval
+def _(*operands: _t.Aval, call: _OrderedCall) -> tuple[list[_t.Aval], Effects]:
+    del operands
+    return [var.aval for var in call.eqn.outvars], call.effects
+
+
+def _lower_call(
+    ctx: _t.LoweringContext, *operands: _t.Value, call: _OrderedCall
+) -> object:
+    inner = ctx.replace(primitive=call.eqn.primitive)
+    results = call.rule(inner, *operands, **call.eqn.params)
+    ctx.set_tokens_out(inner.tokens_out or ctx.tokens_in)
+    return results
+
+
+_mlir.register_lowering(_call_p, _lower_call, cacheable=False)
+
+
+class InOrder:
+    """Puts all host calls of a program into one order.
+
+    They are the equations that these rules lower, and get these effects.
+    """
+
+    def __init__(self, rules: Rules, effects: Effects) -> None:
+        self._rules, self.effects = rules, effects
+        # By the identity of the old one, which is kept: JAX lowers a jaxpr that is in a
+        # program several times as one function.
+        self._new: dict[int, tuple[_t.Jaxpr, _t.Jaxpr]] = {}
+
+    def jaxpr(self, old: _t.Jaxpr) -> _t.Jaxpr:
+        if not open_jaxpr(old).effects:
+            return old
+        if id(old) not in self._new:
+            eqns = [self._eqn(eqn) for eqn in open_jaxpr(old).eqns]
+            self._new[id(old)] = old, changed(old, eqns=eqns)
+        return self._new[id(old)][1]
+
+    def _eqn(self, eqn: _t.JaxprEquation) -> _t.JaxprEquation:
+        if not eqn.effects:
+            return eqn
+        if (rule := self._rules.get(eqn.primitive)) is not None:
+            params = {"call": _OrderedCall(eqn, rule, self.effects)}
+            return eqn.replace(primitive=_call_p, params=params, effects=self.effects)
+        parts = _parts(eqn)
+        if not parts:
+            return eqn
+        new = [self.jaxpr(part.jaxpr) for part in parts]
+        params = {**eqn.params, **_by_name(parts, new)}
+        before = _effects_of(part.jaxpr for part in parts)
+        after = _effects_of(new)
+        effects = (frozenset(eqn.effects) - (before - after)) | (after - before)
+        return eqn.replace(params=params, effects=effects)
+
+
+def _by_name(parts: Sequence[Inner], new: Sequence[_t.Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation that have these jaxprs in place of its parts."""
+    if parts[0].key == "branches":
+        return {"branches": tuple(new)}
+    return {part.key: jaxpr for part, jaxpr in zip(parts, new, strict=True)}
+
+
+def _effects_of(jaxprs: Iterable[_t.Jaxpr]) -> Effects:
+    return Effects().union(*(open_jaxpr(jaxpr).effects for jaxpr in jaxprs))
+
+
+# --- What XLA can't compile -----------------------------------------------------------
+#
+# A shard_map that stands in a branch of a conditional, gets a token and uses no array:
+# XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles one. A loop between
+# the two is no such conditional.
+
+# (the parameters of the host call in there) -> the error.
+_refusal: list[Callable[[_t.Params], Exception]] = []
+
+
+def refuse_tokens_alone(refusal: Callable[[_t.Params], Exception]) -> None:
+    """Such programs raise the error that `refusal` makes of a host call in there."""
+    _refusal.append(refusal)
+
+
+def check_tokens_alone(jaxpr: _t.Jaxpr, in_branch: bool = False) -> None:
+    """Refuses such programs, as they will be lowered."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if not eqn.effects:
+            continue
+        name, parts = eqn.primitive.name, inners(eqn)
+        if name == "shard_map" and in_branch and eqn.params["mesh"].size > 1:
+            _check_region(eqn, open_jaxpr(parts[0].jaxpr))
+        in_this = name == "cond" or (in_branch and name not in LOOPS)
+        for part in parts:
+            check_tokens_alone(part.jaxpr, in_this)
+
+
+def _check_region(eqn: _t.JaxprEquation, region: _t.Jaxpr) -> None:
+    if not _ordered(eqn.effects):
+        return
+    _, used = _pe.dce_jaxpr(region, [True] * len(region.outvars))
+    if any(used):
+        return
+    calls = [call for each in region.eqns for call in within(each)]
+    found = [_params_of(call) for call in calls]
+    if first := next(filter(None, found), None):
+        raise _refusal[0](first)
+
+
+def _params_of(eqn: _t.JaxprEquation) -> _t.Params | None:
+    """The parameters of a host call of our own; None of anything else."""
+    if eqn.primitive is _call_p:
+        eqn = eqn.params["call"].eqn
+    is_own = eqn.primitive in ENGINE_CALLS and eqn.primitive not in JAXS_CALLS
+    return eqn.params if is_own else None
+
+
+# --- A program as one equation --------------------------------------------------------
+
+_program_p = _core.Primitive("host_calls")
+_program_p.multiple_results = True
+
+_RECORD = "the order of host calls"
+
+
+def _order_of(ctx: _t.LoweringContext) -> InOrder | None:
+    """How the host calls of the program are in order that is being lowered; None if
+    each has its own effect.
+    """
+    return record_of(ctx, _RECORD).get("")
+
+
+def effects_in(ctx: _t.LoweringContext) -> Effects:
+    """The effects that all host calls have of the program that is being lowered; none
+    if each has its own, as in the parts of the program that are left as they are.
+    """
+    order = _order_of(ctx)
+    if order is None or not order.effects <= ctx.tokens_in.effects():
+        return Effects()
+    return order.effects
+
+
+def in_order_of_program(ctx: _t.LoweringContext, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
+    """A jaxpr that is made while a program is lowered, in the order of that program."""
+    order = _order_of(ctx)
+    return order.jaxpr(jaxpr) if order is not None and effects_in(ctx) else jaxpr
+
+
+def joined(tokens: Sequence[_t.Value]) -> _t.Value:
+    """A token that comes after all of these."""
+    first, *others = dict.fromkeys(tokens)
+    return _hlo.after_all([first, *others]) if others else first
+
+
+def _lower(
+    ctx: _t.LoweringContext,
+    *operands: _t.Value,
+    jaxpr: _t.Jaxpr,
+    order: InOrder | None,
+    kept: tuple[object, ...],
+) -> list[_t.Value]:
+    for each in kept:
+        ctx.module_context.add_keepalive(each)
+    record_of(ctx, _RECORD)[""] = order
+    inner = open_jaxpr(jaxpr)
+    given = dict(ctx.tokens_in.items())
+    tokens = {}
+    # By name: the text of a program must not depend on the order of a set.
+    for effect in sorted(_ordered(inner.effects), key=str):
+        if effect in given:
+            tokens[effect] = given[effect]
+        elif effect is IN_ORDER and given:
+            tokens[effect] = joined([*given.values()])
+        else:
+            tokens[effect] = _mlir.create_token()
+    results, left = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        inner,
+        ctx.name_stack,
+        _mlir.TokenSet(tokens),
+        [_mlir.ir_constant(const) for const in jaxpr.consts],
+        *operands,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    # One of the tokens that are passed out comes after everything, and the others are
+    # given back as they came: XLA ends the process if two results turn out to be one
+    # value. All results of a program are ready when it has ended.
+    out = dict(given)
+    for effect in sorted(given, key=str)[:1]:
+        out[effect] = joined([token for _, token in left.items()])
+    ctx.set_tokens_out(_mlir.TokenSet(out))
+    return list(results)
+
+
+_mlir.register_lowering(_program_p, _lower, cacheable=False)
+
+
+def as_one_equation(
+    jaxpr: _t.Jaxpr,
+    effects: Iterable[_t.Effect],
+    order: InOrder | None,
+    kept: tuple[object, ...] = (),
+) -> _t.Jaxpr:
+    """A program whose one equation is the whole of `jaxpr`, and has these effects: JAX
+    passes tokens in and out for these. Tokens of others are made inside.
+
+    `order` puts all host calls into one order, unless they are in it. `kept` live as
+    long as the executable.
+    """
+    if order is not None:
+        jaxpr = order.jaxpr(jaxpr)
+    invars = [_core.Var(aval) for aval in jaxpr.in_avals]
+    outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
+    params = {"jaxpr": jaxpr, "order": order, "kept": kept}
+    eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, params, set(effects))
+    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}
+    return changed(jaxpr, consts=[], constvars=[], **parts)
+
+
+def order_of_calls(jaxpr: _t.Jaxpr, rules: Rules) -> InOrder | None:
+    """What puts all host calls of a program into one order; None if they are in one."""
+    found = _Finder(rules).jaxpr(jaxpr)
+    return InOrder(rules, found.foreign | {IN_ORDER}) if found.crosses else None
