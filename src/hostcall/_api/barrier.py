@@ -8,7 +8,7 @@ import time
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes
+from hostcall._core import dispatched, failures, mistakes
 from hostcall._core.daemon import limited
 from hostcall._core.wait import SLICE, ended, wait
 from hostcall._engine.counters import costs
@@ -50,26 +50,31 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
         "hc.barrier() is called",
         "It waits only for what was before this program. Call it after the program",
     )
-    start, raised = _native.ticks(), None
+    start = _native.ticks()
+    owed: BaseException | None = None
+    raised: BaseException | None = None
     try:
         if not programs:
             return delivery.flush(timeout, queued_only=True)
         end = None if timeout is None else time.monotonic() + timeout
-        failed = delivery.state.reports  # outlives a wait that Ctrl-C or the limit ends
-        if not workers.in_call():  # else its program's results are among the arrays
+        failed = dispatched.reports()  # outlives a wait that Ctrl-C or the limit ends
+        in_call = workers.in_call()  # its program's results are among the arrays
+        if not in_call and not _native.forked():
             if timeout is not None and not _programs_end_in(timeout):
                 return False
-            failed += failures.failures_of_all()
+            failed += dispatched.failures_of_all(limited=timeout is not None)
         left = None if end is None else max(0.0, end - time.monotonic())
         if not delivery.flush(left):
             return False
         delivery.call_at_barrier(ending=False)
-        raised = _first(failed) or failures.first_owed() or delivery.take()
+        # What the thread dispatched before the program of a call is not the call's.
+        owed = None if in_call else _first(failed) or dispatched.first_owed()
+        raised = owed or delivery.take()
         if raised is not None:
             raise raised
         return True
     finally:
-        del raised  # its traceback refers to this frame: break the cycle
+        owed = raised = None  # their tracebacks refer to this frame: break the cycle
         costs.waited_in_barrier(start)
 
 
@@ -94,7 +99,7 @@ def _programs_end_in(seconds: float) -> bool:
     The tokens of unordered effects can be waited for, but not polled. So a thread waits
     for everything, and keeps waiting after this function has given up.
     """
-    waiting = [*_jax.tokens(), *jax.live_arrays()]
+    waiting = [*dispatched.signs(), *_jax.tokens(), *jax.live_arrays()]
 
     def wait_for_all() -> None:
         with failures.looking():

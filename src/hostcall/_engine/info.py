@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from hostcall import _native
-from hostcall._core import coerce, errors, failures, frames
+from hostcall._core import coerce, dispatched, errors, failures, frames
 from hostcall._core.callback import Callback
 from hostcall._core.source import Place
 from hostcall._jax.types import Aval, Device, Mesh
@@ -180,7 +180,7 @@ class CallInfo:
         # A Ctrl-C is raised in the main thread anyway.
         stopped = isinstance(error, KeyboardInterrupt)
         if self.params.effect is not None and not has_token and not stopped:
-            failures.owe(text)
+            dispatched.call_failed(text)
         if self.job is not None:
             # A failure that the program tells all processes is noted when they learn
             # it: until then this process's other devices still make their calls.

@@ -15,6 +15,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     while_loops   runs host calls once in loops that JAX runs twice
     dispatch      programs that a thread has dispatched: order, waits, who hears of them
     fast_dispatch programs with host calls on JAX's fast dispatch
+    signs         how a thread learns of those that it has dispatched
     execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
@@ -41,6 +42,7 @@ from hostcall._jax.lowering_api import *  # noqa: F403
 from hostcall._jax.operations import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
+from hostcall._jax.signs import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
 from hostcall._jax.types import *  # noqa: F403
 from hostcall._jax.versions import *  # noqa: F403

@@ -10,11 +10,11 @@ device they order nothing that XLA does not order anyway:
   * If an input is not ready, or a program of the same thread has not ended, XLA puts
     the program behind that thread's last one, and dispatch returns at once. It does so
     for each program over one device (ExecuteHelper in xla/pjrt/cpu/cpu_client.cc: the
-    last enqueue event is one of the inputs), so the order is kept. The same makes
-    `marks` right: a program that is dispatched now has to wait for all of them.
+    last enqueue event is one of the inputs), so the order is kept.
 
 So such a program is lowered as one without effects. Its jaxpr becomes one equation that
-holds the whole program, and makes the tokens of its ordered calls inside.
+holds the whole program, and makes the tokens of its ordered calls inside. What the
+thread that dispatches it waits for is one of its results (signs.py).
 
 Programs with other effects beside, over several devices, for other platforms and for
 export keep the way with tokens. Ordered programs over one device and over several are
@@ -32,7 +32,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax import types as _t
-from hostcall._jax.dispatch import wait_for_programs_on
+from hostcall._jax.signs import FastProgram, needs_hidden, with_hidden
 from hostcall._jax.tracing import own_effects
 from hostcall._jax.versions import changed, open_jaxpr
 
@@ -108,6 +108,14 @@ def _is_for_one_cpu(args: Sequence[object]) -> bool:
     return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
 
 
+def _has_refs(args: Sequence[object]) -> bool:
+    """Whether some results are what a program writes to Refs, which nobody gets.
+
+    Then the third of the arguments from the end says which arguments these are.
+    """
+    return args[-3] is not None
+
+
 def is_for_export(options: Mapping[str, object]) -> bool:
     """Whether a program is lowered to leave the process, by the named arguments of
     `_cached_lowering_to_hlo`; also if these don't tell.
@@ -123,10 +131,13 @@ def _dispatch_fast() -> None:
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
         one = jaxpr.effects and _is_for_one_cpu(args) and not is_for_export(options)
-        if one and _are_engine_calls(jaxpr):
-            wait_for_programs_on(args[1])
-            jaxpr = _without_effects(jaxpr)
-        return plain(jaxpr, *args, **options)
+        if not (one and _are_engine_calls(jaxpr)):
+            return plain(jaxpr, *args, **options)
+        hidden = needs_hidden(jaxpr) or _has_refs(args)
+        module, kept_alive, *rest = plain(_without_effects(jaxpr), *args, **options)
+        if hidden:
+            with_hidden(module)
+        return (module, [*(kept_alive or ()), FastProgram(hidden)], *rest)
 
     _pxla._cached_lowering_to_hlo = lowered
 

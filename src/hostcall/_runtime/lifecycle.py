@@ -65,7 +65,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from hostcall import _jax, _native
-from hostcall._core import failures
+from hostcall._core import dispatched
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import refusal, renew_all, starting
 from hostcall._core.wait import wait
@@ -197,7 +197,7 @@ def _drain() -> None:
     _end.job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
-    for failure in failures.failures_of_programs():
+    for failure in dispatched.failures_of_all_threads():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
     delivery.flush()
