@@ -563,6 +563,64 @@ def test_a_program_whose_result_is_gone(gate, how):
     hc.barrier()
 
 
+def test_a_limit_holds_if_the_result_is_gone(gate):
+    log = Log()
+    f = program(log, "call", "dropped")
+    made = f(gate(1))
+    made.delete()
+    del made
+    assert not hc.barrier(0.05)  # the gate's own value is alive
+    gate.open()
+    assert hc.barrier(LIMIT)
+    jax.effects_barrier()
+    assert log.seen == [1]
+
+
+SERIALIZED = """
+import sys, threading, pickle, jax, jax.numpy as jnp, numpy as np, hostcall as hc
+from jax.experimental import serialize_executable
+path, role = sys.argv[1:]
+seen, F32 = [], jax.ShapeDtypeStruct((), np.float32)
+@hc.register("tests.waits.note")
+def note(x):
+    seen.append(float(x))
+    if x < 0:
+        raise ValueError("no such number")
+if role == "writes":
+    f = jax.jit(lambda x: hc.call(note, None, x, order="unordered"))
+    g = jax.jit(hc.load(bytes(hc.export(f)(F32))).call)
+    compiled = g.lower(F32).compile()
+    with open(path, "wb") as file:
+        pickle.dump(serialize_executable.serialize(compiled), file)
+else:
+    with open(path, "rb") as file:
+        f = serialize_executable.deserialize_and_load(
+            *pickle.load(file), execution_devices=jax.devices()[:1])
+    event = threading.Event()
+    def wait(x):
+        assert event.wait(60)
+        return np.float32(0)
+    assert f(np.float32(1)) is None
+    slow = jax.jit(lambda m: hc.call(wait, F32, (m @ m).sum()))(jnp.ones((128, 128)))
+    f(slow - 2)
+    event.set()
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError as error:
+        assert "no such number" in str(error)
+    else:
+        raise AssertionError
+    assert seen == [1, -2]
+"""
+
+
+def test_a_serialized_executable_keeps_its_sign(run_python, tmp_path):
+    pytest.importorskip("flatbuffers")
+    path = str(tmp_path / "program")
+    run_python(SERIALIZED, path, "writes")
+    run_python(SERIALIZED, path, "reads")
+
+
 def test_a_chain_of_donations_tells_each_failure_once(gate):
     log = Log()
     f = jax.jit(

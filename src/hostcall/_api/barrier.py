@@ -19,10 +19,12 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     """Waits for programs and taps to finish, and raises what taps have raised.
 
     The barrier waits for the effects that this thread has dispatched, for every live
-    array, and for the tap queue. A program that has no effect (`hc.tap_through`) is
-    waited for as long as its results are alive. Ctrl-C interrupts the wait without
-    losing a tap or an error. Inside a host function it waits for taps only, since the
-    program that made the call can't end meanwhile.
+    array, and for the tap queue. On the main thread it also waits for the programs of
+    threads that have ended. A program that has no effect (`hc.tap_through`) is waited
+    for as long as its results are alive. Ctrl-C interrupts the wait without losing a
+    tap or an error. Inside a host function it waits for taps only, since the program
+    that made the call can't end meanwhile, and raises what taps raised. In a forked
+    child there is no program to wait for.
 
     Args:
         timeout: the limit in seconds; None for no limit.
@@ -31,16 +33,19 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
 
     Returns:
         True if everything finished in time. If not, nothing is raised or lost, and the
-        next barrier waits for the rest. `hc.monitor.status()` shows what is running;
-        `hc.monitor.discard_taps()` empties the queue.
+        next barrier waits for the rest. A program whose results were deleted or donated
+        before it ended is waited for only without a limit. `hc.monitor.status()` shows
+        what is running; `hc.monitor.discard_taps()` empties the queue.
 
     Raises:
         BaseException: the exception object that a tap raised. If several taps failed,
             an ExceptionGroup of the first exceptions; its message gives the total.
         jax.errors.JaxRuntimeError: the callback of a program failed, or `WatchError` if
             a watch did. This error comes first: the next barriers raise those of other
-            programs, one each, and then what taps raised. An array whose failure was
-            raised before, here or where it was read, is passed over.
+            programs, one each, and then what taps raised. A failure that was raised
+            before, here or where a result was read, is passed over. So is one of a
+            program that another thread has dispatched, whose own wait raises it, unless
+            that thread has ended and this is the main thread.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.

@@ -52,6 +52,14 @@ from hostcall._jax.types import Device
 _FAILURES_KEPT = 1024
 
 
+def _is_ready(array: jax.Array) -> bool:
+    """Whether nothing has to be waited for."""
+    try:
+        return bool(array.is_ready())
+    except RuntimeError:  # it is deleted
+        return True
+
+
 class _Sign:
     """
     Attributes:
@@ -69,10 +77,7 @@ class _Sign:
 
     def is_ready(self) -> bool:
         """Whether the program has ended; also if the sign is gone."""
-        try:
-            return bool(self.result.is_ready())
-        except RuntimeError:  # it is deleted
-            return True
+        return _is_ready(self.result)
 
     def failure(self) -> Exception | None:
         """Waits for the program. Returns what JAX raises if a host call failed."""
@@ -305,6 +310,8 @@ def failures_of_all(*, limited: bool = False) -> Iterator[BaseException]:
     for ledger in _ledgers_left():
         ledger.wait()
     for array in jax.live_arrays():
+        if limited and not _is_ready(array):  # another thread has made it since
+            continue
         failure = failures.failure_of(array)
         number = 0 if failure is None else failures.number_in(failure)
         if failure is not None and number and not _is_anothers(number):

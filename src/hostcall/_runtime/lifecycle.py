@@ -5,7 +5,8 @@ under it. So at exit the engine first lets everything finish that must run, then
 no more calls, and only then lets the interpreter go.
 
 Guarantees
-  * The ending thread's programs with effects have run; queued taps are delivered.
+  * Programs with effects have run, those of all threads (with JAX's tokens, those of
+    the ending thread); queued taps are delivered.
   * After ENDED no thread of XLA's enters Python, except as LATE says.
   * A handler that was registered with `atexit` may run programs with host code,
     whenever it was registered.

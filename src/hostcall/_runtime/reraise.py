@@ -57,9 +57,11 @@ class reraise(contextlib.ContextDecorator):
 
     A block can't notice some failures; they appear where they would without the block.
     These are failures of a program that has no effect and whose results are larger than
-    64 MB and not kept by anyone; of a program that writes only to `Ref`s; of arrays
-    that were deleted; and of programs on JAX's fast path after `jax.debug_nans` was set
-    inside the block.
+    64 MB and not kept by anyone; of a program without effects that writes only to
+    `Ref`s; of arrays that were deleted; and of programs on JAX's fast path after
+    `jax.debug_nans` was set inside the block. What a thread has dispatched in its block
+    and leaves by an error is raised by its next `hc.barrier()`; if the thread ends, by
+    that of the main thread.
 
     Raises:
         BaseException: the callback's exception. If several callbacks failed, the one
