@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import random
 import threading
 
 import jax
@@ -694,3 +695,51 @@ def test_an_eager_call_logs_the_threads_failures_and_a_barrier_raises_them(
     assert log.seen == [-1, 4]
     with pytest.raises(jax.errors.JaxRuntimeError, match="no -1 here"):
         hc.barrier()
+
+
+def test_random_programs_of_six_threads(gate):
+    """Each thread hears of all its failures, and of no other, whenever they come."""
+    del gate
+    log = Log()
+    programs = [program(log, "call", "dropped"), program(log, "unordered call", "none")]
+    large = jnp.ones((256, 256))
+    late = jax.jit(lambda m, x: x + 0 * jnp.tanh(m @ m @ m).sum())
+    waits = [hc.barrier, jax.effects_barrier]
+    wrong = []
+
+    def failed_with(call):
+        """The number that a call's error names; None if there is no error."""
+        try:
+            call()
+        except jax.errors.JaxRuntimeError as error:
+            return int(str(error).split("no ")[1].split(" here")[0])
+        return None
+
+    def work(thread):
+        choose = random.Random(thread)
+        for i in range(30):
+            owed, told = set(), set()
+            for k in range(choose.randrange(1, 4)):
+                number = choose.choice([1, -(1000 * thread + 10 * i + k + 1)])
+                x = np.float32(number)
+                if choose.random() < 0.7:
+                    x = late(large, x)
+                f = choose.choice(programs)
+                at_once = failed_with(lambda f=f, x=x: f(x))
+                if at_once is None and number < 0:
+                    owed.add(number)
+                elif at_once not in (None, number):
+                    wrong.append((thread, number, at_once))
+            while (number := failed_with(choose.choice(waits))) is not None:
+                told.add(number)
+            if told != owed:
+                wrong.append((thread, owed, told))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    assert wrong == []
+    hc.barrier()
