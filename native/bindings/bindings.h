@@ -10,6 +10,8 @@ namespace hostcall {
 
 /// The calls under way, and JAX's settings around them.
 void InitCalls(nanobind::module_& m);
+/// What JAX calls after a dispatch.
+void InitDispatches(nanobind::module_& m);
 /// The rings of feeds.
 void InitFeeds(nanobind::module_& m);
 /// The handlers that XLA calls, and what they use of GPUs and host callbacks.

@@ -78,8 +78,8 @@ void InitEngine(nb::module_& m) {
     ForgetCallsAfterFork();
   });
   BindEnum<Hook>(m, "Hook",
-                 {"ADMITS_LATE", "ENDED_ERROR", "REPORT", "STAGE", "STREAM_ERROR",
-                  "TEXT_READER", "TRACING"});
+                 {"ADMITS_LATE", "ENDED_ERROR", "PENDING", "REPORT", "STAGE",
+                  "STREAM_ERROR", "TEXT_READER", "TRACING"});
   m.def(
       "set_hook",
       [](Hook hook, nb::object made) {
@@ -137,6 +137,7 @@ NB_MODULE(_native, m) {
   InitPlans(m);
   InitTaps(m);
   InitCalls(m);
+  InitDispatches(m);
   InitHandlers(m);
   InitSignals(m);
   InitConnections(m);

@@ -8,7 +8,7 @@ import time
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import failures, mistakes
+from hostcall._core import dispatched, failures, mistakes
 from hostcall._core.daemon import limited
 from hostcall._core.wait import SLICE, ended, wait
 from hostcall._engine.counters import costs
@@ -19,10 +19,12 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     """Waits for programs and taps to finish, and raises what taps have raised.
 
     The barrier waits for the effects that this thread has dispatched, for every live
-    array, and for the tap queue. A program that has no effect (`hc.tap_through`) is
-    waited for as long as its results are alive. Ctrl-C interrupts the wait without
-    losing a tap or an error. Inside a host function it waits for taps only, since the
-    program that made the call can't end meanwhile.
+    array, and for the tap queue. On the main thread it also waits for the programs of
+    threads that have ended. A program that has no effect (`hc.tap_through`) is waited
+    for as long as its results are alive. Ctrl-C interrupts the wait without losing a
+    tap or an error. Inside a host function it waits for taps only, since the program
+    that made the call can't end meanwhile, and raises what taps raised. In a forked
+    child there is no program to wait for.
 
     Args:
         timeout: the limit in seconds; None for no limit.
@@ -31,16 +33,19 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
 
     Returns:
         True if everything finished in time. If not, nothing is raised or lost, and the
-        next barrier waits for the rest. `hc.monitor.status()` shows what is running;
-        `hc.monitor.discard_taps()` empties the queue.
+        next barrier waits for the rest. A program whose results were deleted or donated
+        before it ended is waited for only without a limit. `hc.monitor.status()` shows
+        what is running; `hc.monitor.discard_taps()` empties the queue.
 
     Raises:
         BaseException: the exception object that a tap raised. If several taps failed,
             an ExceptionGroup of the first exceptions; its message gives the total.
         jax.errors.JaxRuntimeError: the callback of a program failed, or `WatchError` if
             a watch did. This error comes first: the next barriers raise those of other
-            programs, one each, and then what taps raised. An array whose failure was
-            raised before, here or where it was read, is passed over.
+            programs, one each, and then what taps raised. A failure that was raised
+            before, here or where a result was read, is passed over. So is one of a
+            program that another thread has dispatched, whose own wait raises it, unless
+            that thread has ended and this is the main thread.
         HostcallError: the barrier was called from inside a tap.
 
     Cost: the wait itself, and one look at each live array.
@@ -50,26 +55,31 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
         "hc.barrier() is called",
         "It waits only for what was before this program. Call it after the program",
     )
-    start, raised = _native.ticks(), None
+    start = _native.ticks()
+    owed: BaseException | None = None
+    raised: BaseException | None = None
     try:
         if not programs:
             return delivery.flush(timeout, queued_only=True)
         end = None if timeout is None else time.monotonic() + timeout
-        failed = delivery.state.reports  # outlives a wait that Ctrl-C or the limit ends
-        if not workers.in_call():  # else its program's results are among the arrays
+        failed = dispatched.reports()  # outlives a wait that Ctrl-C or the limit ends
+        in_call = workers.in_call()  # its program's results are among the arrays
+        if not in_call and not _native.forked():
             if timeout is not None and not _programs_end_in(timeout):
                 return False
-            failed += failures.failures_of_all()
+            failed += dispatched.failures_of_all(limited=timeout is not None)
         left = None if end is None else max(0.0, end - time.monotonic())
         if not delivery.flush(left):
             return False
         delivery.call_at_barrier(ending=False)
-        raised = _first(failed) or failures.first_owed() or delivery.take()
+        # What the thread dispatched before the program of a call is not the call's.
+        owed = None if in_call else _first(failed) or dispatched.first_owed()
+        raised = owed or delivery.take()
         if raised is not None:
             raise raised
         return True
     finally:
-        del raised  # its traceback refers to this frame: break the cycle
+        owed = raised = None  # their tracebacks refer to this frame: break the cycle
         costs.waited_in_barrier(start)
 
 
@@ -94,7 +104,7 @@ def _programs_end_in(seconds: float) -> bool:
     The tokens of unordered effects can be waited for, but not polled. So a thread waits
     for everything, and keeps waiting after this function has given up.
     """
-    waiting = [*_jax.tokens(), *jax.live_arrays()]
+    waiting = [*dispatched.signs(), *_jax.tokens(), *jax.live_arrays()]
 
     def wait_for_all() -> None:
         with failures.looking():

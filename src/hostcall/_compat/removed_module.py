@@ -16,7 +16,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._api.configure import configure
 from hostcall._compat.outside_call import Unpacked, bind, raised
-from hostcall._core.failures import failures_of_all
+from hostcall._core.dispatched import failures_of_all
 from hostcall._runtime import delivery
 
 logger = logging.getLogger("hostcall.host_callback")

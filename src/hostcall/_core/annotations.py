@@ -448,7 +448,11 @@ class _Result:
             return dtype
         if len(kind.dtypes) == 1 and kind.dtypes[0] in _NUMPYS:
             return np.dtype(kind.dtypes[0])
-        candidates: list[np.dtype] = [dtype, floating(dtype), np.dtype(jnp.result_type(int))]
+        candidates: list[np.dtype] = [
+            dtype,
+            floating(dtype),
+            np.dtype(jnp.result_type(int)),
+        ]
         real: np.dtype = jnp.finfo(floating(dtype)).dtype
         candidates += [real, np.dtype(jnp.result_type(real, np.complex64))]
         for each in candidates:

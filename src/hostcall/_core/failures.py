@@ -12,12 +12,6 @@ Guarantees
   * An exception object that the user has been given is never changed. hostcall then
     drops its own strong reference instead.
 
-  * A failure that nobody was told of is raised by the next wait for programs. A program
-    that fails while it is dispatched raises there, and one with tokens raises where
-    those are waited for. A program without tokens (_jax/fast_dispatch.py) that XLA has
-    put behind others fails on a thread of XLA's. JAX raises it where a result is read:
-    nowhere, if the results were dropped. Such a failure is *owed*.
-
   * What fails while a failure is kept or told never takes its place. Each step that is
     not the failure's own text and number stands in a block of `beside_a_failure`. Only
     what ends the process (Ctrl-C, SystemExit) comes out of such a block.
@@ -35,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -99,21 +93,13 @@ class _Known(Guarded):
         kept: the exceptions, by number.
         last: the number of the newest.
         told: the numbers of those that the user has seen, without very old ones.
-        owed: the texts of those that nobody was told of, for the next wait. Any thread
-            adds one, and any takes them, in single steps without the lock.
     """
 
     def __init__(self) -> None:
         self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
-        self.owed: deque[str] = deque(maxlen=1024)
         super().__init__()
-
-    def renew(self) -> None:
-        """A forked child may still ask for its parent's failures, and owes none."""
-        super().renew()
-        self.owed.clear()
 
     def keeps_too_many(self, now: float) -> bool:
         if len(self.kept) <= config.KEPT_ERRORS:
@@ -174,6 +160,7 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
         kept.own, kept.handed_over = own, handed_over
         number = mine.last = mine.last + 1
         mine.kept[number] = kept
+        _native.count_failure()
         while mine.keeps_too_many(time.monotonic()):
             gone.append(mine.kept.popitem(last=False))
     # Outside the lock: emptying frames, and dropping `gone`, may run the user's
@@ -340,18 +327,6 @@ def failures_of_effects() -> list[BaseException]:
         return _jax.wait_for_effects(is_kept)
 
 
-def failures_of_all() -> Iterator[BaseException]:
-    """Waits for the programs with effects that this thread has dispatched, then for
-    every live array. Yields the failures of the former, and those of host calls of the
-    latter.
-    """
-    yield from failures_of_effects()
-    for array in jax.live_arrays():
-        failure = failure_of(array)
-        if failure is not None and number_in(failure):
-            yield failure
-
-
 def failure_of(result: Any) -> Exception | None:
     """Waits for an array or a token; returns what JAX raises if its program failed."""
     with looking():
@@ -459,6 +434,8 @@ def tell(number: int) -> None:
 
 def _report_is_made(text: str) -> None:
     replaced: BaseException | None = None
+    if _looking.inside:
+        return
     with beside_a_failure("noting JAX's report"):
         replaced = _noted(text)
     if replaced is not None:
@@ -468,44 +445,6 @@ def _report_is_made(text: str) -> None:
 def _noted(text: str) -> BaseException | None:
     """Notes that JAX makes a report; returns what is raised in place of it."""
     number = number_of(text)
-    found = kept(number)
-    is_programs = found is not None and not issubclass(type(found), Exception)
-    if _looking.inside and (is_told(number) or not is_programs):
-        return None
     if number:
         tell(number)
     return replacement(number)
-
-
-# --- Failures that nobody was told of -------------------------------------------------
-
-
-def owe(text: str) -> None:
-    """Notes a failure, if this is a thread of XLA's."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    # Else somebody has dispatched the program here, and the error is raised there. That
-    # is so, too, if XLA's thread only helps the dispatching one, which tells of it.
-    if str(frame.f_globals.get("__name__")).startswith("hostcall."):
-        _failures.owed.append(text)
-
-
-def first_owed() -> BaseException | None:
-    """What JAX would have raised for the oldest failure that nobody was told of.
-
-    The caller raises it; those behind it stay.
-    """
-    with contextlib.suppress(IndexError):  # there is none, or no other one
-        while is_told(number_of(text := _failures.owed.popleft())):
-            pass
-        return told_as(f"INTERNAL: {text}")
-    return None
-
-
-def failures_of_programs() -> list[BaseException]:
-    """Waits for the programs that this thread has dispatched. Returns the failures."""
-    return [*failures_of_effects(), *iter(first_owed, None)]
-
-
-_jax.when_waiting_for_effects(first_owed)

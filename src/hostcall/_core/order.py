@@ -70,8 +70,12 @@ def _heal(effect: Effect, token: Token | None) -> None:
     failure = failures.failure_of(token)
     if failure is None:
         return
+    number = failures.number_in(failure)
+    if not failures.is_told(number) and (own := failures.replacement(number)):
+        failures.tell(number)  # KeyboardInterrupt, SystemExit and the like
+        raise own
     # JAX's own effects are those of drop-ins, and of JAX's own callbacks.
-    if isinstance(effect, CallEffect) or failures.number_in(failure):
+    if isinstance(effect, CallEffect) or number:
         _jax.forget_tokens([token])
         said = str(failure)  # a handler may keep what it gets
         logger.error("ordered calls continue after a failed program: %s", said)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from hostcall import _native
-from hostcall._core import coerce, errors, failures, frames
+from hostcall._core import coerce, dispatched, errors, failures, frames
 from hostcall._core.callback import Callback
 from hostcall._core.source import Place
 from hostcall._jax.types import Aval, Device, Mesh
@@ -190,7 +190,7 @@ class CallInfo:
         # A Ctrl-C is raised in the main thread anyway.
         stopped = issubclass(type(error), KeyboardInterrupt)
         if self.params.effect is not None and not has_token and not stopped:
-            failures.owe(text)
+            dispatched.call_failed(text)
         if self.job is not None:
             with failures.beside_a_failure("telling other processes of it"):
                 self._tell_job(self.job, text)

@@ -250,8 +250,6 @@ def read_text(
     targets.start()
     if on_cuda:
         targets.prepare_for_cuda()
-    else:
-        _jax.wait_for_programs_on(client)
     call = Call.of(text)
     record, params = call.record, call.params
     if buffers is None and call.sizes:

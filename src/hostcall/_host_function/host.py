@@ -117,12 +117,12 @@ def host(
             annotations: leave it out. Else a spec as in `hc.call`; or a signature as in
             `numpy.vectorize`, "(m,n),(n)->(m)", which names the axes of one item (axes
             in front of those broadcast); or a function from the arguments, with a
-            ShapeDtypeStruct for each array, to a spec; or `hc.results.like(i)`, an array like argument `i`;
-            `hc.results.same_tree(i)`, a pytree like it; `hc.results.elementwise`, a
-            floating array to which all arguments broadcast; or "infer", which runs `fn`
-            on zeros when a program is traced, once for each combination of shapes,
-            dtypes and static arguments. It may be left out of a function that is only
-            given to `hc.call`, which has a result of its own.
+            ShapeDtypeStruct for each array, to a spec; or `hc.results.like(i)`, an
+            array like argument `i`; `hc.results.same_tree(i)`, a pytree like it;
+            `hc.results.elementwise`, a floating array to which all arguments broadcast;
+            or "infer", which runs `fn` on zeros when a program is traced, once for each
+            combination of shapes, dtypes and static arguments. It may be left out of a
+            function that is only given to `hc.call`, which has a result of its own.
         sizes: with a signature, the sizes of dimensions that stand in results only:
             sizes={"k": 3}, or a function of other dimensions: {"k": lambda n: 2 * n}.
         dtype: with a signature or a ufunc, the dtype of the results, or a tuple with

@@ -17,6 +17,7 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
     fast_dispatch programs with host calls on JAX's fast dispatch
     program_order one order for all host calls of a program
     device_order  ordered programs over different devices
+    signs         how a thread learns of those that it has dispatched
     execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
@@ -47,6 +48,7 @@ from hostcall._jax.operations import *  # noqa: F403
 from hostcall._jax.program import *  # noqa: F403
 from hostcall._jax.program_order import *  # noqa: F403
 from hostcall._jax.settings import *  # noqa: F403
+from hostcall._jax.signs import *  # noqa: F403
 from hostcall._jax.tracing import *  # noqa: F403
 from hostcall._jax.types import *  # noqa: F403
 from hostcall._jax.versions import *  # noqa: F403

@@ -24,48 +24,19 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.types import Client, Device, Effect, Executable, Token
-from hostcall._native import current
+from hostcall._jax.signs import take_sign
+from hostcall._jax.types import Device, Effect, Executable, Token
 
 # What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
 # path. hostcall turns the ValueError into a JaxRuntimeError (native/base/report.h),
 # except, on Python 3.11, under a debugger or where a thread of XLA's made the call.
 REPORTS = (jax.errors.JaxRuntimeError, ValueError)
 
-# --- Marks ----------------------------------------------------------------------------
+# --- Programs that do nothing -------------------------------------------------------
 #
-# Programs that do nothing: what XLA puts behind them or before them is in order with
-# all that the thread has dispatched. Waits for programs without tokens need one for
-# each CPU device, and so do ordered programs over several devices.
-
-_clients: set[Client] = set()  # of such programs
-
-
-def wait_for_programs_on(client: Client) -> None:
-    """From now on, `tokens` has marks of this CPU client: a program is lowered for it,
-    or comes to it from another process.
-    """
-    _clients.add(client)
-
-
-def forget_fast_dispatches() -> None:
-    """For a forked child, in which nothing can run."""
-    _clients.clear()
-
-
-def _marks() -> list[Token]:
-    """Tokens that are ready when the programs have ended that the calling thread has
-    dispatched before. Cost: 10 us for each CPU device.
-
-    In a callback there are none: the programs that it dispatches have ended by then
-    (_runtime/host_device.py). XLA may have no place for another one: a client admits
-    32, which may all be waiting in callbacks.
-    """
-    if current() is not None:
-        return []
-    clients = list(_clients)
-    devices = [device for client in clients for device in client.local_devices()]
-    return [run_nothing(device) for device in devices]
+# XLA runs one behind what the thread has dispatched to its device before, and behind
+# the tokens that it gets. It needs one of the device's 32 places, which may all be
+# waiting in callbacks, so a wait dispatches none, but for `wait_for_all_on`.
 
 
 def run_nothing(device: Device, *tokens: Token) -> Token:
@@ -92,18 +63,34 @@ def _compiled(main: str, device: Device) -> _xla_client.LoadedExecutable:
 
 # --- Waits ----------------------------------------------------------------------------
 
+_waits: list[Callable[[], object]] = []  # for the thread's programs without tokens
+
 
 def wait_for_programs() -> None:
     """Waits for the programs without tokens that this thread has dispatched."""
-    for mark in _marks():
-        mark.block_until_ready()
+    for wait in _waits:
+        wait()
+
+
+def wait_for_all_on(device: Device) -> None:
+    """Waits for all that this thread has dispatched to a CPU device.
+
+    It needs a free place of the device, and is for programs whose results are gone.
+    """
+    run_nothing(device).block_until_ready()
 
 
 def tokens() -> list[Token]:
-    """What is ready when all programs have ended that this thread has dispatched."""
+    """What is ready when the programs with tokens have ended that this thread has
+    dispatched.
+    """
     held = _dispatch.runtime_tokens
-    latest = [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
-    return [*_marks(), *latest]
+    return [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
+
+
+def forget_all_tokens() -> None:
+    """For a forked child, in which no program ends."""
+    _dispatch.runtime_tokens.clear()
 
 
 def wait_for_effects(
@@ -119,8 +106,9 @@ def wait_for_effects(
             callback's own exception. Any other one is raised.
 
     Returns:
-        The exceptions that the programs failed with, each once.
+        The exceptions that programs with tokens failed with, each once.
     """
+    wait_for_programs()
     found: dict[str, BaseException] = {}
     for token in tokens():
         try:
@@ -165,7 +153,7 @@ _tells: set[Tell] = set()
 
 def tell_of_dispatches(tell: Tell) -> None:
     """From now on, `tell(results, tokens)` is called after each dispatch that JAX makes
-    in Python.
+    in Python. The hidden result is among the results (signs.py).
 
     Those are the first dispatch of each program, and every dispatch of a program with
     tokens.
@@ -174,6 +162,12 @@ def tell_of_dispatches(tell: Tell) -> None:
     only the newest ones, and replaces them at the next dispatch.
     """
     _tells.add(tell)
+
+
+def tell_of_dispatch(results: Sequence[jax.Array], tokens: Sequence[Token]) -> None:
+    """Says that the calling thread has dispatched a program."""
+    for tell in list(_tells):
+        tell(results, tokens)
 
 
 def _tokens_of(program: Executable) -> list[Token]:
@@ -203,9 +197,8 @@ def wrap_dispatches() -> None:
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
-        results: list[jax.Array] = plain(self, *args)
-        for tell in list(_tells):
-            tell(results, _tokens_of(self))
+        results, hidden = take_sign(self, plain(self, *args))
+        tell_of_dispatch([*results, *hidden], _tokens_of(self))
         return results
 
     _pxla.ExecuteReplicated.__call__ = call
@@ -231,8 +224,13 @@ def wrap_tokens(then: Callable[[Effect, Token | None], None]) -> None:
     _dispatch.RuntimeTokenSet.get_token_input = get_token_input
 
 
-def when_waiting_for_effects(failure: Callable[[], BaseException | None]) -> None:
-    """`jax.effects_barrier` waits for programs without tokens too, then raises this."""
+def when_waiting_for_effects(
+    wait: Callable[[], object], failure: Callable[[], BaseException | None]
+) -> None:
+    """`wait` waits for the calling thread's programs without tokens, here and in
+    `jax.effects_barrier`, which then raises what `failure` returns.
+    """
+    _waits.append(wait)
     plain = _dispatch.RuntimeTokenSet.block_until_ready
 
     @functools.wraps(plain)

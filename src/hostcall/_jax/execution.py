@@ -19,7 +19,7 @@ from jax._src import config as _config
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
-from hostcall._jax.dispatch import forget_fast_dispatches
+from hostcall._jax.dispatch import forget_all_tokens
 from hostcall._jax.settings import UNSET
 from hostcall._jax.types import Device, Executable
 
@@ -136,7 +136,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
         del args, kwargs
         raise refusal()
 
-    forget_fast_dispatches()
+    forget_all_tokens()
     _mlir.lower_jaxpr_to_module = refuse
     _compiler.compile_or_get_cached = refuse
     setting, guard = _config.no_execution, ExecutionGuard(refuse, before=False)

@@ -10,11 +10,11 @@ device they order nothing that XLA does not order anyway:
   * If an input is not ready, or a program of the same thread has not ended, XLA puts
     the program behind that thread's last one, and dispatch returns at once. It does so
     for each program over one device (ExecuteHelper in xla/pjrt/cpu/cpu_client.cc: the
-    last enqueue event is one of the inputs), so the order is kept. The same makes
-    `marks` right: a program that is dispatched now has to wait for all of them.
+    last enqueue event is one of the inputs), so the order is kept.
 
 So such a program is lowered as one without effects. Its jaxpr becomes one equation that
-holds the whole program, and makes the tokens of its ordered calls inside.
+holds the whole program, and makes the tokens of its ordered calls inside. What the
+thread that dispatches it waits for is one of its results (signs.py).
 
 Programs with other effects beside, over several devices, for other platforms and for
 export keep the way with tokens. Ordered programs over different devices are put in
@@ -31,13 +31,13 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax import types as _t
-from hostcall._jax.dispatch import wait_for_programs_on
 from hostcall._jax.program import is_one_served
 from hostcall._jax.program_order import (
     as_one_equation,
     check_tokens_alone,
     order_of_calls,
 )
+from hostcall._jax.signs import FastProgram, needs_hidden, with_hidden
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
 from hostcall._jax.tracing import is_ordered as is_ordered_effect
 
@@ -88,6 +88,14 @@ def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
     return dict(ENGINE_CALLS) if served else own
 
 
+def _has_refs(args: Sequence[object]) -> bool:
+    """Whether some results are what a program writes to Refs, which nobody gets.
+
+    Then the third of the arguments from the end says which arguments these are.
+    """
+    return args[-3] is not None
+
+
 def is_for_export(options: Mapping[str, object]) -> bool:
     """Whether a program is lowered to leave the process, by the named arguments of
     `_cached_lowering_to_hlo`; also if these don't tell.
@@ -111,14 +119,18 @@ def _lower_in_order() -> None:
         order = order_of_calls(jaxpr, _rules(args[-1]))
         if not one:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
-        if one and _are_engine_calls(jaxpr):
-            wait_for_programs_on(args[1])
-            is_ordered = any(map(is_ordered_effect, effects))
-            kept = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
-            jaxpr = as_one_equation(jaxpr, (), order, kept)
-        elif order is not None:
-            jaxpr = as_one_equation(jaxpr, effects, order)
-        return plain(jaxpr, *args, **options)
+        if not (one and _are_engine_calls(jaxpr)):
+            if order is not None:
+                jaxpr = as_one_equation(jaxpr, effects, order)
+            return plain(jaxpr, *args, **options)
+        is_ordered = any(map(is_ordered_effect, effects))
+        kept = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
+        hidden = needs_hidden(jaxpr) or _has_refs(args)
+        without_effects = as_one_equation(jaxpr, (), order, kept)
+        module, kept_alive, *rest = plain(without_effects, *args, **options)
+        if hidden:
+            with_hidden(module)
+        return (module, [*(kept_alive or ()), FastProgram(hidden)], *rest)
 
     _pxla._cached_lowering_to_hlo = lowered
 

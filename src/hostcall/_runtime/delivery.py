@@ -43,7 +43,6 @@ class _Taps(Owned):
         at_barrier: called at each barrier, by a forked child too.
         collectors: see tagged taps as they are delivered (hc.testing.collect). A list
             is changed and copied in single steps, with the GIL and without: no lock.
-        reports: failures of programs, for the barrier to raise.
         lock: protects the rest. It is reentrant, since a handler of a signal may wait
             for taps while this thread holds it.
         tallies: by the names of the tap's function and its place, not by its tag: no
@@ -55,7 +54,6 @@ class _Taps(Owned):
     collectors: ClassVar[list[Callable[[str, Any, Any], object]]] = []
 
     def __init__(self) -> None:
-        self.reports: list[BaseException] = []
         self.lock = threading.RLock()
         self.tallies: dict[tuple[str, Any], _Count] = {}
         self.failures: list[BaseException] = []

@@ -5,7 +5,8 @@ under it. So at exit the engine first lets everything finish that must run, then
 no more calls, and only then lets the interpreter go.
 
 Guarantees
-  * The ending thread's programs with effects have run; queued taps are delivered.
+  * Programs with effects have run, those of all threads (with JAX's tokens, those of
+    the ending thread); queued taps are delivered.
   * After ENDED no thread of XLA's enters Python, except as LATE says.
   * A handler that was registered with `atexit` may run programs with host code,
     whenever it was registered.
@@ -65,7 +66,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from hostcall import _jax, _native
-from hostcall._core import failures
+from hostcall._core import dispatched
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import refusal, renew_all, starting
 from hostcall._core.wait import wait
@@ -203,7 +204,7 @@ def _drain() -> None:
     _end.job.script_ended()
     watcher.watch_the_end()
     feeds.process_ends()
-    for failure in failures.failures_of_programs():
+    for failure in dispatched.failures_of_all_threads():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
     delivery.flush()

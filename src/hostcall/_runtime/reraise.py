@@ -17,8 +17,8 @@ What happens to a sign:
   3. `end` settles the rest, and returns the first failure that the user has not seen.
      Signs that are left over go to the block around this one.
 
-A program without results and tokens gives no sign. After one of these, `end` waits for
-all programs of the thread, and asks for failures that nobody was told of.
+A program without results and tokens makes no host call with an effect, and gives no
+sign: one that makes such a call has tokens or a hidden result (_jax/signs.py).
 
 All of a block's state belongs to one thread, so there is no lock.
 """
@@ -62,9 +62,11 @@ class reraise(contextlib.ContextDecorator):
 
     A block can't notice some failures; they appear where they would without the block.
     These are failures of a program that has no effect and whose results are larger than
-    64 MB and not kept by anyone; of a program that writes only to `Ref`s; of arrays
-    that were deleted; and of programs on JAX's fast path after `jax.debug_nans` was set
-    inside the block.
+    64 MB and not kept by anyone; of a program without effects that writes only to
+    `Ref`s; of arrays that were deleted; and of programs on JAX's fast path after
+    `jax.debug_nans` was set inside the block. What a thread has dispatched in its block
+    and leaves by an error is raised by its next `hc.barrier()`; if the thread ends, by
+    that of the main thread.
 
     Raises:
         BaseException: the callback's exception. If several callbacks failed, the one
@@ -142,7 +144,6 @@ class _Block:
         self._failed: list[tuple[BaseException, Sequence[Any]]] = []
         self._kept = 0.0
         self._scan_above = 32
-        self._without_sign = False  # whether a program had neither results nor tokens
 
     def is_here(self) -> bool:
         return self._thread == threading.get_ident() and self._depth == _depth()
@@ -155,8 +156,6 @@ class _Block:
             # callback of this program may have failed by now.
             self._pending.append(_Sign(result, kept, tokens, self._failures))
             self._kept += kept
-        else:
-            self._without_sign = True
         self._failures = failures.failures_so_far()
         while self._pending and self._pending[0].is_ready():
             self._settle(self._pending.pop(0))
@@ -206,9 +205,6 @@ class _Block:
             # has its number. Its tokens are forgotten too; otherwise JAX's next wait
             # for effects would raise the same failure again.
             _jax.forget_tokens(tokens)
-        if waits and first is None and self._without_sign:
-            _jax.wait_for_programs()
-            first = failures.first_owed()
         return first
 
     def leave_to(self, outer: _Block) -> None:
@@ -216,7 +212,6 @@ class _Block:
         outer._failed += self._failed
         outer._pending += self._pending
         outer._kept += self._kept
-        outer._without_sign |= self._without_sign
 
 
 class _Sign:

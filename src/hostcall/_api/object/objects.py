@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from hostcall import _jax, _native
 from hostcall._api.object import everywhere
-from hostcall._core import failures, mistakes
+from hostcall._core import dispatched, mistakes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import HostcallError, SpecError, conflict, counted
 from hostcall._core.host_code import HostCode
@@ -262,7 +262,7 @@ class Object:
 
     def _snapshot(self) -> everywhere.Snapshot:
         failed = self._wait("save", log=False)
-        error = failed[0] if failed else failures.first_owed()
+        error = failed[0] if failed else dispatched.first_owed()
         if error is not None:
             raise error
         return self._group.snapshot()
@@ -330,7 +330,7 @@ class Object:
         if not log:
             return _jax.wait_for_effects()
         text = "%s() of `%s` continues after a failed program: %s"
-        for failure in failures.failures_of_programs():
+        for failure in dispatched.failures_of_programs():
             logger.error(text, what, name, failure)
         return []
 

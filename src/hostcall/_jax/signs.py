@@ -1,0 +1,249 @@
+"""Signs: how a thread learns of the programs that it has dispatched.
+
+A program on JAX's fast dispatch (fast_dispatch.py) leaves no token. One of its results
+is its *sign*: an array that is ready when the program has ended, and fails if it fails.
+A sign has at most `_SMALL` bytes, since it is kept until then. A program without such a
+result gets one more, of no bytes, that nobody else sees: its *hidden* result. It costs
+a dispatch 0.8 us, so a program that has a small result gets none.
+
+How the sign is found, on the dispatching thread and in the same step as the dispatch:
+
+  * A dispatch in Python: `take_sign` finds it among the results (dispatch.py calls it).
+  * JAX's fast path, in C++, puts the results together by a tree, in which JAX's own
+    nodes make typed keys. Another node is put in here, around the sign: its function
+    (native/bindings/dispatch_bindings.cc) gets the sign, and returns the result. So
+    programs without host calls pay nothing.
+
+What a program is, is written where it is lowered and stays with it, also if it is
+pickled as an executable: `FastProgram`, the last of what it keeps alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import tree_util as _tree_util
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import xla_client as _xla_client
+from jax._src.lib.mlir import ir as _ir
+from jax._src.lib.mlir.dialects import func as _func
+
+from hostcall import _native
+from hostcall._jax import types as _t
+
+# The most bytes of a result that is kept until its program has ended. At most 32
+# programs of a device have not. A larger one takes longer to compute than the hidden
+# result costs.
+_SMALL = 2**16
+
+_HIDDEN = _core.ShapedArray((0,), np.dtype(np.bool_))
+
+
+class FastProgram(NamedTuple):
+    """A program with host calls that is lowered without effects.
+
+    Attributes:
+        hidden: whether its last result is hidden.
+    """
+
+    hidden: bool
+
+
+def _mark_of(kept_alive: object) -> FastProgram | None:
+    """What a program is, by what it keeps alive."""
+    last = kept_alive[-1] if isinstance(kept_alive, list) and kept_alive else None
+    return last if isinstance(last, FastProgram) else None
+
+
+def needs_hidden(jaxpr: _t.Jaxpr) -> bool:
+    """Whether a program has no result that can be its sign."""
+    return not any(map(_is_small, jaxpr.out_avals))
+
+
+def _is_small(aval: _t.Aval) -> bool:
+    plain = isinstance(aval, _core.ShapedArray) and isinstance(aval.dtype, np.dtype)
+    if not plain or aval.dtype == _dtypes.float0:  # JAX makes that one of nothing
+        return False
+    return bool(aval.size * aval.dtype.itemsize <= _SMALL)
+
+
+def with_hidden(module: _ir.Module) -> None:
+    """Adds the hidden result to a program."""
+    main = _ir.SymbolTable(module.operation)["main"]
+    old = main.body.blocks[0].operations[-1].operation
+    with module.context, _ir.Location.unknown():
+        with _ir.InsertionPoint(old):
+            added = _mlir.ir_constant(np.zeros(_HIDDEN.shape, _HIDDEN.dtype))
+            _func.ReturnOp([*old.operands, added])
+        old.erase()
+        results = [*main.type.results, added.type]
+        made = _ir.FunctionType.get(main.type.inputs, results)
+        main.attributes["function_type"] = _ir.TypeAttr.get(made)
+        if "res_attrs" in main.attributes:
+            none = _ir.DictAttr.get({})
+            attributes = [*main.attributes["res_attrs"], none]
+            main.attributes["res_attrs"] = _ir.ArrayAttr.get(attributes)
+
+
+# --- Compiled programs ----------------------------------------------------------------
+#
+# JAX's executable that runs a program (ExecuteReplicated) has the hidden result, as any
+# other. What users and JAX's dispatch see of the program (MeshExecutable) has not.
+
+
+class _Layouts(list[Any]):
+    """The layouts of a program's arguments. They are the one part of the program that
+    JAX gives to its fast path in every way, so they say what the program is.
+
+    Attributes:
+        mark: what the program is.
+        sharding: of its last result, which is the hidden one if there is one.
+    """
+
+    mark: FastProgram
+    sharding: _t.Sharding
+
+
+def _wrap_compilation() -> None:
+    plain_from_hlo = _pxla.UnloadedMeshExecutable.from_hlo
+    plain_load = _pxla.UnloadedMeshExecutable.load
+
+    @functools.wraps(plain_from_hlo)
+    def from_hlo(*args: Any, **parts: Any) -> Any:
+        mark = _mark_of(parts.get("keepalive"))
+        if mark is not None and mark.hidden:
+            unknown = _sharding_impls.UNSPECIFIED
+            parts["global_out_avals"] = (*parts["global_out_avals"], _HIDDEN)
+            parts["out_shardings"] = (*parts["out_shardings"], unknown)
+            parts["out_layouts"] = (*parts["out_layouts"], None)
+            if (refs := parts["mut"]) is not None:
+                own = [*refs.out_mut, None]
+                parts["mut"] = refs._replace(out_mut=own)
+        return plain_from_hlo(*args, **parts)
+
+    @functools.wraps(plain_load)
+    def load(self: Any) -> Any:
+        program = plain_load(self)
+        mark = _mark_of(self.keepalive)
+        if mark is None:
+            return program
+        if mark.hidden:
+            program.out_avals = program.out_avals[:-1]
+            program._out_shardings = program._out_shardings[:-1]
+            program._xla_out_layouts = program._xla_out_layouts[:-1]
+        layouts = _Layouts(program._dispatch_in_layouts)
+        layouts.mark = mark
+        layouts.sharding = self.output_shardings[-1]
+        program._dispatch_in_layouts = layouts
+        return program
+
+    _pxla.UnloadedMeshExecutable.from_hlo = staticmethod(from_hlo)
+    _pxla.UnloadedMeshExecutable.load = load
+
+
+# --- Dispatch in Python ---------------------------------------------------------------
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch in Python has left.
+
+    Attributes:
+        results: those that the caller gets.
+        hidden: the hidden one, if there is one.
+    """
+
+    results: list[Any]
+    hidden: list[jax.Array]
+
+
+def take_sign(program: _t.Executable, results: list[Any]) -> Dispatched:
+    """Notes a program that the calling thread has just dispatched, if it is one of
+    those that leave a sign.
+    """
+    mark = _mark_of(program.keepalive)
+    if mark is None:
+        return Dispatched(results, [])
+    hidden: list[jax.Array] = []
+    if mark.hidden:
+        results, hidden = results[:-1], results[-1:]
+    sizes = [
+        x.nbytes if isinstance(x, _xla_client.ArrayImpl) else _SMALL + 1
+        for x in (hidden or results)
+    ]
+    smallest = (hidden or results)[sizes.index(min(sizes))]
+    _native.dispatched(None, (smallest,))
+    return Dispatched(results, hidden)
+
+
+# --- JAX's fast path ------------------------------------------------------------------
+
+
+class _Noted:
+    """A node of a tree, by whose making the sign inside it is noted."""
+
+
+_registry = _tree_util.dispatch_registry
+_registry.register_node(_Noted, lambda node: ((), None), _native.dispatched)
+_LEAF: _t.TreeDef = _registry.flatten(0, None)[1]
+
+
+def _node(children: Sequence[_t.TreeDef], data: object = (_Noted, None)) -> _t.TreeDef:
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(
+        _registry, data, list(children)
+    )
+
+
+def _noting(tree: _t.TreeDef, leaf: int) -> _t.TreeDef:
+    """The same tree with a node around a leaf."""
+    if tree.node_data() is None and not tree.children():
+        return _node([tree])
+    children = []
+    for child in tree.children():
+        inside = 0 <= leaf < child.num_leaves
+        children.append(_noting(child, leaf) if inside else child)
+        leaf -= child.num_leaves
+    return _node(children, tree.node_data())
+
+
+def _wrap_fast_path() -> None:
+    plain = _pxla.MeshExecutableFastpathData
+
+    @functools.wraps(plain)
+    def data(*args: Any, **named: Any) -> Any:
+        made = plain(*args, **named)
+        layouts = made.in_device_local_layouts
+        if not isinstance(layouts, _Layouts):
+            return made
+        tree = made.out_pytree_def
+        if not layouts.mark.hidden:
+            avals = made.out_avals
+            sizes = [aval.size * aval.dtype.itemsize for aval in avals]
+            tree = _noting(tree, sizes.index(min(sizes)))
+            return made._replace(out_pytree_def=tree)
+        return made._replace(
+            out_pytree_def=_node([tree, _LEAF]),
+            out_avals=[*made.out_avals, _HIDDEN],
+            out_shardings=[*made.out_shardings, layouts.sharding],
+            out_committed=[*made.out_committed, False],
+        )
+
+    _pxla.MeshExecutableFastpathData = data
+
+
+def tell_of_signs(tell: Callable[[jax.Array, bool], object]) -> None:
+    """From now on, `tell(sign, is_hidden)` is called where a program was dispatched
+    that may not have ended, or that may have failed, by the thread that dispatched it.
+    """
+    _native.set_hook(_native.Hook.PENDING, tell)
+
+
+_wrap_compilation()
+_wrap_fast_path()
