@@ -16,7 +16,6 @@ from benchmarks import (
     rows_around,
     rows_bridge,
     rows_buffers,
-    rows_cache,
     rows_call,
     rows_devices,
     rows_drop_in,
@@ -45,7 +44,6 @@ from benchmarks.harness import measure
 ROWS = (
     *rows_call.ROWS,
     *rows_devices.ROWS,
-    *rows_cache.ROWS,
     *rows_observe.ROWS,
     *rows_parallel.ROWS,
     *rows_threads.ROWS,

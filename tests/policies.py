@@ -18,7 +18,7 @@ SOME = {
         "every": (2, 0.5),
         "sample": (0.5, 1.0),
     },
-    **{"cache": ("memory",), "version": (1, "a"), "tag": ("a tag",), "executor": ()},
+    **{"tag": ("a tag",), "executor": ()},
 }
 
 

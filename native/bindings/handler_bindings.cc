@@ -106,7 +106,6 @@ void InitHandlers(nb::module_& m) {
       },
       nb::arg("handler"), nb::arg("run_pending"));
   m.def("ask_inside", &AskInside);
-  m.def("on_foreign_thread", &OnForeignThread);
 }
 
 }  // namespace hostcall

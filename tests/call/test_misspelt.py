@@ -40,6 +40,7 @@ HOSTCALLS = {
         lambda: hc.Object(Counter, methods={"add": X}).add(X, wher=True),
         "Did you mean where=?",
     ),
+    "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean result=?"),
     "configure": (lambda: hc.configure(flihgt="off"), "Did you mean flight=?"),
     "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
     "progress.scan": (
@@ -50,7 +51,7 @@ HOSTCALLS = {
     "progress, a bar": (lambda: hc.progress(0, 5, baar=len), "Did you mean bar=?"),
 }
 # JAX's functions pass keywords on to the callback, and so do the functions in their
-# places. `breakpoint` shows values by any name, and `hc.host` makes HostFunctions.
+# places. `breakpoint` shows values by any name, and HostFunctions are what `hc.host` makes.
 ANY = {"HostFunction", "breakpoint", "callback", "io_callback", "pure_callback"}
 
 
@@ -111,6 +112,35 @@ def test_python_names_the_wrong_word(face, option):
         face(**{wrong: None})
     if sys.version_info >= (3, 13) and len(option) > 3:
         assert f"Did you mean '{option}'?" in str(e.value)
+
+
+# Options that are gone -> (a call that gives one, what to write instead).
+GONE = {
+    "cache": (
+        lambda: hc.host(np.cos, cache="memory"),
+        "joblib.Memory(folder).cache(fn)",
+    ),
+    "version": (lambda: hc.host(np.cos, version=1), "functools.lru_cache"),
+    "cache of a call": (
+        lambda: hc.call(np.cos, X, X, cache="memory"),
+        "joblib.Memory(folder).cache(fn)",
+    ),
+    "cache_bytes": (
+        lambda: hc.configure(cache_bytes=9),
+        "functools.lru_cache(maxsize)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_options_that_have_gone_say_what_to_write(name):
+    call, instead = GONE[name]
+    with pytest.raises(
+        hc.errors.SpecError, match=f"has no .*{name.split()[0]}="
+    ) as caught:
+        call()
+    assert instead in str(caught.value)
+    assert caught.value.code == "hc-arguments"
 
 
 def any_keyword(x, **options):

@@ -90,8 +90,6 @@ OPTIONS = {
     "wait": {"coalesce": 4, "wait": 0},
     "fail": {"fail": "alone"},
     "tag": {"tag": "doubles"},
-    "cache": {"cache": "memory"},
-    "version": {"cache": "memory", "version": 1},
     "float64": {"float64": True},
 }
 ONLY_CALL = {"on", "fail"}
@@ -109,8 +107,7 @@ def test_every_option_and_value_of_the_table_is_here():
 # Of each option: what comes of it with those that follow it.
 PAIRS = {
     "async": {
-        4: "unordered ordered parallel on jax dlpack timeout concurrency fail tag cache"
-        " version float64",
+        4: "unordered ordered parallel on jax dlpack timeout concurrency fail tag float64",
         3: "where",
         1: "whole legacy coalesce wait",
         0: "rule",
@@ -121,7 +118,7 @@ PAIRS = {
         3: "where",
         1: "whole legacy",
         0: "rule",
-        CONFLICT: "coalesce wait cache version",
+        CONFLICT: "coalesce wait",
         "run hc-device": "cuda",  # there is no GPU here
     },
     "ordered": {
@@ -129,80 +126,78 @@ PAIRS = {
         3: "where",
         1: "whole legacy",
         0: "rule",
-        CONFLICT: "coalesce wait cache version",
+        CONFLICT: "coalesce wait",
         "run hc-device": "cuda",
     },
     "parallel": {
-        4: "on jax dlpack timeout concurrency fail tag cache version float64",
+        4: "on jax dlpack timeout concurrency fail tag float64",
         3: "where",
         1: "coalesce wait",
         CONFLICT: "cuda lend out",
     },
     "whole": {
-        1: "where on jax dlpack lend out timeout concurrency fail tag cache version float64",
+        1: "where on jax dlpack lend out timeout concurrency fail tag float64",
         CONFLICT: "coalesce wait",
         "run hc-device": "cuda",
     },
     "legacy": {
-        1: "on jax dlpack lend out timeout concurrency fail tag cache version float64",
+        1: "on jax dlpack lend out timeout concurrency fail tag float64",
         CONFLICT: "coalesce wait",
         "vmap hc-batching": "where",
         "run hc-device": "cuda",
     },
     "rule": {
-        0: "on jax dlpack lend out timeout concurrency fail tag cache version float64",
+        0: "on jax dlpack lend out timeout concurrency fail tag float64",
         CONFLICT: "cuda coalesce wait",
         "vmap hc-batching": "where",
     },
     "where": {
-        3: "on jax dlpack lend out timeout executor concurrency fail tag cache version float64",
+        3: "on jax dlpack lend out timeout executor concurrency fail tag float64",
         1: "coalesce wait",
         CONFLICT: "cuda",
     },
     "on": {
-        4: "jax dlpack lend out timeout executor concurrency fail tag cache version float64",
+        4: "jax dlpack lend out timeout executor concurrency fail tag float64",
         1: "coalesce wait",
         CONFLICT: "cuda",
     },
     "jax": {
-        4: "lend out timeout executor concurrency fail tag cache version",
+        4: "lend out timeout executor concurrency fail tag",
         1: "coalesce wait",
         CONFLICT: "float64",
     },
     "dlpack": {
-        4: "lend out timeout executor concurrency fail tag cache version float64",
+        4: "lend out timeout executor concurrency fail tag float64",
         1: "coalesce wait",
     },
     "cuda": {
-        CONFLICT: "lend out timeout executor concurrency coalesce wait cache version float64",
+        CONFLICT: "lend out timeout executor concurrency coalesce wait float64",
         "run hc-device": "fail tag",
     },
     "lend": {
-        4: "fail tag cache version float64",
+        4: "fail tag float64",
         CONFLICT: "timeout executor concurrency coalesce wait",
     },
     "out": {
         4: "fail tag float64",
-        CONFLICT: "timeout executor concurrency coalesce wait cache version",
+        CONFLICT: "timeout executor concurrency coalesce wait",
     },
     "timeout": {
-        4: "executor concurrency fail tag cache version float64",
+        4: "executor concurrency fail tag float64",
         1: "coalesce wait",
     },
     "executor": {
-        4: "fail tag cache version float64",
+        4: "fail tag float64",
         CONFLICT: "concurrency coalesce wait",
     },
     "concurrency": {
-        4: "fail tag cache version float64",
+        4: "fail tag float64",
         1: "coalesce wait",
     },
-    "coalesce": {1: "fail tag cache version float64"},
-    "wait": {1: "fail tag cache version float64"},
-    "fail": {4: "tag cache version float64"},
-    "tag": {4: "cache version float64"},
-    "cache": {4: "float64"},
-    "version": {4: "float64"},
+    "coalesce": {1: "fail tag float64"},
+    "wait": {1: "fail tag float64"},
+    "fail": {4: "tag float64"},
+    "tag": {4: "float64"},
 }
 # Where `hc.host` knows it later than `hc.call`: the function it makes calls both faces.
 LATER_OF_HOST = {
@@ -278,7 +273,7 @@ FACES = {"call": call, "host": host}
 def outcome(face, names, pool, run):
     """The number of calls of a batch of four rows, or the stage and code of the refusal.
 
-    The program of a function with a cache runs twice. If nothing is to `run`, LOWERED.
+    If nothing is to `run`, LOWERED.
     """
     double = Double(names)
     options = {k: v for name in names for k, v in OPTIONS[name].items()}
@@ -297,11 +292,10 @@ def outcome(face, names, pool, run):
             return LOWERED
         program = lowered.compile()
         stage = "run"
-        for _ in range(2 if "cache" in options else 1):
-            with hc.reraise():
-                got = np.asarray(program(rows))
-            want = np.where(ROWS > 0, ROWS * 2, FILL) if "where" in names else ROWS * 2
-            np.testing.assert_array_equal(got, want)
+        with hc.reraise():
+            got = np.asarray(program(rows))
+        want = np.where(ROWS > 0, ROWS * 2, FILL) if "where" in names else ROWS * 2
+        np.testing.assert_array_equal(got, want)
     except hc.errors.HostcallError as error:
         return f"{stage} {error.code}"
     return double.calls
@@ -568,24 +562,12 @@ def same(x):
     return x
 
 
-class Disk:
-    """Looks like a joblib.Memory, which outlives the process."""
-
-    def cache(self, fn, **_):
-        return fn
-
-
 def plain(**options):
     return lambda: policies.call(doubled, F32, np.float32(1), **options)
 
 
 def of_host(fn=doubled, result=F32, **options):
     return lambda: hc.host(fn, result=result, **options)
-
-
-def unpicklable():
-    f = hc.host(lambda x, lock: x, result=hc.results.like(0), cache="memory")
-    f(np.float32(1), threading.Lock())
 
 
 def in_shard_map():
@@ -637,18 +619,11 @@ REFUSED = {
     "pure without results": (lambda: hc.call(doubled, None, 1.0), "hc-dropped"),
     "pure without results, host": (of_host(result=None), "hc-dropped"),
     "pure tap": (lambda: hc.tap(doubled, 1.0, order="pure"), "hc-dropped"),
-    "version without cache": (of_host(version=1), "hc-conflict"),
     "concurrency of a plain function, host": (of_host(concurrency=2), "hc-conflict"),
     "executor without parallel, host": (
         of_host(executor=ThreadPoolExecutor(1)),
         "hc-conflict",
     ),
-    "a disk and no version": (of_host(cache=Disk()), "hc-conflict"),
-    "a disk and a function without a name of its own": (
-        of_host(lambda x: x, cache=Disk(), version=1),
-        "hc-conflict",
-    ),
-    "cache and a static that has no pickle": (unpicklable, "hc-pickle"),
     "a device inside shard_map": (in_shard_map, "hc-device"),
     "a device in an export": (exported, "hc-export"),
     "rules of an unordered function": (lambda: derivative("unordered"), "hc-conflict"),

@@ -151,7 +151,6 @@ WAYS = {
     "tap of many": lambda fn, m: hc.tap(fn, costly(m), batch=4),
     "tap_through": lambda fn, m: hc.tap_through(fn, costly(m)),
     "host": lambda fn, m: hc.host(fn, result=F32)(costly(m)),
-    "cached": lambda fn, m: hc.host(fn, result=F32, cache="memory")(costly(m)),
     "jvp rule": lambda fn, m: jax.jvp(pushed(fn), (costly(m),), (costly(m),)),
     "vjp rule": lambda fn, m: jax.grad(pulled(fn))(costly(m)),
     "differences": lambda fn, m: jax.grad(
@@ -305,22 +304,6 @@ def test_rows_on_an_executor(kind):
         with jax.enable_x64(True):
             assert run(M).tolist() == [8, 8]
         assert run(M).tolist() == [4, 4]
-
-
-def test_a_cache_keeps_the_values_of_each_setting():
-    @hc.host(result=F32, cache="memory")
-    def f(x):
-        return np.float32(numbers_of_a_key())
-
-    @jax.jit
-    def g(x):
-        return f(x)
-
-    assert f(1.0) == g(1.0) == 2
-    with jax.default_prng_impl("rbg"):
-        assert f(1.0) == 4
-        assert jax.jit(lambda x: f(x))(1.0) == 4
-    assert f(1.0) == 2
 
 
 def test_merged_calls_of_two_settings_are_not_merged():

@@ -22,9 +22,7 @@ def made():
 
 
 # The options of hc.host alone.
-OF_A_FUNCTION = (
-    *("cache", "timeout", "executor", "concurrency", "coalesce", "wait", "version"),
-)
+OF_A_FUNCTION = (*("timeout", "executor", "concurrency", "coalesce", "wait"),)
 
 # Mistake -> (what makes it, what the error should say).
 MISTAKES = {

@@ -101,7 +101,6 @@ def test_complex_integers_trees_keys_and_static_arguments():
 
 POLICIES = {
     "timeout": {"timeout": 60},
-    "cache": {"cache": "memory"},
     "lend": {"lend": True},
     "dlpack": {"arrays": "dlpack"},
     "unordered": {"order": "unordered"},

@@ -325,24 +325,6 @@ def test_an_object_is_called_by_one_thread_at_a_time():
     assert all(numbers == sorted(numbers) for numbers in seen)
 
 
-def test_equal_arguments_of_all_threads_are_computed_once():
-    computed = []
-
-    def host(x):
-        computed.append(float(x))
-        return x * 2
-
-    cached = hc.host(host, result=hc.results.like(0), cache="memory")
-    step = jax.jit(cached)
-
-    def work(number):
-        for i in range(TIMES):
-            assert step(np.float32(i)) == 2 * i
-
-    at_once(work)
-    assert sorted(computed) == list(range(TIMES))
-
-
 def test_merged_calls_give_each_thread_its_own_rows():
     def host(x):
         return x * 2

@@ -14,6 +14,7 @@ from hostcall._core.callback import Callback
 from hostcall._core.host_code import HostCode, handle
 from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
+    GONE,
     POLICY,
     Arrays,
     CallOptions,
@@ -112,7 +113,7 @@ def call(
             function (`async def`) runs on hostcall's event loop. Of a `hc.host`
             function the Python function is called, without its rules, and in the way
             that `hc.host` was told: with its `timeout`, `executor`, `concurrency`,
-            `coalesce`, `wait` and `cache`, and with its `order`, `vmap_method`,
+            `coalesce` and `wait`, and with its `order`, `vmap_method`,
             `arrays`, `lend` and `tag` as defaults.
         result: describes what `fn` returns: a pytree of the same structure, whose
             leaves have `shape` and `dtype`, or are Python numbers, for scalars. None if
@@ -245,5 +246,6 @@ _FACE = mistakes.Face(
             f" hc.call(hc.host(fn, {option}=...), result, *args)"
             for option in POLICY
         },
+        **GONE,
     },
 )

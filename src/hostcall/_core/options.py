@@ -101,23 +101,6 @@ def _is_executor(value: object) -> bool:
     return any(hasattr(value, name) for name in ("submit", "apply_async"))
 
 
-class CachePart:
-    """What a `cache=` becomes: a `Part` of _policies/stores.py."""
-
-
-def is_dictionary(given: object) -> bool:
-    """Whether this is a diskcache.Cache, or has its `get` and `set`."""
-    return hasattr(given, "get") and hasattr(given, "set")
-
-
-def _is_cache(given: object) -> bool:
-    if isinstance(given, CachePart):
-        return True
-    if isinstance(given, (str, type)):
-        return isinstance(given, str) and given == "memory"
-    return is_dictionary(given) or callable(getattr(given, "cache", None))
-
-
 def _on(*words: str) -> Option:
     """Where a call or a tap is made."""
     return Option(
@@ -322,8 +305,6 @@ class Policy:
         concurrency: how many calls of a coroutine function wait at the same time, or
             None for the default. A plain rule of such a function ignores it.
         coalesce: (the most calls that are merged, seconds that one waits), or None.
-        cache: where results are kept, a `Part` of _policies/stores.py; or None. It is
-            not compared: it belongs to the function.
         float64: whether floating arguments are float64 on the host, and complex ones
             complex128.
         owner: the HostFunction that has it, or None.
@@ -343,10 +324,6 @@ class Policy:
     coalesce: tuple[int, float] | None = option(
         count("how many calls are merged into one at most")
     )
-    cache: Any = option(
-        Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
-        compare=False,
-    )
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
     pool: Any = field(init=False, compare=False, repr=False)
@@ -354,7 +331,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         pool = None if self.executor is None else self.executor.value
-        nothing = self.timeout is None and self.coalesce is None and self.cache is None
+        nothing = self.timeout is None and self.coalesce is None
         vars(self).update(pool=pool, layered=not nothing)
 
     @classmethod
@@ -380,13 +357,12 @@ class Policy:
         return replace(self, executor=None)
 
 
-# Options of `hc.host` that are part of another one: of `coalesce`, and of `cache`.
+# Options of `hc.host` that are part of another one, of `coalesce`.
 _PARTS = {
     "wait": Option(
         "the seconds that a call waits for others, a number of 0 or more",
         lambda v: _number(v) and v >= 0,
     ),
-    "version": Option("a string or an int", lambda v: type(v) in (str, int)),
 }
 # Those of a function, which `hc.host` takes; all others are a place's.
 POLICY = (*table(Policy), *_PARTS)
@@ -399,6 +375,17 @@ FEED: Mapping[str, Option] = {
     "on_end": choice("mask", "raise", "repeat"),
     "timeout": SECONDS,
     "tag": _TEXT,
+}
+
+# Options of `hc.host` that are gone, and what to write instead.
+_KEEP = (
+    "wrap the function before hc.host gets it. joblib.Memory(folder).cache(fn) keeps"
+    " results on a disk, and functools.lru_cache over the bytes of the arguments in"
+    " memory (the page 'Questions that are often asked' has the lines)"
+)
+GONE: Mapping[str, str] = {
+    "cache": _KEEP,
+    "version": f"it said which code's results cache= kept, and that is gone: {_KEEP}",
 }
 
 # Values that others take, or that were there once, and what to write instead.
@@ -500,28 +487,6 @@ _PAIRS: tuple[Pair, ...] = (
         {"awaits": _given},
         "XLA's memory and stream are a function's own only while XLA's thread runs it:"
         " leave out arrays=",
-    ),
-    (
-        {"version": _given},
-        {"cache": _missing},
-        "It is the version of the code whose results are kept: give cache=, or drop"
-        " version=",
-    ),
-    (
-        {"cache": _given},
-        {"order": _is_not("pure")},
-        "A result that is found needs no call, and then the function's effects would be"
-        " missing: make it pure, or drop cache=",
-    ),
-    (
-        {"cache": _given},
-        {"lend": _is("out")},
-        "Results are kept as copies: use lend=True, or drop cache=",
-    ),
-    (
-        {"cache": _given},
-        {"arrays": _is("cuda")},
-        "Keys are made of bytes on the host: use another arrays=, or drop cache=",
     ),
     (
         {"float64": _given},

@@ -182,7 +182,6 @@ def _choices(
     form: ResultForm,
 ) -> Choices:
     equation, callback = info.params, info.callback
-    cached = callback.policy.cache is not None
     return Choices(
         callback=callback,
         results=info,
@@ -199,7 +198,6 @@ def _choices(
         form=form,
         tap=equation.delivers,
         batch=equation.axes if compressed else (),
-        tally=costs.tally_of(callback).add if cached else None,
     )
 
 

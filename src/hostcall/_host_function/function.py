@@ -28,7 +28,7 @@ from hostcall._core.options import WHOLE, CallOptions, Option, Policy, check
 from hostcall._core.signatures import accepts, signature_of
 from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._host_function import kept, result_specs
+from hostcall._host_function import result_specs
 from hostcall._host_function.primitives import Arrays, bind
 from hostcall._host_function.rules import (
     F,
@@ -100,8 +100,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if result is ...:  # hc.call may say how batches are called
             given.pop("vmap_method", None)
         check(f"`{self.__qualname__}`", given)
-        cache, version = options.get("cache"), options.pop("version", None)
-        options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
         self.options, self.policy = CallOptions.of(options), Policy.of(options)
         self._inferred: dict[object, Tree] = {}
         self._varies = result_specs.varies(result)
@@ -408,10 +406,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 code="hc-rule",
             )
         return self.differences.error(*args)
-
-    def cache_clear(self) -> None:
-        """Drops the results of this function and its rules that `cache=` has kept."""
-        kept.clear(self.policy.cache, self.__name__)
 
     def _give(self, kind: Kind, where: Where, rule: F | None) -> object:
         """Sets a rule that may be given by a decorator."""

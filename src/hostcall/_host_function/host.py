@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypedDict, Unpack, overload
+from typing import Any, Never, Protocol, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 
+from hostcall._core import mistakes
 from hostcall._core.errors import SpecError, wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
-from hostcall._core.options import Arrays, Lend
+from hostcall._core.options import GONE, Arrays, Lend
 from hostcall._core.order import Order
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R
@@ -33,8 +34,6 @@ class Options(TypedDict, total=False):
     name: str | None
     tag: str | None
     nondiff: int | tuple[int, ...]
-    cache: Any
-    version: str | int | None
     float64: bool
 
 
@@ -83,9 +82,8 @@ def host(
     name: str | None = None,
     tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
-    cache: Any = None,
-    version: str | int | None = None,
     float64: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Makes a Python function part of JAX: its results, its batching and its
     derivatives are declared once.
@@ -134,26 +132,18 @@ def host(
         tag: as in `hc.call`; for rules in host code too.
         nondiff: positions of arguments without a derivative. They have no tangent,
             and differentiating with respect to them is an error.
-        cache: where results are kept, so that a call with arguments that were there
-            before costs a look-up: "memory" (`hc.configure(cache_bytes=)` bounds it),
-            a diskcache.Cache or a joblib.Memory. Arguments are equal if their bytes,
-            shapes and dtypes and the pickles of static ones are. Equal rows are
-            computed once; calls for whole batches are kept as a whole. Errors are not
-            kept. Rules are kept too, except those that leave Python objects as
-            residuals. A cache on a disk holds pickles, so a folder that other users
-            can write to is refused.
-        version: the version of the function's code, for `cache`; a must on disk.
         float64: whether floating arguments reach the function as float64, and complex
             ones as complex128, whatever JAX's mode. So do the arguments, tangents,
             cotangents and residual arrays of rules in host code; rules in JAX code
             have the program's dtypes. Integers stay as they are, and results get the
             dtypes that `result` declares. What is converted is a copy, with `lend` too.
+        **unknown: no other option exists. One that is gone says what to write.
 
     Returns:
         A `HostFunction`. It is called with arrays, pytrees of them and static objects,
         and its methods set its rules: `defjvp`, `defjvps`, `defvjp`, `deftranspose`,
-        `defjacobian`, `defbatch`; `cache_clear` drops what `cache` has kept. It can be
-        pickled if its function and rules can; its executor is left out.
+        `defjacobian`, `defbatch`. It can be pickled if its function and rules can; its
+        executor is left out.
 
     Raises:
         SpecError: an option, or an argument of a call, is wrong.
@@ -182,10 +172,10 @@ def host(
 
     Cost: in a compiled program that of `hc.call`; lowering takes 0.4 ms more, and an
     eager call 60 us. A `defjvp` rule that returns (result, tangent) is one call for
-    both, and `defjacobian` is one call for all rows and columns of a Jacobian. With
-    `cache`, a result in memory is found in 8 us and 1 us a KiB of arguments.
+    both, and `defjacobian` is one call for all rows and columns of a Jacobian.
     """
-    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
+    options = {k: v for k, v in dict(locals()).items() if k not in ("fn", "unknown")}
+    _FACE.refuse(unknown)
     if fn is None:
         return functools.partial(host, **options)
     shown = check_function(fn, "hc.host(fn, result=...)", awaits=True).name
@@ -197,6 +187,14 @@ def host(
     if made.options.order == "pure" and not jax.tree.leaves(result):
         refuse_unneeded("hc.host", shown)
     return made
+
+
+_FACE = mistakes.Face(
+    "hc.host",
+    "hc.host({fn}, ...)",
+    mistakes.options_of(host, "fn", "unknown"),
+    gone=GONE,
+)
 
 
 def checked(shown: str, result: Any, nondiff: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """The one shape of what stands between the engine and the user's function.
 
 A layer has one method, `rows(rows, site)`: results in row order for rows that the
-engine gave together. It does one thing (looks rows up, merges them, runs them on an
-executor), and leaves the rest to the layer inside it. `stack.entries` puts them
+engine gave together. It does one thing (merges rows, runs them on an executor), and leaves the rest to the layer inside it. `stack.entries` puts them
 together.
 
 What holds for each layer
@@ -77,10 +76,6 @@ class Site(NamedTuple):
         here, indices = context.current(), self.indices
         return lambda row: here.at_row(indices[row]) if here and indices else here
 
-    def only(self, which: Sequence[int]) -> Site:
-        """The site of some of its rows."""
-        return self._replace(indices=[self.indices[i] for i in which if self.indices])
-
     def failed(self, row: int) -> None:
         """Notes which row failed, on the thread that is in the call.
 
@@ -127,7 +122,6 @@ class Choices(NamedTuple):
         tap: whether results are ignored.
         batch: of a compressed tap: for each vmap, the outermost first, whether each
             operand has its axis, and its size.
-        tally: counts rows that a cache has, and rows that it has not; or None.
     """
 
     callback: Callback
@@ -145,7 +139,6 @@ class Choices(NamedTuple):
     form: ResultForm = ResultForm.TREE
     tap: bool = False
     batch: Sequence[tuple[Sequence[bool], int]] = ()
-    tally: Callable[[int, int], object] | None = None
 
 
 class Shared(Owned):

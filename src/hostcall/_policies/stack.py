@@ -16,7 +16,7 @@ from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Ru
 from hostcall._runtime import delivery
 from hostcall._runtime.workers import ThreadSettings
 
-# Most programs have no cache, merged calls, coroutines or parallel rows, so
+# Most programs have no merged calls, coroutines or parallel rows, so
 # what these need is imported when a plan has one.
 
 
@@ -43,8 +43,8 @@ class Entries(NamedTuple):
 def entries(choices: Choices) -> Entries:
     """The function with its layers."""
     policy = choices.callback.policy
-    merges, caches = policy.coalesce is not None, policy.cache is not None
-    plain = choices.compressed or merges or caches
+    merges = policy.coalesce is not None
+    plain = choices.compressed or merges
     # Merged rows are one call, so they need no executor.
     together = choices.grid and choices.parallel and not merges
     # Innermost is what runs the function and waits for it, so what has the limit. It
@@ -52,24 +52,17 @@ def entries(choices: Choices) -> Entries:
     run = _runs(choices, together)
     layer: Any = Trees(run, choices)
     if plain:
-        # What follows reads plain arrays: it stacks them, drops rows, makes keys.
+        # What follows reads plain arrays: it stacks them, drops rows.
         layer = Checked(layer, choices)
     if choices.compressed:
         from hostcall._policies.unmasked import Unmasked, UnmaskedTap
 
-        # Inside the cache: without the mask, shapes would differ from call to call.
         tap = choices.tap
         layer = UnmaskedTap(layer, choices.batch) if tap else Unmasked(layer, choices)
     if policy.coalesce is not None:
         from hostcall._policies.merged import Merged
 
         layer = Merged(layer, choices, *policy.coalesce)
-    if caches:
-        from hostcall._policies.cached import Cached
-
-        # Outermost: only what is not known is merged, or sent. A row that waits for
-        # others has claimed its key, and no merged call waits for a key.
-        layer = Cached(layer, choices, policy.cache)
 
     def function(*leaves: Any) -> Any:
         return layer.rows((leaves,), Site())[0]
