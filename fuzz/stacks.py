@@ -114,15 +114,11 @@ class Case:
     def drawn(cls, draw: Draw) -> Case:
         kind, awaits, flat = draw.choice(KINDS), draw.bool(), draw.bool()
         n = draw.choice([1, 2, 5, 9])
-        merges = kind != "whole" and draw.int(0, 2) == 0
-        sent = kind == "parallel" and not awaits and not merges and draw.bool()
+        sent = kind == "parallel" and not awaits and draw.bool()
         policy = Policy(
             timeout=60.0 if draw.bool() else None,
             executor=Static(POOL) if sent else None,
             concurrency=draw.choice([1, 2, 32]) if awaits else None,
-            coalesce=(draw.choice([1, 2, 3, 8]), draw.choice([0.0, 0.002]))
-            if merges
-            else None,
         )
         masked = draw.bool()
         xs = [draw.int(0, n - 1) for _ in range(n)] if draw.bool() else range(n)
@@ -161,17 +157,12 @@ class Case:
 
     def _note(self, x: Any) -> None:
         self.sizes.append(np.size(x))
-        if self.kind == "parallel" and self.answers:
+        if self.kind == "parallel":
             row = hc.current().row  # type: ignore[union-attr]
             if self.xs[row] != x:
                 self.wrong.append((row, x))
 
     # --- What the engine does ---------------------------------------------------------
-
-    @property
-    def answers(self) -> bool:
-        """Whether each call belongs to one row, and `hc.current()` is asked for it."""
-        return self.policy.coalesce is None
 
     @property
     def rows(self) -> list[int]:
@@ -204,10 +195,7 @@ class Case:
             assert (made.function is fn) == self.flat
             return made
         made = entries(choices)
-        assert (made.runner is not None) == (
-            self.kind == "parallel"
-            or (self.kind == "sequential" and self.policy.coalesce is not None)
-        )
+        assert (made.runner is not None) == (self.kind == "parallel")
         return made
 
     def execution(self, made: Entries) -> list[np.ndarray]:
@@ -247,14 +235,12 @@ class Case:
             else:
                 assert isinstance(outcome, list), repr(outcome)
                 self.compare(outcome)
-        if made.runner is not None and self.policy.coalesce is None:
+        if made.runner is not None:
             for text in self.texts:
                 assert f", row {failing[0]}, called at " in text, (text, failing)
         assert not self.wrong, self.wrong
         if self.awaits and self.policy.concurrency:
             assert self.most <= self.policy.concurrency
-        if self.policy.coalesce is not None:
-            assert max(self.sizes, default=0) <= self.policy.coalesce[0]
         if not failing:
             self.count()
 
@@ -280,8 +266,7 @@ class Case:
         outcomes: list[Any] = [None] * self.devices
 
         def device(number: int) -> None:
-            if self.answers:
-                workers.answer.set((None, Row))
+            workers.answer.set((None, Row))
             try:
                 outcomes[number] = self.execution(made)
             except BaseException as error:

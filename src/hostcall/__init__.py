@@ -59,7 +59,7 @@ The map, top to bottom. Each wing imports only those below it:
     _primitives      the JAX primitives, with their rules and lowerings
     _engine          describes calls to the engine: plans, parameters, counters
     _job             what the processes of a job of several tell each other
-    _policies        how a function is run: limits, executors, merged calls
+    _policies        how a function is run: limits, executors
     _runtime         threads: the tap worker, the event loop, feeds, interrupts
     _core            specs, errors, places in the source
     _jax             the only wing that touches JAX's private parts

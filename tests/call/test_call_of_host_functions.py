@@ -66,21 +66,6 @@ def test_a_batch_is_called_as_hc_host_says():
     assert len(double.got) == 1
 
 
-def test_rules_of_a_merged_function_are_not_merged():
-    double, pulled = Double(), []
-    f = hc.host(double, result=hc.results.like(0), coalesce=4, wait=60)
-
-    def pull(residual, ct):
-        pulled.append(ct.shape)
-        return (2 * ct,)
-
-    f.defvjp(lambda x: (x * 2, None), pull)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(X), X * 2)
-    assert [x.shape for x in double.got] == [(4,)]
-    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(f)))(X), np.full(4, 2.0))
-    assert pulled == [()] * 4
-
-
 def test_a_method_keeps_its_object():
     class Walk:
         def __init__(self, by):
@@ -112,10 +97,10 @@ def test_without_a_result_only_hc_call_can_call_it():
             use(1.0)
 
 
-OPTIONS = ("timeout", "executor", "concurrency", "coalesce", "wait")
+OPTIONS = ("timeout", "executor", "concurrency")
 
 
-MISSPELT = {"timeot": "timeout", "executr": "executor", "coalese": "coalesce"}
+MISSPELT = {"timeot": "timeout", "executr": "executor"}
 
 
 @pytest.mark.parametrize("option", MISSPELT)
@@ -142,8 +127,6 @@ def test_a_parameter_of_the_function_of_that_name_is_its_own():
 
 CONFLICTS = {
     "lend=True and timeout=": ({"timeout": 60}, {"lend": True}),
-    "coalesce= and order='unordered'": ({"coalesce": 2}, {"order": "unordered"}),
-    "coalesce= and vmap_method=": ({"coalesce": 2}, {"vmap_method": "expand_dims"}),
 }
 
 
@@ -164,26 +147,6 @@ def test_a_batch_of_an_elementwise_function_keeps_its_axes():
     np.testing.assert_array_equal(want, u[:, None] * rows)
     got = jax.vmap(lambda a, b: hc.call(f, row, a, b))(u, rows)
     np.testing.assert_array_equal(got, want)
-
-
-def test_a_merged_function_runs_alone_under_derivatives():
-    """It gets an axis in front, which the rule does not."""
-    f = hc.host(lambda x: x[:, 0], result=jax.ShapeDtypeStruct((2,), F32.dtype))
-    merged = hc.host(f.fn, result=f.result, coalesce=4)
-    for rule in ("defjvp", "defjvps"):
-        g = hc.host(f.fn, result=f.result, coalesce=4)
-        if rule == "defjvp":
-            g.defjvp(lambda xs, dots: dots[0][0])
-        else:
-            g.defjvps(lambda dot, out, x: dot[0])
-        x = jnp.arange(4.0).reshape(2, 2)
-        out, dot = jax.jvp(g, (x,), (x,))
-        np.testing.assert_array_equal(out, merged(x))
-        np.testing.assert_array_equal(dot, x[0])
-    with pytest.raises(hc.errors.SpecError, match="coalesce= and result='infer'"):
-        hc.host(f.fn, result="infer", coalesce=4)
-    with pytest.raises(hc.errors.SpecError, match="coalesce= and finite differences"):
-        hc.derivatives.finite_difference(merged)
 
 
 TAKERS = {

@@ -125,6 +125,8 @@ GONE = {
         lambda: hc.call(np.cos, X, X, cache="memory"),
         "joblib.Memory(folder).cache(fn)",
     ),
+    "coalesce": (lambda: hc.host(np.cos, coalesce=4), 'vmap_method="expand_dims"'),
+    "wait": (lambda: hc.host(np.cos, wait=0.1), 'vmap_method="expand_dims"'),
     "cache_bytes": (
         lambda: hc.configure(cache_bytes=9),
         "functools.lru_cache(maxsize)",

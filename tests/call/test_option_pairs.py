@@ -86,8 +86,6 @@ OPTIONS = {
     "timeout": {"timeout": 60},
     "executor": {"vmap_method": "parallel", "executor": None},  # the pool of the test
     "concurrency": {"concurrency": 2},
-    "coalesce": {"coalesce": 4},
-    "wait": {"coalesce": 4, "wait": 0},
     "fail": {"fail": "alone"},
     "tag": {"tag": "doubles"},
     "float64": {"float64": True},
@@ -109,7 +107,7 @@ PAIRS = {
     "async": {
         4: "unordered ordered parallel on jax dlpack timeout concurrency fail tag float64",
         3: "where",
-        1: "whole legacy coalesce wait",
+        1: "whole legacy",
         0: "rule",
         CONFLICT: "cuda lend out executor",
     },
@@ -118,7 +116,6 @@ PAIRS = {
         3: "where",
         1: "whole legacy",
         0: "rule",
-        CONFLICT: "coalesce wait",
         "run hc-device": "cuda",  # there is no GPU here
     },
     "ordered": {
@@ -126,76 +123,64 @@ PAIRS = {
         3: "where",
         1: "whole legacy",
         0: "rule",
-        CONFLICT: "coalesce wait",
         "run hc-device": "cuda",
     },
     "parallel": {
         4: "on jax dlpack timeout concurrency fail tag float64",
         3: "where",
-        1: "coalesce wait",
         CONFLICT: "cuda lend out",
     },
     "whole": {
         1: "where on jax dlpack lend out timeout concurrency fail tag float64",
-        CONFLICT: "coalesce wait",
         "run hc-device": "cuda",
     },
     "legacy": {
         1: "on jax dlpack lend out timeout concurrency fail tag float64",
-        CONFLICT: "coalesce wait",
         "vmap hc-batching": "where",
         "run hc-device": "cuda",
     },
     "rule": {
         0: "on jax dlpack lend out timeout concurrency fail tag float64",
-        CONFLICT: "cuda coalesce wait",
+        CONFLICT: "cuda",
         "vmap hc-batching": "where",
     },
     "where": {
         3: "on jax dlpack lend out timeout executor concurrency fail tag float64",
-        1: "coalesce wait",
         CONFLICT: "cuda",
     },
     "on": {
         4: "jax dlpack lend out timeout executor concurrency fail tag float64",
-        1: "coalesce wait",
         CONFLICT: "cuda",
     },
     "jax": {
         4: "lend out timeout executor concurrency fail tag",
-        1: "coalesce wait",
         CONFLICT: "float64",
     },
     "dlpack": {
         4: "lend out timeout executor concurrency fail tag float64",
-        1: "coalesce wait",
     },
     "cuda": {
-        CONFLICT: "lend out timeout executor concurrency coalesce wait float64",
+        CONFLICT: "lend out timeout executor concurrency float64",
         "run hc-device": "fail tag",
     },
     "lend": {
         4: "fail tag float64",
-        CONFLICT: "timeout executor concurrency coalesce wait",
+        CONFLICT: "timeout executor concurrency",
     },
     "out": {
         4: "fail tag float64",
-        CONFLICT: "timeout executor concurrency coalesce wait",
+        CONFLICT: "timeout executor concurrency",
     },
     "timeout": {
         4: "executor concurrency fail tag float64",
-        1: "coalesce wait",
     },
     "executor": {
         4: "fail tag float64",
-        CONFLICT: "concurrency coalesce wait",
+        CONFLICT: "concurrency",
     },
     "concurrency": {
         4: "fail tag float64",
-        1: "coalesce wait",
     },
-    "coalesce": {1: "fail tag float64"},
-    "wait": {1: "fail tag float64"},
     "fail": {4: "tag float64"},
     "tag": {4: "float64"},
 }
@@ -203,8 +188,6 @@ PAIRS = {
 LATER_OF_HOST = {
     ("legacy", "where"): "lowering hc-batching",
     ("rule", "cuda"): 0,
-    ("rule", "coalesce"): 0,
-    ("rule", "wait"): 0,
     ("where", "cuda"): "lowering hc-conflict",
 }
 
@@ -611,11 +594,6 @@ REFUSED = {
         "hc-conflict",
     ),
     "concurrency of a plain function": (plain(concurrency=2), "hc-conflict"),
-    "wait without coalesce": (plain(wait=0.1), "hc-conflict"),
-    "coalesce without arrays": (
-        lambda: hc.call(hc.host(lambda: 1.0, coalesce=2), F32),
-        "hc-conflict",
-    ),
     "pure without results": (lambda: hc.call(doubled, None, 1.0), "hc-dropped"),
     "pure without results, host": (of_host(result=None), "hc-dropped"),
     "pure tap": (lambda: hc.tap(doubled, 1.0, order="pure"), "hc-dropped"),

@@ -141,9 +141,6 @@ WAYS = {
         hc.host(later(fn), timeout=60), F32, costly(m)
     ),
     "parallel coroutines": lambda fn, m: rows(later(fn), m),
-    "merged": lambda fn, m: hc.call(
-        hc.host(lambda x: x * fn(0), coalesce=2, wait=0), F32, costly(m)
-    ),
     "jax arrays": lambda fn, m: hc.call(fn, F32, costly(m), arrays="jax"),
     "where": lambda fn, m: hc.call(fn, F32, costly(m), where=m[0, 0] > 0),
     "tap": lambda fn, m: hc.tap(fn, costly(m)),
@@ -304,23 +301,6 @@ def test_rows_on_an_executor(kind):
         with jax.enable_x64(True):
             assert run(M).tolist() == [8, 8]
         assert run(M).tolist() == [4, 4]
-
-
-def test_merged_calls_of_two_settings_are_not_merged():
-    sizes = []
-
-    def fn(x):
-        sizes.append((bytes_of_a_float(), x.shape))
-        return x
-
-    def run():
-        f = lambda x: hc.call(hc.host(fn, coalesce=8, wait=0), F32, x)
-        return jax.jit(f)(np.float32(2))
-
-    with jax.enable_x64(True):
-        assert run() == 2
-    assert run() == 2
-    assert [size for size, _ in sizes] == [8, 4]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -22,7 +22,11 @@ def made():
 
 
 # The options of hc.host alone.
-OF_A_FUNCTION = (*("timeout", "executor", "concurrency", "coalesce", "wait"),)
+OF_A_FUNCTION = (
+    "timeout",
+    "executor",
+    "concurrency",
+)
 
 # Mistake -> (what makes it, what the error should say).
 MISTAKES = {

@@ -119,11 +119,6 @@ def test_with_other_options(given):
         close(jax.jit(jax.vmap(f))(ROWS), want(ROWS))
 
 
-def test_merged_calls():
-    f = hc.host(slope, result=hc.results.like(0), coalesce=4, float64=True)
-    close(jax.jit(jax.vmap(f))(ROWS), want(ROWS))
-
-
 def test_a_coroutine_function():
     async def f(x):
         await asyncio.sleep(0)

@@ -26,7 +26,6 @@ from hostcall._native import ResultForm
 from hostcall._policies import on_loop
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Site
-from hostcall._policies.merged import Merged
 from hostcall._policies.on_executor import OnExecutor
 from hostcall._policies.on_loop import OnLoop
 from hostcall._policies.stack import Checked, Trees, entries
@@ -253,7 +252,7 @@ def test_checked_refuses_results_of_another_structure():
         Checked(Inner(lambda row: (1, 2, 3)), choices_of(print)).rows([(1, 2)], Site())
 
 
-# --- Masks, merged calls --------------------------------------------------------------
+# --- Masks -----------------------------------------------------------------------------
 
 X, Y = np.arange(4, dtype=F32), np.arange(4, dtype=F32) + 10
 ONE = np.full(1, 7, F32)
@@ -302,67 +301,6 @@ def test_unmasked_tap(mask):
         assert y == 5
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "sizes"), [(2, 5, [2, 2, 1]), (8, 3, [3]), (1, 2, [1, 1])]
-)
-def test_merged(size, count, sizes):
-    inner = Inner()
-    layer = Merged(inner, choices_of(lambda x, y: x), size, 0.0)
-    rows = [(F32(i), F32(-i)) for i in range(count)]
-    got = layer.rows(rows, at(*range(count)))
-    assert got == [(2 * i, -i) for i in range(count)]
-    assert [len(x) for x, _ in inner.given] == sizes
-    assert inner.sites == []  # a merged call is no row of a batch
-
-
-def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
-    entered, end = threading.Event(), threading.Event()
-
-    def result(row):
-        if len(row[0]) == 4:
-            entered.set()
-            assert end.wait(HANG_SECONDS)
-        return row
-
-    async def later(x, y):  # plain functions take turns
-        return x
-
-    inner = Inner(result)
-    layer = Merged(inner, choices_of(later), 4, 0.01)
-    rows = [(F32(i), F32(i)) for i in range(5)]
-    with ThreadPoolExecutor(1) as pool:
-        five = pool.submit(layer.rows, rows, Site())
-        assert entered.wait(HANG_SECONDS)
-        assert layer.rows([(F32(9), F32(9))], Site()) == [(9, 9)]
-        end.set()
-        assert five.result(HANG_SECONDS) == rows
-    assert [len(row[0]) for row in inner.given] == [4, 1, 1]
-
-
-class Interrupted(list):
-    """Rows of which none is left behind the first: an interrupt comes before."""
-
-    def __getitem__(self, which):
-        if which.start:
-            raise KeyboardInterrupt
-        return super().__getitem__(which)
-
-
-def test_an_interrupt_right_after_a_batch_was_opened():
-    layer = Merged(Inner(), choices_of(lambda x, y: x), 4, 0.01)
-    with pytest.raises(KeyboardInterrupt):
-        layer.rows(Interrupted([(F32(1), F32(1))]), Site())
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(layer.rows, [(F32(2), F32(2))], Site())
-        assert other.result(HANG_SECONDS) == [(4, 2)]
-
-
-def test_merged_checks_the_results():
-    layer = Merged(Inner(lambda row: [row[0][:1], row[1]]), choices_of(print), 2, 0.0)
-    with pytest.raises(hc.errors.ResultError, match="called for 2 with coalesce="):
-        layer.rows([(F32(1), F32(2))] * 2, Site())
-
-
 # --- The stack -------------------------------------------------------------------------
 
 
@@ -379,7 +317,6 @@ STACKS = {
     "timeout": (add, {"timeout": 9.0}, {}, "stack"),
     "parallel": (add, {}, {"grid": True, "parallel": True}, "together"),
     "coroutine": (add_later, {}, {}, "stack"),
-    "coalesce": (add, {"coalesce": (4, 0.0)}, {"grid": True}, "together flat"),
     "compressed": (add, {}, {"compressed": True, "levels": 1}, "flat"),
     "compressed tap": (add, {}, {"compressed": True, "tap": True}, "stack"),
 }

@@ -112,9 +112,8 @@ def call(
         fn: any callable except a generator function. It may use JAX. A coroutine
             function (`async def`) runs on hostcall's event loop. Of a `hc.host`
             function the Python function is called, without its rules, and in the way
-            that `hc.host` was told: with its `timeout`, `executor`, `concurrency`,
-            `coalesce` and `wait`, and with its `order`, `vmap_method`,
-            `arrays`, `lend` and `tag` as defaults.
+            that `hc.host` was told: with its `timeout`, `executor` and `concurrency`,
+            and with its `order`, `vmap_method`, `arrays`, `lend` and `tag` as defaults.
         result: describes what `fn` returns: a pytree of the same structure, whose
             leaves have `shape` and `dtype`, or are Python numbers, for scalars. None if
             `fn` returns nothing, which needs an `order` other than "pure".

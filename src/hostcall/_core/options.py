@@ -292,9 +292,6 @@ class TapOptions(PlaceOptions):
         }
 
 
-_WAIT = 0.002  # seconds that a call waits for others without `wait=`
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """How a function is run, wherever it is called (`hc.host`). Nothing of it travels.
@@ -304,7 +301,6 @@ class Policy:
         executor: runs the rows of a parallel call; see _policies/executors.py.
         concurrency: how many calls of a coroutine function wait at the same time, or
             None for the default. A plain rule of such a function ignores it.
-        coalesce: (the most calls that are merged, seconds that one waits), or None.
         float64: whether floating arguments are float64 on the host, and complex ones
             complex128.
         owner: the HostFunction that has it, or None.
@@ -321,9 +317,6 @@ class Policy:
         )
     )
     concurrency: int | None = option(count("how many of its calls wait at a time"))
-    coalesce: tuple[int, float] | None = option(
-        count("how many calls are merged into one at most")
-    )
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
     pool: Any = field(init=False, compare=False, repr=False)
@@ -331,19 +324,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         pool = None if self.executor is None else self.executor.value
-        nothing = self.timeout is None and self.coalesce is None
-        vars(self).update(pool=pool, layered=not nothing)
+        vars(self).update(pool=pool, layered=self.timeout is not None)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:
         """The policy in options as `hc.host` takes them."""
         given = {k: v for k, v in options.items() if k in cls.__dataclass_fields__}
-        executor, merged = given.get("executor"), given.get("coalesce")
+        executor = given.get("executor")
         if executor is not None:
             given["executor"] = Static(executor)
-        if merged is not None:
-            wait = options.get("wait")
-            given["coalesce"] = merged, float(_WAIT if wait is None else wait)
         return cls(**given)
 
     def at_least(self) -> Policy:
@@ -357,17 +346,10 @@ class Policy:
         return replace(self, executor=None)
 
 
-# Options of `hc.host` that are part of another one, of `coalesce`.
-_PARTS = {
-    "wait": Option(
-        "the seconds that a call waits for others, a number of 0 or more",
-        lambda v: _number(v) and v >= 0,
-    ),
-}
 # Those of a function, which `hc.host` takes; all others are a place's.
-POLICY = (*table(Policy), *_PARTS)
+POLICY = tuple(table(Policy))
 
-CALL: Mapping[str, Option] = {**table(CallOptions, Policy), "on": _on("once"), **_PARTS}
+CALL: Mapping[str, Option] = {**table(CallOptions, Policy), "on": _on("once")}
 TAP: Mapping[str, Option] = table(TapOptions)
 FEED: Mapping[str, Option] = {
     "batch": count("a number of rows"),
@@ -383,9 +365,15 @@ _KEEP = (
     " results on a disk, and functools.lru_cache over the bytes of the arguments in"
     " memory (the page 'Questions that are often asked' has the lines)"
 )
+_MERGE = (
+    'give vmap_method="expand_dims", which calls once for a batch, or send the calls to'
+    " a server that batches them (the page 'Questions that are often asked')"
+)
 GONE: Mapping[str, str] = {
     "cache": _KEEP,
     "version": f"it said which code's results cache= kept, and that is gone: {_KEEP}",
+    "coalesce": _MERGE,
+    "wait": f"it said how long coalesce= waited, and that is gone: {_MERGE}",
 }
 
 # Values that others take, or that were there once, and what to write instead.
@@ -446,32 +434,6 @@ _PAIRS: tuple[Pair, ...] = (
         {"executor": _given},
         {"vmap_method": _is_not("parallel")},
         'Rows go to an executor with vmap_method="parallel"',
-    ),
-    (
-        {"wait": _given},
-        {"coalesce": _missing},
-        "Calls wait for others to be merged with: give coalesce=, or leave out wait=",
-    ),
-    (
-        {"coalesce": _given},
-        {"order": _is_not("pure")},
-        "Merged calls have no order among each other: leave out one of the two",
-    ),
-    (
-        {"coalesce": _given},
-        {"vmap_method": _is_not(None, *ROWS)},
-        "The rows of a batch are merged anyway: leave out vmap_method=",
-    ),
-    (
-        {"coalesce": _given},
-        {"lend": _given, "executor": _given, "arrays": _is("cuda")},
-        "That is for calls that are made one by one: leave out one of the two",
-    ),
-    (
-        {"coalesce": _given},
-        {"result": _is("infer")},
-        "A merged function gets several entries, and it is inferred from one: say what"
-        " it returns with result=",
     ),
     (
         {"arrays": _is("cuda")},

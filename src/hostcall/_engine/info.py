@@ -124,18 +124,13 @@ class CallInfo:
         """A result of one row as an array."""
         return self.shaped(number, value, self.params.avals[number].shape)
 
-    def shaped(
-        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
-    ) -> np.ndarray:
-        """A result of several rows as an array of another shape.
-
-        `words` say, behind the result's name in messages, what it is a result of.
-        """
+    def shaped(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """A result of several rows as an array of another shape."""
         return coerce.coerce(
             value,
             self.params.avals[number].dtype,
             shape,
-            lambda: self.result(number) + words,
+            lambda: self.result(number),
             lambda got: self.shape_hint(number, shape, got),
         )
 

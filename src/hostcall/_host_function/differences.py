@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.errors import DerivativeError, SpecError, conflict
+from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like
@@ -69,12 +69,6 @@ def finite_difference(
         )
     shown = f"`{f.__name__}`"
     check(shown, {"step": step}, {"step": replace(SECONDS, wanted="a number above 0")})
-    if f.policy.coalesce is not None:
-        raise conflict(
-            shown,
-            "coalesce= and finite differences, which call it with one entry: leave out"
-            " coalesce=, or give it a rule",
-        )
     differences = Differences(f, float(step or _STEP))
     diagonal = differences.elementwise
     f._add("jacobian", Rule(differences, "host", diagonal=diagonal))

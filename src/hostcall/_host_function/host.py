@@ -29,8 +29,6 @@ class Options(TypedDict, total=False):
     timeout: float | None
     executor: Any
     concurrency: int | None
-    coalesce: int | None
-    wait: float | None
     name: str | None
     tag: str | None
     nondiff: int | tuple[int, ...]
@@ -77,8 +75,6 @@ def host(
     timeout: float | None = None,
     executor: Any = None,
     concurrency: int | None = None,
-    coalesce: int | None = None,
-    wait: float | None = None,
     name: str | None = None,
     tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
@@ -122,11 +118,6 @@ def host(
             so they must be picklable.
         concurrency: how many calls of a coroutine function wait at the same time; the
             function and its rules count together. Default: 32.
-        coalesce: merges up to so many pure calls (of devices, threads, programs, rows)
-            into one, whose arguments and results have a new axis in front. Rules are
-            not merged.
-        wait: with `coalesce=`: for how many seconds a call waits for others at most.
-            Default: 0.002.
         order: as in `hc.call`. Only pure functions have derivatives.
         name: the function's name in messages and traces.
         tag: as in `hc.call`; for rules in host code too.

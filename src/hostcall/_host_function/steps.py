@@ -170,15 +170,14 @@ class Steps(HostCode, Value):
         """The options of its calls, and how they are run."""
         function = self.site.function
         how, policy = function.options, function.policy
-        coalesce = policy.coalesce
         if self.kind != "value":
-            lend, method, coalesce = bool(how.lend), how.vmap_method, None
+            lend, method = bool(how.lend), how.vmap_method
             if self.rule.keeps_objects:
                 # A residual that is kept may be an argument.
                 lend = lend and function.rules_copy
                 method = "parallel" if method == "parallel" else "sequential"
             how = replace(how, lend=lend, vmap_method=method)
-        return how, replace(policy, owner=function, coalesce=coalesce)
+        return how, replace(policy, owner=function)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents

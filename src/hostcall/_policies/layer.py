@@ -1,8 +1,8 @@
 """The one shape of what stands between the engine and the user's function.
 
 A layer has one method, `rows(rows, site)`: results in row order for rows that the
-engine gave together. It does one thing (merges rows, runs them on an executor), and leaves the rest to the layer inside it. `stack.entries` puts them
-together.
+engine gave together. It does one thing (drops rows, runs them on an executor), and
+leaves the rest to the layer inside it. `stack.entries` puts them together.
 
 What holds for each layer
   * An error is the first failing row's, by row order. What runs rows at the same time
@@ -96,9 +96,7 @@ class ChecksResults(Protocol):
 
     def coerce(self, number: int, value: Any) -> np.ndarray: ...
 
-    def shaped(
-        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
-    ) -> np.ndarray: ...
+    def shaped(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray: ...
 
 
 class Choices(NamedTuple):
@@ -142,7 +140,7 @@ class Choices(NamedTuple):
 
 
 class Shared(Owned):
-    """What several calls share (meetings, turns, lanes), while one of them has it."""
+    """What several calls share, while one of them has it."""
 
     def __init__(self) -> None:
         # Two programs may be lowered at once, and a destructor may lower a third.
