@@ -145,6 +145,25 @@ def test_options_that_have_gone_say_what_to_write(name):
     assert caught.value.code == "hc-arguments"
 
 
+# Names that are gone -> (what had them, what to write instead).
+GONE_NAMES = {
+    "difference_error": (
+        lambda: hc.host(np.cos, result=X),
+        "hc.testing.check(f, args)",
+    ),
+    "cache_clear": (lambda: hc.host(np.cos, result=X), "joblib.Memory"),
+}
+
+
+@pytest.mark.parametrize("name", GONE_NAMES)
+def test_names_that_have_gone_say_what_to_write(name):
+    had, instead = GONE_NAMES[name]
+    with pytest.raises(AttributeError, match=f"has no {name} any more") as caught:
+        getattr(had(), name)
+    assert instead in str(caught.value)
+    assert not hasattr(had(), "no_such_name")
+
+
 def any_keyword(x, **options):
     return np.float32(len(options))
 

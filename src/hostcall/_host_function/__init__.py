@@ -12,7 +12,7 @@
     sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule
     differences       derivatives by finite differences
-    difference_error  how wrong those are
+    difference_error  how wrong a difference is, for `check`
     check             `hc.testing.check`: rules against differences
     primitives        the two primitives, which know none of the user's rules
 

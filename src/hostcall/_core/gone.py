@@ -1,0 +1,17 @@
+"""Names that modules and classes had once, and what to write instead.
+
+The names of the front page itself are in hostcall/__init__.py, options in the `Face` of
+the function that had them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Never
+
+
+def refuse(of: str, names: Mapping[str, str], name: str) -> Never:
+    """Raises the AttributeError of a name that `of` has not, and may have had."""
+    if name in names:
+        raise AttributeError(f"{of} has no {name} any more: {names[name]}")
+    raise AttributeError(f"{of} has no attribute {name!r}")
