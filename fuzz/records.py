@@ -34,9 +34,7 @@ def whole() -> dict[str, bytes]:
         hc.tap(lambda x: None, 1.0, tag="a tag")
         hc.barrier()
     state = {"w": jnp.ones(3), "n": (1, None, "x")}
-    failure = hc.errors.WatchError(
-        "text", values=state, also=state, history=(), row=(1,)
-    )
+    failure = hc.errors.WatchError("text", values=state, also=state, row=(1,))
     failure.save(FOLDER / "failure.zip")
     found = {
         str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()

@@ -146,7 +146,7 @@ class Plan:
         literals: bool,
         tap: TapSettings | None,
         buffers: BufferSettings | None,
-        keep: int | None,
+        counted: bool,
         feed: FeedSettings | None,
         text: str,
     ) -> None: ...
@@ -270,7 +270,7 @@ def current() -> (
         int | None,
         int | None,
         bytes | None,
-        tuple[int, list[tuple[int, int, tuple[Any, ...]]]] | None,
+        int | None,
     ]
     | None
 ): ...

@@ -42,6 +42,7 @@ HOSTCALLS = {
     ),
     "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean result=?"),
     "configure": (lambda: hc.configure(flihgt="off"), "Did you mean flight=?"),
+    "watch": (lambda: hc.watch(X, chek=None), "Did you mean check=?"),
     "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
     "progress.scan": (
         lambda: hc.progress.scan(lambda c, x: (c, x), 5, descr="fit")(0, 0),
@@ -127,6 +128,8 @@ GONE = {
     ),
     "coalesce": (lambda: hc.host(np.cos, coalesce=4), 'vmap_method="expand_dims"'),
     "wait": (lambda: hc.host(np.cos, wait=0.1), 'vmap_method="expand_dims"'),
+    "keep": (lambda: hc.watch(X, keep=3), "hc.Recorder beside the watch"),
+    "keep of a call": (lambda: hc.call(np.cos, X, X, keep=3), "hc.Recorder beside"),
     "cache_bytes": (
         lambda: hc.configure(cache_bytes=9),
         "functools.lru_cache(maxsize)",

@@ -174,7 +174,7 @@ def test_what_tests_import_by_name_has_one_name():
 def test_tools_use_public_names_only(name):
     private = {i for i in own_imports(modules()[name]) if i.startswith("_")}
     # By it hostcall knows its own callables, and asks them why they can't be exported.
-    # `call_kept` is a call with an option that only hc.watch has. `Owned` is what a
+    # `call_counted` is a call with an option that only hc.watch has. `Owned` is what a
     # forked child starts anew: one hook does that for all. Threads and waits of all
     # wings have one form. `hc.observe` has the door rewrite programs.
     allowed = {"_core.host_code", "_core.process", "_core.daemon", "_core.wait"}
@@ -498,6 +498,7 @@ _OF_A_PLAN = {
     "tells": False,
     "elsewhere": False,
     "sends": False,
+    "counted": False,
     "inside": _native.Inside.NEVER,
     "keeps_mesh": False,
     "literals": True,

@@ -162,7 +162,7 @@ def a_program(x: jax.Array) -> jax.Array:
     value = hc.call(named, x, x, tag="named")
     hc.tap(print, value, every=1.0, where=value.any())
     hc.print("mean {:.3f}", value.mean(), on="once")
-    value = hc.tap_through(print, hc.watch(cube(value), keep=3, also={"x": x}))
+    value = hc.tap_through(print, hc.watch(cube(value), also={"x": x}))
     hc.progress(0, 10, desc="fit", loss=value.mean())
     hc.breakpoint(where=value.any(), value=value)
     root: Any = hc.pure_callback(np.sqrt, x, x, vmap_method="expand_dims")
@@ -191,7 +191,7 @@ def around_a_program(x: jax.Array) -> None:
     hc.configure(tap_queue_byte=1)  # type: ignore
     hc.tools.read("runs/1")
     hc.trace()  # type: ignore
-    hc.watch(x, keep="3")  # type: ignore
+    hc.watch(x, name=3)  # type: ignore
     hc.progress("0")  # type: ignore
 
 

@@ -206,7 +206,7 @@ import hostcall as hc
 
 def body(c, _):
     y = jnp.log(c)
-    hc.watch(y, action="breakpoint", also=c, keep=2)
+    hc.watch(y, action="breakpoint", also=c)
     return c - 1, y
 
 f = jax.jit(lambda x: jax.lax.scan(body, x, None, length=4)[1])
@@ -214,15 +214,12 @@ print(f(2.5))
 """
     said = pdb(
         source,
-        "p 'bad', values, also, [float(h.also) for h in history], error.step",
+        "p 'bad', values, also, error.step",
         "continue",
     )
     assert "hostcall: x is not finite at step 3" in said
     assert "program.py(7)body()" in said
-    assert (
-        "('bad', array(nan, dtype=float32), array(-0.5, dtype=float32), [1.5, 0.5],"
-        in said
-    )
+    assert "('bad', array(nan, dtype=float32), array(-0.5, dtype=float32), 3)" in said
 
 
 def test_ctrl_c_in_the_debugger(start_python):

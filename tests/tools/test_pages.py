@@ -22,8 +22,8 @@ PAGES = {
     "progress": 3,
     "recording": 6,
     "tracing": 5,
-    "waiting": 9,
-    "watches": 3,
+    "waiting": 7,
+    "watches": 4,
     "watching": 6,
 }
 

@@ -211,18 +211,19 @@ def call(
 _PLACE, _POLICY, _NO_RESULT = CallOptions(), Policy(), parse_result(None, "a watch")
 
 
-def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
+def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     """`hc.watch`'s call: `fn(*args)` runs where `where` is True, exactly once.
 
-    `hc.current()` then has the arguments of the last `keep` executions of this place on
-    its device, whether or not `where` was True (`history`), and the number of all
-    executions (`execution`). Each execution costs a copy of the arguments; 0 only
-    counts.
+    `hc.current().execution` is then the number of executions of this place on its
+    device, whether or not `where` was True.
     """
     seen = look(fn)
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)
+    trees, how = (
+        (template, _NO_RESULT, ()),
+        CallOptions(order="unordered", counted=True),
+    )
     callback = Callback(Static(fn), *trees, how, users_place(fn), looked=seen)
     make(callback, operands, parse_mask(where, seen.name))
 
@@ -239,7 +240,7 @@ _FACE = mistakes.Face(
         "result_shape_dtypes": "the second argument, result",
     },
     {
-        "keep": "hc.watch(x, keep=...) keeps the executions before a bad value",
+        "keep": "hc.Recorder beside the call records what was before",
         **{
             option: "it says how the function is run wherever it is called. Write"
             f" hc.call(hc.host(fn, {option}=...), result, *args)"

@@ -217,7 +217,7 @@ class CallOptions(PlaceOptions):
         lend: whether the function gets views of XLA's memory; "out" if it gets `out`
             too, arrays for its results.
         fail: as given to `hc.call`.
-        keep: of hc.watch: how many executions are kept. Its programs don't travel.
+        counted: of hc.watch: executions are counted. Its programs don't travel.
     """
 
     vmap_method: VmapMethod = option(
@@ -225,7 +225,7 @@ class CallOptions(PlaceOptions):
     )
     lend: Lend = option(choice(False, True, "out"), False)
     fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
-    keep: int | None = field(default=None, metadata={_STAYS: True})
+    counted: bool = field(default=False, metadata={_STAYS: True})
 
 
 @dataclass(frozen=True, kw_only=True)

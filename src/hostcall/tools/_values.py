@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -89,6 +89,24 @@ def refuse_misspelt(
                 f"{name} has no option {key}=. Did you mean {near}=? If"
                 f" {reprlib.repr(value)} is a value with this name, {instead}"
             )
+
+
+def refuse_unknown(
+    face: Callable[..., Any],
+    name: str,
+    unknown: Iterable[str],
+    gone: Mapping[str, str],
+) -> None:
+    """Refuses keywords that are no options; `gone` says what to write instead of those
+    that were.
+    """
+    for key in unknown:
+        if key in gone:
+            raise wrong(f"{name} has no {key}= any more: {gone[key]}", "hc-arguments")
+        options = inspect.signature(face).parameters
+        near = next(iter(get_close_matches(key, options, 1, 0.8)), None)
+        hint = f" Did you mean {near}=?" if near else ""
+        raise wrong(f"{name} has no option {key}=.{hint}", "hc-arguments")
 
 
 @functools.lru_cache
