@@ -20,7 +20,6 @@ Watching a program:
     trace            writes what a program did to a file for a viewer
     watch            ends a program at its first bad value, and keeps the values
     observe          looks into programs that nobody changed: NaNs, values, statistics
-    breakpoint       opens a debugger in a compiled program (not in a star import)
 
 Programs that leave the process:
     register         names host code, which an exported program calls by its name
@@ -111,7 +110,6 @@ if TYPE_CHECKING:
     from hostcall._host_function.host import host
     from hostcall._runtime.context import current
     from hostcall._runtime.reraise import reraise
-    from hostcall.tools.breakpoint import breakpoint as breakpoint
     from hostcall.tools.observing import observe
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
@@ -125,7 +123,6 @@ _HOMES = {
     "Object": "_api.object.objects",
     "Recorder": "tools.recorder",
     "barrier": "_api.barrier",
-    "breakpoint": "tools.breakpoint",
     "call": "_api.call",
     "configure": "_api.configure",
     "current": "_runtime.context",
@@ -153,6 +150,9 @@ _GONE = {
     "Feed": "hostcall.typing.Feed",
     "HostFunction": "hostcall.typing.HostFunction",
     "HostcallError": "hostcall.errors.HostcallError",
+    "breakpoint": "jax.debug.breakpoint() after hc.patch_jax(); or hc.call of a"
+    " function with Python's breakpoint() in it, which has where=, and its parameters as"
+    " names (the page 'Watches and breakpoints' shows both)",
     "buffer_callback": "hostcall.buffers.buffer_callback",
     "elementwise": "hostcall.results.elementwise",
     "finite_difference": "hostcall.derivatives.finite_difference",
@@ -203,13 +203,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        [*__all__, "breakpoint", "print", *(n for n in globals() if n.startswith("__"))]
-    )
+    return sorted([*__all__, "print", *(n for n in globals() if n.startswith("__"))])
 
 
-# The front page without `breakpoint` and `print`: a star import must not replace
-# builtins.
+# The front page without `print`: a star import must not replace a builtin.
 __all__ = [
     "Object",
     "Recorder",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall.errors import WatchError
 
 X = jnp.float32(2)
 
@@ -52,8 +53,8 @@ HOSTCALLS = {
     "progress, a bar": (lambda: hc.progress(0, 5, baar=len), "Did you mean bar=?"),
 }
 # JAX's functions pass keywords on to the callback, and so do the functions in their
-# places. `breakpoint` shows values by any name, and HostFunctions are what `hc.host` makes.
-ANY = {"HostFunction", "breakpoint", "callback", "io_callback", "pure_callback"}
+# places. HostFunctions are what `hc.host` makes.
+ANY = {"HostFunction", "callback", "io_callback", "pure_callback"}
 
 
 @pytest.mark.parametrize("name", HOSTCALLS)
@@ -79,7 +80,7 @@ def faces():
     modules = [hc, hc.monitor, hc.testing, hc.debug, hc.derivatives, hc.buffers]
     modules += [hc.bridge, hc.tools.sinks, hc.tools.reading, hc.tools.watch]
     for module in modules:
-        for name in (*getattr(module, "__all__", ()), "breakpoint", "print"):
+        for name in (*getattr(module, "__all__", ()), "print"):
             face = getattr(module, name, None)
             if not callable(face) or name in (*HOSTCALLS, *ANY):
                 continue
@@ -154,6 +155,8 @@ GONE_NAMES = {
         lambda: hc.host(np.cos, result=X),
         "hc.testing.check(f, args)",
     ),
+    "breakpoint": (lambda: hc.tools, "jax.debug.breakpoint()"),
+    "history": (lambda: WatchError("text", values=None), "hc.Recorder"),
     "cache_clear": (lambda: hc.host(np.cos, result=X), "joblib.Memory"),
 }
 

@@ -186,17 +186,12 @@ def watched(x):
     return x
 
 
-def stopping(x):
-    hc.breakpoint(x=x)
-    return x
-
-
 def progressing(x):
     jax.lax.fori_loop(0, 3, lambda i, c: (hc.progress(i, 3), c)[1], 0)
     return x
 
 
-STAYING = {"hc.watch": watched, "hc.breakpoint": stopping, "hc.progress": progressing}
+STAYING = {"hc.watch": watched, "hc.progress": progressing}
 
 
 @pytest.mark.parametrize("tool", STAYING)

@@ -164,7 +164,6 @@ def a_program(x: jax.Array) -> jax.Array:
     hc.print("mean {:.3f}", value.mean(), on="once")
     value = hc.tap_through(print, hc.watch(cube(value), also={"x": x}))
     hc.progress(0, 10, desc="fit", loss=value.mean())
-    hc.breakpoint(where=value.any(), value=value)
     root: Any = hc.pure_callback(np.sqrt, x, x, vmap_method="expand_dims")
     logged: Any = hc.io_callback(named, x, x, ordered=True)
     hc.debug.print("x is {}", x, ordered=True)

@@ -23,7 +23,7 @@ PAGES = {
     "recording": 6,
     "tracing": 5,
     "waiting": 7,
-    "watches": 4,
+    "watches": 5,
     "watching": 6,
 }
 

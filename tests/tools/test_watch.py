@@ -199,7 +199,12 @@ MISTAKES = {
         {"chek": 3},
         r"hc.watch has no option chek=. Did you mean check=",
     ),
-    "action": ((1.0,), {"action": "stop"}, "'raise', 'log', 'breakpoint' or a funct"),
+    "action": ((1.0,), {"action": "stop"}, "'raise', 'log' or a function of the error"),
+    "breakpoint": (
+        (1.0,),
+        {"action": "breakpoint"},
+        r"as lambda error: breakpoint\(\)",
+    ),
     "name": ((1.0,), {"name": 3}, r"name= of hc.watch should be a str, got 3"),
     "no floats": (
         ({"a": 1, "b": "text"},),

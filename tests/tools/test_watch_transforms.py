@@ -173,7 +173,6 @@ PROGRAMS = {
 WATCHES = {
     "plain": {},
     "cotangents": {"cotangents": True},
-    "breakpoint": {"action": "breakpoint"},
 }
 
 

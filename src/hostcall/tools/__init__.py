@@ -7,7 +7,6 @@
     reading     reads such a folder, also while the run goes on (`read`)
     trace       writes what happened, for a viewer (`hc.trace`); `read_trace` reads it
     watch       ends a program at its first bad value (`hc.watch`, `load_failure`)
-    breakpoint  opens a debugger in a compiled program (`hc.breakpoint`)
     observing   looks into programs that nobody changed (`hc.observe`)
 
 The tools use public names of hostcall only, so a tool of yours can do what they do.
@@ -18,9 +17,10 @@ needs them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hostcall._core import gone
+
 if TYPE_CHECKING:
     from hostcall.tools import (
-        breakpoint,
         jax_tqdm,
         observing,
         progress,
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from hostcall.tools.trace import read_trace
     from hostcall.tools.watch import load_failure
 
+# Modules that were here, and what to write instead.
+_GONE = {
+    "breakpoint": "hc.call of a function with Python's breakpoint() in it, or"
+    " jax.debug.breakpoint() after hc.patch_jax()",
+}
 _LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
 
 
@@ -41,7 +46,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module 'hostcall.tools' has no attribute {name!r}")
+            gone.refuse("module 'hostcall.tools'", _GONE, name)
         module = importlib.import_module(f"hostcall.tools.{_LATER.get(name, name)}")
         return getattr(module, name) if name in _LATER else module
 
@@ -51,7 +56,6 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "breakpoint",
     "jax_tqdm",
     "load_failure",
     "observing",

@@ -24,7 +24,7 @@ import hostcall as hc
 from hostcall._api.call import call_counted
 from hostcall._core.host_code import HostCode, text_of
 from hostcall.errors import SpecError, WatchError
-from hostcall.tools._debugger import UserLine, stop, users_lines
+from hostcall.tools._debugger import UserLine, users_lines
 from hostcall.tools._values import (
     ARRAYS,
     need,
@@ -37,7 +37,7 @@ logger = logging.getLogger("hostcall")
 
 T = TypeVar("T")
 Check = Literal["finite"] | Callable[[Any], jax.Array]
-Action = Literal["raise", "log", "breakpoint"] | Callable[[WatchError], object]
+Action = Literal["raise", "log"] | Callable[[WatchError], object]
 
 
 def watch(
@@ -72,8 +72,7 @@ def watch(
             leaves may be of any type.
         action: "raise": the program ends with the error. "log": the logger "hostcall"
             gets its text, the first three times and then after each tenfold number, and
-            the program goes on. "breakpoint": opens the debugger, as `hc.breakpoint`
-            does, with the names values, also and error. A function is called
+            the program goes on. A function is called
             with the error, which it may raise; else the program goes on.
         where: a bool scalar. If it is False, the check counts as passed. Under vmap
             each row has its own.
@@ -110,7 +109,7 @@ def watch(
     """
     refuse_unknown(watch, "hc.watch", unknown, _GONE)
     _check_options(check, action, name)
-    lines = users_lines() if cotangents or action == "breakpoint" else ()
+    lines = users_lines() if cotangents else ()
     fired = _Fired(name or "x", check, action, lines)
     _look(x, also, where, fired)
     return _with_cotangents(fired, x) if cotangents else x
@@ -232,10 +231,10 @@ class _Fired(HostCode):
     def __call__(self, values: Any, also: Any) -> None:
         here = hc.current()
         assert here is not None
-        seen = {"values": values, "also": also}
         error = WatchError(
             "\n".join(self._lines(values, here)),
-            **seen,
+            values=values,
+            also=also,
             step=here.execution or 0,
             row=here.row,
             device=here.device,
@@ -246,9 +245,6 @@ class _Fired(HostCode):
             raise error
         if self.action == "log":
             _log(self, error)
-        elif self.action == "breakpoint":
-            print(error)
-            stop(self.lines, {**seen, "error": error})
         else:
             self.action(error)
 
@@ -292,7 +288,7 @@ def _log(fired: _Fired, error: WatchError) -> None:
 
 # --- What is said: of a bad value, and of a wrong argument ----------------------------
 
-_ACTIONS = ("raise", "log", "breakpoint")
+_ACTIONS = ("raise", "log")
 _LEAVES_AT_MOST = 8  # that the text of an error describes
 
 
@@ -324,6 +320,8 @@ def _check_options(check: object, action: object, name: object) -> None:
     need(is_check, f"check= of hc.watch should be {wanted}", check)
     is_action = action in _ACTIONS or callable(action)
     wanted = f"one of {', '.join(map(repr, _ACTIONS))} or a function of the error"
+    if action == "breakpoint":
+        wanted += ", such as lambda error: breakpoint()"
     need(is_action, f"action= of hc.watch should be {wanted}", action)
     is_name = name is None or isinstance(name, str)
     need(is_name, "name= of hc.watch should be a str", name)
