@@ -32,7 +32,6 @@ from benchmarks import (
     rows_tap,
     rows_threads,
     rows_tools,
-    rows_trace,
     rows_waiting,
     rows_watch,
     sweep_pictures,
@@ -61,7 +60,6 @@ ROWS = (
     *rows_scipy.ROWS,
     *rows_tools.ROWS,
     *rows_recorder.ROWS,
-    *rows_trace.ROWS,
     *rows_watch.ROWS,
     *rows_gpu.ROWS,
 )

@@ -4,9 +4,10 @@ The first NaN of a training run
 
 A logistic regression on a survey of 6,366 people starts well, and ends with weights
 that are all NaN. :func:`hostcall.watch` ends the compiled program at the first bad
-value and brings the steps before it. These show which sample is to blame, and why.
+value, and a recorder has the steps before it. These show which sample is to blame, and
+why.
 
-Besides hostcall it needs ``pip install matplotlib statsmodels``.
+Besides hostcall it needs ``pip install matplotlib pandas pyarrow statsmodels``.
 """
 
 # %%

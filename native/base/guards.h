@@ -117,7 +117,9 @@ Ref Ask(const Ref& object, const char* method, const Arguments&... arguments) {
 enum class Hook {
   kAdmitsLate,   ///< () -> whether the closed engine makes a call (module.cc)
   kEndedError,   ///< raised when something of a call is used after its end
+  kProfiled,     ///< () -> whether JAX takes a profile (profile.h)
   kReport,       ///< (error) -> what is raised in its place, or None (report.h)
+  kShown,        ///< (info, tap, waited) -> what a profile shows (profile.h)
   kStage,        ///< ExecutionStage.EXECUTE
   kStreamError,  ///< raised for `stream` on a CPU, as JAX does
   kTextReader,   ///< (text, on_cuda, buffers) -> a plan, or None (plan_state.cc)
@@ -125,7 +127,7 @@ enum class Hook {
 };
 /// Set when hostcall is imported or the engine starts, and kept for ever. Null
 /// before. Read and written with the GIL.
-inline PyObject* g_hooks[7] = {};
+inline PyObject* g_hooks[9] = {};
 inline PyObject* HookOf(Hook hook) { return g_hooks[static_cast<int>(hook)]; }
 /// Calls it. Null with a Python error set.
 template <typename... Arguments>

@@ -75,8 +75,8 @@ void InitEngine(nb::module_& m) {
     ForgetCallsAfterFork();
   });
   BindEnum<Hook>(m, "Hook",
-                 {"ADMITS_LATE", "ENDED_ERROR", "REPORT", "STAGE", "STREAM_ERROR",
-                  "TEXT_READER", "TRACING"});
+                 {"ADMITS_LATE", "ENDED_ERROR", "PROFILED", "REPORT", "SHOWN",
+                  "STAGE", "STREAM_ERROR", "TEXT_READER", "TRACING"});
   m.def(
       "set_hook",
       [](Hook hook, nb::object made) {
@@ -107,7 +107,7 @@ NB_MODULE(_native, m) {
   InitCalls(m);
   InitHandlers(m);
   InitSignals(m);
-  InitTraces(m);
+  InitFlight(m);
   InitEngine(m);
   InitBuffers(m);
 }

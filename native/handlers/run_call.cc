@@ -14,6 +14,7 @@
 #include "handlers/ffi.h"
 #include "handlers/host_callback.h"
 #include "invoke/invoke.h"
+#include "invoke/profile.h"
 #include "plan/feed_take.h"
 
 namespace hostcall {
@@ -112,6 +113,10 @@ std::string DeviceCall::Run(int64_t execution) {
   const PlainFloats plain;
   const int64_t attached = Ticks();
   flight.Entered(attached);
+  Annotation annotation;
+  if (IsProfiled(attached)) {
+    annotation.Begin(plan_.info, -1, TicksToSeconds(attached - start));
+  }
   Signals::Keep(attached);  // the thread that dispatched may wait for this call
   std::string text;
   MakeInside([&](bool scouts) {

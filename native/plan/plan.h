@@ -283,7 +283,6 @@ class Plan : public TapOwner, public PlanFields {
     event.start = start;
     event.bytes = rows * (bytes_in + bytes_out);
     event.run = run;
-    event.count = rows;
     return event;
   }
 };

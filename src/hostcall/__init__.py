@@ -17,7 +17,6 @@ More ways to the host:
 Watching a program:
     progress         shows a progress bar for the loop around it
     Recorder         writes what a program computes to a folder while it runs
-    trace            writes what a program did to a file for a viewer
     watch            ends a program at its first bad value, and keeps the values
     observe          looks into programs that nobody changed: NaNs, values, statistics
 
@@ -113,7 +112,6 @@ if TYPE_CHECKING:
     from hostcall.tools.observing import observe
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
-    from hostcall.tools.trace import trace
     from hostcall.tools.watch import watch
 
     __version__: str
@@ -140,7 +138,6 @@ _HOMES = {
     "reraise": "_runtime.reraise",
     "tap": "_api.tap",
     "tap_through": "_api.tap",
-    "trace": "tools.trace",
     "watch": "tools.watch",
 }
 # Names that have gone or moved, and what to write instead.
@@ -151,8 +148,8 @@ _GONE = {
     "HostFunction": "hostcall.typing.HostFunction",
     "HostcallError": "hostcall.errors.HostcallError",
     "breakpoint": "jax.debug.breakpoint() after hc.patch_jax(); or hc.call of a"
-    " function with Python's breakpoint() in it, which has where=, and its parameters as"
-    " names (the page 'Watches and breakpoints' shows both)",
+    " function with Python's breakpoint() in it, which has where=, and its parameters"
+    " as names (the page 'Watches and breakpoints' shows both)",
     "buffer_callback": "hostcall.buffers.buffer_callback",
     "elementwise": "hostcall.results.elementwise",
     "finite_difference": "hostcall.derivatives.finite_difference",
@@ -164,6 +161,8 @@ _GONE = {
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
     " worker has died (the page 'Pools and clusters' shows how)",
     "same_tree": "hostcall.results.same_tree",
+    "trace": "jax.profiler.trace(folder), which shows calls, taps and deliveries with"
+    " their names and lines (the page 'Monitoring')",
     "unpatch_jax": "hostcall.testing.unpatch_jax",
 }
 
@@ -236,7 +235,6 @@ __all__ = [
     "tap_through",
     "testing",
     "tools",
-    "trace",
     "typing",
     "watch",
 ]

@@ -155,6 +155,8 @@ GONE_NAMES = {
         lambda: hc.host(np.cos, result=X),
         "hc.testing.check(f, args)",
     ),
+    "events": (lambda: hc.monitor, "jax.profiler.trace(folder)"),
+    "read_trace": (lambda: hc.tools, "jax.profiler.trace(folder)"),
     "breakpoint": (lambda: hc.tools, "jax.debug.breakpoint()"),
     "history": (lambda: WatchError("text", values=None), "hc.Recorder"),
     "cache_clear": (lambda: hc.host(np.cos, result=X), "joblib.Memory"),

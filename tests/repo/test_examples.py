@@ -54,10 +54,10 @@ def test_there_are_examples():
         "old_training",
         "other_device",
         "parallel_rows",
+        "profile",
         "progress",
         "recorder",
         "serve",
-        "trace",
         "training_log",
         "two_processes",
     }

@@ -175,7 +175,7 @@ def a_program(x: jax.Array) -> jax.Array:
 
 
 def around_a_program(x: jax.Array) -> None:
-    with hc.Recorder("runs/1") as recorder, hc.trace("trace.json"):
+    with hc.Recorder("runs/1") as recorder:
         with hc.reraise(), hc.Object(dict, methods={"get": x}) as table:
             jax.jit(a_program)(x)
             recorder(step=0, loss=x.mean())
@@ -189,7 +189,6 @@ def around_a_program(x: jax.Array) -> None:
     hc.configure(tap_queue_bytes=1 << 20, fail="together")
     hc.configure(tap_queue_byte=1)  # type: ignore
     hc.tools.read("runs/1")
-    hc.trace()  # type: ignore
     hc.watch(x, name=3)  # type: ignore
     hc.progress("0")  # type: ignore
 

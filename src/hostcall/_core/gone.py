@@ -15,3 +15,12 @@ def refuse(of: str, names: Mapping[str, str], name: str) -> Never:
     if name in names:
         raise AttributeError(f"{of} has no {name} any more: {names[name]}")
     raise AttributeError(f"{of} has no attribute {name!r}")
+
+
+def of_monitor(name: str) -> Never:
+    """What `hostcall.monitor` had once."""
+    events = (
+        "jax.profiler.trace(folder) shows calls, taps and deliveries (the page"
+        " 'Monitoring'), and hc.monitor.flight() has the last 1,000"
+    )
+    refuse("module 'hostcall.monitor'", {"events": events}, name)

@@ -11,7 +11,6 @@ from hostcall._core.callback import Callback
 from hostcall._core.process import Guarded
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters, Lend
-from hostcall._runtime.waits import WAIT
 
 
 @dataclass
@@ -78,7 +77,6 @@ class _Costs(Guarded):
         with self.lock:
             self.barriers += 1
             self.barrier_seconds += seconds
-        _native.note_event(WAIT, 0, start, -1, 1)
 
 
 costs = _Costs()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import threading
@@ -334,7 +333,7 @@ class _Places:
         # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
         texts = (key.name, str(key.place))
         shown = [t.encode(errors="backslashreplace").decode() for t in texts]
-        _native.name_place(number, *shown, *map(json.dumps, shown))
+        _native.name_place(number, *shown)
         return self._numbers.setdefault(key, number)
 
     def named(self, number: int) -> Named | None:
