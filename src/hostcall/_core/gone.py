@@ -24,3 +24,12 @@ def of_monitor(name: str) -> Never:
         " 'Monitoring'), and hc.monitor.flight() has the last 1,000"
     )
     refuse("module 'hostcall.monitor'", {"events": events}, name)
+
+
+def of_bridge(name: str) -> Never:
+    """What `hostcall.bridge` had once."""
+    autograd = (
+        "hc.bridge.value_and_grad(autograd.value_and_grad(fn)) takes autograd's own"
+        " value and gradient"
+    )
+    refuse("module 'hostcall.bridge'", {"autograd": autograd}, name)
