@@ -89,7 +89,7 @@ test-optional:
 	scripts/venv.sh "$(PYTHON)" $(OPTIONAL)
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
-	  ".[demo,test,torch,numba,sympy,dask,loky,gymnasium]" jax-tqdm joblib autograd \
+	  ".[demo,test,torch,numba,dask,loky,gymnasium]" jax-tqdm joblib autograd sympy \
 	  optax osqp astropy blackjax grain orbax-checkpoint tensorflow-cpu torchdata
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/runtime/test_dask_workers.py \
@@ -187,7 +187,7 @@ coverage:
 	scripts/compiler.sh
 	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check $(JAX) gcovr \
 	  scikit-build-core nanobind cmake ninja \
-	  ".[demo,test,sympy,numba,dask,loky]" joblib autograd
+	  ".[demo,test,numba,dask,loky]" joblib autograd sympy
 	CXXFLAGS="--coverage -fprofile-update=atomic -O1" $(COVERAGE)/bin/pip install --quiet \
 	  --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
 	  -C cmake.build-type=None -C build-dir=build/coverage -C install.strip=false .
@@ -249,7 +249,7 @@ workflows-check: $(TOOLS)/.made
 # Python and jax are the oldest, too. uv is a resolver that knows "lowest".
 test-lowest: LOWEST := .venv-lowest
 # Not torch, whose oldest packages take 2.5 GB; `make test-optional` has the newest.
-test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,sympy,numba,dask,loky,gymnasium
+test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,numba,dask,loky,gymnasium
 test-lowest:
 	scripts/venv.sh "$(or $(PYTHON),python3.11)" $(LOWEST)
 	scripts/compiler.sh

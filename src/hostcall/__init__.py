@@ -39,7 +39,7 @@ Modules:
     monitor          shows what is running, what it has cost, and what is queued
     debug            drop-ins for jax.debug.callback and jax.debug.print
     buffers          drop-in for JAX's buffer_callback, its types; machine code
-    bridge           host functions from PyTorch and SymPy; SciPy's solvers;
+    bridge           host functions from PyTorch; SciPy's solvers;
                      JAX functions for other devices
     derivatives      taps that see tangents and cotangents; finite_difference
     testing          checks a host function's rules; collects taps; unpatch_jax

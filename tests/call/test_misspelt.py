@@ -155,6 +155,7 @@ GONE_NAMES = {
         lambda: hc.host(np.cos, result=X),
         "hc.testing.check(f, args)",
     ),
+    "sympy": (lambda: hc.bridge, "sympy.lambdify"),
     "autograd": (lambda: hc.bridge, "hc.bridge.value_and_grad(autograd.value_and_grad"),
     "events": (lambda: hc.monitor, "jax.profiler.trace(folder)"),
     "read_trace": (lambda: hc.tools, "jax.profiler.trace(folder)"),

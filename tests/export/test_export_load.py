@@ -222,16 +222,6 @@ def test_bridges():
             hc.export(staying)(ONE)
 
 
-def test_sympys_values():
-    sympy = pytest.importorskip("sympy")
-    pytest.importorskip("scipy")
-    x = sympy.Symbol("x")
-    f = hc.register("tests.bridge")(hc.bridge.sympy(sympy.sin(x), [x]))
-    np.testing.assert_allclose(travelled(f, X).call(X), np.sin(X), rtol=1e-6)
-    with pytest.raises(hc.errors.ExportError, match="of the derivative itself"):
-        hc.export(jax.grad(f))(ONE)
-
-
 # --- Calling ------------------------------------------------------------------------
 
 

@@ -32,4 +32,9 @@ def of_bridge(name: str) -> Never:
         "hc.bridge.value_and_grad(autograd.value_and_grad(fn)) takes autograd's own"
         " value and gradient"
     )
-    refuse("module 'hostcall.bridge'", {"autograd": autograd}, name)
+    sympy = (
+        'sympy.lambdify(symbols, expression, modules="jax") makes JAX code (the page'
+        " 'Functions from other libraries' has a special function that JAX lacks)"
+    )
+    gone = {"autograd": autograd, "sympy": sympy}
+    refuse("module 'hostcall.bridge'", gone, name)
