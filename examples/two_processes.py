@@ -111,12 +111,10 @@ def child(me: int, port: str, folder: Path) -> None:
         )
     )
     first = move(x)
-    snapshot = walkers.save(processes="all")  # each process gets the whole snapshot
-    if me == 0:
-        (folder / "walkers").write_bytes(pickle.dumps(snapshot))
+    # Each process saves its own objects.
+    (folder / f"walkers-{me}").write_bytes(pickle.dumps(walkers.save()))
     second = move(x)
-    saved = pickle.loads((folder / "walkers").read_bytes()) if me == 0 else None
-    walkers.restore(saved, processes="all")  # that of process 0 goes to all
+    walkers.restore(pickle.loads((folder / f"walkers-{me}").read_bytes()))
     again = move(x)
     for a, b, c in zip(
         *(y.addressable_shards for y in (first, second, again)), strict=True

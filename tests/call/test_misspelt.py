@@ -129,6 +129,14 @@ GONE = {
     ),
     "coalesce": (lambda: hc.host(np.cos, coalesce=4), 'vmap_method="expand_dims"'),
     "wait": (lambda: hc.host(np.cos, wait=0.1), 'vmap_method="expand_dims"'),
+    "processes of save": (
+        lambda: hc.Object(Counter, methods={"add": X}).save(processes="all"),
+        "each process saves its own objects",
+    ),
+    "limit of restore": (
+        lambda: hc.Object(Counter, methods={"add": X}).restore({}, limit=3),
+        "each process saves its own objects",
+    ),
     "keep": (lambda: hc.watch(X, keep=3), "hc.Recorder beside the watch"),
     "keep of a call": (lambda: hc.call(np.cos, X, X, keep=3), "hc.Recorder beside"),
     "cache_bytes": (
