@@ -2,7 +2,7 @@
 
 bar.svg, loss.svg   the programs of docs/watching.md run on a terminal of 80 columns
 observe_*.svg       what examples/gallery/plot_observe.py prints in a terminal: the
-                    error, the table, and the bars
+                    error and the bars
 
 It needs matplotlib, pyte and rich.
 """
@@ -88,7 +88,7 @@ def draw_text(lines: list[str], picture: Path, title: str, columns: int) -> None
 
 
 def draw_observed(folder: Path, pictures: Path) -> None:
-    """The error, the table and the bars of the program in the gallery."""
+    """The error and the bars of the program in the gallery."""
     import pyte
 
     name = "plot_observe.py"
@@ -97,10 +97,9 @@ def draw_observed(folder: Path, pictures: Path) -> None:
     said = on_terminal([name], folder, WIDE)
     text = said.decode().replace("\r\n", "\n").replace(f"{folder.resolve()}/", "")
     error = re.search(r"^hostcall: .*\n.*\n.*$", text, re.M)
-    table = re.search(r"^ +line +calls.*\n(?:.*plot_observe.py:.*\n)+", text, re.M)
-    if error is None or table is None:
+    if error is None:
         raise RuntimeError(text)
-    for part, found in (("nan", error), ("table", table)):
+    for part, found in (("nan", error),):
         picture = pictures / f"observe_{part}.svg"
         draw_text(found[0].splitlines(), picture, "hc.observe", WIDE)
     screen = pyte.Screen(WIDE, 24)

@@ -18,7 +18,7 @@ Watching a program:
     progress         shows a progress bar for the loop around it
     Recorder         writes what a program computes to a folder while it runs
     watch            ends a program at its first bad value, and keeps the values
-    observe          looks into programs that nobody changed: NaNs, values, statistics
+    observe          looks into programs that nobody changed: NaNs, values, progress
 
 Programs that leave the process:
     register         names host code, which an exported program calls by its name

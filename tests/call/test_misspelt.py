@@ -43,6 +43,7 @@ HOSTCALLS = {
     ),
     "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean result=?"),
     "configure": (lambda: hc.configure(flihgt="off"), "Did you mean flight=?"),
+    "observe": (lambda: hc.observe(nan=True), "Did you mean nans=?"),
     "watch": (lambda: hc.watch(X, chek=None), "Did you mean check=?"),
     "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
     "progress.scan": (
@@ -137,6 +138,7 @@ GONE = {
         lambda: hc.Object(Counter, methods={"add": X}).restore({}, limit=3),
         "each process saves its own objects",
     ),
+    "stats": (lambda: hc.observe(stats=True), "NumPy makes the statistics"),
     "keep": (lambda: hc.watch(X, keep=3), "hc.Recorder beside the watch"),
     "keep of a call": (lambda: hc.call(np.cos, X, X, keep=3), "hc.Recorder beside"),
     "cache_bytes": (
@@ -163,6 +165,7 @@ GONE_NAMES = {
         lambda: hc.host(np.cos, result=X),
         "hc.testing.check(f, args)",
     ),
+    "table": (lambda: hc.observe(nans=True), "NumPy makes the statistics"),
     "sympy": (lambda: hc.bridge, "sympy.lambdify"),
     "autograd": (lambda: hc.bridge, "hc.bridge.value_and_grad(autograd.value_and_grad"),
     "events": (lambda: hc.monitor, "jax.profiler.trace(folder)"),
