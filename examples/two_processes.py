@@ -37,8 +37,7 @@ def parent() -> None:
         print(*lines, sep="\n")
         # The sum was printed once in the job, the parts once in each process.
         assert ("the sum is 28" in text) == (me == 0)
-        assert f"process {me} has {[0, 1, 2, 3] if me == 0 else [4, 5, 6, 7]}" in text
-    print("all processes agree")
+        print("all processes agree")
 
 
 def child(me: int, port: str, folder: Path) -> None:
@@ -64,12 +63,6 @@ def child(me: int, port: str, folder: Path) -> None:
         assert here.processes == PROCESSES
         return np.sort(v)[::-1]
 
-    def tell(v: np.ndarray) -> None:
-        here = hc.current()
-        assert here is not None
-        part = np.round(v).astype(int).tolist()
-        print(f"process {here.process} has {part}", flush=True)
-
     blocks: dict[int, float] = {}
 
     def note(v: np.ndarray) -> None:
@@ -81,7 +74,6 @@ def child(me: int, port: str, folder: Path) -> None:
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
         hc.print("process 0 says that the sum is {:.0f}", x.sum())  # on="once"
-        hc.tap(tell, x, on="process")
         hc.tap(note, x, on="shards")
         return hc.call(host, x, x)
 

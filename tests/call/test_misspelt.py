@@ -159,6 +159,19 @@ def test_options_that_have_gone_say_what_to_write(name):
     assert caught.value.code == "hc-arguments"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hc.tap(print, X, on="process"),
+        lambda: hc.print("{}", X, on="process"),
+        lambda: hc.derivatives.tap_tangent(print, X, on="process"),
+    ],
+)
+def test_a_value_that_has_gone_says_what_to_write(call):
+    with pytest.raises(hc.errors.SpecError, match="on= of .* write on='shards'"):
+        call()
+
+
 # Names that are gone -> (what had them, what to write instead).
 GONE_NAMES = {
     "difference_error": (

@@ -318,7 +318,6 @@ TAP_OPTIONS = {
     "each": {"rows": "each"},
     "repeat": {"remat": "repeat"},
     "device": {"on": jax.devices()[1]},
-    "process": {"on": "process"},
     "shards": {"on": "shards"},
     "jax": {"arrays": "jax"},
     "dlpack": {"arrays": "dlpack"},
@@ -337,50 +336,45 @@ PRINT_OPTIONS = {
 } | {"flush": {"flush": True}, "end": {"end": ";\n"}}
 TAP_PAIRS = {
     "async": {
-        4: "ordered where newest repeat device process jax dlpack always batch tag",
+        4: "ordered where newest repeat device jax dlpack always batch tag",
         16: "each shards",
         2: "every sample",
         1: "seconds",
     },
     "ordered": {
-        4: "where newest repeat device process jax dlpack always tag",
+        4: "where newest repeat device jax dlpack always tag",
         16: "each shards",
         2: "every sample",
         1: "seconds",
         CONFLICT: "batch",
     },
     "where": {
-        4: "newest repeat device process jax dlpack always tag",
+        4: "newest repeat device jax dlpack always tag",
         12: "each",
         2: "every sample",
         1: "seconds",
         "lowering hc-conflict": "shards batch",
     },
     "newest": {
-        4: "repeat device process jax dlpack always batch tag",
+        4: "repeat device jax dlpack always batch tag",
         16: "each shards",
         2: "every sample",
         1: "seconds",
     },
     "each": {
-        16: "repeat device process jax dlpack always tag",
+        16: "repeat device jax dlpack always tag",
         8: "every sample",
         4: "seconds",
         CONFLICT: "batch",
         "lowering hc-conflict": "shards",
     },
     "repeat": {
-        4: "device process jax dlpack always batch tag",
+        4: "device jax dlpack always batch tag",
         16: "shards",
         2: "every sample",
         1: "seconds",
     },
     "device": {
-        4: "jax dlpack always batch tag",
-        2: "every sample",
-        1: "seconds",
-    },
-    "process": {
         4: "jax dlpack always batch tag",
         2: "every sample",
         1: "seconds",
@@ -408,38 +402,37 @@ TAP_PAIRS = {
 }
 PRINT_PAIRS = {
     "ordered": {
-        4: "where newest device process flush end",
+        4: "where newest device flush end",
         16: "each shards",
         2: "every",
         1: "seconds",
     },
     "where": {
-        4: "newest device process flush end",
+        4: "newest device flush end",
         12: "each",
         2: "every",
         1: "seconds",
         "lowering hc-conflict": "shards",
     },
     "newest": {
-        4: "device process flush end",
+        4: "device flush end",
         16: "each shards",
         2: "every",
         1: "seconds",
     },
     "each": {
-        16: "device process flush end",
+        16: "device flush end",
         8: "every",
         4: "seconds",
         "lowering hc-conflict": "shards",
     },
     "device": {4: "flush end", 2: "every", 1: "seconds"},
-    "process": {4: "flush end", 2: "every", 1: "seconds"},
     "shards": {16: "flush end", 8: "every", 4: "seconds"},
     "every": {2: "flush end"},
     "seconds": {1: "flush end"},
     "flush": {4: "end"},
 }
-ON = {"device", "process", "shards"}
+ON = {"device", "shards"}
 
 
 class Kept:
@@ -517,7 +510,7 @@ def check_numbers(numbers, names):
     assert sorted(numbers) == [
         10 * step + row for step in sorted(steps) for row in rows
     ]
-    if {"ordered", "each"} & {*names} and not {"process", "shards"} & {*names}:
+    if {"ordered", "each"} & {*names} and "shards" not in names:
         assert numbers == sorted(numbers)
     if "sample" in names:
         return  # the table has how many steps it picks

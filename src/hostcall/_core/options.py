@@ -43,7 +43,7 @@ Lend = Literal[False, True, "out"]
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
 Remat = Literal["once", "repeat"]
-On = Literal["once", "process", "shards"]
+On = Literal["once", "shards"]
 
 VmapMethod = str | Callable[..., Any] | None
 _OWNED: Lend = False
@@ -275,11 +275,6 @@ class TapOptions(PlaceOptions):
         )
 
     @property
-    def by_device(self) -> bool:
-        """Whether these are the blocks of each device, not of each process."""
-        return self.on == "shards"
-
-    @property
     def native(self) -> dict[str, Any]:
         """Those that the engine acts on, as `_native.TapSettings` takes them."""
         every = self.every
@@ -378,6 +373,8 @@ GONE: Mapping[str, str] = {
 
 # Values that others take, or that were there once, and what to write instead.
 _INSTEAD = {
+    "process": ". For the blocks of each device write on='shards', which moves nothing;"
+    " 'once' gathers the whole value",
     "sequential_unrolled": ". 'sequential' does the same",
     "shards": ". A call with results is made once, with the whole value. To call it on"
     " each device with its block, make the call inside jax.shard_map. To send out"

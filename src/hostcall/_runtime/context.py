@@ -34,7 +34,7 @@ class Current:
             later vmap is in front. Else empty.
         rows: the indices of the delivered rows, one array for each vmap, the outermost
             first, if `where` of such a tap differs between rows; else None.
-        index: in a tap with on="shards" or on="process", the place of each array's
+        index: in a tap with on="shards", the place of each array's
             block in the whole array, as a tuple of slices; else None.
         block: the same as numbers: which block each array's is, along each axis; None
             where `index` is.
