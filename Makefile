@@ -63,7 +63,6 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
-	$(BIN)/python -m hostcall costs
 	$(BIN)/python examples/demo
 
 test: $(VENV)/.installed

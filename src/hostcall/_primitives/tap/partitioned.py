@@ -1,4 +1,4 @@
-"""A tap of blocks in a partitioned program: with on="shards" each device taps its own."""
+"""A tap with on="shards" in a partitioned program: each device taps its own block."""
 
 from __future__ import annotations
 
