@@ -69,7 +69,6 @@ def choices_of(
         callback=callback,
         results=CallInfo(equation, {}, None),
         device=host_device.above(None),
-        shapes=[((), np.dtype(np.float32))] * 2,
         avals=avals,
         **{"converters": [None] * len(callback.template.keys), **options},
     )

@@ -107,7 +107,6 @@ class Choices(NamedTuple):
         results: checks results.
         device: where JAX code in the function runs.
         guard: what examines the programs that the function starts, or None.
-        shapes: (shape, dtype) of each array of a row.
         converters: how each array becomes what the function gets.
         avals: of one row's results.
         levels: how many batch axes the function itself sees.
@@ -126,7 +125,6 @@ class Choices(NamedTuple):
     results: ChecksResults
     device: Any = None
     guard: Any = None
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]] = ()
     converters: Sequence[Callable[[Any], Any] | None] = ()
     avals: Sequence[Any] = ()
     levels: int = 0
