@@ -48,7 +48,7 @@ ABOUT = {
     "speed": "performance, slow, fast, overhead, latency, dispatch, cost",
     "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
     "taps": "log, logging, print, every, when_full",
-    "tracing": "profile, profiler, perfetto, flight recorder, timeline",
+    "monitoring": "profile, profiler, perfetto, flight recorder, timeline",
     "waiting": "async, await, asyncio, timeout, http, server, requests",
     "watches": "debug, debugger, breakpoint, pdb, nan, inf, jax_debug_nans",
 }

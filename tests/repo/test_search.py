@@ -51,7 +51,7 @@ QUESTIONS = {
     "debugger": "watches",
     "breakpoint": "watches",
     "nan": "watches",
-    "profile": "tracing",
+    "profile": "monitoring",
     "gradient": "derivatives",
     "custom_vjp": "derivatives",
     "jacobian": "derivatives",
