@@ -36,6 +36,7 @@ ABOUT = {
     "matrix": "supported transformations, dtypes",
     "migrating/host_callback": "host_callback, id_tap, id_print, deprecated, removed",
     "migrating/others": "jax-tqdm, checkify, torch2jax, tesseract, migration",
+    "monitoring": "profile, profiler, perfetto, flight recorder, timeline",
     "notebooks": "jupyter, ipython, colab",
     "nutshell": "tutorial, quickstart, introduction, mistakes",
     "objects": "gymnasium, environment, stateful, state, simulator",
@@ -48,7 +49,6 @@ ABOUT = {
     "speed": "performance, slow, fast, overhead, latency, dispatch, cost",
     "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
     "taps": "log, logging, print, every, when_full",
-    "monitoring": "profile, profiler, perfetto, flight recorder, timeline",
     "waiting": "async, await, asyncio, timeout, http, server, requests",
     "watches": "debug, debugger, breakpoint, pdb, nan, inf, jax_debug_nans",
 }
