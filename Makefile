@@ -7,7 +7,7 @@
 # make test-releases RELEASES="/usr/bin/python3.11 python3.12"  tests/call under each of
 #               these Pythons, such as Debian's 3.11.2 and pyenv's
 # make test-optional  the tests and examples of bridges and executors with the packages
-#               that are optional (torch, autograd, SymPy, Dask, Gymnasium, ...)
+#               that are optional (torch, SymPy, Dask, Gymnasium, ...)
 # make test-chips  compiles every face for H100s and TPUs, without such a chip
 # make docs    build the site into build/site: its gallery runs, and the programs of pages
 #               that show something; a warning is an error. Its search is asked what readers
@@ -67,7 +67,6 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
-	$(BIN)/python -m hostcall costs
 	$(BIN)/python examples/demo
 
 test: $(VENV)/.installed
@@ -100,10 +99,10 @@ test-optional:
 	scripts/venv.sh "$(PYTHON)" $(OPTIONAL)
 	scripts/compiler.sh
 	$(OPTIONAL)/bin/pip install --quiet --disable-pip-version-check $(JAX) \
-	  ".[demo,test,torch,numba,autograd,sympy,dask,loky,cache,gymnasium]" jax-tqdm \
+	  ".[demo,test,torch,numba,dask,loky,gymnasium]" jax-tqdm joblib autograd sympy \
 	  optax osqp astropy blackjax grain orbax-checkpoint tensorflow-cpu torchdata
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
-	  tests/runtime/test_dask_workers.py tests/host_function/test_host_function_cache_disk.py \
+	  tests/runtime/test_dask_workers.py \
 	  tests/feed/test_feed_sources.py tests/export/test_export_processes.py tests/runtime/test_where_processes.py \
 	  tests/repo/test_examples.py tests/repo/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
@@ -155,7 +154,7 @@ pictures: $(VENV)/.installed
 
 bench-packages: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check \
-	  torch wrap-torch2jax loky ray distributed diskcache jax-tqdm numpyro equinox \
+	  torch wrap-torch2jax loky ray distributed jax-tqdm numpyro equinox \
 	  jax-tap jaxopt
 
 bench: $(VENV)/.installed
@@ -202,7 +201,7 @@ coverage:
 	scripts/compiler.sh
 	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check $(JAX) gcovr \
 	  scikit-build-core nanobind cmake ninja \
-	  ".[demo,test,autograd,sympy,numba,dask,loky,cache]"
+	  ".[demo,test,numba,dask,loky]" joblib autograd sympy
 	CXXFLAGS="--coverage -fprofile-update=atomic -O1" $(COVERAGE)/bin/pip install --quiet \
 	  --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
 	  --config-settings=cmake.build-type=None --config-settings=build-dir=build/coverage \
@@ -265,7 +264,7 @@ workflows-check: $(TOOLS)/.made
 # Python and jax are the oldest, too. uv is a resolver that knows "lowest".
 test-lowest: LOWEST := .venv-lowest
 # Not torch, whose oldest packages take 2.5 GB; `make test-optional` has the newest.
-test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,cache,autograd,sympy,numba,dask,loky,gymnasium
+test-lowest: LOWEST_EXTRAS := demo,test,progress,waiting,export,record,numba,dask,loky,gymnasium
 test-lowest:
 	scripts/venv.sh "$(or $(PYTHON),python3.11)" $(LOWEST)
 	scripts/compiler.sh
@@ -276,21 +275,17 @@ test-lowest:
 	  tests/runtime/test_dask_workers.py tests/compat/test_buffer_native.py \
 	  tests/repo/test_examples.py tests/matrix tests/tools tests/export tests/feed/test_feed_sources.py \
 	  tests/call/test_hypothesis.py tests/compat/test_drop_in.py tests/runtime/test_debuggers.py \
-	  tests/host_function/test_host_function_cache_disk.py tests/repo/test_demo.py \
-	  tests/repo/test_notebook_page.py tests/repo/test_site.py tests/repo/test_api.py
+	  tests/repo/test_demo.py tests/repo/test_notebook_page.py tests/repo/test_site.py tests/repo/test_api.py
 
 # Of what users install, and of what the site is built with. `--strict`: a package whose
-# advisories can't be read is a failure, not a pass. The one that is ignored: diskcache reads
-# pickles, so whoever can write to the cache's folder can run code. No version differs, and
-# SECURITY.md tells users.
+# advisories can't be read is a failure, not a pass.
 audit: AUDIT := .venv-audit
 audit:
 	scripts/venv.sh "$(PYTHON)" $(AUDIT)
 	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit uv
 	$(AUDIT)/bin/uv pip compile --quiet --extra test --extra docs --extra progress --extra waiting \
-	  --extra export --extra record --extra cache -o $(AUDIT)/requirements.txt pyproject.toml
-	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip \
-	  --ignore-vuln GHSA-w8v5-vhqr-4h9v -r $(AUDIT)/requirements.txt
+	  --extra export --extra record -o $(AUDIT)/requirements.txt pyproject.toml
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r $(AUDIT)/requirements.txt
 
 matrix: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python tests/matrix/page.py

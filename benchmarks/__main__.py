@@ -16,7 +16,6 @@ from benchmarks import (
     rows_around,
     rows_bridge,
     rows_buffers,
-    rows_cache,
     rows_call,
     rows_devices,
     rows_drop_in,
@@ -33,7 +32,6 @@ from benchmarks import (
     rows_tap,
     rows_threads,
     rows_tools,
-    rows_trace,
     rows_waiting,
     rows_watch,
     sweep_pictures,
@@ -45,7 +43,6 @@ from benchmarks.harness import measure
 ROWS = (
     *rows_call.ROWS,
     *rows_devices.ROWS,
-    *rows_cache.ROWS,
     *rows_observe.ROWS,
     *rows_parallel.ROWS,
     *rows_threads.ROWS,
@@ -63,7 +60,6 @@ ROWS = (
     *rows_scipy.ROWS,
     *rows_tools.ROWS,
     *rows_recorder.ROWS,
-    *rows_trace.ROWS,
     *rows_watch.ROWS,
     *rows_gpu.ROWS,
 )

@@ -92,7 +92,6 @@ def of_a_transformer(quick: bool) -> dict[str, Case]:
     return {
         "plain": run,
         "nans": within(again(observe(nans=True)), run),
-        "stats": within(again(observe(stats=True)), run),
         "debug_nans": within(lambda: jax.debug_nans(True), run),
         "checkify": run_time(jax.jit(checked), *args),
     }
@@ -136,7 +135,7 @@ def of_a_loop(quick: bool) -> dict[str, Case]:
 ROWS = (
     Row(
         "observe: forward and backward pass of a transformer",
-        (at_most(1.4, "plain", ours="nans"), at_most(2.0, "plain", ours="stats")),
+        (at_most(1.4, "plain", ours="nans"),),
         of_a_transformer,
     ),
     Row(

@@ -1,20 +1,18 @@
-"""Rows: coroutine functions, beside threads and JAX's callback; merged calls."""
+"""Rows: coroutine functions, beside threads and JAX's callback."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
-from benchmarks.harness import Case, Row, at_most, run_time, times_faster
+from benchmarks.harness import Case, Row, at_most, run_time
 from benchmarks.rows_call import SCALAR
 
 ROWS_AT_ONCE = 256
@@ -61,47 +59,6 @@ def waiting(pause: float) -> Callable[[bool], dict[str, Case]]:
     return cases
 
 
-def merged(quick: bool) -> dict[str, Case]:
-    """Milliseconds for 8 threads with 20 programs each, which call a simulator that
-    takes 2 ms a call, however many entries it has, and makes one call at a time.
-    """
-    lock = threading.Lock()
-
-    def simulate(x: Any) -> Any:
-        with lock:
-            time.sleep(0.002)
-        return 2 * x
-
-    def one(x: Any) -> Any:
-        return hc.call(simulate, SCALAR, x)
-
-    def together(x: Any) -> Any:
-        return hc.call(hc.host(simulate, coalesce=8), SCALAR, x)
-
-    def jaxs(x: Any) -> Any:
-        return jax.pure_callback(simulate, SCALAR, x)
-
-    def case(fn: Callable[..., Any]) -> Case:
-        program = jax.jit(fn).lower(jnp.float32(0)).compile()
-
-        def work() -> None:
-            for _ in range(5 if quick else 20):
-                program(jnp.float32(1)).block_until_ready()
-
-        def run() -> float:
-            threads = [threading.Thread(target=work) for _ in range(8)]
-            begin = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            return (time.perf_counter() - begin) * 1e3
-
-        return run
-
-    return {"hostcall": case(together), "one by one": case(one), "JAX": case(jaxs)}
-
-
 ROWS = (
     Row(
         "256 rows that wait 50 ms, coroutines",
@@ -115,12 +72,5 @@ ROWS = (
         (at_most(2, "JAX, asyncio.run"),),
         waiting(0),
         rounds=9,
-    ),
-    Row(
-        "8 threads, a simulator of 2 ms a call, coalesce=8",
-        (times_faster(3, base="one by one"),),
-        merged,
-        "ms",
-        5,
     ),
 )

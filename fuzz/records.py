@@ -1,4 +1,4 @@
-"""Files that hostcall writes and reads: of recorders, traces and hc.watch."""
+"""Files that hostcall writes and reads: of recorders and hc.watch."""
 
 from __future__ import annotations
 
@@ -24,42 +24,31 @@ FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else 
 
 @functools.cache
 def whole() -> dict[str, bytes]:
-    """The files of a run, of a trace and of a failure, by their paths."""
+    """The files of a run and of a failure, by their paths."""
     made = FOLDER / "made"
     with hc.Recorder(made) as recorder:
         for step in range(3):
             recorder(step=step, loss=0.5, flag=jnp.array(True), few=jnp.ones((2, 2)))
             recorder(step=step, many=jnp.ones((3, 20)))
-    with hc.trace(FOLDER / "trace.json.gz"):
-        hc.tap(lambda x: None, 1.0, tag="a tag")
-        hc.barrier()
     state = {"w": jnp.ones(3), "n": (1, None, "x")}
-    failure = hc.errors.WatchError(
-        "text", values=state, also=state, history=(), row=(1,)
-    )
+    failure = hc.errors.WatchError("text", values=state, also=state, row=(1,))
     failure.save(FOLDER / "failure.zip")
     found = {
         str(p.relative_to(made)): p.read_bytes() for p in made.rglob("*") if p.is_file()
     }
-    for name in ("trace.json.gz", "failure.zip"):
-        found[name] = (FOLDER / name).read_bytes()
+    found["failure.zip"] = (FOLDER / "failure.zip").read_bytes()
     return found
 
 
 def seeds() -> list[bytes]:
     edits = [bytes([n % 4, n, *range(n, n + 12)]) for n in range(24)]
-    files = ["columns/0.arrows", "trace.json.gz", "failure.zip"]
-    bare = '[\n{},\n{"a": "\u2028"},\n'.encode()
-    return [
-        *edits,
-        *(bytes([4 + n]) + whole()[f] for n, f in enumerate(files)),
-        b"\5" + bare,
-    ]
+    files = ["columns/0.arrows", "failure.zip"]
+    return [*edits, *(bytes([4 + n]) + whole()[f] for n, f in enumerate(files))]
 
 
 def one(data: bytes) -> None:
     draw = Draw(data)
-    kind = draw.int(0, 6)
+    kind = draw.int(0, 5)
     files = dict(whole())
     if kind <= 1:  # what the schema says of an array
         files[ARRAY] = with_told(files[ARRAY], draw)
@@ -68,19 +57,14 @@ def one(data: bytes) -> None:
     elif kind == 3:  # the JSON of a failure
         files["failure.zip"] = with_json(files["failure.zip"], draw)
     else:
-        name = ["columns/0.arrows", "trace.json.gz", "failure.zip"][kind - 4]
+        name = ["columns/0.arrows", "failure.zip"][kind - 4]
         files[name] = draw.rest()
     run = FOLDER / "run"
     shutil.rmtree(run, ignore_errors=True)
     try:
-        if kind in (3, 6):
+        if kind in (3, 5):
             write(files, "failure.zip")
             repr(hc.tools.load_failure(FOLDER / "run" / "failure.zip"))
-        elif kind == 5:
-            write(files, "trace.json.gz")
-            assert all(
-                isinstance(e, dict) for e in hc.tools.read_trace(run / "trace.json.gz")
-            )
         else:
             write(files, "")
             found = hc.tools.read(run)

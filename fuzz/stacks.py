@@ -27,7 +27,6 @@ from hostcall._engine.plans import direct
 from hostcall._native import ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries
-from hostcall._policies.stores import Cache, Part
 from hostcall._runtime import host_device, workers
 
 POOL = futures.ThreadPoolExecutor(4)
@@ -70,7 +69,6 @@ def choices_of(
         callback=callback,
         results=CallInfo(equation, {}, None),
         device=host_device.above(None),
-        shapes=[((), np.dtype(np.float32))] * 2,
         avals=avals,
         **{"converters": [None] * len(callback.template.keys), **options},
     )
@@ -115,16 +113,11 @@ class Case:
     def drawn(cls, draw: Draw) -> Case:
         kind, awaits, flat = draw.choice(KINDS), draw.bool(), draw.bool()
         n = draw.choice([1, 2, 5, 9])
-        merges = kind != "whole" and draw.int(0, 2) == 0
-        sent = kind == "parallel" and not awaits and not merges and draw.bool()
+        sent = kind == "parallel" and not awaits and draw.bool()
         policy = Policy(
             timeout=60.0 if draw.bool() else None,
             executor=Static(POOL) if sent else None,
             concurrency=draw.choice([1, 2, 32]) if awaits else None,
-            coalesce=(draw.choice([1, 2, 3, 8]), draw.choice([0.0, 0.002]))
-            if merges
-            else None,
-            cache=Part(Cache("memory", "f")) if draw.int(0, 2) == 0 else None,
         )
         masked = draw.bool()
         xs = [draw.int(0, n - 1) for _ in range(n)] if draw.bool() else range(n)
@@ -163,17 +156,12 @@ class Case:
 
     def _note(self, x: Any) -> None:
         self.sizes.append(np.size(x))
-        if self.kind == "parallel" and self.answers:
+        if self.kind == "parallel":
             row = hc.current().row  # type: ignore[union-attr]
             if self.xs[row] != x:
                 self.wrong.append((row, x))
 
     # --- What the engine does ---------------------------------------------------------
-
-    @property
-    def answers(self) -> bool:
-        """Whether each call belongs to one row, and `hc.current()` is asked for it."""
-        return self.policy.cache is None and self.policy.coalesce is None
 
     @property
     def rows(self) -> list[int]:
@@ -206,10 +194,7 @@ class Case:
             assert (made.function is fn) == self.flat
             return made
         made = entries(choices)
-        assert (made.runner is not None) == (
-            self.kind == "parallel"
-            or (self.kind == "sequential" and self.policy.coalesce is not None)
-        )
+        assert (made.runner is not None) == (self.kind == "parallel")
         return made
 
     def execution(self, made: Entries) -> list[np.ndarray]:
@@ -249,22 +234,14 @@ class Case:
             else:
                 assert isinstance(outcome, list), repr(outcome)
                 self.compare(outcome)
-        if made.runner is not None and self.policy.coalesce is None:
+        if made.runner is not None:
             for text in self.texts:
                 assert f", row {failing[0]}, called at " in text, (text, failing)
         assert not self.wrong, self.wrong
         if self.awaits and self.policy.concurrency:
             assert self.most <= self.policy.concurrency
-        if self.policy.coalesce is not None:
-            assert max(self.sizes, default=0) <= self.policy.coalesce[0]
-        if self.policy.cache is not None:
-            assert not self.policy.cache.cache.under_way
         if not failing:
             self.count()
-            if self.policy.cache is not None:  # now all is known
-                self.sizes.clear()
-                self.compare(self.execution(made))
-                assert not self.sizes
 
     def compare(self, outs: list[np.ndarray]) -> None:
         known = np.zeros(len(self.xs), bool)
@@ -278,20 +255,17 @@ class Case:
     def count(self) -> None:
         """How many rows the function got."""
         if self.kind == "whole":
-            wanted = min(1, len(self.rows)) if self.masked else 1
-            got, each = len(self.sizes), wanted
+            got = len(self.sizes)
+            each = min(1, len(self.rows)) if self.masked else 1
         else:
-            wanted = len({(self.xs[i], self.ys[i]) for i in self.rows})
             got, each = sum(self.sizes), len(self.rows)
-        cached = self.policy.cache is not None
-        assert got == (wanted if cached else each * self.devices), (got, wanted, each)
+        assert got == each * self.devices, (got, each)
 
     def on_devices(self, made: Entries) -> list[Any]:
         outcomes: list[Any] = [None] * self.devices
 
         def device(number: int) -> None:
-            if self.answers:
-                workers.answer.set((None, Row))
+            workers.answer.set((None, Row))
             try:
                 outcomes[number] = self.execution(made)
             except BaseException as error:

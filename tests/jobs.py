@@ -26,8 +26,8 @@ def put(x, sharding):
 # kept of failures.
 STORE = """
 def meet(name):
-    from hostcall import _jax
-    _jax.job_meet(name, 60)
+    from jax._src.distributed import global_state
+    global_state.client.wait_at_barrier(name, 60_000)
 def in_store(key):
     from hostcall import _jax
     return _jax.job_get(key)

@@ -126,7 +126,7 @@ _ABOVE_HANDLERS = (
     *("test_bridge", "test_examples", "test_gallery", "test_executors", "test_demo"),
     *("test_benchmarks",),
     *("test_dask_workers", "test_register", "test_failing_together", "test_texts"),
-    *("test_progress", "test_jax_tqdm", "test_recorder", "test_trace", "test_pages"),
+    *("test_progress", "test_jax_tqdm", "test_recorder", "test_pages"),
     *("test_breakpoint", "test_profiler"),
 )
 

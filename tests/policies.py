@@ -11,14 +11,13 @@ OF_FUNCTIONS = set(POLICY)
 
 # Values for tests that choose options, of those that have more than the table can list.
 SOME = {
-    **dict.fromkeys(("concurrency", "coalesce", "batch", "prefetch"), (1, 3)),
+    **dict.fromkeys(("concurrency", "batch", "prefetch"), (1, 3)),
     **{
         "timeout": (60, 60.5),
-        "wait": (0, 0.01),
         "every": (2, 0.5),
         "sample": (0.5, 1.0),
     },
-    **{"cache": ("memory",), "version": (1, "a"), "tag": ("a tag",), "executor": ()},
+    **{"tag": ("a tag",), "executor": ()},
 }
 
 

@@ -20,7 +20,6 @@ ABOUT = {
     "benchmarks": "benchmark, timings, figures",
     "bridges": "torch, pytorch, autograd, sympy, tensorflow",
     "buffers": "numba, cupy, dlpack, ctypes, cffi, zero copy, machine code, in place",
-    "caching": "cache, memoize, memoization, lru_cache",
     "calling": "scipy, simulator, solver, float64, precision, vmap, batch, order",
     "changelog": "release notes, what's new, history, versions",
     "choosing": "overview, which function",
@@ -34,14 +33,16 @@ ABOUT = {
     "errors/hc-traced": "UnexpectedTracerError, tracer, leaked tracer, closure",
     "exporting": "export, serialize, save a program, deploy, jax.export",
     "failures_over_processes": "crash, abort, fault tolerance",
-    "faq": "faq, print in jit, unknown shape, dynamic shape, thread safety, twice,"
-    " hang, hangs, stuck, freeze, retry, try again, mypy, pyright, type checker",
+    "faq": "faq, cache, memoize, lru_cache, print in jit, unknown shape, dynamic shape,"
+    " thread safety, twice, hang, hangs, stuck, freeze, retry, try again, mypy, pyright,"
+    " type checker",
     "feeding": "data loader, dataloader, dataset, batches, iterator",
     "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
     "index": "install, pip, getting started, platforms, macos, windows, license",
     "matrix": "supported transformations, dtypes",
     "migrating/host_callback": "host_callback, id_tap, id_print, deprecated, removed",
     "migrating/others": "jax-tqdm, checkify, torch2jax, tesseract, migration",
+    "monitoring": "profile, profiler, perfetto, flight recorder, timeline",
     "notebooks": "jupyter, ipython, colab",
     "nutshell": "tutorial, quickstart, introduction, mistakes",
     "objects": "gymnasium, environment, stateful, state, simulator",
@@ -55,7 +56,6 @@ ABOUT = {
     "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
     "taps": "log, logging, print, every, when_full",
     "testing": "test, tests, unit test, pytest, mock, fake, testing, collect, check",
-    "tracing": "profile, profiler, perfetto, flight recorder, timeline",
     "waiting": "async, await, asyncio, timeout, http, server, requests",
     "watches": "debug, debugger, breakpoint, pdb, nan, inf, jax_debug_nans",
 }

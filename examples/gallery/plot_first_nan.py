@@ -4,9 +4,10 @@ The first NaN of a training run
 
 A logistic regression on a survey of 6,366 people starts well, and ends with weights
 that are all NaN. :func:`hostcall.watch` ends the compiled program at the first bad
-value and brings the steps before it. These show which sample is to blame, and why.
+value, and a recorder has the steps before it. These show which sample is to blame, and
+why.
 
-Besides hostcall it needs ``pip install matplotlib statsmodels``.
+Besides hostcall it needs ``pip install matplotlib pandas pyarrow statsmodels``.
 """
 
 # %%
@@ -59,41 +60,52 @@ def careful(margin: jax.Array) -> jax.Array:
     return jax.nn.softplus(-margin)
 
 
-def fit(loss_of: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def fit(
+    loss_of: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    record: Callable[..., None] = lambda **_: None,
+) -> jax.Array:
     """The loss of each step."""
 
     def loss(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         margin = (x @ weights) * jnp.where(y, 1.0, -1.0)
         return loss_of(margin).mean(), margin
 
-    def step(weights: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(weights: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:
+        i, rate = now
         (value, margin), slope = jax.value_and_grad(loss, has_aux=True)(weights)
         made = {"loss": value, "slope": slope}
-        hc.watch(made, also=(margin, rate), keep=STEPS, name="step")
+        record(step=i, loss=value, rate=rate, margin=margin)
+        hc.watch(made, also=(margin, rate), name="step")
         return weights - rate * slope, value
 
-    run = jax.jit(lambda w: jax.lax.scan(step, w, RATES)[1])
+    steps = jnp.arange(len(RATES)), RATES
+    run = jax.jit(lambda w: jax.lax.scan(step, w, steps)[1])
     return run(jnp.zeros(x.shape[1])).block_until_ready()
 
 
-try:
-    fit(careless, x)
-    raise SystemExit("the mistake did not show")
-except hc.errors.WatchError as error:
-    print(error)
-    found = error
+folder = tempfile.TemporaryDirectory()
+recording = Path(folder.name) / "run"
+with hc.Recorder(recording) as record:
+    try:
+        fit(careless, x, record)
+        raise SystemExit("the mistake did not show")
+    except hc.errors.WatchError as error:
+        print(error)
+        found = error
 
 # %%
 # The steps before
 # ----------------
 #
-# ``error.history`` has the watched values of the steps before the bad one, and what
-# ``also=`` named. With ``keep=STEPS`` it has all of them; a long run would keep a few.
+# The error has the watched values of the bad step, and what ``also=`` named. The
+# recorder beside it has those of the steps before.
 
-steps = np.array([before.step for before in found.history])
-losses = np.array([before.values["loss"] for before in found.history])
-lowest = np.array([before.also[0].min() for before in found.history])
-rates = np.array([before.also[1] for before in found.history])
+run = hc.tools.read(recording)
+table = run.table().slice(0, found.step)
+steps, losses, rates = (table[name].to_numpy() for name in ("step", "loss", "rate"))
+margins = run.array("margin")[1][: found.step]
+lowest = margins.min(1)
 margin, rate = found.also
 
 figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(5.5, 6))
@@ -117,7 +129,7 @@ figure.tight_layout()
 
 worst = int(margin.argmin())
 figure, axis = plt.subplots(figsize=(5.5, 3))
-axis.hist(found.history[-1].also[0], bins=80, alpha=0.6, label="the step before")
+axis.hist(margins[-1], bins=80, alpha=0.6, label="the step before")
 axis.hist(margin, bins=80, alpha=0.6, label="the bad step")
 axis.axvline(-88.7, color="tab:red", linestyle="--")
 axis.annotate(
@@ -134,12 +146,12 @@ print(survey.iloc[worst])
 # %%
 # The failure can go to somebody else: a zip file of arrays and text.
 
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "failure.zip"
-    found.save(path)
-    size = path.stat().st_size
-    again = hc.tools.load_failure(path)
-print(f"{size / 1e6:.1f} MB, {len(again.history)} steps before step {again.step}")
+path = Path(folder.name) / "failure.zip"
+found.save(path)
+size = path.stat().st_size
+again = hc.tools.load_failure(path)
+folder.cleanup()
+print(f"{size / 1e6:.1f} MB of step {again.step}")
 
 # %%
 # The remedy
@@ -165,7 +177,7 @@ plt.show()
 
 assert not np.isfinite(found.values["loss"])
 assert margin[worst] < -88.7 < lowest[-1]
-assert again.step == found.step == len(again.history)
+assert again.step == found.step == len(steps)
 assert again.also[0][worst] == margin[worst]
 assert np.allclose(losses[:300], with_softplus[:300], rtol=1e-4)
 assert np.isfinite(with_softplus).all()

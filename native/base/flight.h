@@ -105,9 +105,8 @@ class FlightRing {
     static constexpr uint64_t kOwned = 2;    ///< the event is under way
     static constexpr uint64_t kEntered = 4;  ///< Enter has changed it
     static constexpr int kShift = 3;
-    /// What a record has of an event: all up to its number.
     static constexpr size_t kWords = 7;
-    static_assert(offsetof(Event, count) == kWords * sizeof(uint64_t));
+    static_assert(sizeof(Event) == kWords * sizeof(uint64_t));
     /// Writes these words of the event.
     template <size_t... kWord>
     void Put(const Event& event) {
@@ -194,15 +193,11 @@ class Flight : NoCopy {
     event_.state = EventState::kRunning;
     if (record_ != nullptr) record_->Enter(event_);
   }
-  /// Ends the event. If somebody traces, the event buffer gets a copy.
+  /// Ends the event.
   void Ended(int64_t ticks, bool ok) {
     event_.end = ticks;
     event_.state = ok ? EventState::kEnded : EventState::kFailed;
     if (record_ != nullptr) record_->End(event_);
-    if (EventBuffer::IsOn()) {
-      event_.thread = ThisThread();
-      EventBuffer::Get().Push(event_);
-    }
   }
   /// The position in the queue, once it is known.
   void Number(int64_t number) { event_.number = number; }

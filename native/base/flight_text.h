@@ -68,9 +68,9 @@ class Line {
 
 /// The names of EventKind and EventState.
 inline const char* NameOf(EventKind kind) {
-  static constexpr const char* kNames[] = {"call", "tap",  "delivery", "team",
-                                           "rows", "wait", "feed"};
-  return kNames[static_cast<size_t>(kind) % 7];
+  static constexpr const char* kNames[] = {"call", "tap", "delivery", "team",
+                                           "feed"};
+  return kNames[static_cast<size_t>(kind) % 5];
 }
 inline const char* NameOf(EventState state) {
   static constexpr const char* kNames[] = {"waiting", "running", "ended", "failed"};

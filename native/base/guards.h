@@ -115,18 +115,20 @@ Ref Ask(const Ref& object, const char* method, const Arguments&... arguments) {
 
 /// What the engine has from Python.
 enum class Hook {
-  kAdmitsLate,  ///< () -> whether the closed engine makes a call (module.cc)
-  kEndedError,  ///< raised when something of a call is used after its end
-  kPending,  ///< (sign, is_hidden): the thread's newest program may not have ended
-  kReport,   ///< (error) -> what is raised in its place, or None (report.h)
-  kStage,    ///< ExecutionStage.EXECUTE
+  kAdmitsLate,   ///< () -> whether the closed engine makes a call (module.cc)
+  kEndedError,   ///< raised when something of a call is used after its end
+  kPending,      ///< (sign, is_hidden): the thread's newest program may not have ended
+  kProfiled,     ///< () -> whether JAX takes a profile (profile.h)
+  kReport,       ///< (error) -> what is raised in its place, or None (report.h)
+  kShown,        ///< (info, tap, waited) -> what a profile shows (profile.h)
+  kStage,        ///< ExecutionStage.EXECUTE
   kStreamError,  ///< raised for `stream` on a CPU, as JAX does
   kTextReader,   ///< (text, on_cuda, buffers) -> a plan, or None (plan_state.cc)
   kTracing,      ///< () -> (trace, profile), what `threading` gives new threads
 };
 /// Set when hostcall is imported or the engine starts, and kept for ever. Null
 /// before. Read and written with the GIL.
-inline PyObject* g_hooks[8] = {};
+inline PyObject* g_hooks[10] = {};
 inline PyObject* HookOf(Hook hook) { return g_hooks[static_cast<int>(hook)]; }
 /// Calls it. Null with a Python error set.
 template <typename... Arguments>

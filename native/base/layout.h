@@ -1,6 +1,6 @@
 // Values of given sizes behind each other in one block.
 //
-// Does not depend on Python (tests/native/history_test.cc, feed_ring_test.cc).
+// Does not depend on Python (tests/native/feed_ring_test.cc).
 #pragma once
 
 #include <cstddef>

@@ -16,10 +16,8 @@ namespace hostcall {
 
 /// The texts of a place. Never changed or freed once it is set.
 struct Place {
-  std::string name;       ///< the tag, or the function's name
-  std::string line;       ///< "file:line in function"
-  std::string json_name;  ///< as JSON writes it, with its quotes
-  std::string json_line;
+  std::string name;  ///< the tag, or the function's name
+  std::string line;  ///< "file:line in function"
 };
 
 /// The places of the process.
@@ -30,12 +28,10 @@ class Places {
 
   /// Sets the texts of a number, once. Release: a reader, which acquires, sees the
   /// whole text. The look before it is relaxed, as it reads no text.
-  static void Name(uint32_t number, std::string name, std::string line,
-                   std::string json_name, std::string json_line) {
+  static void Name(uint32_t number, std::string name, std::string line) {
     if (number >= kMost) return;
     if (g_places[number].load(std::memory_order_relaxed) != nullptr) return;
-    g_places[number].store(new Place{name, line, json_name, json_line},
-                           std::memory_order_release);
+    g_places[number].store(new Place{name, line}, std::memory_order_release);
   }
   /// The texts of a number, or null.
   static const Place* Find(uint32_t number) {

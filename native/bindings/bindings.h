@@ -21,7 +21,7 @@ void InitPlans(nanobind::module_& m);
 /// Taps and their queue.
 void InitTaps(nanobind::module_& m);
 /// The flight recorder, and events for traces.
-void InitTraces(nanobind::module_& m);
+void InitFlight(nanobind::module_& m);
 
 /// The addresses of the memory of NumPy's arrays, which the list keeps alive.
 /// Throws if they are not row-major, or have other bytes than these, `times` over.

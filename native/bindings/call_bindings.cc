@@ -40,10 +40,10 @@ nb::object NumbersOf(const TapEvent* event, size_t count) {
 }
 
 /// The calling thread's innermost call: (info, ordinal, row, run, step, stream,
-/// events, before), or None. `events` are the runs and steps of a run of taps
-/// (NumbersOf), else None. `before` is (executions in this run, ListOfKept) of a
-/// call with `keep=`, else None. It can't end meanwhile, since this thread runs its
-/// function.
+/// events, execution), or None. `events` are the runs and steps of a run of taps
+/// (NumbersOf), else None. `execution` is how many executions came before in this
+/// run, of a call that counts them, else None. It can't end meanwhile, since this
+/// thread runs its function.
 nb::object Current() {
   const ActiveCall* call = CurrentCall();
   if (call == nullptr) return nb::none();
@@ -58,13 +58,10 @@ nb::object Current() {
   if (call->on_gpu()) stream = nb::int_(reinterpret_cast<uintptr_t>(call->stream));
   nb::object events = nb::none();
   if (call->taps != 0) events = NumbersOf(call->tap, call->taps);
-  nb::object before = nb::none();
-  if (call->before != nullptr) {
-    before =
-        nb::make_tuple(call->before->step, nb::steal(ListOfKept(*call).release()));
-  }
+  nb::object execution = nb::none();
+  if (call->execution >= 0) execution = nb::int_(call->execution);
   return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
-                        row, run, step, stream, events, before);
+                        row, run, step, stream, events, execution);
 }
 
 /// All calls under way: a list of (info, thread, seconds, row).

@@ -78,8 +78,8 @@ void InitEngine(nb::module_& m) {
     ForgetCallsAfterFork();
   });
   BindEnum<Hook>(m, "Hook",
-                 {"ADMITS_LATE", "ENDED_ERROR", "PENDING", "REPORT", "STAGE",
-                  "STREAM_ERROR", "TEXT_READER", "TRACING"});
+                 {"ADMITS_LATE", "ENDED_ERROR", "PENDING", "PROFILED", "REPORT",
+                  "SHOWN", "STAGE", "STREAM_ERROR", "TEXT_READER", "TRACING"});
   m.def(
       "set_hook",
       [](Hook hook, nb::object made) {
@@ -141,7 +141,7 @@ NB_MODULE(_native, m) {
   InitHandlers(m);
   InitSignals(m);
   InitConnections(m);
-  InitTraces(m);
+  InitFlight(m);
   InitEngine(m);
   InitBuffers(m);
 }

@@ -121,10 +121,10 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     RaiseStatus(plan, status);
     throw nb::python_error();
   }
-  Before before;
+  int64_t execution = -1;
   {
-    GilRelease unlocked(plan.history != nullptr);  // Pass takes a lock
-    if (Masked(plan, -1, -1, in.data(), targets.data(), &before)) return out;
+    GilRelease unlocked(plan.counted);  // Count takes a lock
+    if (Masked(plan, -1, -1, in.data(), targets.data(), &execution)) return out;
   }
   std::unique_ptr<FeedTake> take;
   if (plan.feed) {
@@ -138,7 +138,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   bool ok;
   {
     ActiveCall active(plan, -1, -1, start);
-    active.before = plan.history ? &before : nullptr;
+    active.execution = execution;
     active.feed = take.get();
     const CallScope scope(active);
     ok = Invoke(plan, active, in.data(), targets.data());
@@ -231,7 +231,7 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::literals>("literals")
           .Field<&PlanFields::tap>("tap")
           .Field<&PlanFields::buffers>("buffers", kOrNone)
-          .Field<&PlanFields::keep>("keep")
+          .Field<&PlanFields::counted>("counted")
           .Field<&PlanFields::feed>("feed")
           .Field<&PlanFields::text>("text"),
       &MakePlan)

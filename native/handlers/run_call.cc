@@ -14,6 +14,7 @@
 #include "handlers/ffi.h"
 #include "handlers/host_callback.h"
 #include "invoke/invoke.h"
+#include "invoke/profile.h"
 #include "plan/feed_take.h"
 
 namespace hostcall {
@@ -61,7 +62,7 @@ class DeviceCall final : public Team::Member {
   const int64_t run;  ///< XLA's number of the execution
 
  private:
-  std::string Run(const Before* before);
+  std::string Run(int64_t execution);
   template <typename Once>
   void MakeInside(const Once& once);
 
@@ -75,12 +76,12 @@ class DeviceCall final : public Team::Member {
 
 Team::Error DeviceCall::Call() {
   if (!fault_.empty()) return fault_;
-  Before before;
-  if (Masked(plan_, device(), run, operands_, results_, &before)) return "";
+  int64_t execution = -1;
+  if (Masked(plan_, device(), run, operands_, results_, &execution)) return "";
   Entry entry;
   if (!entry) return ClosedText();
   try {
-    return Run(plan_.history ? &before : nullptr);
+    return Run(execution);
   } catch (const std::exception& error) {
     return TextOf(error);
   }
@@ -90,7 +91,7 @@ Team::Error DeviceCall::Call() {
 /// Attaches to Python and runs all rows; native code runs without Python, unless it
 /// fails. Returns the text of the error, empty for success. The caller has entered
 /// the engine, and does not hold the GIL.
-std::string DeviceCall::Run(const Before* before) {
+std::string DeviceCall::Run(int64_t execution) {
   NativeStatus native;
   if (plan_.buffers.address != 0 && !plan_.elsewhere) {
     native = RunNative(plan_, operands_, results_, stream_);
@@ -112,13 +113,17 @@ std::string DeviceCall::Run(const Before* before) {
   const PlainFloats plain;
   const int64_t attached = Ticks();
   flight.Entered(attached);
+  Annotation annotation;
+  if (IsProfiled(attached)) {
+    annotation.Begin(plan_.info, -1, TicksToSeconds(attached - start));
+  }
   Signals::Keep(attached);  // the thread that dispatched may wait for this call
   std::string text;
   MakeInside([&](bool scouts) {
     ActiveCall active(plan_, device(), run, start);
     active.counted = true;
     active.stream = stream_;
-    active.before = before;
+    active.execution = execution;
     active.feed = take.get();
     active.scouts = scouts;
     active.inside = InsideHostCallback();
@@ -240,7 +245,7 @@ XLA_FFI_Error* MakeCall(const Work& work, void* const* operands,
   // leader's results.
   const bool together = work.state.team && stream == nullptr;
   // First, as XLA takes some time to say which device and run it is.
-  if (!together && !plan.history && FilledForMask(plan, operands, results)) {
+  if (!together && !plan.counted && FilledForMask(plan, operands, results)) {
     return Ended(work, -1, "", results);
   }
   DeviceCall call(work, operands, results, stream);

@@ -33,16 +33,10 @@ bool FilledForMask(const Plan& plan, const void* const* operands,
 /// and released for large copies. False with a Python error set.
 bool StoreResults(const Plan& plan, PyObject* value, char* const* targets);
 
-/// FilledForMask, which also notes the execution in the plan's history, if it has
-/// one. If some row is wanted, `before` gets the executions before this one. With a
-/// history, the GIL is not held.
+/// FilledForMask, which also counts the execution, if the plan counts them: then
+/// `execution` gets how many came before in this run, and the GIL is not held.
 bool Masked(const Plan& plan, int device, int64_t run, const void* const* operands,
-            void* const* results, Before* before);
-
-/// The executions before a call, the oldest first: a list of (run, step, arrays),
-/// where the arrays are those of the call's row. Throws python_error. The GIL is
-/// held.
-Ref ListOfKept(const ActiveCall& call);
+            void* const* results, int64_t* execution);
 
 /// Takes the Python error that is set, hands it to the plan's on_error, and returns
 /// the text for XLA. The GIL is held. No Python error is set afterwards.

@@ -13,6 +13,7 @@
 #include "base/flight.h"
 #include "base/guards.h"
 #include "invoke/invoke.h"
+#include "invoke/profile.h"
 #include "plan/call_scope.h"
 #include "queue/tap_queue.h"
 
@@ -51,9 +52,10 @@ int64_t Deliver(TapEvent& event, size_t count) {
   Event made = plan.NewEvent(EventKind::kDelivery, event.device, event.run, start);
   made.state = EventState::kRunning;  // the worker holds the GIL already
   made.number = event.sequence;
-  made.count = static_cast<int64_t>(std::max<size_t>(count, 1));
-  made.bytes *= made.count;
+  made.bytes *= static_cast<int64_t>(std::max<size_t>(count, 1));
   Flight flight(made);
+  Annotation annotation;
+  if (IsProfiled(start)) annotation.Begin(plan.info, event.sequence, 0);
   bool ok;
   {
     ActiveCall active(plan, event.device, -1, start);
@@ -102,9 +104,8 @@ bool Push(const Plan& plan, int device, int64_t run, const void* const* operands
         }
       });
   flight.Number(pushed.sequence);
-  // A tap that did not wait takes less time than a reading of the clock, which only
-  // a trace needs.
-  const int64_t end = pushed.waited != 0 || EventBuffer::IsOn() ? Ticks() : start;
+  // A tap that did not wait takes less time than a reading of the clock.
+  const int64_t end = pushed.waited != 0 ? Ticks() : start;
   flight.Ended(end, pushed.queued());
   if (pushed.waited != 0) {
     plan.counts->waited.fetch_add(pushed.waited, std::memory_order_relaxed);

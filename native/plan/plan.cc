@@ -63,7 +63,6 @@ void Derive(const std::vector<int64_t>& grid, Leaf& leaf) {
 }  // namespace
 
 Plan::Plan(PlanFields fields) : PlanFields(std::move(fields)) {
-  if (keep && *keep < 0) throw std::invalid_argument("keep is negative");
   if (team && team->size < 1) throw std::invalid_argument("a team is empty");
   if (feed && !feed->ring) throw std::invalid_argument("a feed has no ring");
   rows = Product(grid, 1);
@@ -85,9 +84,7 @@ Plan::Plan(PlanFields fields) : PlanFields(std::move(fields)) {
   std::vector<size_t> sizes = InputSizes();
   sizes.resize(operands());  // without a tap's flag `always`
   if (tap) layout = Layout(sizes);
-  if (!keep) return;
-  if (masked) sizes.erase(sizes.begin());
-  history = std::make_unique<History>(static_cast<size_t>(*keep), sizes);
+  if (counted) executions = std::make_unique<DeviceRunCounts>();
 }
 
 }  // namespace hostcall

@@ -23,8 +23,8 @@
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
 #include "base/team.h"
-#include "plan/history.h"
 #include "plan/outcome.h"
+#include "plan/run_counts.h"
 #include "queue/feed_ring.h"
 #include "queue/tap_queue.h"
 
@@ -204,8 +204,7 @@ struct PlanFields {
   bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
   std::optional<TapSettings> tap;  ///< null: the plan is a call's
   BufferSettings buffers;          ///< all defaults unless `lend` is kBuffers
-  /// How many executions `keep=` keeps the arguments of; null: none are counted.
-  std::optional<int64_t> keep;
+  bool counted = false;  ///< whether executions are counted, masked ones too
   std::optional<FeedSettings> feed;  ///< null: not a feed's, or made elsewhere
   std::string text;  ///< describes a call of registered host code; else empty
 };
@@ -232,7 +231,7 @@ class Plan : public TapOwner, public PlanFields {
   int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row
   /// Where a tap's operands lie in an event of the queue, the mask first.
   Layout layout;
-  std::unique_ptr<History> history;  ///< null unless `keep` is set
+  std::unique_ptr<DeviceRunCounts> executions;  ///< null unless `counted`
   /// Whether a call has asked. Relaxed: a call that misses it asks again.
   mutable std::atomic<bool> asked{false};
   mutable Failures failures;  ///< errors of recent runs; used only if `tells`
@@ -284,7 +283,6 @@ class Plan : public TapOwner, public PlanFields {
     event.start = start;
     event.bytes = rows * (bytes_in + bytes_out);
     event.run = run;
-    event.count = rows;
     return event;
   }
 };

@@ -1,11 +1,12 @@
 // How often each run of a program has come to one of its places.
 //
-// Does not depend on Python (tests/native/throttle_test.cc, history_test.cc).
+// Does not depend on Python (tests/native/throttle_test.cc).
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -41,6 +42,28 @@ class RunCounts {
 
   Run newest_{-1, 0};        ///< the run that came last
   std::vector<Run> others_;  ///< the one that came least recently first
+};
+
+/// The same for each device. Safe to use from several threads. A call without the
+/// GIL: it takes a lock.
+class DeviceRunCounts {
+ public:
+  /// `places` is a number of devices; more devices than that share places.
+  explicit DeviceRunCounts(size_t places = 64) : places_(places) {}
+
+  /// As RunCounts::Count, of one device.
+  int64_t Count(int device, int64_t run) {
+    Place& place = places_[static_cast<unsigned>(device + 1) % places_.size()];
+    std::lock_guard<std::mutex> lock(place.mutex);
+    return place.runs.Count(run);
+  }
+
+ private:
+  struct alignas(64) Place {
+    std::mutex mutex;  ///< guards `runs`
+    RunCounts runs;
+  };
+  std::vector<Place> places_;
 };
 
 }  // namespace hostcall

@@ -17,10 +17,8 @@ More ways to the host:
 Watching a program:
     progress         shows a progress bar for the loop around it
     Recorder         writes what a program computes to a folder while it runs
-    trace            writes what a program did to a file for a viewer
     watch            ends a program at its first bad value, and keeps the values
-    observe          looks into programs that nobody changed: NaNs, values, statistics
-    breakpoint       opens a debugger in a compiled program (not in a star import)
+    observe          looks into programs that nobody changed: NaNs, values, progress
 
 Programs that leave the process:
     register         names host code, which an exported program calls by its name
@@ -41,7 +39,7 @@ Modules:
     monitor          shows what is running, what it has cost, and what is queued
     debug            drop-ins for jax.debug.callback and jax.debug.print
     buffers          drop-in for JAX's buffer_callback, its types; machine code
-    bridge           host functions from PyTorch, autograd and SymPy; SciPy's solvers;
+    bridge           host functions from PyTorch; SciPy's solvers;
                      JAX functions for other devices
     derivatives      taps that see tangents and cotangents; finite_difference
     testing          checks a host function's rules; collects taps; unpatch_jax
@@ -59,7 +57,7 @@ The map, top to bottom. Each wing imports only those below it:
     _primitives      the JAX primitives, with their rules and lowerings
     _engine          describes calls to the engine: plans, parameters, counters
     _job             what the processes of a job of several tell each other
-    _policies        how a function is run: limits, executors, caches, merged calls
+    _policies        how a function is run: limits, executors
     _runtime         threads: the tap worker, the event loop, feeds, interrupts
     _core            specs, errors, places in the source
     _jax             the only wing that touches JAX's private parts
@@ -111,11 +109,9 @@ if TYPE_CHECKING:
     from hostcall._host_function.host import host
     from hostcall._runtime.context import current
     from hostcall._runtime.reraise import reraise
-    from hostcall.tools.breakpoint import breakpoint as breakpoint
     from hostcall.tools.observing import observe
     from hostcall.tools.progress import progress
     from hostcall.tools.recorder import Recorder
-    from hostcall.tools.trace import trace
     from hostcall.tools.watch import watch
 
     __version__: str
@@ -125,7 +121,6 @@ _HOMES = {
     "Object": "_api.object.objects",
     "Recorder": "tools.recorder",
     "barrier": "_api.barrier",
-    "breakpoint": "tools.breakpoint",
     "call": "_api.call",
     "configure": "_api.configure",
     "current": "_runtime.context",
@@ -143,7 +138,6 @@ _HOMES = {
     "reraise": "_runtime.reraise",
     "tap": "_api.tap",
     "tap_through": "_api.tap",
-    "trace": "tools.trace",
     "watch": "tools.watch",
 }
 # The modules that have further public names.
@@ -165,6 +159,9 @@ _GONE = {
     "Feed": "hostcall.typing.Feed",
     "HostFunction": "hostcall.typing.HostFunction",
     "HostcallError": "hostcall.errors.HostcallError",
+    "breakpoint": "jax.debug.breakpoint() after hc.patch_jax(); or hc.call of a"
+    " function with Python's breakpoint() in it, which has where=, and its parameters"
+    " as names (the page 'Watches and breakpoints' shows both)",
     "buffer_callback": "hostcall.buffers.buffer_callback",
     "elementwise": "hostcall.results.elementwise",
     "finite_difference": "hostcall.derivatives.finite_difference",
@@ -176,6 +173,8 @@ _GONE = {
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
     " worker has died (the page 'Pools and clusters' shows how)",
     "same_tree": "hostcall.results.same_tree",
+    "trace": "jax.profiler.trace(folder), which shows calls, taps and deliveries with"
+    " their names and lines (the page 'Monitoring')",
     "unpatch_jax": "hostcall.testing.unpatch_jax",
 }
 
@@ -226,13 +225,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        [*__all__, "breakpoint", "print", *(n for n in globals() if n.startswith("__"))]
-    )
+    return sorted([*__all__, "print", *(n for n in globals() if n.startswith("__"))])
 
 
-# The front page without `breakpoint` and `print`: a star import must not replace
-# builtins.
+# The front page without `print`: a star import must not replace a builtin.
 __all__ = [
     "Object",
     "Recorder",
@@ -262,7 +258,6 @@ __all__ = [
     "tap_through",
     "testing",
     "tools",
-    "trace",
     "typing",
     "watch",
 ]

@@ -9,9 +9,14 @@ import sys
 from collections.abc import Sequence
 
 import hostcall as hc
-from hostcall._cli import costs, explain, machine, run
+from hostcall._cli import explain, machine, run, speed
 
-_COMMANDS = {"run": run, "explain": explain, "costs": costs}
+_COMMANDS = {"run": run, "explain": explain}
+# Commands that have gone, and what to type instead.
+_GONE = {
+    "costs": "python -m hostcall, without a command, times a call beside JAX's, and"
+    " python -m benchmarks in a checkout times everything"
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.set_defaults(main=module.main, refuse=command.error)
         module.add_arguments(command)
+    if given and given[0] in _GONE:
+        parser.error(f"there is no command {given[0]!r} any more: {_GONE[given[0]]}")
     if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
         near = difflib.get_close_matches(given[0], _COMMANDS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -46,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "main" in options:
         return int(options.main(options))
     found = machine.report()
-    costs.one()
+    speed.report()
     return int("BROKEN" in "".join(found))
 
 

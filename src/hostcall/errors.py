@@ -24,8 +24,7 @@ The first seven are raised when a call is written or traced, or a program is loa
 others fail the program that is running, like any exception of the function: JAX raises
 a JaxRuntimeError with their text, and `hc.reraise()` and `hc.errors.last_error()` give
 the exception itself. A WatchError needs neither: it is raised in place of the
-JaxRuntimeError, with the values that were bad. `Watched` is the type of the entries of
-its history.
+JaxRuntimeError, with the values that were bad.
 
 Each has a `code`, which ends its message: `python -m hostcall explain hc-escape` prints
 the page of that code. `python -m hostcall explain` lists all codes.
@@ -49,7 +48,7 @@ from hostcall._core.errors import (
     UnwrittenError,
 )
 from hostcall._core.failures import last_error
-from hostcall._core.watch_error import Watched, WatchError
+from hostcall._core.watch_error import WatchError
 
 __all__ = [
     "BatchingError",
@@ -68,6 +67,5 @@ __all__ = [
     "SpecError",
     "UnwrittenError",
     "WatchError",
-    "Watched",
     "last_error",
 ]

@@ -9,7 +9,6 @@
     discard_taps   drops the queued taps
     report         prints what callbacks have cost, and how to make the worst cheaper
     flight         the last 1,000 calls and taps, which are always recorded
-    events         every call, tap and delivery while a block runs, for tools
     at_barrier     calls a function at each barrier and at the end of the process
 
 `report` returns `Finding`s, `flight` a `Flight`, which is a list of `FlightRecord`s,
@@ -20,7 +19,6 @@ thread or a program.
 """
 
 from hostcall._api.barrier import discard_taps
-from hostcall._api.events import events
 from hostcall._api.flight import Flight, FlightRecord, flight
 from hostcall._api.report import Finding, report
 from hostcall._api.status import (
@@ -32,6 +30,7 @@ from hostcall._api.status import (
     status,
     tap_queue,
 )
+from hostcall._core.gone import of_monitor as __getattr__  # noqa: F401
 from hostcall._runtime.delivery import at_barrier
 from hostcall._runtime.feeds import FeedStats, feeds
 from hostcall._runtime.running import ActiveCall, ProcessStatus
@@ -48,7 +47,6 @@ __all__ = [
     "TapQueue",
     "at_barrier",
     "discard_taps",
-    "events",
     "feeds",
     "flight",
     "pinned_memory",

@@ -66,32 +66,6 @@ def test_a_batch_is_called_as_hc_host_says():
     assert len(double.got) == 1
 
 
-def test_only_what_the_cache_does_not_know_is_merged():
-    double = Double()
-    f = hc.host(double, cache="memory", coalesce=4, wait=60)
-    rows = jax.jit(jax.vmap(lambda x: hc.call(f, F32, x)))
-    np.testing.assert_array_equal(rows(X), X * 2)
-    np.testing.assert_array_equal(rows(X), X * 2)
-    assert [x.shape for x in double.got] == [(4,)]
-    np.testing.assert_array_equal(rows(X + 4), X * 2 + 8)
-    assert [x.shape for x in double.got] == [(4,), (4,)]
-
-
-def test_rules_of_a_merged_function_are_not_merged():
-    double, pulled = Double(), []
-    f = hc.host(double, result=hc.results.like(0), coalesce=4, wait=60)
-
-    def pull(residual, ct):
-        pulled.append(ct.shape)
-        return (2 * ct,)
-
-    f.defvjp(lambda x: (x * 2, None), pull)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(X), X * 2)
-    assert [x.shape for x in double.got] == [(4,)]
-    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(f)))(X), np.full(4, 2.0))
-    assert pulled == [()] * 4
-
-
 def test_a_method_keeps_its_object():
     class Walk:
         def __init__(self, by):
@@ -123,10 +97,10 @@ def test_without_a_result_only_hc_call_can_call_it():
             use(1.0)
 
 
-OPTIONS = ("timeout", "executor", "concurrency", "coalesce", "wait", "cache", "version")
+OPTIONS = ("timeout", "executor", "concurrency")
 
 
-MISSPELT = {"timeot": "timeout", "executr": "executor", "coalese": "coalesce"}
+MISSPELT = {"timeot": "timeout", "executr": "executor"}
 
 
 @pytest.mark.parametrize("option", MISSPELT)
@@ -153,9 +127,6 @@ def test_a_parameter_of_the_function_of_that_name_is_its_own():
 
 CONFLICTS = {
     "lend=True and timeout=": ({"timeout": 60}, {"lend": True}),
-    "cache= and order='ordered'": ({"cache": "memory"}, {"order": "ordered"}),
-    "coalesce= and order='unordered'": ({"coalesce": 2}, {"order": "unordered"}),
-    "coalesce= and vmap_method=": ({"coalesce": 2}, {"vmap_method": "expand_dims"}),
 }
 
 
@@ -168,20 +139,6 @@ def test_a_pair_of_both_is_refused_where_it_meets(text):
     assert hc.call(f, F32, 1.0) == -1
 
 
-class Scale:  # a static argument, so the cache pickles it
-    def __init__(self, by):
-        self.by = by
-
-    @hc.host(cache="memory", result=F32)
-    def apply(self, x):
-        return x * np.float32(self.by)
-
-
-def test_a_cache_tells_the_objects_of_a_method_apart():
-    for _ in range(2):
-        assert [hc.call(Scale(by).apply, F32, 1.0) for by in (2, 3)] == [2, 3]
-
-
 def test_a_batch_of_an_elementwise_function_keeps_its_axes():
     f = hc.host(np.multiply, result=hc.results.elementwise, vmap_method="expand_dims")
     u, rows = jnp.arange(3.0), jnp.ones((3, 3))
@@ -192,30 +149,10 @@ def test_a_batch_of_an_elementwise_function_keeps_its_axes():
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_merged_function_runs_alone_under_derivatives():
-    """It gets an axis in front, which the rule does not."""
-    f = hc.host(lambda x: x[:, 0], result=jax.ShapeDtypeStruct((2,), F32.dtype))
-    merged = hc.host(f.fn, result=f.result, coalesce=4)
-    for rule in ("defjvp", "defjvps"):
-        g = hc.host(f.fn, result=f.result, coalesce=4)
-        if rule == "defjvp":
-            g.defjvp(lambda xs, dots: dots[0][0])
-        else:
-            g.defjvps(lambda dot, out, x: dot[0])
-        x = jnp.arange(4.0).reshape(2, 2)
-        out, dot = jax.jvp(g, (x,), (x,))
-        np.testing.assert_array_equal(out, merged(x))
-        np.testing.assert_array_equal(dot, x[0])
-    with pytest.raises(hc.errors.SpecError, match="coalesce= and result='infer'"):
-        hc.host(f.fn, result="infer", coalesce=4)
-    with pytest.raises(hc.errors.SpecError, match="coalesce= and finite differences"):
-        hc.derivatives.finite_difference(merged)
-
-
 TAKERS = {
     "hc.tap": lambda f: hc.tap(f, 1.0),
     "a partial": lambda f: hc.call(functools.partial(f, 1.0), F32),
-    "hc.host": lambda f: hc.host(f, cache="memory"),
+    "hc.host": lambda f: hc.host(f, timeout=60),
     "a buffer callback": lambda f: hc.buffers.buffer_callback(f, F32)(1.0),
 }
 

@@ -98,7 +98,6 @@ PROGRAMS = {
     "tap": told(lambda v: hc.tap(see, v)),
     "ordered tap": told(lambda v: hc.tap(see, v, order="ordered")),
     "tap of shards": told(lambda v: hc.tap(see, v, on="shards")),
-    "tap of a process": told(lambda v: hc.tap(see, v, on="process")),
     "tap on a device": told(lambda v: hc.tap(see, v, on=jax.devices()[2])),
     "taps in a scan": in_a_scan(lambda v: hc.tap(see, v)),
     "print": told(lambda v: hc.print("{}", v)),

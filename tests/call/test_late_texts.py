@@ -442,5 +442,4 @@ def test_the_engine_calls_a_plain_function_itself():
     assert not is_hostcalls(frame_above(lambda fn: one(fn, order="ordered")(1.0)))
     assert not is_hostcalls(frame_above(lambda fn: one(fn, lend=True)(1.0)))
     # It would be seen.
-    assert is_hostcalls(frame_above(lambda fn: one(fn, coalesce=1)(1.0)))
     assert is_hostcalls(frame_above(lambda fn: rows(fn)(jnp.arange(2.0))))

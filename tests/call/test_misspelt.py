@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
+from hostcall.errors import WatchError
 
 X = jnp.float32(2)
 
@@ -40,7 +41,10 @@ HOSTCALLS = {
         lambda: hc.Object(Counter, methods={"add": X}).add(X, wher=True),
         "Did you mean where=?",
     ),
+    "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean result=?"),
     "configure": (lambda: hc.configure(flihgt="off"), "Did you mean flight=?"),
+    "observe": (lambda: hc.observe(nan=True), "Did you mean nans=?"),
+    "watch": (lambda: hc.watch(X, chek=None), "Did you mean check=?"),
     "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
     "progress.scan": (
         lambda: hc.progress.scan(lambda c, x: (c, x), 5, descr="fit")(0, 0),
@@ -50,8 +54,8 @@ HOSTCALLS = {
     "progress, a bar": (lambda: hc.progress(0, 5, baar=len), "Did you mean bar=?"),
 }
 # JAX's functions pass keywords on to the callback, and so do the functions in their
-# places. `breakpoint` shows values by any name, and `hc.host` makes HostFunctions.
-ANY = {"HostFunction", "breakpoint", "callback", "io_callback", "pure_callback"}
+# places. HostFunctions are what `hc.host` makes.
+ANY = {"HostFunction", "callback", "io_callback", "pure_callback"}
 
 
 @pytest.mark.parametrize("name", HOSTCALLS)
@@ -77,7 +81,7 @@ def faces():
     modules = [hc, hc.monitor, hc.testing, hc.debug, hc.derivatives, hc.buffers]
     modules += [hc.bridge, hc.tools.sinks, hc.tools.reading, hc.tools.watch]
     for module in modules:
-        for name in (*getattr(module, "__all__", ()), "breakpoint", "print"):
+        for name in (*getattr(module, "__all__", ()), "print"):
             face = getattr(module, name, None)
             if not callable(face) or name in (*HOSTCALLS, *ANY):
                 continue
@@ -137,6 +141,87 @@ def test_the_right_word_is_suggested_by_any_python(name):
     with pytest.raises(TypeError, match="got an unexpected keyword argument") as caught:
         use()
     assert said in str(caught.value)
+
+
+# Options that are gone -> (a call that gives one, what to write instead).
+GONE = {
+    "cache": (
+        lambda: hc.host(np.cos, cache="memory"),
+        "joblib.Memory(folder).cache(fn)",
+    ),
+    "version": (lambda: hc.host(np.cos, version=1), "functools.lru_cache"),
+    "cache of a call": (
+        lambda: hc.call(np.cos, X, X, cache="memory"),
+        "joblib.Memory(folder).cache(fn)",
+    ),
+    "coalesce": (lambda: hc.host(np.cos, coalesce=4), 'vmap_method="expand_dims"'),
+    "wait": (lambda: hc.host(np.cos, wait=0.1), 'vmap_method="expand_dims"'),
+    "processes of save": (
+        lambda: hc.Object(Counter, methods={"add": X}).save(processes="all"),
+        "each process saves its own objects",
+    ),
+    "limit of restore": (
+        lambda: hc.Object(Counter, methods={"add": X}).restore({}, limit=3),
+        "each process saves its own objects",
+    ),
+    "stats": (lambda: hc.observe(stats=True), "NumPy makes the statistics"),
+    "keep": (lambda: hc.watch(X, keep=3), "hc.Recorder beside the watch"),
+    "keep of a call": (lambda: hc.call(np.cos, X, X, keep=3), "hc.Recorder beside"),
+    "cache_bytes": (
+        lambda: hc.configure(cache_bytes=9),
+        "functools.lru_cache(maxsize)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_options_that_have_gone_say_what_to_write(name):
+    call, instead = GONE[name]
+    with pytest.raises(
+        hc.errors.SpecError, match=f"has no .*{name.split()[0]}="
+    ) as caught:
+        call()
+    assert instead in str(caught.value)
+    assert caught.value.code == "hc-arguments"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hc.tap(print, X, on="process"),
+        lambda: hc.print("{}", X, on="process"),
+        lambda: hc.derivatives.tap_tangent(print, X, on="process"),
+    ],
+)
+def test_a_value_that_has_gone_says_what_to_write(call):
+    with pytest.raises(hc.errors.SpecError, match="on= of .* write on='shards'"):
+        call()
+
+
+# Names that are gone -> (what had them, what to write instead).
+GONE_NAMES = {
+    "difference_error": (
+        lambda: hc.host(np.cos, result=X),
+        "hc.testing.check(f, args)",
+    ),
+    "table": (lambda: hc.observe(nans=True), "NumPy makes the statistics"),
+    "sympy": (lambda: hc.bridge, "sympy.lambdify"),
+    "autograd": (lambda: hc.bridge, "hc.bridge.value_and_grad(autograd.value_and_grad"),
+    "events": (lambda: hc.monitor, "jax.profiler.trace(folder)"),
+    "read_trace": (lambda: hc.tools, "jax.profiler.trace(folder)"),
+    "breakpoint": (lambda: hc.tools, "jax.debug.breakpoint()"),
+    "history": (lambda: WatchError("text", values=None), "hc.Recorder"),
+    "cache_clear": (lambda: hc.host(np.cos, result=X), "joblib.Memory"),
+}
+
+
+@pytest.mark.parametrize("name", GONE_NAMES)
+def test_names_that_have_gone_say_what_to_write(name):
+    had, instead = GONE_NAMES[name]
+    with pytest.raises(AttributeError, match=f"has no {name} any more") as caught:
+        getattr(had(), name)
+    assert instead in str(caught.value)
+    assert not hasattr(had(), "no_such_name")
 
 
 def any_keyword(x, **options):

@@ -86,12 +86,8 @@ OPTIONS = {
     "timeout": {"timeout": 60},
     "executor": {"vmap_method": "parallel", "executor": None},  # the pool of the test
     "concurrency": {"concurrency": 2},
-    "coalesce": {"coalesce": 4},
-    "wait": {"coalesce": 4, "wait": 0},
     "fail": {"fail": "alone"},
     "tag": {"tag": "doubles"},
-    "cache": {"cache": "memory"},
-    "version": {"cache": "memory", "version": 1},
     "float64": {"float64": True},
 }
 ONLY_CALL = {"on", "fail"}
@@ -109,10 +105,9 @@ def test_every_option_and_value_of_the_table_is_here():
 # Of each option: what comes of it with those that follow it.
 PAIRS = {
     "async": {
-        4: "unordered ordered parallel on jax dlpack timeout concurrency fail tag cache"
-        " version float64",
+        4: "unordered ordered parallel on jax dlpack timeout concurrency fail tag float64",
         3: "where",
-        1: "whole legacy coalesce wait",
+        1: "whole legacy",
         0: "rule",
         CONFLICT: "cuda lend out executor",
     },
@@ -121,7 +116,6 @@ PAIRS = {
         3: "where",
         1: "whole legacy",
         0: "rule",
-        CONFLICT: "coalesce wait cache version",
         "run hc-device": "cuda",  # there is no GPU here
     },
     "ordered": {
@@ -129,87 +123,71 @@ PAIRS = {
         3: "where",
         1: "whole legacy",
         0: "rule",
-        CONFLICT: "coalesce wait cache version",
         "run hc-device": "cuda",
     },
     "parallel": {
-        4: "on jax dlpack timeout concurrency fail tag cache version float64",
+        4: "on jax dlpack timeout concurrency fail tag float64",
         3: "where",
-        1: "coalesce wait",
         CONFLICT: "cuda lend out",
     },
     "whole": {
-        1: "where on jax dlpack lend out timeout concurrency fail tag cache version float64",
-        CONFLICT: "coalesce wait",
+        1: "where on jax dlpack lend out timeout concurrency fail tag float64",
         "run hc-device": "cuda",
     },
     "legacy": {
-        1: "on jax dlpack lend out timeout concurrency fail tag cache version float64",
-        CONFLICT: "coalesce wait",
+        1: "on jax dlpack lend out timeout concurrency fail tag float64",
         "vmap hc-batching": "where",
         "run hc-device": "cuda",
     },
     "rule": {
-        0: "on jax dlpack lend out timeout concurrency fail tag cache version float64",
-        CONFLICT: "cuda coalesce wait",
+        0: "on jax dlpack lend out timeout concurrency fail tag float64",
+        CONFLICT: "cuda",
         "vmap hc-batching": "where",
     },
     "where": {
-        3: "on jax dlpack lend out timeout executor concurrency fail tag cache version float64",
-        1: "coalesce wait",
+        3: "on jax dlpack lend out timeout executor concurrency fail tag float64",
         CONFLICT: "cuda",
     },
     "on": {
-        4: "jax dlpack lend out timeout executor concurrency fail tag cache version float64",
-        1: "coalesce wait",
+        4: "jax dlpack lend out timeout executor concurrency fail tag float64",
         CONFLICT: "cuda",
     },
     "jax": {
-        4: "lend out timeout executor concurrency fail tag cache version",
-        1: "coalesce wait",
+        4: "lend out timeout executor concurrency fail tag",
         CONFLICT: "float64",
     },
     "dlpack": {
-        4: "lend out timeout executor concurrency fail tag cache version float64",
-        1: "coalesce wait",
+        4: "lend out timeout executor concurrency fail tag float64",
     },
     "cuda": {
-        CONFLICT: "lend out timeout executor concurrency coalesce wait cache version float64",
+        CONFLICT: "lend out timeout executor concurrency float64",
         "run hc-device": "fail tag",
     },
     "lend": {
-        4: "fail tag cache version float64",
-        CONFLICT: "timeout executor concurrency coalesce wait",
+        4: "fail tag float64",
+        CONFLICT: "timeout executor concurrency",
     },
     "out": {
         4: "fail tag float64",
-        CONFLICT: "timeout executor concurrency coalesce wait cache version",
+        CONFLICT: "timeout executor concurrency",
     },
     "timeout": {
-        4: "executor concurrency fail tag cache version float64",
-        1: "coalesce wait",
+        4: "executor concurrency fail tag float64",
     },
     "executor": {
-        4: "fail tag cache version float64",
-        CONFLICT: "concurrency coalesce wait",
+        4: "fail tag float64",
+        CONFLICT: "concurrency",
     },
     "concurrency": {
-        4: "fail tag cache version float64",
-        1: "coalesce wait",
+        4: "fail tag float64",
     },
-    "coalesce": {1: "fail tag cache version float64"},
-    "wait": {1: "fail tag cache version float64"},
-    "fail": {4: "tag cache version float64"},
-    "tag": {4: "cache version float64"},
-    "cache": {4: "float64"},
-    "version": {4: "float64"},
+    "fail": {4: "tag float64"},
+    "tag": {4: "float64"},
 }
 # Where `hc.host` knows it later than `hc.call`: the function it makes calls both faces.
 LATER_OF_HOST = {
     ("legacy", "where"): "lowering hc-batching",
     ("rule", "cuda"): 0,
-    ("rule", "coalesce"): 0,
-    ("rule", "wait"): 0,
     ("where", "cuda"): "lowering hc-conflict",
 }
 
@@ -278,7 +256,7 @@ FACES = {"call": call, "host": host}
 def outcome(face, names, pool, run):
     """The number of calls of a batch of four rows, or the stage and code of the refusal.
 
-    The program of a function with a cache runs twice. If nothing is to `run`, LOWERED.
+    If nothing is to `run`, LOWERED.
     """
     double = Double(names)
     options = {k: v for name in names for k, v in OPTIONS[name].items()}
@@ -297,11 +275,10 @@ def outcome(face, names, pool, run):
             return LOWERED
         program = lowered.compile()
         stage = "run"
-        for _ in range(2 if "cache" in options else 1):
-            with hc.reraise():
-                got = np.asarray(program(rows))
-            want = np.where(ROWS > 0, ROWS * 2, FILL) if "where" in names else ROWS * 2
-            np.testing.assert_array_equal(got, want)
+        with hc.reraise():
+            got = np.asarray(program(rows))
+        want = np.where(ROWS > 0, ROWS * 2, FILL) if "where" in names else ROWS * 2
+        np.testing.assert_array_equal(got, want)
     except hc.errors.HostcallError as error:
         return f"{stage} {error.code}"
     return double.calls
@@ -341,7 +318,6 @@ TAP_OPTIONS = {
     "each": {"rows": "each"},
     "repeat": {"remat": "repeat"},
     "device": {"on": jax.devices()[1]},
-    "process": {"on": "process"},
     "shards": {"on": "shards"},
     "jax": {"arrays": "jax"},
     "dlpack": {"arrays": "dlpack"},
@@ -360,50 +336,45 @@ PRINT_OPTIONS = {
 } | {"flush": {"flush": True}, "end": {"end": ";\n"}}
 TAP_PAIRS = {
     "async": {
-        4: "ordered where newest repeat device process jax dlpack always batch tag",
+        4: "ordered where newest repeat device jax dlpack always batch tag",
         16: "each shards",
         2: "every sample",
         1: "seconds",
     },
     "ordered": {
-        4: "where newest repeat device process jax dlpack always tag",
+        4: "where newest repeat device jax dlpack always tag",
         16: "each shards",
         2: "every sample",
         1: "seconds",
         CONFLICT: "batch",
     },
     "where": {
-        4: "newest repeat device process jax dlpack always tag",
+        4: "newest repeat device jax dlpack always tag",
         12: "each",
         2: "every sample",
         1: "seconds",
         "lowering hc-conflict": "shards batch",
     },
     "newest": {
-        4: "repeat device process jax dlpack always batch tag",
+        4: "repeat device jax dlpack always batch tag",
         16: "each shards",
         2: "every sample",
         1: "seconds",
     },
     "each": {
-        16: "repeat device process jax dlpack always tag",
+        16: "repeat device jax dlpack always tag",
         8: "every sample",
         4: "seconds",
         CONFLICT: "batch",
         "lowering hc-conflict": "shards",
     },
     "repeat": {
-        4: "device process jax dlpack always batch tag",
+        4: "device jax dlpack always batch tag",
         16: "shards",
         2: "every sample",
         1: "seconds",
     },
     "device": {
-        4: "jax dlpack always batch tag",
-        2: "every sample",
-        1: "seconds",
-    },
-    "process": {
         4: "jax dlpack always batch tag",
         2: "every sample",
         1: "seconds",
@@ -431,38 +402,37 @@ TAP_PAIRS = {
 }
 PRINT_PAIRS = {
     "ordered": {
-        4: "where newest device process flush end",
+        4: "where newest device flush end",
         16: "each shards",
         2: "every",
         1: "seconds",
     },
     "where": {
-        4: "newest device process flush end",
+        4: "newest device flush end",
         12: "each",
         2: "every",
         1: "seconds",
         "lowering hc-conflict": "shards",
     },
     "newest": {
-        4: "device process flush end",
+        4: "device flush end",
         16: "each shards",
         2: "every",
         1: "seconds",
     },
     "each": {
-        16: "device process flush end",
+        16: "device flush end",
         8: "every",
         4: "seconds",
         "lowering hc-conflict": "shards",
     },
     "device": {4: "flush end", 2: "every", 1: "seconds"},
-    "process": {4: "flush end", 2: "every", 1: "seconds"},
     "shards": {16: "flush end", 8: "every", 4: "seconds"},
     "every": {2: "flush end"},
     "seconds": {1: "flush end"},
     "flush": {4: "end"},
 }
-ON = {"device", "process", "shards"}
+ON = {"device", "shards"}
 
 
 class Kept:
@@ -540,7 +510,7 @@ def check_numbers(numbers, names):
     assert sorted(numbers) == [
         10 * step + row for step in sorted(steps) for row in rows
     ]
-    if {"ordered", "each"} & {*names} and not {"process", "shards"} & {*names}:
+    if {"ordered", "each"} & {*names} and "shards" not in names:
         assert numbers == sorted(numbers)
     if "sample" in names:
         return  # the table has how many steps it picks
@@ -568,24 +538,12 @@ def same(x):
     return x
 
 
-class Disk:
-    """Looks like a joblib.Memory, which outlives the process."""
-
-    def cache(self, fn, **_):
-        return fn
-
-
 def plain(**options):
     return lambda: policies.call(doubled, F32, np.float32(1), **options)
 
 
 def of_host(fn=doubled, result=F32, **options):
     return lambda: hc.host(fn, result=result, **options)
-
-
-def unpicklable():
-    f = hc.host(lambda x, lock: x, result=hc.results.like(0), cache="memory")
-    f(np.float32(1), threading.Lock())
 
 
 def in_shard_map():
@@ -629,26 +587,14 @@ REFUSED = {
         "hc-conflict",
     ),
     "concurrency of a plain function": (plain(concurrency=2), "hc-conflict"),
-    "wait without coalesce": (plain(wait=0.1), "hc-conflict"),
-    "coalesce without arrays": (
-        lambda: hc.call(hc.host(lambda: 1.0, coalesce=2), F32),
-        "hc-conflict",
-    ),
     "pure without results": (lambda: hc.call(doubled, None, 1.0), "hc-dropped"),
     "pure without results, host": (of_host(result=None), "hc-dropped"),
     "pure tap": (lambda: hc.tap(doubled, 1.0, order="pure"), "hc-dropped"),
-    "version without cache": (of_host(version=1), "hc-conflict"),
     "concurrency of a plain function, host": (of_host(concurrency=2), "hc-conflict"),
     "executor without parallel, host": (
         of_host(executor=ThreadPoolExecutor(1)),
         "hc-conflict",
     ),
-    "a disk and no version": (of_host(cache=Disk()), "hc-conflict"),
-    "a disk and a function without a name of its own": (
-        of_host(lambda x: x, cache=Disk(), version=1),
-        "hc-conflict",
-    ),
-    "cache and a static that has no pickle": (unpicklable, "hc-pickle"),
     "a device inside shard_map": (in_shard_map, "hc-device"),
     "a device in an export": (exported, "hc-export"),
     "rules of an unordered function": (lambda: derivative("unordered"), "hc-conflict"),

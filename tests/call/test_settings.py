@@ -141,9 +141,6 @@ WAYS = {
         hc.host(later(fn), timeout=60), F32, costly(m)
     ),
     "parallel coroutines": lambda fn, m: rows(later(fn), m),
-    "merged": lambda fn, m: hc.call(
-        hc.host(lambda x: x * fn(0), coalesce=2, wait=0), F32, costly(m)
-    ),
     "jax arrays": lambda fn, m: hc.call(fn, F32, costly(m), arrays="jax"),
     "where": lambda fn, m: hc.call(fn, F32, costly(m), where=m[0, 0] > 0),
     "tap": lambda fn, m: hc.tap(fn, costly(m)),
@@ -151,7 +148,6 @@ WAYS = {
     "tap of many": lambda fn, m: hc.tap(fn, costly(m), batch=4),
     "tap_through": lambda fn, m: hc.tap_through(fn, costly(m)),
     "host": lambda fn, m: hc.host(fn, result=F32)(costly(m)),
-    "cached": lambda fn, m: hc.host(fn, result=F32, cache="memory")(costly(m)),
     "jvp rule": lambda fn, m: jax.jvp(pushed(fn), (costly(m),), (costly(m),)),
     "vjp rule": lambda fn, m: jax.grad(pulled(fn))(costly(m)),
     "differences": lambda fn, m: jax.grad(
@@ -305,39 +301,6 @@ def test_rows_on_an_executor(kind):
         with jax.enable_x64(True):
             assert run(M).tolist() == [8, 8]
         assert run(M).tolist() == [4, 4]
-
-
-def test_a_cache_keeps_the_values_of_each_setting():
-    @hc.host(result=F32, cache="memory")
-    def f(x):
-        return np.float32(numbers_of_a_key())
-
-    @jax.jit
-    def g(x):
-        return f(x)
-
-    assert f(1.0) == g(1.0) == 2
-    with jax.default_prng_impl("rbg"):
-        assert f(1.0) == 4
-        assert jax.jit(lambda x: f(x))(1.0) == 4
-    assert f(1.0) == 2
-
-
-def test_merged_calls_of_two_settings_are_not_merged():
-    sizes = []
-
-    def fn(x):
-        sizes.append((bytes_of_a_float(), x.shape))
-        return x
-
-    def run():
-        f = lambda x: hc.call(hc.host(fn, coalesce=8, wait=0), F32, x)
-        return jax.jit(f)(np.float32(2))
-
-    with jax.enable_x64(True):
-        assert run() == 2
-    assert run() == 2
-    assert [size for size, _ in sizes] == [8, 4]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

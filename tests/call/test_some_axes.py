@@ -50,7 +50,6 @@ TELLS = {
     "tap": lambda see, v: hc.tap(see, v),
     "ordered tap": lambda see, v: hc.tap(see, v, order="ordered"),
     "tap of shards": lambda see, v: hc.tap(see, v, on="shards"),
-    "tap of a process": lambda see, v: hc.tap(see, v, on="process"),
     "tap with where": lambda see, v: hc.tap(see, v, where=v.sum() >= 0),
     "tap in cond": lambda see, v: jax.lax.cond(
         v.sum() >= 0, lambda: hc.tap(see, v), lambda: None

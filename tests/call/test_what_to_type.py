@@ -23,7 +23,9 @@ def made():
 
 # The options of hc.host alone.
 OF_A_FUNCTION = (
-    *("cache", "timeout", "executor", "concurrency", "coalesce", "wait", "version"),
+    "timeout",
+    "executor",
+    "concurrency",
 )
 
 # Mistake -> (what makes it, what the error should say).

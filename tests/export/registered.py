@@ -79,8 +79,6 @@ pooled = hc.register("tests.pooled")(
         result=hc.results.like(0),
         vmap_method="parallel",
         executor=ThreadPoolExecutor(2),
-        cache="memory",
-        version=1,
     )
 )
 

@@ -68,7 +68,7 @@ PROGRAMS = {
     "gradient": jax.grad(lambda x: jax.vmap(r.cube)(x).sum()),
     "tangent": lambda x: jax.jvp(jax.vmap(r.pushed), (x,), (x,)),
     "differences": jax.grad(lambda x: jax.vmap(r.product)(x, 3 * x).sum()),
-    "pool and cache": jax.vmap(r.pooled),
+    "pool": jax.vmap(r.pooled),
     "pool, called": jax.vmap(lambda x: hc.call(r.pooled, LIKE, x)),
     "ordered host": lambda x: jax.vmap(r.effect)(x),
 }
@@ -83,7 +83,7 @@ def test_a_loaded_program_is_the_program(name):
 
 SYMBOLIC = (
     *("pure", "unordered", "ordered", "rows", "rows at once", "whole batch"),
-    *("rows of rows", "scan", "host", "gradient", "pool and cache", "ordered host"),
+    *("rows of rows", "scan", "host", "gradient", "pool", "ordered host"),
 )
 
 

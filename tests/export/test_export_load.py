@@ -186,17 +186,12 @@ def watched(x):
     return x
 
 
-def stopping(x):
-    hc.breakpoint(x=x)
-    return x
-
-
 def progressing(x):
     jax.lax.fori_loop(0, 3, lambda i, c: (hc.progress(i, 3), c)[1], 0)
     return x
 
 
-STAYING = {"hc.watch": watched, "hc.breakpoint": stopping, "hc.progress": progressing}
+STAYING = {"hc.watch": watched, "hc.progress": progressing}
 
 
 @pytest.mark.parametrize("tool", STAYING)
@@ -225,16 +220,6 @@ def test_bridges():
     for staying in (jax.grad(f), sine):
         with pytest.raises(hc.errors.ExportError, match="a bridge makes it .* no name"):
             hc.export(staying)(ONE)
-
-
-def test_sympys_values():
-    sympy = pytest.importorskip("sympy")
-    pytest.importorskip("scipy")
-    x = sympy.Symbol("x")
-    f = hc.register("tests.bridge")(hc.bridge.sympy(sympy.sin(x), [x]))
-    np.testing.assert_allclose(travelled(f, X).call(X), np.sin(X), rtol=1e-6)
-    with pytest.raises(hc.errors.ExportError, match="of the derivative itself"):
-        hc.export(jax.grad(f))(ONE)
 
 
 # --- Calling ------------------------------------------------------------------------
@@ -332,12 +317,11 @@ except hc.errors.LoadError as error:
 
 def test_a_tap_of_a_registered_host_function_travels():
     seen = []
-    for n, how in enumerate(({"cache": "memory"}, {"coalesce": 4}, {"timeout": 60})):
+    for n, how in enumerate(({"float64": True}, {"timeout": 60})):
         f = hc.host(lambda x: seen.append(x) or x, result=hc.results.like(0), **how)
         f = hc.register(f"tests.tapped{n}")(f)
         loaded = travelled(lambda x, f=f: (hc.tap(f, x), x)[1], ONE)
-        if "coalesce" not in how:  # a merged function has an axis in front
-            loaded.call(ONE)
+        loaded.call(ONE)
     hc.barrier()
     assert len(seen) == 2
 

@@ -77,11 +77,6 @@ MISSING = {
         lambda f: jax.linear_transpose(f, X)(X),
         r"`f` can't be transposed: .*f\.deftranspose\(rule\)",
     ),
-    "difference error": (
-        {},
-        lambda f: f.difference_error(X),
-        r"finite_difference\(f\)",
-    ),
 }
 
 

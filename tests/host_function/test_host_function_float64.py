@@ -101,7 +101,6 @@ def test_complex_integers_trees_keys_and_static_arguments():
 
 POLICIES = {
     "timeout": {"timeout": 60},
-    "cache": {"cache": "memory"},
     "lend": {"lend": True},
     "dlpack": {"arrays": "dlpack"},
     "unordered": {"order": "unordered"},
@@ -118,11 +117,6 @@ def test_with_other_options(given):
     close(jax.jit(f)(X), want(X))
     if "order" not in given:
         close(jax.jit(jax.vmap(f))(ROWS), want(ROWS))
-
-
-def test_merged_calls():
-    f = hc.host(slope, result=hc.results.like(0), coalesce=4, float64=True)
-    close(jax.jit(jax.vmap(f))(ROWS), want(ROWS))
 
 
 def test_a_coroutine_function():

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from limits import HANG_SECONDS, holds_in_time
+from limits import HANG_SECONDS
 
 import hostcall as hc
 from hostcall._core.options import Policy
@@ -24,14 +24,11 @@ from hostcall._core.spec import Static, Template
 from hostcall._engine import plans
 from hostcall._native import ResultForm
 from hostcall._policies import on_loop
-from hostcall._policies.cached import Cached
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import Bound, Site
-from hostcall._policies.merged import Merged
 from hostcall._policies.on_executor import OnExecutor
 from hostcall._policies.on_loop import OnLoop
 from hostcall._policies.stack import Checked, Trees, entries
-from hostcall._policies.stores import Cache, Part
 from hostcall._policies.unmasked import Unmasked, UnmaskedTap
 from hostcall._runtime import delivery, host_device, workers
 
@@ -255,7 +252,7 @@ def test_checked_refuses_results_of_another_structure():
         Checked(Inner(lambda row: (1, 2, 3)), choices_of(print)).rows([(1, 2)], Site())
 
 
-# --- Masks, merged calls, caches -------------------------------------------------------
+# --- Masks -----------------------------------------------------------------------------
 
 X, Y = np.arange(4, dtype=F32), np.arange(4, dtype=F32) + 10
 ONE = np.full(1, 7, F32)
@@ -304,130 +301,6 @@ def test_unmasked_tap(mask):
         assert y == 5
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "sizes"), [(2, 5, [2, 2, 1]), (8, 3, [3]), (1, 2, [1, 1])]
-)
-def test_merged(size, count, sizes):
-    inner = Inner()
-    layer = Merged(inner, choices_of(lambda x, y: x), size, 0.0)
-    rows = [(F32(i), F32(-i)) for i in range(count)]
-    got = layer.rows(rows, at(*range(count)))
-    assert got == [(2 * i, -i) for i in range(count)]
-    assert [len(x) for x, _ in inner.given] == sizes
-    assert inner.sites == []  # a merged call is no row of a batch
-
-
-def test_a_leader_keeps_no_batch_open_while_it_makes_another_call():
-    entered, end = threading.Event(), threading.Event()
-
-    def result(row):
-        if len(row[0]) == 4:
-            entered.set()
-            assert end.wait(HANG_SECONDS)
-        return row
-
-    async def later(x, y):  # plain functions take turns
-        return x
-
-    inner = Inner(result)
-    layer = Merged(inner, choices_of(later), 4, 0.01)
-    rows = [(F32(i), F32(i)) for i in range(5)]
-    with ThreadPoolExecutor(1) as pool:
-        five = pool.submit(layer.rows, rows, Site())
-        assert entered.wait(HANG_SECONDS)
-        assert layer.rows([(F32(9), F32(9))], Site()) == [(9, 9)]
-        end.set()
-        assert five.result(HANG_SECONDS) == rows
-    assert [len(row[0]) for row in inner.given] == [4, 1, 1]
-
-
-class Interrupted(list):
-    """Rows of which none is left behind the first: an interrupt comes before."""
-
-    def __getitem__(self, which):
-        if which.start:
-            raise KeyboardInterrupt
-        return super().__getitem__(which)
-
-
-def test_an_interrupt_right_after_a_batch_was_opened():
-    layer = Merged(Inner(), choices_of(lambda x, y: x), 4, 0.01)
-    with pytest.raises(KeyboardInterrupt):
-        layer.rows(Interrupted([(F32(1), F32(1))]), Site())
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(layer.rows, [(F32(2), F32(2))], Site())
-        assert other.result(HANG_SECONDS) == [(4, 2)]
-
-
-def test_merged_checks_the_results():
-    layer = Merged(Inner(lambda row: [row[0][:1], row[1]]), choices_of(print), 2, 0.0)
-    with pytest.raises(hc.errors.ResultError, match="called for 2 with coalesce="):
-        layer.rows([(F32(1), F32(2))] * 2, Site())
-
-
-def test_cached():
-    counts = []
-    part = Part(Cache("memory", "f"))
-    choices = choices_of(print, tally=lambda *added: counts.append(added))
-    inner = Inner()
-    layer = Cached(inner, choices, part)
-    rows = [(F32(x), F32(0)) for x in (1, 2, 1, 3)]
-    want = [(2, 0), (4, 0), (2, 0), (6, 0)]
-    assert layer.rows(rows, at(4, 5, 6, 7)) == want
-    assert [x for x, _ in inner.given] == [1, 2, 3]
-    assert inner.sites == [(4,), (5,), (7,)]
-    assert layer.rows(rows, at(4, 5, 6, 7)) == want
-    assert [x for x, _ in inner.given] == [1, 2, 3]
-    assert counts == [(1, 3), (4, 0)]
-    (value, _) = layer.rows(rows[:1], Site())[0]
-    assert not value.flags.writeable
-    # Another label, or other shapes, are other keys.
-    Cached(inner, choices, Part(part.cache, "other")).rows(rows[:1], Site())
-    assert [x for x, _ in inner.given] == [1, 2, 3, 1]
-
-
-def test_what_fails_is_not_kept_and_one_that_waits_computes():
-    gate, failed = threading.Event(), []
-
-    def result(row):
-        if not failed:
-            failed.append(1)
-            assert gate.wait(HANG_SECONDS)
-            raise Bad
-        return [row[0], row[1]]
-
-    part = Part(Cache("memory", "f"))
-    inner = Inner(result)
-    layer = Cached(inner, choices_of(print), part)
-    row = [(F32(1), F32(2))]
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(layer.rows, row, Site())
-        assert holds_in_time(lambda: failed)
-        second = pool.submit(layer.rows, row, Site())
-        flights = part.cache.under_way
-        assert holds_in_time(lambda: any(f.waiting for f in list(flights.values())))
-        gate.set()
-        with pytest.raises(Bad):
-            first.result(HANG_SECONDS)
-        assert second.result(HANG_SECONDS) == [(1, 2)]
-    assert not part.cache.under_way
-
-
-def test_a_merged_call_inside_a_cache_waits_for_no_key():
-    """Three threads, each with all keys, in batches that only fill together."""
-    part = Part(Cache("memory", "f"))
-    choices = choices_of(lambda x, y: x)
-    inner = Inner()
-    layer = Cached(Merged(inner, choices, 4, 0.01), choices, part)
-    rows = [(F32(x), F32(0)) for x in range(6)]
-    with ThreadPoolExecutor(3) as pool:
-        orders = [rows, rows[::-1], rows[3:] + rows[:3]]
-        done = [pool.submit(layer.rows, each, Site()) for each in orders]
-        for each, task in zip(orders, done, strict=True):
-            assert task.result(HANG_SECONDS) == [(2 * x, 0) for x, _ in each]
-    assert sorted(x for given in inner.given for x in given[0]) == list(range(6))
-
-
 # --- The stack -------------------------------------------------------------------------
 
 
@@ -444,8 +317,6 @@ STACKS = {
     "timeout": (add, {"timeout": 9.0}, {}, "stack"),
     "parallel": (add, {}, {"grid": True, "parallel": True}, "together"),
     "coroutine": (add_later, {}, {}, "stack"),
-    "cache": (add, {"cache": Part(Cache("memory", "f"))}, {}, "flat"),
-    "coalesce": (add, {"coalesce": (4, 0.0)}, {"grid": True}, "together flat"),
     "compressed": (add, {}, {"compressed": True, "levels": 1}, "flat"),
     "compressed tap": (add, {}, {"compressed": True, "tap": True}, "stack"),
 }

@@ -1,4 +1,4 @@
-// The flight recorder, the buffer of events, and what both look like as text.
+// The flight recorder, and what it looks like as text.
 
 #undef NDEBUG
 #include "base/flight.h"
@@ -12,7 +12,6 @@
 
 #include "base/flight_text.h"
 #include "base/places.h"
-#include "base/trace_json.h"
 
 using namespace hostcall;
 
@@ -103,84 +102,33 @@ void TestKeepsWhatIsUnderWay() {
   assert(ring->Begin(Numbered(1)) == nullptr);
 }
 
-/// Events of several pushers arrive whole, each pusher's in order; what does not
-/// fit is counted.
-void TestBuffer() {
-  EventBuffer buffer(1 << 8);
-  constexpr int64_t kEach = 20000;
-  std::vector<std::thread> pushers;
-  for (int64_t p = 0; p < 3; ++p) {
-    pushers.emplace_back([&, p] {
-      for (int64_t i = 1; i <= kEach; ++i) buffer.Push(Numbered(p * 100000 + i));
-    });
-  }
-  int64_t taken = 0, last[3] = {};
-  const auto take = [&] {
-    Event event;
-    while (buffer.Take(&event)) {
-      assert(IsWhole(event) && event.end != 0);
-      int64_t& before = last[event.bytes / 100000];
-      assert(event.bytes % 100000 > before);
-      before = event.bytes % 100000;
-      ++taken;
-    }
-  };
-  while (taken + buffer.dropped() < 3 * kEach) take();
-  for (auto& pusher : pushers) pusher.join();
-  take();
-  assert(taken + buffer.dropped() == 3 * kEach);
-  // A full buffer keeps the oldest.
-  for (int64_t i = 1; i <= 300; ++i) buffer.Push(Numbered(i));
-  Event event;
-  assert(buffer.Take(&event) && event.bytes == 1);
-}
-
-/// A guard writes the ring, and the buffer only while somebody traces.
+/// A guard writes the ring.
 void TestGuard() {
   Event event = Numbered(5);
   event.end = 0;
   {
     Flight flight(event);
   }  // ended by an exception, as it were
-  EventBuffer::Switch(true);
   {
     Flight flight(event);
     flight.Number(9);
     flight.Ended(6, true);
   }
-  EventBuffer::Switch(false);
-  {
-    Flight flight(event);
-  }
-  Event taken;
-  assert(EventBuffer::Get().Take(&taken));
-  assert(taken.number == 9 && taken.end == 6 && taken.thread == ThisThread());
-  assert(!EventBuffer::Get().Take(&taken));
   std::vector<Event> events(FlightRing::kSize);
-  assert(FlightRing::Get().Read(events.data()) == 3);
+  assert(FlightRing::Get().Read(events.data()) == 2);
   assert(events[0].state == EventState::kFailed && events[0].end == 5);
+  assert(events[1].number == 9 && events[1].end == 6);
 }
 
 void TestText() {
-  Places::Name(5, "lo\"ss\n", "a.py:3 in f", "\"lo\\\"ss\\u000a\"", "\"\"");
-  Places::Name(5, "another", "", "", "");  // a number keeps its first name
+  Places::Name(5, "lo\"ss\n", "a.py:3 in f");
+  Places::Name(5, "another", "");  // a number keeps its first name
   std::vector<Event> events(FlightRing::kSize);
   std::string text;
   FlightLines(events.data(), "a test",
               [&](const char* bytes, size_t n) { text.append(bytes, n); });
-  assert(text.find("hostcall flight recorder, a test: 3 events") == 0);
+  assert(text.find("hostcall flight recorder, a test: 2 events") == 0);
   assert(text.find("lo\"ss , a.py:3 in f\n") != std::string::npos);
-  Event event = Numbered(5);
-  event.end = 2000;
-  event.count = 1;
-  TraceJson json(0);
-  ClockPair from;
-  from.ns = from.ticks = 0;
-  json.SetClock(from, 1.0);
-  std::string out;
-  json.Add(event, &out);
-  assert(out.find("\"name\":\"lo\\\"ss\\u000a\"") != std::string::npos);
-  assert(out.find("\"ts\":0.005,\"dur\":1.995") != std::string::npos);
   Line line;
   line.Number(-12, 5).Text("|").Seconds(1'234'567'890, 10).Text("|");
   line.EndInto([&](const char* bytes, size_t n) { text.assign(bytes, n); });
@@ -196,7 +144,6 @@ int main() {
   TestReadersSeeWholeEvents();
   TestKeepsTheNewest();
   TestKeepsWhatIsUnderWay();
-  TestBuffer();
   TestGuard();
   TestText();
   std::puts("flight: ok");

@@ -165,7 +165,7 @@ struct WhatWasFoundLives : Program {
 
 struct APlaceIsWhole : Program {
   void Thread(int number) override {
-    if (number == 0) return Places::Name(3, "name", "line", "", "");
+    if (number == 0) return Places::Name(3, "name", "line");
     const Place* place = Places::Find(3);
     Check(place == nullptr || place->line.size() == 4, "half a place");
   }
@@ -242,31 +242,6 @@ struct OwnersFollow : Program {
     uint64_t ticket;
     Check(record.Read(&event, &ticket), "no event");
     Check(event.bytes == (begun ? 2 : 1) && IsWhole(event), "a mixture");
-  }
-};
-
-// --- base/event.h
-
-/// The taker gets whole events, each pusher's once.
-struct EventsArriveWhole : Program {
-  EventBuffer buffer{2};
-  void Thread(int number) override {
-    if (number != 2) return buffer.Push(Numbered(1 + number));
-    Event event;
-    while (buffer.Take(&event)) Check(IsWhole(event), "half an event");
-  }
-};
-/// A cell is written again only when its event was taken.
-struct CellsAreTaken : Program {
-  EventBuffer buffer{2};
-  CellsAreTaken() {
-    buffer.Push(Numbered(1));
-    buffer.Push(Numbered(2));
-  }
-  void Thread(int number) override {
-    if (number == 0) return buffer.Push(Numbered(3));
-    Event event;
-    Check(buffer.Take(&event) && event.bytes == 1, "not the oldest event");
   }
 };
 
@@ -382,8 +357,6 @@ int main() {
   model::Try<ReadAtChange<false>>("flight: enter", 2, 4, 12);
   model::Try<ReadAtChange<true>>("flight: end", 2, 4, 12);
   model::Try<OwnersFollow>("flight: two owners", 2, 2);
-  model::Try<EventsArriveWhole>("events: publish", 3, 2, 10);
-  model::Try<CellsAreTaken>("events: cells", 2, 2, 12);
   model::Try<EveryEventIsReturned>("signals: post and wait", 3, 2, 12);
   model::Try<NoEventSleeps>("taps: sleep", 2, 13);
   model::Try<NoLaneIsSkipped>("taps: lanes", 3, 7);

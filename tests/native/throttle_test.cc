@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+using hostcall::DeviceRunCounts;
 using hostcall::Throttle;
 
 namespace {
@@ -139,6 +140,28 @@ void IntervalsEnd() {
   }
 }
 
+/// Runs that take turns, on devices that share a place or not, are counted apart.
+void RunsAreCountedApart() {
+  DeviceRunCounts counts;
+  for (int64_t step = 0; step < 5; ++step) {
+    for (int64_t run = 0; run < 60; ++run) assert(counts.Count(0, run) == step);
+    assert(counts.Count(1, 7) == step);
+  }
+}
+
+void CountsOfThreadsAtOnce() {
+  DeviceRunCounts counts;
+  std::vector<std::thread> threads;
+  for (int64_t run = 0; run < 4; ++run) {
+    threads.emplace_back([&counts, run] {
+      for (int64_t step = 0; step < 2000; ++step) {
+        assert(counts.Count(static_cast<int>(run % 2), run) == step);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 
 int main() {
@@ -152,5 +175,7 @@ int main() {
   ThreadsTogether();
   SharesAndSeconds();
   IntervalsEnd();
+  RunsAreCountedApart();
+  CountsOfThreadsAtOnce();
   std::puts("throttle: all held");
 }

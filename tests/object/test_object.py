@@ -1049,21 +1049,3 @@ def test_ctrl_c_leaves_no_object_locked(run_python):
         assert len(got) == 1
         """
     )
-
-
-def test_a_snapshot_that_waits_gives_way_to_a_newer_one():
-    puts = []
-    with hc.Object(
-        Walk, methods={"reset": F32}, save="get", restore=lambda _, s: puts.append(s)
-    ) as walk:
-        walk.reset()
-        state = walk.save()
-    broken = {**state, "objects": dict.fromkeys(state["objects"], b"no pickle")}
-    with hc.Object(
-        Walk, methods={"reset": F32}, save="get", restore=lambda _, s: puts.append(s)
-    ) as walk:
-        walk.restore(broken, processes="all")
-        assert repr(walk).endswith("0 objects>")
-        walk.restore(state)
-        walk.reset()
-        assert len(puts) == 1

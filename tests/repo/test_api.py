@@ -84,7 +84,7 @@ def test_signatures_show_no_private_values():
 def test_completion_offers_the_public_names(module):
     thing = operator.attrgetter(module)(hc) if module else hc
     offered = {name for name in dir(thing) if name[0] != "_"}
-    own = {"breakpoint", "print"} if thing is hc else set()
+    own = {"print"} if thing is hc else set()
     assert offered == {*thing.__all__, *own}
     assert not offered & {"Any", "TYPE_CHECKING", "importlib"}
 

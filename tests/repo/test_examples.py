@@ -54,10 +54,10 @@ def test_there_are_examples():
         "old_training",
         "other_device",
         "parallel_rows",
+        "profile",
         "progress",
         "recorder",
         "serve",
-        "trace",
         "training_log",
         "two_processes",
     }
@@ -82,7 +82,7 @@ def test_the_demo(run_python, tmp_path):
 
 def test_the_help_has_all_commands(run_python, capsys):
     usage = run_python(MAIN, "--help").stdout
-    for command in ("run", "explain", "costs"):
+    for command in ("run", "explain"):
         assert re.search(rf"^ +{command} +\w", usage, re.M)
         with pytest.raises(SystemExit):
             main([command, "--help"])
@@ -112,9 +112,11 @@ def test_the_report(run_python):
     assert re.search(r"  scalar, in a loop +[\d.]+ +[\d.]+ +[\d.]+x\n", out)
 
 
-def test_the_costs(run_python):
-    out = run_python(MAIN, "costs", "--quick").stdout
-    assert out.count("\nMicroseconds per") == 2
+def test_a_command_that_has_gone_says_what_to_type(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["costs"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "there is no command 'costs' any more: python -m hostcall, without a" in said
 
 
 def test_the_demo_says_what_it_needs(run_python):

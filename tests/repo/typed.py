@@ -162,9 +162,8 @@ def a_program(x: jax.Array) -> jax.Array:
     value = hc.call(named, x, x, tag="named")
     hc.tap(print, value, every=1.0, where=value.any())
     hc.print("mean {:.3f}", value.mean(), on="once")
-    value = hc.tap_through(print, hc.watch(cube(value), keep=3, also={"x": x}))
+    value = hc.tap_through(print, hc.watch(cube(value), also={"x": x}))
     hc.progress(0, 10, desc="fit", loss=value.mean())
-    hc.breakpoint(where=value.any(), value=value)
     root: Any = hc.pure_callback(np.sqrt, x, x, vmap_method="expand_dims")
     logged: Any = hc.io_callback(named, x, x, ordered=True)
     hc.debug.print("x is {}", x, ordered=True)
@@ -176,7 +175,7 @@ def a_program(x: jax.Array) -> jax.Array:
 
 
 def around_a_program(x: jax.Array) -> None:
-    with hc.Recorder("runs/1") as recorder, hc.trace("trace.json"):
+    with hc.Recorder("runs/1") as recorder:
         with hc.reraise(), hc.Object(dict, methods={"get": x}) as table:
             jax.jit(a_program)(x)
             recorder(step=0, loss=x.mean())
@@ -190,8 +189,7 @@ def around_a_program(x: jax.Array) -> None:
     hc.configure(tap_queue_bytes=1 << 20, fail="together")
     hc.configure(tap_queue_byte=1)  # type: ignore
     hc.tools.read("runs/1")
-    hc.trace()  # type: ignore
-    hc.watch(x, keep="3")  # type: ignore
+    hc.watch(x, name=3)  # type: ignore
     hc.progress("0")  # type: ignore
 
 

@@ -333,20 +333,6 @@ def test_live_programs_of_one_line_that_hold_odd_things(kind):
     assert [float(program(np.float32(1), n)) for n in (1, 2, 3)] == [2, 4, 6]
 
 
-def test_live_programs_of_a_breakpoint_in_a_module_that_holds_itself():
-    """The breakpoint knows the globals of its module, which may be large."""
-    names = {"hc": hc}
-    names["names"] = names
-    source = """
-def stops(v, n):
-    hc.breakpoint(v=v, where=v > 1)
-    return v * n
-"""
-    exec(source, names)
-    program = jax.jit(names["stops"], static_argnums=1)
-    assert [float(program(np.float32(1), n)) for n in (1, 2)] == [1, 2]
-
-
 def test_a_class_is_freed_with_the_programs_that_call_its_object(in_time):
     def gone():
         class Adds:

@@ -448,7 +448,6 @@ LONG_WAITS = {
         "hc.host(stuck, timeout=1e6), r, r, vmap_method='parallel'))(v[None])[0]"
     ),
     "a time limit on a coroutine": "hc.call(hc.host(stuck_coroutine, timeout=1e6), v, v)",
-    "others to merge with": "hc.call(hc.host(stuck, coalesce=9, wait=1e6), v, v)",
 }
 
 

@@ -325,40 +325,6 @@ def test_an_object_is_called_by_one_thread_at_a_time():
     assert all(numbers == sorted(numbers) for numbers in seen)
 
 
-def test_equal_arguments_of_all_threads_are_computed_once():
-    computed = []
-
-    def host(x):
-        computed.append(float(x))
-        return x * 2
-
-    cached = hc.host(host, result=hc.results.like(0), cache="memory")
-    step = jax.jit(cached)
-
-    def work(number):
-        for i in range(TIMES):
-            assert step(np.float32(i)) == 2 * i
-
-    at_once(work)
-    assert sorted(computed) == list(range(TIMES))
-
-
-def test_merged_calls_give_each_thread_its_own_rows():
-    def host(x):
-        return x * 2
-
-    program = jax.jit(
-        lambda x: hc.call(hc.host(host, coalesce=THREADS, wait=0.001), ROW, x)
-    )
-
-    def work(number):
-        for i in range(TIMES):
-            x = np.full(4, 1000 * number + i, np.float32)
-            np.testing.assert_array_equal(program(x), x * 2)
-
-    at_once(work)
-
-
 def test_each_thread_gets_the_exception_of_its_own_call():
     class Mine(Exception):
         pass

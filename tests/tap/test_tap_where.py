@@ -1,4 +1,4 @@
-"""on="once", on="process", on=device in one process, and what hc.current() says of it."""
+"""on="once", on=device in one process, and what hc.current() says of it."""
 
 from __future__ import annotations
 
@@ -55,20 +55,9 @@ def test_a_device_taps_the_whole_value(number, order, x, taken):
 
 
 @MODES
-def test_a_process_that_has_all_taps_the_whole_value_once(mode, x, taken):
-    see, take = taken
-    mode(lambda x: hc.tap(see, x, on="process"))(x)
-    ((here, value),) = take()
-    assert here.index == ((slice(0, 4), slice(0, 8)),)
-    assert here.block == ((0, 0),)
-    assert here.device == jax.devices()[0]
-    np.testing.assert_array_equal(value, X)
-
-
-@MODES
 def test_a_program_on_one_device(mode, taken):
     see, take = taken
-    for on in ("once", "process", "shards", jax.devices()[0]):
+    for on in ("once", "shards", jax.devices()[0]):
         mode(lambda v, on=on: hc.tap(see, v, on=on))(jnp.float32(3))
         ((here, value),) = take()
         assert value == 3
@@ -103,19 +92,17 @@ def test_current_has_the_devices_of_the_program(x, taken):
         )
 
 
-def test_prints_of_shards_and_of_the_process(x):
+def test_prints_of_shards_and_of_a_device(x):
     out = io.StringIO()
 
     @jax.jit
     def f(x):
         hc.print("shard {:.0f}", x.sum(), on="shards", file=out)
-        hc.print("corner {}", x[:, :1].ravel(), on="process", file=out)
         hc.print("total {:.0f}", x.sum(), on=jax.devices()[2], file=out)
 
     f(x)
     hc.barrier()
     assert sorted(out.getvalue().splitlines()) == [
-        "corner [ 0.  8. 16. 24.]",
         "shard 496",
         "total 496",
     ]
@@ -125,7 +112,7 @@ def test_what_is_refused(x, taken):
     see, _ = taken
     with pytest.raises(
         hc.errors.SpecError,
-        match="'once', 'process', 'shards' or a device, such as jax.devices.*got 'all'",
+        match="'once', 'shards' or a device, such as jax.devices.*got 'all'",
     ):
         hc.tap(see, x, on="all")
     with pytest.raises(hc.errors.SpecError, match="on= of the tap .* got 'all'"):

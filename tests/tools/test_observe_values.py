@@ -586,7 +586,7 @@ def test_mistakes(make, text):
 
 
 def test_an_unknown_option():
-    with pytest.raises(TypeError, match="nan"):
+    with pytest.raises(hc.errors.SpecError, match="Did you mean nans="):
         observe(nan=True)
 
 

@@ -172,7 +172,7 @@ def everything():
     """A block with all uses, which sees each value."""
     records = []
     select = lambda record: records.append(record) or True
-    options = {"nans": True, "stats": True, "progress": True, "select": select}
+    options = {"nans": True, "progress": True, "select": select}
     return observe(**options, to=lambda record, value: None), records
 
 

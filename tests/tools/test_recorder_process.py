@@ -238,14 +238,12 @@ with hc.Recorder(folder) as rec:
         def body(i, c):
             rec(step=i, x=c, few=c[:, 0], on="shards")
             rec(step=i, total=c.sum(), w=c + 0)
-            rec(step=i, y=c, on="process")
             return c + 1
         return jax.lax.fori_loop(0, 10, body, x)
     whole(x)
     same = jax.device_put(np.arange(20.0, dtype="f"), NamedSharding(mesh, P()))
     @jax.jit
     def parameters(w):
-        rec(step=0, all=w, on="process")
         rec(step=0, each=w, on="shards")
         return w
     parameters(same)
@@ -269,16 +267,13 @@ def test_the_processes_of_a_job_share_a_folder(tmp_path, run_python):
     steps, x = run.array("x")
     np.testing.assert_array_equal(steps, np.arange(10))
     np.testing.assert_array_equal(x, want + np.arange(10)[:, None, None])
-    steps, y = run.array("y")
-    np.testing.assert_array_equal(y, want + np.arange(10)[:, None, None])
     table = run.table().to_pylist()
     totals = [(r["step"], r["process"]) for r in table if r["total"] is not None]
     assert sorted(totals) == [(step, 0) for step in range(10)]  # once in the job
     np.testing.assert_array_equal(run.array("w")[1], x)
-    for name in ("all", "each"):  # each process holds it whole, and it is one entry
-        steps, whole = run.array(name)
-        np.testing.assert_array_equal(steps, [0])
-        np.testing.assert_array_equal(whole, [np.arange(20.0)])
+    steps, whole = run.array("each")  # each process holds it whole, and it is one entry
+    np.testing.assert_array_equal(steps, [0])
+    np.testing.assert_array_equal(whole, [np.arange(20.0)])
     steps, few = run.array("few")
     np.testing.assert_array_equal(steps, np.arange(10))
     np.testing.assert_array_equal(few, x[:, :, 0])

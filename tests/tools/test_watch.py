@@ -1,4 +1,4 @@
-"""`hc.watch`: what it raises, what it keeps, and what else it can do."""
+"""`hc.watch`: what it raises, and what else it can do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_error_comes_out_of_the_program():
     assert isinstance(error, hc.errors.HostcallError)
     assert np.isnan(error.values["y"])
     assert error.also == -0.5
-    assert (error.step, error.row, error.history) == (3, (), ())
+    assert (error.step, error.row) == (3, ())
     assert error.device == jax.devices()[0]
     assert error.name == "state"
     assert (error.place.file, error.place.function) == (
@@ -44,12 +44,10 @@ def test_the_text():
         "  x['w']: 2 of 6 numbers, the first is inf at [1, 0] (float32[3, 2])",
         "  The error's .values and .also have the arrays. Write them to a file with"
         " .save(path), and read it with hostcall.tools.load_failure(path).",
-        "  To see how it came about, give keep=3, and inputs as also=.",
+        "  To see how it came about, give inputs as also=, and record what was before with"
+        " hc.Recorder.",
         "[hc-watch] python -m hostcall explain hc-watch",
     ]
-    assert "and .history what was before" in str(
-        fired(jax.jit(lambda x: down(x, keep=3)), 2.5)
-    )
 
 
 def test_a_check_of_yours():
@@ -64,26 +62,39 @@ def test_a_check_of_yours():
     assert error.values["a"].tolist() == [1, -1]
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3])
-def test_history_has_the_last_steps(keep):
-    error = fired(jax.jit(lambda x: down(x, keep=keep)), 5.5)
-    assert error.step == 6
-    before = [6 - keep + i for i in range(keep)]
-    assert [one.step for one in error.history] == before
-    assert [float(one.also) for one in error.history] == [5.5 - i for i in before]
-    for one in error.history:
-        assert one.values["y"] == jnp.log(one.also)
-        assert one.run == error.history[0].run
-
-
-def test_history_of_a_step_that_python_calls():
-    step = jax.jit(lambda x: hc.watch(jnp.log(x), keep=2, also=x))
+def test_a_step_that_python_calls_is_a_run():
+    step = jax.jit(lambda x: hc.watch(jnp.log(x), also=x))
     for x in (3.0, 2.0, 1.0):
         step(x)
-    error = fired(step, -1.0)
-    assert error.step == 0
-    assert [float(one.also) for one in error.history] == [2, 1]
-    assert len({one.run for one in error.history}) == 2
+    assert fired(step, -1.0).step == 0
+
+
+def test_other_calls_count_no_executions():
+    def fn(x):
+        assert hc.current().execution is None
+        return x
+
+    assert jax.jit(lambda x: hc.call(fn, x, x, where=x > 0))(1.0) == 1
+
+
+def test_a_history_is_recorded(tmp_path):
+    pytest.importorskip("pyarrow")
+
+    def body(c, _):
+        hc.watch(jnp.log(c), also=c)
+        record(at=c)
+        return c - 1, None
+
+    with hc.Recorder(tmp_path / "run") as record:
+        error = fired(jax.jit(lambda x: jax.lax.scan(body, x, None, length=8)[0]), 2.5)
+        hc.barrier()
+    assert hc.tools.read(tmp_path / "run").table().column("at").to_pylist() == [
+        2.5,
+        1.5,
+        0.5,
+    ]
+    with pytest.raises(AttributeError, match=r"no history any more: hc\.Recorder"):
+        error.history
 
 
 def test_nothing_needs_the_result():
@@ -133,7 +144,7 @@ def test_an_eager_watch():
 
 
 def test_threads_get_their_own_errors():
-    f = jax.jit(lambda x: down(x, keep=2))
+    f = jax.jit(down)
     f(20.0)
     found = {}
 
@@ -151,16 +162,14 @@ def test_threads_get_their_own_errors():
     assert {x: error.step for x, error in found.items()} == {
         x + 0.5: x + 1 for x in range(6)
     }
-    for x, error in found.items():
-        assert error.also == -0.5
-        assert all(one.also == x - one.step for one in error.history)
+    assert all(error.also == -0.5 for error in found.values())
 
 
 # --- Other actions ----------------------------------------------------------------------
 
 
 def test_log_goes_on(caplog):
-    f = jax.jit(lambda x: down(x, action="log", keep=1))
+    f = jax.jit(lambda x: down(x, action="log"))
     with caplog.at_level(logging.WARNING, "hostcall"):
         assert np.isnan(f(0.5)).sum() == 7
         jax.effects_barrier()
@@ -172,12 +181,11 @@ def test_log_goes_on(caplog):
 
 def test_an_action_of_yours_gets_the_error():
     seen = []
-    f = jax.jit(lambda x: down(x, action=seen.append, keep=1))
+    f = jax.jit(lambda x: down(x, action=seen.append))
     y = f(5.5)
     jax.effects_barrier()
     assert [error.step for error in seen] == [6, 7]
-    # What was bad is in the history of the next.
-    assert [float(e.history[0].also) for e in seen] == [0.5, -0.5]
+    assert [float(error.also) for error in seen] == [-0.5, -1.5]
     assert np.isnan(y).sum() == 2
 
 
@@ -185,9 +193,18 @@ def test_an_action_of_yours_gets_the_error():
 
 MISTAKES = {
     "check": ((1.0, "nan"), {}, 'check= of hc.watch should be "finite" or a function'),
-    "keep": ((1.0,), {"keep": -1}, "keep= of hc.watch should be a number of execut"),
-    "keep bool": ((1.0,), {"keep": True}, "an int of 0 or more, got True"),
-    "action": ((1.0,), {"action": "stop"}, "'raise', 'log', 'breakpoint' or a funct"),
+    "keep": ((1.0,), {"keep": 3}, "hc.watch has no keep= any more: hc.Recorder"),
+    "misspelt": (
+        (1.0,),
+        {"chek": 3},
+        r"hc.watch has no option chek=. Did you mean check=",
+    ),
+    "action": ((1.0,), {"action": "stop"}, "'raise', 'log' or a function of the error"),
+    "breakpoint": (
+        (1.0,),
+        {"action": "breakpoint"},
+        r"as lambda error: breakpoint\(\)",
+    ),
     "name": ((1.0,), {"name": 3}, r"name= of hc.watch should be a str, got 3"),
     "no floats": (
         ({"a": 1, "b": "text"},),

@@ -16,6 +16,7 @@ from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import HostCode, OfArguments, handle
 from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
+    GONE,
     POLICY,
     WHOLE,
     Arrays,
@@ -149,9 +150,8 @@ def call(
         fn: any callable except a generator function. It may use JAX. A coroutine
             function (`async def`) runs on hostcall's event loop. Of a `hc.host`
             function the Python function is called, without its rules, and in the way
-            that `hc.host` was told: with its `timeout`, `executor`, `concurrency`,
-            `coalesce`, `wait` and `cache`, and with its `order`, `vmap_method`,
-            `arrays`, `lend` and `tag` as defaults.
+            that `hc.host` was told: with its `timeout`, `executor` and `concurrency`,
+            and with its `order`, `vmap_method`, `arrays`, `lend` and `tag` as defaults.
         result: describes what `fn` returns: a pytree of the same structure, whose
             leaves have `shape` and `dtype`, or are Python numbers, for scalars. None if
             `fn` returns nothing, which needs an `order` other than "pure". Or what
@@ -310,18 +310,19 @@ def _for_items(
 _PLACE, _POLICY, _NO_RESULT = CallOptions(), Policy(), parse_result(None, "a watch")
 
 
-def call_kept(fn: HostCode, where: Any, keep: int, *args: Any) -> None:
+def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     """`hc.watch`'s call: `fn(*args)` runs where `where` is True, exactly once.
 
-    `hc.current()` then has the arguments of the last `keep` executions of this place on
-    its device, whether or not `where` was True (`history`), and the number of all
-    executions (`execution`). Each execution costs a copy of the arguments; 0 only
-    counts.
+    `hc.current().execution` is then the number of executions of this place on its
+    device, whether or not `where` was True.
     """
     seen = look(fn)
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    trees, how = (template, _NO_RESULT, ()), CallOptions(order="unordered", keep=keep)
+    trees, how = (
+        (template, _NO_RESULT, ()),
+        CallOptions(order="unordered", counted=True),
+    )
     callback = Callback(Static(fn), *trees, how, users_place(fn), looked=seen)
     make(callback, operands, parse_mask(where, seen.name))
 
@@ -338,11 +339,12 @@ _FACE = mistakes.Face(
         "result_shape_dtypes": "the second argument, result",
     },
     {
-        "keep": "hc.watch(x, keep=...) keeps the executions before a bad value",
+        "keep": "hc.Recorder beside the call records what was before",
         **{
             option: "it says how the function is run wherever it is called. Write"
             f" hc.call(hc.host(fn, {option}=...), result, *args)"
             for option in POLICY
         },
+        **GONE,
     },
 )

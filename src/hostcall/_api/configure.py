@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
 from hostcall._core import config, mistakes
-from hostcall._core.errors import SpecError
 from hostcall._core.options import Option, check, choice
 from hostcall._runtime import flights
 
@@ -19,7 +18,6 @@ def configure(
     tap_queue_bytes: int | None = None,
     pinned_bytes: int | None = None,
     residuals: int | None = None,
-    cache_bytes: int | None = None,
     flight: Literal["sigterm", "signals", "off"] | None = None,
     loop: asyncio.AbstractEventLoop | Literal["own"] | None = None,
     fail: Literal["together", "alone"] | None = None,
@@ -39,10 +37,6 @@ def configure(
             oldest are dropped. If a backward rule finds its residuals dropped, the
             forward rule runs again, which is logged once per function. 0 keeps none.
             Default: 1024, or the environment variable HOSTCALL_RESIDUALS.
-        cache_bytes: how many bytes the results of all functions with
-            `hc.host(cache="memory")` may hold together. The least recently used are
-            dropped; a larger result is never kept. Default: 256e6, or the environment
-            variable HOSTCALL_CACHE_BYTES.
         flight: when the flight recorder (`hc.monitor.flight()`) is printed. "sigterm":
             to the log when a callback would deadlock, and to stderr when SIGTERM comes
             and the program has no handler for it. When a call takes longer than its
@@ -62,11 +56,7 @@ def configure(
     Raises:
         SpecError: a value is not valid. No setting has changed then.
     """
-    for keyword in unknown:
-        raise SpecError(
-            f"hostcall: hc.configure has no setting {keyword}=. {_FACE.hint(keyword)}",
-            code="hc-arguments",
-        )
+    _FACE.refuse(unknown, "setting")
     given = {
         k: v for k, v in dict(locals()).items() if k in _SETTINGS and v is not None
     }
@@ -76,10 +66,6 @@ def configure(
     if isinstance(loop, str):  # "own"
         given["loop"] = None
     vars(config.settings).update(given)
-    if cache_bytes is not None:
-        from hostcall._policies import stores  # most programs have none
-
-        stores.kept.fit()
     if flight is not None:
         flights.apply()
     if not _native.forked():
@@ -93,9 +79,11 @@ _FACE = mistakes.Face(
     "hc.configure({args})",
     mistakes.options_of(configure, "unknown"),
     gone={
+        "cache_bytes": "it was the limit of hc.host(cache=), which is gone."
+        " functools.lru_cache(maxsize) has a limit of its own",
         "fail_grace": "no process of a job ends itself any more. The launcher ends the"
         " others when one ends (srun --kill-on-bad-exit), and"
-        " jax.distributed.initialize(heartbeat_timeout_seconds=10) notices the dead"
+        " jax.distributed.initialize(heartbeat_timeout_seconds=10) notices the dead",
     },
 )
 
@@ -116,7 +104,7 @@ def _is_size(given: Any) -> bool:
     return not isinstance(given, bool) and bool(size == given and 0 < size < 1 << 63)
 
 
-_SIZES = {"tap_queue_bytes", "pinned_bytes", "cache_bytes"}
+_SIZES = {"tap_queue_bytes", "pinned_bytes"}
 _SETTINGS = {
     "residuals": Option(
         "a number of objects, 0 or more",

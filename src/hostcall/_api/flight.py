@@ -10,8 +10,9 @@ import numpy as np
 from hostcall import _native
 from hostcall._core.source import Place
 from hostcall._engine.info import places
-from hostcall._runtime import waits
 
+# The C++ enums EventKind and EventState (native/base/event.h).
+KINDS = ("call", "tap", "delivery", "team", "feed")
 STATES = ("waiting", "running", "ended", "failed")
 
 # The struct Event of native/base/event.h.
@@ -27,8 +28,6 @@ RAW = np.dtype(
         ("nbytes", "i8"),
         ("run", "i8"),
         ("number", "i8"),
-        ("count", "i8"),
-        ("thread", "u8"),
     ]
 )
 
@@ -109,11 +108,11 @@ def flight() -> Flight:
 
 
 def _record(row: Any, now: float, now_ticks: int, second: float) -> FlightRecord:
-    kind, state, device, place, start, entered, end, nbytes, run, number, *_ = row
+    kind, state, device, place, start, entered, end, nbytes, run, number = row
     known = places.named(place)
     held = entered or (now_ticks if STATES[state] == "waiting" else start)
     return FlightRecord(
-        kind=waits.KINDS[kind],  # type: ignore[arg-type]
+        kind=KINDS[kind],  # type: ignore[arg-type]
         state=STATES[state],  # type: ignore[arg-type]
         name=known.name if known else "(gone)",
         place=known.place if known else None,
@@ -123,5 +122,5 @@ def _record(row: Any, now: float, now_ticks: int, second: float) -> FlightRecord
         waited=max(held - start, 0) * second if kind == 0 else 0.0,
         nbytes=nbytes,
         run=None if run == -1 else run,
-        number=number if waits.KINDS[kind] in ("tap", "delivery") else None,
+        number=number if KINDS[kind] in ("tap", "delivery") else None,
     )

@@ -49,9 +49,8 @@ def print(
         every: prints one line in so many executions (an int), or in so many seconds (a
             float), as in `hc.tap`.
         on: in a jitted program over several devices, "once": one line with the whole
-            value, in one process; "process": one line in each process, with what that
-            process holds; "shards": one for each block; a device: one line, in that
-            device's process. As in `hc.tap`.
+            value, in one process; "shards": one for each block; a device: one line, in
+            that device's process. As in `hc.tap`.
         file: where to print. Default: what `sys.stdout` is when the line is printed, so
             that notebooks and tests that capture output get it.
         flush: whether to flush the file after the line.

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from hostcall import _native
 from hostcall._core.mistakes import of_all_processes
-from hostcall._engine.counters import Tally, costs
+from hostcall._engine.counters import costs
 from hostcall._runtime.running import ActiveCall, ProcessStatus, running
 
 
@@ -16,7 +16,7 @@ class CallStats:
     """The cost of one function's calls, over all programs (`hc.monitor.stats()`).
 
     Attributes:
-        calls: how often the function was entered, or its cache asked in its place.
+        calls: how often the function was entered.
         masked: rows and taps that `where` left out.
         dropped: taps that were dropped because the queue was full.
         skipped: taps that `every=` or `sample=` left out.
@@ -27,9 +27,6 @@ class CallStats:
             GIL or for other devices.
         gil_seconds: time spent waiting for the GIL before the function was entered.
         wait_seconds: time that devices waited with a tap for space in the full queue.
-        hits: rows whose results were in the cache (`hc.host(cache=)`), equal to those
-            of another row, or computed by another call at that time.
-        misses: rows with `cache=` for which the function was called.
     """
 
     calls: int
@@ -42,8 +39,6 @@ class CallStats:
     python_seconds: float
     gil_seconds: float
     wait_seconds: float
-    hits: int = 0
-    misses: int = 0
 
 
 @overload
@@ -89,11 +84,7 @@ def stats() -> dict[str, CallStats]:
 
     Cost: two readings of the clock for each call.
     """
-    tallies, none = dict(costs.tallies), Tally()
-    return {
-        name: CallStats(**c.read(), **vars(tallies.get(name, none)))
-        for name, c in dict(costs.counters).items()
-    }
+    return {name: CallStats(**c.read()) for name, c in dict(costs.counters).items()}
 
 
 # --- Taps ----------------------------------------------------------------------------

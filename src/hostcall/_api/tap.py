@@ -89,12 +89,9 @@ def tap(
         on: in a jitted program over several devices, also of several processes: "once":
             one delivery of the whole value, in the process of the program's first
             device. All devices gather it, even if `where` or `every` drops the tap. A
-            device of the program: the same, in its process. "process": one delivery in
-            each process that runs the program, with the part of the value that its
-            devices hold together; only these devices communicate. A value that all
-            hold whole is delivered whole. "shards": each device delivers its block,
-            without communication; equal blocks of a process are delivered once. See
-            `hc.current().device`, `.process` and `.index`.
+            device: the same, in that device's process. "shards": each device delivers
+            its block, without communication; equal blocks of a process are delivered
+            once. See `hc.current().device`, `.process` and `.index`.
         arrays: as in `hc.call`, except "cuda".
         every: an int n lets the first of every n executions tap. A run of a program
             with more than n executions is counted separately: with every=100, a scan of
@@ -123,8 +120,7 @@ def tap(
     Raises:
         SpecError: an option or argument is invalid, `fn` can't take the arguments, or
             `fn` uses a traced value of an enclosing function instead of taking it as an
-            argument. With on="process", when the program is compiled: the blocks of a
-            process do not make one array (JAX raises it as a JaxRuntimeError).
+            argument.
 
     If `fn` raises, the program goes on. The exception is logged (the first three with
     tracebacks, further ones as counts), and the next `hc.barrier()` raises it.

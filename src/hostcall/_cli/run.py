@@ -43,7 +43,6 @@ else:
 _OBSERVED = {
     "nans": "end a program with an error at its first NaN or infinity",
     "progress": "show a bar for each loop that lasts",
-    "stats": "print statistics of the values of each line at the end",
 }
 
 
@@ -55,13 +54,8 @@ def observe(run: Callable[[], None], observed: str) -> None:
     import hostcall as hc
 
     names, options = json.loads(observed)
-    seen = hc.observe(*names, **options)
-    try:
-        with seen:
-            run()
-    finally:
-        if "stats" in options:
-            print(seen.table())
+    with hc.observe(*names, **options):
+        run()
 
 
 SHORT = "run a program with its callbacks on the engine"

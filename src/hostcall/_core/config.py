@@ -45,7 +45,6 @@ class Settings:
         residuals: how many residuals of forward rules the host keeps for their backward
             rules. Older ones are dropped and computed again
             (_host_function/residuals.py).
-        cache_bytes: how many the results in `cache="memory"` of all functions may hold.
         pinned_bytes: how many bytes of pinned memory calls on GPUs may hold.
         tap_queue_bytes: how many the taps that wait for delivery may hold.
         flight: when the flight recorder is printed, one of FLIGHTS.
@@ -54,7 +53,6 @@ class Settings:
     """
 
     residuals: int = _whole("HOSTCALL_RESIDUALS", "1024")
-    cache_bytes: int = _whole("HOSTCALL_CACHE_BYTES", "256e6")
     pinned_bytes: int = _whole("HOSTCALL_PINNED_BYTES", "1e9")
     tap_queue_bytes: int = _whole("HOSTCALL_TAP_QUEUE_BYTES", "256e6")
     flight: str = os.environ.get("HOSTCALL_FLIGHT", FLIGHTS[0])

@@ -71,6 +71,15 @@ class Face(NamedTuple):
             return f"{self.name} has no {near[0]}=: {self.gone[near[0]]}."
         return f"Did you mean {near[0]}=?" if near else ""
 
+    def refuse(self, unknown: Collection[str], word: str = "option") -> None:
+        """Refuses keywords that are none of its options; says what to write instead."""
+        for keyword in unknown:
+            raise SpecError(
+                f"hostcall: {self.name} has no {word} {keyword}=."
+                f" {self.hint(keyword)}".rstrip(),
+                code="hc-arguments",
+            )
+
 
 def options_of(function: Callable[..., Any], *others: str) -> dict[str, object]:
     """The keywords that `function` takes itself, without `others`; their defaults."""

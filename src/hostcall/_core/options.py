@@ -45,7 +45,7 @@ Lend = Literal[False, True, "out"]
 WhenFull = Literal["block", "drop_newest", "drop_oldest"]
 Rows = Literal["batched", "each"]
 Remat = Literal["once", "repeat"]
-On = Literal["once", "process", "shards"]
+On = Literal["once", "shards"]
 
 VmapMethod = str | Callable[..., Any] | None
 _OWNED: Lend = False
@@ -101,23 +101,6 @@ def _is_executor(value: object) -> bool:
     Ray's pool is one of the last kind.
     """
     return any(hasattr(value, name) for name in ("submit", "apply_async"))
-
-
-class CachePart:
-    """What a `cache=` becomes: a `Part` of _policies/stores.py."""
-
-
-def is_dictionary(given: object) -> bool:
-    """Whether this is a diskcache.Cache, or has its `get` and `set`."""
-    return hasattr(given, "get") and hasattr(given, "set")
-
-
-def _is_cache(given: object) -> bool:
-    if isinstance(given, CachePart):
-        return True
-    if isinstance(given, (str, type)):
-        return isinstance(given, str) and given == "memory"
-    return is_dictionary(given) or callable(getattr(given, "cache", None))
 
 
 def _on(*words: str) -> Option:
@@ -240,7 +223,7 @@ class CallOptions(PlaceOptions):
         lend: whether the function gets views of XLA's memory; "out" if it gets `out`
             too, arrays for its results.
         fail: as given to `hc.call`.
-        keep: of hc.watch: how many executions are kept. Its programs don't travel.
+        counted: of hc.watch: executions are counted. Its programs don't travel.
     """
 
     vmap_method: VmapMethod = option(
@@ -248,7 +231,7 @@ class CallOptions(PlaceOptions):
     )
     lend: Lend = option(choice(False, True, "out"), False)
     fail: Fail | None = option(choice(*config.FAILS, or_none=True), key=False)
-    keep: int | None = field(default=None, metadata={_STAYS: True})
+    counted: bool = field(default=False, metadata={_STAYS: True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,11 +281,6 @@ class TapOptions(PlaceOptions):
         )
 
     @property
-    def by_device(self) -> bool:
-        """Whether these are the blocks of each device, not of each process."""
-        return self.on == "shards"
-
-    @property
     def native(self) -> dict[str, Any]:
         """Those that the engine acts on, as `_native.TapSettings` takes them."""
         every = self.every
@@ -315,9 +293,6 @@ class TapOptions(PlaceOptions):
         }
 
 
-_WAIT = 0.002  # seconds that a call waits for others without `wait=`
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """How a function is run, wherever it is called (`hc.host`). Nothing of it travels.
@@ -327,9 +302,6 @@ class Policy:
         executor: runs the rows of a parallel call; see _policies/executors.py.
         concurrency: how many calls of a coroutine function wait at the same time, or
             None for the default. A plain rule of such a function ignores it.
-        coalesce: (the most calls that are merged, seconds that one waits), or None.
-        cache: where results are kept, a `Part` of _policies/stores.py; or None. It is
-            not compared: it belongs to the function.
         float64: whether floating arguments are float64 on the host, and complex ones
             complex128.
         owner: the HostFunction that has it, or None.
@@ -346,13 +318,6 @@ class Policy:
         )
     )
     concurrency: int | None = option(count("how many of its calls wait at a time"))
-    coalesce: tuple[int, float] | None = option(
-        count("how many calls are merged into one at most")
-    )
-    cache: Any = option(
-        Option("'memory', a diskcache.Cache or a joblib.Memory", _is_cache),
-        compare=False,
-    )
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
     pool: Any = field(init=False, compare=False, repr=False)
@@ -360,19 +325,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         pool = None if self.executor is None else self.executor.value
-        nothing = self.timeout is None and self.coalesce is None and self.cache is None
-        vars(self).update(pool=pool, layered=not nothing)
+        vars(self).update(pool=pool, layered=self.timeout is not None)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:
         """The policy in options as `hc.host` takes them."""
         given = {k: v for k, v in options.items() if k in cls.__dataclass_fields__}
-        executor, merged = given.get("executor"), given.get("coalesce")
+        executor = given.get("executor")
         if executor is not None:
             given["executor"] = Static(executor)
-        if merged is not None:
-            wait = options.get("wait")
-            given["coalesce"] = merged, float(_WAIT if wait is None else wait)
         return cls(**given)
 
     def at_least(self) -> Policy:
@@ -386,18 +347,10 @@ class Policy:
         return replace(self, executor=None)
 
 
-# Options of `hc.host` that are part of another one: of `coalesce`, and of `cache`.
-_PARTS = {
-    "wait": Option(
-        "the seconds that a call waits for others, a number of 0 or more",
-        lambda v: _number(v) and v >= 0,
-    ),
-    "version": Option("a string or an int", lambda v: type(v) in (str, int)),
-}
 # Those of a function, which `hc.host` takes; all others are a place's.
-POLICY = (*table(Policy), *_PARTS)
+POLICY = tuple(table(Policy))
 
-CALL: Mapping[str, Option] = {**table(CallOptions, Policy), "on": _on("once"), **_PARTS}
+CALL: Mapping[str, Option] = {**table(CallOptions, Policy), "on": _on("once")}
 TAP: Mapping[str, Option] = table(TapOptions)
 FEED: Mapping[str, Option] = {
     "batch": count("a number of rows"),
@@ -407,8 +360,27 @@ FEED: Mapping[str, Option] = {
     "tag": _TEXT,
 }
 
+# Options of `hc.host` that are gone, and what to write instead.
+_KEEP = (
+    "wrap the function before hc.host gets it. joblib.Memory(folder).cache(fn) keeps"
+    " results on a disk, and functools.lru_cache over the bytes of the arguments in"
+    " memory (the page 'Questions that are often asked' has the lines)"
+)
+_MERGE = (
+    'give vmap_method="expand_dims", which calls once for a batch, or send the calls to'
+    " a server that batches them (the page 'Questions that are often asked')"
+)
+GONE: Mapping[str, str] = {
+    "cache": _KEEP,
+    "version": f"it said which code's results cache= kept, and that is gone: {_KEEP}",
+    "coalesce": _MERGE,
+    "wait": f"it said how long coalesce= waited, and that is gone: {_MERGE}",
+}
+
 # Values that others take, or that were there once, and what to write instead.
 _INSTEAD = {
+    "process": ". For the blocks of each device write on='shards', which moves nothing;"
+    " 'once' gathers the whole value",
     "sequential_unrolled": ". 'sequential' does the same",
     "shards": ". A call with results is made once, with the whole value. To call it on"
     " each device with its block, make the call inside jax.shard_map. To send out"
@@ -467,32 +439,6 @@ _PAIRS: tuple[Pair, ...] = (
         'Rows go to an executor with vmap_method="parallel"',
     ),
     (
-        {"wait": _given},
-        {"coalesce": _missing},
-        "Calls wait for others to be merged with: give coalesce=, or leave out wait=",
-    ),
-    (
-        {"coalesce": _given},
-        {"order": _is_not("pure")},
-        "Merged calls have no order among each other: leave out one of the two",
-    ),
-    (
-        {"coalesce": _given},
-        {"vmap_method": _is_not(None, *ROWS)},
-        "The rows of a batch are merged anyway: leave out vmap_method=",
-    ),
-    (
-        {"coalesce": _given},
-        {"lend": _given, "executor": _given, "arrays": _is("cuda")},
-        "That is for calls that are made one by one: leave out one of the two",
-    ),
-    (
-        {"coalesce": _given},
-        {"result": _is("infer")},
-        "A merged function gets several entries, and it is inferred from one: say what"
-        " it returns with result=",
-    ),
-    (
         {"arrays": _is("cuda")},
         {
             **dict.fromkeys(("where", "timeout", "lend"), _given),
@@ -506,28 +452,6 @@ _PAIRS: tuple[Pair, ...] = (
         {"awaits": _given},
         "XLA's memory and stream are a function's own only while XLA's thread runs it:"
         " leave out arrays=",
-    ),
-    (
-        {"version": _given},
-        {"cache": _missing},
-        "It is the version of the code whose results are kept: give cache=, or drop"
-        " version=",
-    ),
-    (
-        {"cache": _given},
-        {"order": _is_not("pure")},
-        "A result that is found needs no call, and then the function's effects would be"
-        " missing: make it pure, or drop cache=",
-    ),
-    (
-        {"cache": _given},
-        {"lend": _is("out")},
-        "Results are kept as copies: use lend=True, or drop cache=",
-    ),
-    (
-        {"cache": _given},
-        {"arrays": _is("cuda")},
-        "Keys are made of bytes on the host: use another arrays=, or drop cache=",
     ),
     (
         {"float64": _given},

@@ -13,33 +13,25 @@ import functools
 import json
 import os
 import zipfile
-from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 import jax
 import numpy as np
 
 from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.gone import refuse
 from hostcall._core.source import Place
 from hostcall._jax.types import Device
 
 _VERSION = 1
-_SAVED = ("values", "also", "history", "step", "row", "device", "place", "name")
+_SAVED = ("values", "also", "step", "row", "device", "place", "name")
 
 
-class Watched(NamedTuple):
-    """What an execution of `hc.watch` saw (`WatchError.history`).
-
-    Attributes:
-        run: XLA's number of the program's execution.
-        step: how many executions of the watch came before it in that run.
-        values: the watched tree.
-        also: the other one.
-    """
-
-    run: int
-    step: int
-    values: Any
-    also: Any
+# Attributes that the error had once, and what to write instead.
+_GONE = {
+    "history": "hc.Recorder beside the watch records what was before, and hc.tools.read"
+    " reads it",
+}
 
 
 class WatchError(HostcallError, RuntimeError):
@@ -48,7 +40,6 @@ class WatchError(HostcallError, RuntimeError):
     Attributes:
         values: the watched tree, with NumPy arrays; under vmap those of the row.
         also: the tree given as `also=`, likewise.
-        history: with `keep=`, the last executions before this one, the oldest first.
         step: how many executions of the watch came before in this run of the program.
         row: the index of the row along each batch axis, the outermost vmap first.
         device: the device that reached the watch; the name of one in a loaded error.
@@ -64,7 +55,6 @@ class WatchError(HostcallError, RuntimeError):
         *,
         values: Any,
         also: Any = None,
-        history: tuple[Watched, ...] = (),
         step: int = 0,
         row: tuple[int, ...] = (),
         device: Device | str | None = None,
@@ -72,9 +62,14 @@ class WatchError(HostcallError, RuntimeError):
         name: str = "",
     ) -> None:
         super().__init__(text)
-        self.values, self.also, self.history = values, also, history
+        self.values, self.also = values, also
         self.step, self.row, self.device = step, row, device
         self.place, self.name = place, name
+
+    if not TYPE_CHECKING:  # a type checker would accept any name, as Any
+
+        def __getattr__(self, name: str) -> Any:
+            refuse("WatchError", _GONE, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and other processes get all that it has; a device as its name."""
@@ -96,7 +91,6 @@ class WatchError(HostcallError, RuntimeError):
         state = self.__reduce__()[2]
         state = {"text": self.args[0], **{name: state[name] for name in _SAVED}}
         state["place"] = self.place and dataclasses.astuple(self.place)
-        state["history"] = [one._asdict() for one in self.history]
         beside = f"{os.fspath(path)}.{os.getpid()}.part"
         with contextlib.suppress(FileNotFoundError):
             os.remove(beside)  # of a killed process, or a link that somebody put there
@@ -120,6 +114,7 @@ class WatchError(HostcallError, RuntimeError):
                     raise ValueError("it has compressed parts; `save` writes none")
                 told = json.loads(file.read("failure.json"))
                 version = told.pop("version")
+                told.pop("history", None)  # which earlier versions kept
                 if version > _VERSION:
                     raise SpecError(
                         f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
@@ -129,7 +124,6 @@ class WatchError(HostcallError, RuntimeError):
                     )
                 state = {name: _read(file, part) for name, part in told.items()}
             state["place"] = state["place"] and Place(*state["place"])
-            state["history"] = tuple(Watched(**one) for one in state["history"])
             return cls(state.pop("text"), **state)
         except (SpecError, FileNotFoundError, IsADirectoryError, PermissionError):
             raise  # other OSErrors come from wrong offsets in a damaged file
@@ -141,8 +135,8 @@ class WatchError(HostcallError, RuntimeError):
             ) from error
 
 
-# Where users import them from, and what tracebacks show.
-WatchError.__module__ = Watched.__module__ = "hostcall.errors"
+# Where users import it from, and what tracebacks show.
+WatchError.__module__ = "hostcall.errors"
 
 
 # --- Trees as JSON --------------------------------------------------------------------

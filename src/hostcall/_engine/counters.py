@@ -11,7 +11,6 @@ from hostcall._core.callback import Callback
 from hostcall._core.process import Guarded
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters, Lend
-from hostcall._runtime.waits import WAIT
 
 
 @dataclass
@@ -34,24 +33,12 @@ class Facts:
     nothing: bool = True
 
 
-class Tally:
-    """How many rows a cache answered (hits), and how many it did not (misses)."""
-
-    def __init__(self) -> None:
-        self.hits = self.misses = 0
-
-    def add(self, hits: int, misses: int) -> None:
-        with costs.lock:
-            self.hits += hits
-            self.misses += misses
-
-
 class _Costs(Guarded):
     """What calls have cost in this process. Readers copy the tables in a single step.
 
     Attributes:
         lock: guards the values. Held for a few additions, while no other code runs.
-        counters, facts, tallies: by the calls' tag, or by the place of their function
+        counters, facts: by the calls' tag, or by the place of their function
             in the source, not by the function object: a program that makes a new lambda
             for each call must not use more and more memory.
         barriers, barrier_seconds: how often and how long Python waited in `hc.barrier`.
@@ -60,7 +47,6 @@ class _Costs(Guarded):
     def __init__(self) -> None:
         self.counters: defaultdict[str, Counters] = defaultdict(Counters)
         self.facts: defaultdict[str, Facts] = defaultdict(Facts)
-        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self.barriers, self.barrier_seconds = 0, 0.0
         super().__init__()
 
@@ -68,11 +54,6 @@ class _Costs(Guarded):
         """The counters of all calls with one tag, or of all functions of one `def`."""
         with self.lock:
             return self.counters[callback.counted_as]
-
-    def tally_of(self, callback: Callback) -> Tally:
-        """The tally for calls that share their counters."""
-        with self.lock:
-            return self.tallies[callback.counted_as]
 
     def note(self, equation: Equation, lend: Lend) -> Counters:
         """Notes what a plan that is made says about the calls of its function.
@@ -96,7 +77,6 @@ class _Costs(Guarded):
         with self.lock:
             self.barriers += 1
             self.barrier_seconds += seconds
-        _native.note_event(WAIT, 0, start, -1, 1)
 
 
 costs = _Costs()

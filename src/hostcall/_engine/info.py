@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import threading
@@ -133,18 +132,13 @@ class CallInfo:
         """A result of one row as an array."""
         return self.shaped(number, value, self.params.avals[number].shape)
 
-    def shaped(
-        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
-    ) -> np.ndarray:
-        """A result of several rows as an array of another shape.
-
-        `words` say, behind the result's name in messages, what it is a result of.
-        """
+    def shaped(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """A result of several rows as an array of another shape."""
         return coerce.coerce(
             value,
             self.params.avals[number].dtype,
             shape,
-            lambda: self.result(number) + words,
+            lambda: self.result(number),
             lambda got: self.shape_hint(number, shape, got),
             self.callback.results.keys[number],
         )
@@ -370,7 +364,7 @@ class _Places:
         # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
         texts = (key.name, str(key.place))
         shown = [t.encode(errors="backslashreplace").decode() for t in texts]
-        _native.name_place(number, *shown, *map(json.dumps, shown))
+        _native.name_place(number, *shown)
         return self._numbers.setdefault(key, number)
 
     def named(self, number: int) -> Named | None:

@@ -159,7 +159,7 @@ def _called(
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
         called = Entries(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
-        how = guard, shapes, converters, compressed, native["form"]
+        how = guard, converters, compressed, native["form"]
         called = entries(_choices(info, *how))
     else:
         called = Entries(direct(callback), native["form"])
@@ -176,19 +176,16 @@ def _called(
 def _choices(
     info: CallInfo,
     guard: _jax.ExecutionGuard | None,
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
     converters: Sequence[Converter | None],
     compressed: bool,
     form: ResultForm,
 ) -> Choices:
     equation, callback = info.params, info.callback
-    cached = callback.policy.cache is not None
     return Choices(
         callback=callback,
         results=info,
         device=info.device,
         guard=guard,
-        shapes=shapes,
         converters=converters,
         avals=equation.avals,
         levels=equation.levels,
@@ -199,7 +196,6 @@ def _choices(
         form=form,
         tap=equation.delivers,
         batch=equation.axes if compressed else (),
-        tally=costs.tally_of(callback).add if cached else None,
     )
 
 

@@ -10,7 +10,7 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
 from hostcall._core.process import once
-from hostcall._runtime import lifecycle
+from hostcall._runtime import lifecycle, profiles
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
@@ -42,6 +42,8 @@ def start() -> None:
     for kind, setting, value in _jax.AMBIENT:
         methods = _jax.SWAP_SET_GET
         _native.add_ambient_setting(kind, setting, *methods, value, _jax.UNSET)
+    _native.set_hook(_native.Hook.PROFILED, profiles.is_taken)
+    _native.set_hook(_native.Hook.SHOWN, profiles.Shown)
     _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
     lifecycle.begin()
 

@@ -1,7 +1,7 @@
 """A HostFunction's code in programs that leave the process (_export/records.py).
 
-The HostFunction goes by its registered name, and brings its rules, its pool and its
-cache with it where the program is loaded. What the call site knows goes by value.
+The HostFunction goes by its registered name, and brings its rules and its pool with
+it where the program is loaded. What the call site knows goes by value.
 """
 
 from __future__ import annotations

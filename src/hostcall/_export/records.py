@@ -170,7 +170,7 @@ def _function_of(callback: Callback, exported: bool) -> tuple[str, object]:
         f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
         " process that loads the program",
     )
-    if (policy != Policy() or policy.cache) and registry.find(*name) is not owner:
+    if policy != Policy() and registry.find(*name) is not owner:
         raise NotPortable(
             "it is run in a way (timeout=, executor= or the like) that its hc.host"
             f" function says, while {name} is another one. Register the hc.host"

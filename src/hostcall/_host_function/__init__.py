@@ -11,9 +11,8 @@
     trees             arguments and results, flat and as trees
     sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule
-    kept              what `cache=` keeps
     differences       derivatives by finite differences
-    difference_error  how wrong those are
+    difference_error  how wrong a difference is, for `check`
     check             `hc.testing.check`: rules against differences
     primitives        the two primitives, which know none of the user's rules
 

@@ -224,7 +224,7 @@ class Checks:
             varies = list(map(np.logical_or, varies or changes, changes))
             now = []
             for line, changed in zip(found, varies, strict=True):
-                errors = central_error(eps_of([line]) * changed, line)
+                errors = central_error(eps_of(line) * changed, line)
                 now.append((_largest(errors), line.central(2)))
             pairs = zip(now, best or now, strict=True)
             best = [min(pair, key=itemgetter(0)) for pair in pairs]

@@ -19,13 +19,13 @@ The function is called on a line through the point, at
 - **Curvature.** As long as h is small, the central differences over h/2 and 3h/2 differ
   from the one over h by known parts of its error (3/4 and 5/4).
 - **No change at all.** The function may be constant, or rounded so coarsely that the
-  whole line lies on one of its steps. Values further away tell the two apart. If all
-  values seen fit into float32 or less, the function may have that precision only.
+  whole line lies on one of its steps. If all values seen fit into float32 or less, the
+  function may have that precision only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import factorial
 from typing import TypeAlias
@@ -54,15 +54,12 @@ class Line:
         dtype: of the values as they were returned; they are widened here.
         grid, between: the values at GRID and at BETWEEN.
         offsets: how far the argument really moved, for each place of the grid.
-        far: two values and the distance between their places: the ends of the grid, or
-            further away if a grid was flat.
     """
 
     dtype: np.dtype
     grid: np.ndarray
     between: np.ndarray
     offsets: list[np.ndarray | float]
-    far: tuple[np.ndarray, np.ndarray | float]
 
     @property
     def size(self) -> np.ndarray:
@@ -78,26 +75,15 @@ class Line:
         return np.asarray(rise / (self.offsets[3 + k] - self.offsets[3 - k]))
 
 
-def lines(at: At, step: float, reach: float = 0.0) -> list[Line]:
-    """The lines of all results of a function.
-
-    Args:
-        at: see `At`.
-        step: the unit of the grid.
-        reach: where to look if a grid is flat, in steps; ignored if inside the grid.
-    """
+def lines(at: At, step: float) -> list[Line]:
+    """The lines of all results of a function; `step` is the unit of the grid."""
     grid = [at(t * step) for t in GRID]
     between = [at(t * step) for t in BETWEEN]
     offsets = [offset for _, offset in grid]
     found = []
     for i, first in enumerate(grid[0][0]):
         values, others = (_wide([v[i] for v, _ in part]) for part in (grid, between))
-        ends = values[[0, -1]], offsets[-1] - offsets[0]
-        found.append(Line(first.dtype, values, others, offsets, ends))
-    if reach > GRID[-1] and any(line.flat.any() for line in found):
-        (low, down), (high, up) = at(-reach * step), at(reach * step)
-        for i, line in enumerate(found):
-            line.far = _wide([low[i], high[i]]), up - down
+        found.append(Line(first.dtype, values, others, offsets))
     return found
 
 
@@ -115,9 +101,9 @@ def central_error(eps: float | np.ndarray, line: Line) -> np.ndarray:
     )
     kinked = abs(np.diff(line.grid[1:6], 4, axis=0)[0]) / 2
     error = bent + (_noise_of(line) + kinked + _EPS * line.size) / step
-    # If the line is flat: what changes further away, and the values' relative rounding.
-    (low, high), width = line.far
-    error += np.where(line.flat, abs((abs(high - low) + eps * line.size) / width), 0)
+    # If the line is flat: the values' relative rounding, over the whole line.
+    width = line.offsets[-1] - line.offsets[0]
+    error += np.where(line.flat, abs(eps * line.size / width), 0)
     return np.where(np.isnan(error), np.inf, error)  # NaN: nothing is known
 
 
@@ -137,19 +123,17 @@ def _noise_of(line: Line) -> np.ndarray:
     return _NOISE * size
 
 
-def eps_of(seen: Sequence[Line]) -> float:
-    """The relative rounding of a result, by its dtype and its values on these lines.
+def eps_of(line: Line) -> float:
+    """The relative rounding of a result, by its dtype and its values on this line.
 
     The dtype is not enough: a function that computes in float32 may return float64.
     """
-    dtype = seen[0].dtype
+    dtype = line.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     if dtype not in (np.float64, np.complex128):
         return float(jnp.finfo(dtype).eps)
-    values = np.concatenate(
-        [x for line in seen for x in (line.grid, line.between, line.far[0])]
-    )
+    values = np.concatenate([line.grid, line.between])
     parts = np.stack([values.real, values.imag])
     # A single value is too little evidence for float16.
     constant = bool((values == values[0]).all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -12,11 +11,10 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import result_rules
-from hostcall._core.errors import DerivativeError, SpecError, conflict
+from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import HostCode
 from hostcall._core.options import SECONDS, check
 from hostcall._core.spec import is_array_like
-from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R, Rule, Tree, among
 from hostcall._host_function.trees import pick
@@ -35,8 +33,8 @@ def finite_difference(
     `fn` is called with 64-bit arguments, whatever the program's dtypes are, so that
     differences are as good as float64 allows. If `fn` is less exact than its arguments
     (it computes in float32, or it solves to a tolerance), a difference divides its
-    error by the step. Then give a larger `step`, and look at
-    `f.difference_error(*args)`.
+    error by the step. Then give a larger `step`; `hc.testing.check(f, args)` says
+    whether the derivatives agree with each other.
 
     Args:
         f: made by `hc.host`, with real arguments and no derivative rule yet. With
@@ -47,8 +45,7 @@ def finite_difference(
             of f.
 
     Returns:
-        `f`, which now has a Jacobian rule (if elementwise, of the diagonal) and can
-        estimate its errors: `f.difference_error(*args)`.
+        `f`, which now has a Jacobian rule (if elementwise, of the diagonal).
 
     Raises:
         SpecError: `f` is not a HostFunction, has a derivative rule already, or `step`
@@ -69,16 +66,9 @@ def finite_difference(
         )
     shown = f"`{f.__name__}`"
     check(shown, {"step": step}, {"step": replace(SECONDS, wanted="a number above 0")})
-    if f.policy.coalesce is not None:
-        raise conflict(
-            shown,
-            "coalesce= and finite differences, which call it with one entry: leave out"
-            " coalesce=, or give it a rule",
-        )
     differences = Differences(f, float(step or _STEP))
     diagonal = differences.elementwise
     f._add("jacobian", Rule(differences, "host", diagonal=diagonal))
-    f.differences = differences  # not if `_add` refuses the rule
     return f
 
 
@@ -115,15 +105,6 @@ class Differences(HostCode):
         """The derivative of each result with respect to what moves at `place`."""
         (ups, up), (lows, low) = (point.at(place, h) for h in (self.step, -self.step))
         return [(b - a) / (up - low) for a, b in zip(lows, ups, strict=True)]
-
-    def error(self, *args: Tree) -> Tree:
-        """Error estimates (see `difference_error`), in the structure of a Jacobian."""
-        point, reach = _Point(self, args), 256 * _STEP / self.step
-        at = (partial(point.at, place) for place in point.places)
-        found = [lines(each, self.step, reach) for each in at]
-        # All values that were seen tell how exact a result is.
-        eps = list(map(eps_of, zip(*found, strict=True)))
-        return point.jacobian([list(map(central_error, eps, each)) for each in found])
 
 
 class _Point:

@@ -8,13 +8,13 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, overload
 
 import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import mistakes, result_rules, said_results, ufuncs
+from hostcall._core import gone, mistakes, result_rules, said_results, ufuncs
 from hostcall._core.dimensions import Signature
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import (
@@ -29,7 +29,7 @@ from hostcall._core.options import WHOLE, CallOptions, Option, Policy, check
 from hostcall._core.signatures import accepts, most_positions, signature_of
 from hostcall._core.source import look, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
-from hostcall._host_function import kept, result_specs
+from hostcall._host_function import result_specs
 from hostcall._host_function.primitives import Arrays, bind
 from hostcall._host_function.rules import (
     F,
@@ -58,6 +58,14 @@ _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 # What a function on the host may say that it takes and returns: its program has
 # jax.Arrays in their place.
 OnHost: TypeAlias = np.ndarray[Any, Any] | np.generic | complex
+
+
+# Attributes that HostFunctions had once, and what to write instead.
+_GONE = {
+    "cache_clear": "what keeps results is around the function, and is cleared there:"
+    " clear() of joblib.Memory, cache_clear() of functools.lru_cache",
+    "difference_error": "hc.testing.check(f, args) says whether the derivatives agree",
+}
 
 
 class NoResult:
@@ -104,15 +112,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if result is ...:  # hc.call may say how batches are called
             given.pop("vmap_method", None)
         check(f"`{self.__qualname__}`", given)
-        cache, version = options.get("cache"), options.pop("version", None)
-        options["cache"] = kept.part_of(self.__qualname__, fn, cache, version)
         self.options, self.policy = CallOptions.of(options), Policy.of(options)
         self._inferred: dict[object, Tree] = {}
         self._varies = result_rules.varies(result)
         self._maps_items = said_results.maps_items(result, self.options.vmap_method)
         if (ufunc := ufuncs.ufunc_of(fn)) is not None:
             self.__signature__ = ufuncs.parameters(ufunc)
-        self.differences: Any = None  # set by hc.derivatives.finite_difference
         self.advice = ""
 
     def __repr__(self) -> str:
@@ -187,6 +192,11 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         masked rows are dropped. A function with a `defbatch` rule is refused.
         """
         return lambda *args, **kwargs: self._call(args, kwargs, mask, fill)
+
+    if not TYPE_CHECKING:  # a type checker would accept any name, as Any
+
+        def __getattr__(self, name: str) -> Any:
+            gone.refuse("a hc.host function", _GONE, name)
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -417,30 +427,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         self._add("batch", rule)
         return rule
 
-    def difference_error(self, *args: Any) -> Any:
-        """Estimates how wrong `hc.derivatives.finite_difference` is at `args`.
-
-        Returns:
-            Estimates of the absolute error: NumPy arrays in the structure of the
-            Jacobian (for an elementwise function: of its diagonal, for each argument).
-
-        Raises:
-            SpecError: the function has no differences.
-
-        Cost: 11 to 13 runs per element of the arguments.
-        """
-        if self.differences is None:
-            raise SpecError(
-                f"hostcall: `{self.__name__}` has no differences to estimate the error"
-                f" of. Add them: hc.derivatives.finite_difference({self.__name__})",
-                code="hc-rule",
-            )
-        return self.differences.error(*args)
-
-    def cache_clear(self) -> None:
-        """Drops the results of this function and its rules that `cache=` has kept."""
-        kept.clear(self.policy.cache, self.__name__)
-
     def _give(self, kind: Kind, where: Where, rule: F | None) -> object:
         """Sets a rule that may be given by a decorator."""
         if rule is None:
@@ -517,9 +503,6 @@ class Method(Handle, TakesMask):
 
     def where(self, mask: Any, fill: Any = None) -> Function:
         return functools.partial(self.__func__.where(mask, fill), self.__self__)
-
-    def difference_error(self, *args: Any) -> Any:
-        return self.__func__.difference_error(self.__self__, *args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__func__, name)

@@ -13,7 +13,7 @@ import numpy as np
 from hostcall._core.dimensions import Given
 from hostcall._core.errors import counted, wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
-from hostcall._core.options import Arrays, Lend
+from hostcall._core.options import GONE, Arrays, Lend
 from hostcall._core.order import Order
 from hostcall._core.said_results import rule_of
 from hostcall._core.signatures import most_positions
@@ -36,13 +36,9 @@ class Options(TypedDict, total=False):
     timeout: float | None
     executor: Any
     concurrency: int | None
-    coalesce: int | None
-    wait: float | None
     name: str | None
     tag: str | None
     nondiff: int | tuple[int, ...]
-    cache: Any
-    version: str | int | None
     float64: bool
 
 
@@ -75,7 +71,7 @@ def host(fn: Callable[P, R], **options: Unpack[Options]) -> HostFunction[P, R]: 
 def host(**options: Unpack[Options]) -> Decorator: ...
 
 
-@suggests("hc.host")
+@suggests("hc.host", gone=GONE)
 def host(
     fn: Callable[..., Any] | None = None,
     *,
@@ -89,13 +85,9 @@ def host(
     timeout: float | None = None,
     executor: Any = None,
     concurrency: int | None = None,
-    coalesce: int | None = None,
-    wait: float | None = None,
     name: str | None = None,
     tag: str | None = None,
     nondiff: int | tuple[int, ...] = (),
-    cache: Any = None,
-    version: str | int | None = None,
     float64: bool = False,
 ) -> Any:
     """Makes a Python function part of JAX: its results, its batching and its
@@ -147,25 +139,11 @@ def host(
             so they must be picklable.
         concurrency: how many calls of a coroutine function wait at the same time; the
             function and its rules count together. Default: 32.
-        coalesce: merges up to so many pure calls (of devices, threads, programs, rows)
-            into one, whose arguments and results have a new axis in front. Rules are
-            not merged.
-        wait: with `coalesce=`: for how many seconds a call waits for others at most.
-            Default: 0.002.
         order: as in `hc.call`. Only pure functions have derivatives.
         name: the function's name in messages and traces.
         tag: as in `hc.call`; for rules in host code too.
         nondiff: positions of arguments without a derivative. They have no tangent,
             and differentiating with respect to them is an error.
-        cache: where results are kept, so that a call with arguments that were there
-            before costs a look-up: "memory" (`hc.configure(cache_bytes=)` bounds it),
-            a diskcache.Cache or a joblib.Memory. Arguments are equal if their bytes,
-            shapes and dtypes and the pickles of static ones are. Equal rows are
-            computed once; calls for whole batches are kept as a whole. Errors are not
-            kept. Rules are kept too, except those that leave Python objects as
-            residuals. A cache on a disk holds pickles, so a folder that other users
-            can write to is refused.
-        version: the version of the function's code, for `cache`; a must on disk.
         float64: whether floating arguments reach the function as float64, and complex
             ones as complex128, whatever JAX's mode. So do the arguments, tangents,
             cotangents and residual arrays of rules in host code; rules in JAX code
@@ -175,8 +153,8 @@ def host(
     Returns:
         A `HostFunction`. It is called with arrays, pytrees of them and static objects,
         and its methods set its rules: `defjvp`, `defjvps`, `defvjp`, `deftranspose`,
-        `defjacobian`, `defbatch`; `cache_clear` drops what `cache` has kept. It can be
-        pickled if its function and rules can; its executor is left out.
+        `defjacobian`, `defbatch`. It can be pickled if its function and rules can; its
+        executor is left out.
 
     Raises:
         SpecError: an option, or an argument of a call, is wrong.
@@ -205,8 +183,7 @@ def host(
 
     Cost: in a compiled program that of `hc.call`; lowering takes 0.4 ms more, and an
     eager call 60 us. A `defjvp` rule that returns (result, tangent) is one call for
-    both, and `defjacobian` is one call for all rows and columns of a Jacobian. With
-    `cache`, a result in memory is found in 8 us and 1 us a KiB of arguments.
+    both, and `defjacobian` is one call for all rows and columns of a Jacobian.
     """
     options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:

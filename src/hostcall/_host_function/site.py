@@ -182,7 +182,7 @@ class Derivative(Pair):
     def run(self, operands: Arrays) -> Arrays:
         site, function = self.value, self.value.function
         jvp = function.rules.jvp
-        alone = function.options.lend == "out" or function.policy.coalesce is not None
+        alone = function.options.lend == "out"
         if jvp and (jvp.where == "jax" or not alone):
             return Steps(site, "both", self.avals, self.nz).called(operands)
         outs, consts, linear = self.start(operands[: self.n], False)

@@ -24,7 +24,6 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import failures
 from hostcall._core.callback import Callback
-from hostcall._core.fingerprint import fingerprint
 from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
 from hostcall._core.source import Look, look
@@ -183,21 +182,14 @@ class Steps(HostCode, Value):
         """The options of its calls, and how they are run."""
         function = self.site.function
         how, policy = function.options, function.policy
-        cache, coalesce = policy.cache, policy.coalesce
         if self.kind != "value":
-            lend, method, coalesce = bool(how.lend), how.vmap_method, None
+            lend, method = bool(how.lend), how.vmap_method
             if self.rule.keeps_objects:
                 # A residual that is kept may be an argument.
                 lend = lend and function.rules_copy
                 method = "parallel" if method == "parallel" else "sequential"
-                cache = None  # one backward rule takes the residual
             how = replace(how, lend=lend, vmap_method=method)
-        if cache is not None:
-            # version= says which code computes the value; a rule can be set again.
-            code = () if self.kind == "value" else (fingerprint(self.code),)
-            label, template = str((self.kind, self.nz, *code)), self.site.template
-            cache = replace(cache, label=label, template=template)
-        return how, replace(policy, owner=function, cache=cache, coalesce=coalesce)
+        return how, replace(policy, owner=function)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents

@@ -91,11 +91,6 @@ def job_count(key: str) -> int:
     return int(_client().key_value_increment(key, 1))
 
 
-def job_meet(name: str, seconds: float) -> None:
-    """Waits until all processes have come here; raises after `seconds`."""
-    _client().wait_at_barrier(name, max(1, int(seconds * 1000)))
-
-
 def leave_job() -> None:
     """Makes this process end without waiting for the others.
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
-from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import _jax as _jaxlib
 from jax._src.lib import guard_lib as _guard_lib
@@ -124,33 +122,6 @@ def back_ends_started() -> bool:
 def clients() -> list[Client]:
     """The clients of the back ends that JAX has started in this process."""
     return list(_xla_bridge._backends.values())
-
-
-def tiled(
-    sharding: Sharding, tiles: Sequence[int], owners: Sequence[Sequence[int]]
-) -> Sharding:
-    """A sharding over the devices of `sharding` that cuts a value into equal tiles.
-
-    Args:
-        sharding: a sharding over the devices.
-        tiles: the number of tiles along each axis; empty if there is one tile, the
-            whole value, for all devices.
-        owners: for each tile, in row-major order, the positions in `devices_of` of the
-            devices that hold it. Each tile has equally many.
-    """
-    if not tiles:
-        return _sharding_impls.GSPMDSharding.get_replicated(devices_of(sharding))
-    told = _xla_client.OpSharding()
-    told.type = _xla_client.OpSharding.Type.OTHER
-    told.tile_assignment_dimensions = [*tiles, len(owners[0])]
-    told.tile_assignment_devices = [device for tile in owners for device in tile]
-    told.replicate_on_last_tile_dim = True
-    return _sharding_impls.GSPMDSharding(devices_of(sharding), told)
-
-
-def devices_of(sharding: Sharding) -> tuple[Device, ...]:
-    """The devices of a sharding, in the order of the program."""
-    return tuple(sharding._device_assignment)
 
 
 def process_of(device: Device) -> int:

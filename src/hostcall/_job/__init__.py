@@ -4,9 +4,8 @@
     mailbox        the thread that reads what others say, and writes what this one says
     after_failure  keeps this process out of programs over several
     answers        what each process is doing, for hc.monitor.status(processes="all")
-    exchange       texts that all processes give to each other
 
-Nothing here is imported in a job of one process, except by the last two, which are
-asked for. A program waits for none of it, and what a job without failures computes is
+Nothing here is imported in a job of one process, except by the last, which is asked
+for. A program waits for none of it, and what a job without failures computes is
 the same without it.
 """

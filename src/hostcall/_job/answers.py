@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 from hostcall import _jax
 from hostcall._core import codec
-from hostcall._job.exchange import fetch
+from hostcall._core.wait import seen, wait
 from hostcall._job.mailbox import BOARD
 from hostcall._runtime.running import ProcessStatus, doing
 
@@ -42,7 +43,7 @@ def ask(seconds: float) -> list[ProcessStatus]:
     others = [process for process in range(processes) if process != here]
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
-        texts = fetch(f"{_ANSWERS}{question}", others, seconds)
+        texts = _fetch(f"{_ANSWERS}{question}", others, seconds)
         found = [_read(process, texts.get(process)) for process in others]
         return [*found[:here], own, *found[here:]]
     finally:
@@ -55,6 +56,24 @@ def answer(question: str) -> None:
     own = doing(_jax.job_rank())
     text = codec.write(_CODEC.encode(own, "an answer"))
     _jax.job_put(f"{_ANSWERS}{question}/{own.process}", text)
+
+
+def _fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]:
+    """The texts in `name`/<giver>, of those who have put one there in time.
+
+    Looks 20 times a second, so that Ctrl-C ends the wait.
+    """
+    found: dict[int, str] = {}
+
+    def look() -> bool:
+        for giver in givers:
+            text = None if giver in found else _jax.job_get(f"{name}/{giver}")
+            if text is not None:  # it may be empty
+                found[giver] = text
+        return all(giver in found for giver in givers)
+
+    wait(seen(look), seconds)
+    return found
 
 
 def _read(process: int, text: str | None) -> ProcessStatus:

@@ -1,9 +1,8 @@
 """The one shape of what stands between the engine and the user's function.
 
 A layer has one method, `rows(rows, site)`: results in row order for rows that the
-engine gave together. It does one thing (looks rows up, merges them, runs them on an
-executor), and leaves the rest to the layer inside it. `stack.entries` puts them
-together.
+engine gave together. It does one thing (drops rows, runs them on an executor), and
+leaves the rest to the layer inside it. `stack.entries` puts them together.
 
 What holds for each layer
   * An error is the first failing row's, by row order. What runs rows at the same time
@@ -77,10 +76,6 @@ class Site(NamedTuple):
         here, indices = context.current(), self.indices
         return lambda row: here.at_row(indices[row]) if here and indices else here
 
-    def only(self, which: Sequence[int]) -> Site:
-        """The site of some of its rows."""
-        return self._replace(indices=[self.indices[i] for i in which if self.indices])
-
     def failed(self, row: int) -> None:
         """Notes which row failed, on the thread that is in the call.
 
@@ -101,9 +96,7 @@ class ChecksResults(Protocol):
 
     def coerce(self, number: int, value: Any) -> np.ndarray: ...
 
-    def shaped(
-        self, number: int, value: Any, shape: tuple[int, ...], words: str = ""
-    ) -> np.ndarray: ...
+    def shaped(self, number: int, value: Any, shape: tuple[int, ...]) -> np.ndarray: ...
 
 
 class Choices(NamedTuple):
@@ -114,7 +107,6 @@ class Choices(NamedTuple):
         results: checks results.
         device: where JAX code in the function runs.
         guard: what examines the programs that the function starts, or None.
-        shapes: (shape, dtype) of each array of a row.
         converters: how each array becomes what the function gets.
         avals: of one row's results.
         levels: how many batch axes the function itself sees.
@@ -127,14 +119,12 @@ class Choices(NamedTuple):
         tap: whether results are ignored.
         batch: of a compressed tap: for each vmap, the outermost first, whether each
             operand has its axis, and its size.
-        tally: counts rows that a cache has, and rows that it has not; or None.
     """
 
     callback: Callback
     results: ChecksResults
     device: Any = None
     guard: Any = None
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]] = ()
     converters: Sequence[Callable[[Any], Any] | None] = ()
     avals: Sequence[Any] = ()
     levels: int = 0
@@ -145,11 +135,10 @@ class Choices(NamedTuple):
     form: ResultForm = ResultForm.TREE
     tap: bool = False
     batch: Sequence[tuple[Sequence[bool], int]] = ()
-    tally: Callable[[int, int], object] | None = None
 
 
 class Shared(Owned):
-    """What several calls share (meetings, turns, lanes), while one of them has it."""
+    """What several calls share, while one of them has it."""
 
     def __init__(self) -> None:
         # Two programs may be lowered at once, and a destructor may lower a third.

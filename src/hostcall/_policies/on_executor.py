@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from hostcall import _jax, _native
+from hostcall import _jax
 from hostcall._core import config
 from hostcall._core.daemon import DaemonPool
 from hostcall._core.errors import CallTimeoutError
@@ -41,7 +41,7 @@ from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
 from hostcall._policies.layer import Bound, Row, Site
-from hostcall._runtime import waits, workers
+from hostcall._runtime import workers
 
 _CHUNKS = 4  # for each worker
 _UNDER_WAY = 2  # chunks for each worker, if they can't be taken back
@@ -120,13 +120,11 @@ class _RowsThere:
         self._fn, self._rows, self._finish = of.bound.split(rows)
         self._workers = executors.workers_of(pool, of.once)
         self._site, self._here = site, site.here()
-        self._place = workers.place_here()
         self._context = contextvars.copy_context()  # for rows on threads
         self.until = self._at_once = n = len(rows)
         self.over = False
         self._unsent: list[range] = []
         self._started: dict[Any, range] = {}  # the rows that each task runs
-        self._lanes: dict[Any, waits.TraceRow] = {}  # while traced, for other processes
         self._values: list[Any] = [None] * n
         self._shared: list[np.ndarray] = []  # the arrays that all rows share, and
         self._there: list[Any] = []  # what is sent in place of them
@@ -161,9 +159,6 @@ class _RowsThere:
             # anything refers to them).
             started, self._started, self._failed = self._started, {}, None
             self._there = []
-            for lane in self._lanes.values():
-                lane.end()
-            self._lanes = {}
             self.over = True  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
             try:
@@ -232,8 +227,6 @@ class _RowsThere:
         outcomes = self._workers.outcomes(done)
         for task, (value, error) in zip(done, outcomes, strict=True):
             chunk = self._started.pop(task)
-            if task in self._lanes:
-                self._lanes.pop(task).end()
             if error is None:
                 self._values[chunk.start : chunk.stop] = value
             elif self._failed is None or chunk.start < self._failed[0].start:
@@ -253,10 +246,7 @@ class _RowsThere:
                 self._raise(chunk, error)
         where = chunk.start, self._bound.settings.traced, self._workers.leash
         sent = self, where, self._fn, rows
-        task = self._workers.submit(run_chunk, *sent, *self._there)
-        if self._of.sends and _native.events_on():
-            self._lanes[task] = waits.TraceRow(self._place, chunk.start, len(chunk))
-        return task
+        return self._workers.submit(run_chunk, *sent, *self._there)
 
     def chunk(self, start: int, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
         """Runs the rows from `start` on, on the calling thread of this process."""
@@ -268,7 +258,6 @@ class _RowsThere:
                 workers.answer_here(functools.partial(self._here, i))
                 yield _taken(row, shared)
 
-        started = _native.ticks()
         context = self._context.copy()  # since no two threads may be in one context
         try:
             return self._bound.settings.run(context.run, _run_each, self._fn, each())
@@ -276,8 +265,6 @@ class _RowsThere:
             # At once: the waiting thread may take a while to notice.
             self.until = min(self.until, start)
             raise
-        finally:
-            _native.note_event(waits.ROW, self._place, started, start, len(rows))
 
     def _rows_of(self, rows: range) -> str:
         total = len(self._rows)

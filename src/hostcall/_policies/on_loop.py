@@ -43,7 +43,7 @@ from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
 from hostcall._policies.layer import Bound, Current, Row, Site, apply, shared
 from hostcall._runtime import loop as loops
-from hostcall._runtime import waits, workers
+from hostcall._runtime import workers
 
 if TYPE_CHECKING:
     import asyncio
@@ -164,7 +164,6 @@ class _RowTasks:
         self.limit = of.limit
         self._bound, self._name = of.bound, name_of(of.bound.fn)
         self._loop, self._fn, self._rows, self._here = loop, fn, rows, here
-        self._place = workers.place_here()
         self._context = contextvars.copy_context()
         self._context.run(_above.set, (*above, of.lane))
         if _native.on_tap_worker():
@@ -287,8 +286,6 @@ class _RowTasks:
         # and SystemExit end the loop.
         import asyncio
 
-        # In a trace, a row of its own: others run on this thread meanwhile.
-        lane = waits.TraceRow(self._place, number, 1) if _native.events_on() else None
         try:
             args, kwargs = self._rows[number]
             row = functools.partial(self._fn, *args, **kwargs)
@@ -297,9 +294,6 @@ class _RowTasks:
             raise
         except BaseException as error:
             self._fail(number, error)
-        finally:
-            if lane is not None:
-                lane.end()
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]

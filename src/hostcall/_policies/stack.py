@@ -16,8 +16,8 @@ from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Ru
 from hostcall._runtime import delivery
 from hostcall._runtime.workers import ThreadSettings
 
-# Most programs have no cache, merged calls, coroutines or parallel rows, so
-# what these need is imported when a plan has one.
+# Most programs have no coroutines or parallel rows, so what these need is imported when
+# a plan has one.
 
 
 class Entries(NamedTuple):
@@ -42,34 +42,19 @@ class Entries(NamedTuple):
 
 def entries(choices: Choices) -> Entries:
     """The function with its layers."""
-    policy = choices.callback.policy
-    merges, caches = policy.coalesce is not None, policy.cache is not None
-    plain = choices.compressed or merges or caches
-    # Merged rows are one call, so they need no executor.
-    together = choices.grid and choices.parallel and not merges
+    together = choices.grid and choices.parallel
     # Innermost is what runs the function and waits for it, so what has the limit. It
     # gets (args, kwargs), which can be sent elsewhere; no treedef can.
     run = _runs(choices, together)
     layer: Any = Trees(run, choices)
+    plain = choices.compressed
     if plain:
-        # What follows reads plain arrays: it stacks them, drops rows, makes keys.
+        # What follows reads plain arrays, of which it drops rows.
         layer = Checked(layer, choices)
-    if choices.compressed:
         from hostcall._policies.unmasked import Unmasked, UnmaskedTap
 
-        # Inside the cache: without the mask, shapes would differ from call to call.
         tap = choices.tap
         layer = UnmaskedTap(layer, choices.batch) if tap else Unmasked(layer, choices)
-    if policy.coalesce is not None:
-        from hostcall._policies.merged import Merged
-
-        layer = Merged(layer, choices, *policy.coalesce)
-    if caches:
-        from hostcall._policies.cached import Cached
-
-        # Outermost: only what is not known is merged, or sent. A row that waits for
-        # others has claimed its key, and no merged call waits for a key.
-        layer = Cached(layer, choices, policy.cache)
 
     def function(*leaves: Any) -> Any:
         return layer.rows((leaves,), Site())[0]
@@ -79,7 +64,7 @@ def entries(choices: Choices) -> Entries:
 
     flat = plain and not choices.tap  # one plain array for each result
     form = ResultForm.TUPLE if flat else choices.form
-    several = runner if together or (choices.grid and merges) else None
+    several = runner if together else None
     return Entries(function, form, several, run.sends, plain)
 
 

@@ -10,8 +10,7 @@ that carries no information:
     ran    = parts(before, x)  custom-partitioned: each device does its own block
     link(ran)                  has the effect, so what comes later waits for the blocks
 
-No part moves data between devices, since the number is the same on all of them, unless
-`regroup` asks for other blocks than the compiler chose.
+No part moves data between devices, since the number is the same on all of them.
 """
 
 from __future__ import annotations
@@ -128,15 +127,6 @@ class Partitioned(abc.ABC):
         """
         return ()
 
-    def regroup(
-        self, sharding: Sharding, shape: Sequence[int], number: int
-    ) -> Sharding:
-        """The sharding that an operand gets, given the compiler's choice.
-
-        If it is another one, the compiler moves the data.
-        """
-        return sharding
-
 
 block_p = _jax.Primitive("host_block")
 
@@ -202,10 +192,7 @@ def _partitioned(equation: Partitioned) -> Callable[..., jax.Array]:
     ) -> tuple[Mesh, Callable[..., jax.Array], Sharding, tuple[Sharding, ...]]:
         everywhere = args[0].sharding
         shapes = [arg.shape for arg in args[1:]]
-        shardings = [
-            equation.regroup(_even(arg, everywhere), arg.shape, i)
-            for i, arg in enumerate(args[1:])
-        ]
+        shardings = [_even(arg, everywhere) for arg in args[1:]]
         places = equation.places(everywhere, shardings, shapes)
         one = partial(block_p.bind, equation=equation, places=places)
         return mesh, one, result.sharding, (everywhere, *shardings)

@@ -11,7 +11,6 @@ import jax
 
 from hostcall import _jax
 from hostcall._core.callback import Callback
-from hostcall._core.errors import conflict
 from hostcall._engine.params.equation import CallParams
 from hostcall._primitives.call import bind
 from hostcall._primitives.eager import run_and_keep
@@ -33,12 +32,6 @@ def make(
         from hostcall._primitives.buffer import make as make_on_device
 
         return make_on_device(callback, operands, mask)
-    if callback.policy.coalesce is not None and not operands:
-        raise conflict(
-            f"`{callback.name}`",
-            "coalesce= and no array among its arguments, so it could not tell how many"
-            " calls were merged: pass one, or leave out coalesce=",
-        )
     avals, given = callback.results.avals, (*operands,)
     params = CallParams(callback=callback, avals=avals, masked=mask is not None)
     if mask is not None:

@@ -14,23 +14,6 @@ from hostcall._core.order import Order
 from hostcall._runtime import workers
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """An execution of a call's place before this one (`hc.current().history`).
-
-    Attributes:
-        run: XLA's number of the program's execution.
-        execution: how many executions of the place came before it in that run.
-        args, kwargs: the arguments, as the function would have got them. Under vmap
-            they are those of this row.
-    """
-
-    run: int
-    execution: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 @dataclass  # frozen, it would take four times as long to make
 class Current:
     """The call that the calling thread is in (`hc.current()`).
@@ -51,7 +34,7 @@ class Current:
             later vmap is in front. Else empty.
         rows: the indices of the delivered rows, one array for each vmap, the outermost
             first, if `where` of such a tap differs between rows; else None.
-        index: in a tap with on="shards" or on="process", the place of each array's
+        index: in a tap with on="shards", the place of each array's
             block in the whole array, as a tuple of slices; else None.
         block: the same as numbers: which block each array's is, along each axis; None
             where `index` is.
@@ -62,8 +45,6 @@ class Current:
         processes: how many processes the job has. Without `jax.distributed` it is 1.
         execution: in hc.watch, how many executions of this place came before
             in this run of the program on this device, called or not; else None.
-        history: in hc.watch with keep=, the last of these, the oldest first. In the
-            first execution of a run, the last executions of earlier runs. Else empty.
         grid: the sizes of the batch axes that `row` indexes.
         mesh_shape: the sizes of the mesh axes that `mesh_coords` indexes.
         stream: in a call on a GPU's memory (arrays="cuda", or in
@@ -92,7 +73,6 @@ class Current:
     steps: np.ndarray | None = None
     stream: int | None = None
     execution: int | None = None
-    history: tuple[Earlier, ...] = ()
     grid: tuple[int, ...] = ()
     devices: tuple[Any, ...] = ()
     process: int = 0
@@ -120,17 +100,12 @@ def current() -> Current | None:
     found = _native.current()
     if found is None:  # a worker thread may run this function for another thread's call
         return workers.stand_in()
-    info, ordinal, row, run, step, stream, events, before = found
+    info, ordinal, row, run, step, stream, events, execution = found
     runs, steps = None, None
     if events is not None:
         runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
     device = info.devices.get(ordinal)
     process, processes = _jax.place_in_job()
-    execution, kept = before or (None, ())
-    unflatten = info.callback.template.unflatten
-    history = tuple(
-        Earlier(r, number, *unflatten(arrays)) for r, number, arrays in kept
-    )
     return Current(
         name=info.name,
         place=info.place,
@@ -147,7 +122,6 @@ def current() -> Current | None:
         steps=steps,
         stream=stream,
         execution=execution,
-        history=history,
         grid=info.params.grid,
         mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
         devices=(device,) if info.of_program is None else info.of_program,

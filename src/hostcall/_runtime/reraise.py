@@ -98,7 +98,8 @@ class reraise(contextlib.ContextDecorator):
         if isinstance(told, _jax.REPORTS):
             found = failures.original(told)
             failures.tell(failures.number_in(told))
-            if found is None and _OF_XLA.match(str(told)):
+            text = failures.summary(told).partition(": ")[2]
+            if found is None and _OF_XLA.match(text):
                 lifecycle.explain(told)
         try:
             if report is not None:

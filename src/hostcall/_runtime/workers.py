@@ -119,9 +119,3 @@ def be_host_code() -> bool:
         return False
     ThreadSettings(host_device.above(None)).enter()
     return True
-
-
-def place_here() -> int:
-    """The number of the place of this thread's call, for traces."""
-    call = _native.current()
-    return 0 if call is None else call[0].number  # type: ignore[no-any-return]

@@ -1,9 +1,7 @@
 """Functions of other libraries, and of other devices, as functions of JAX programs.
 
-    autograd        a function written with autograd.numpy (HIPS autograd)
     jax             a JAX function on another device than the program's
     scipy           solvers of JAX functions: root, minimize, least_squares
-    sympy           a SymPy expression, differentiated by SymPy
     torch           a torch function or nn.Module, differentiated by torch autograd
     value_and_grad  a function that returns its value and its gradient together
 
@@ -15,11 +13,10 @@ when its bridge is used.
 of the same kind, made when JAX asks for them.
 """
 
+from hostcall._core.gone import of_bridge as __getattr__  # noqa: F401
 from hostcall.bridge import scipy
-from hostcall.bridge._autograd import of_autograd as autograd
 from hostcall.bridge._jax import on_device as jax
-from hostcall.bridge._sympy import of_sympy as sympy
 from hostcall.bridge._torch.bridge import torch
 from hostcall.bridge._value_and_grad import value_and_grad
 
-__all__ = ["autograd", "jax", "scipy", "sympy", "torch", "value_and_grad"]
+__all__ = ["jax", "scipy", "torch", "value_and_grad"]

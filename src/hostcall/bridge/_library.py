@@ -1,4 +1,4 @@
-"""Host functions whose derivatives another library gives: torch, autograd, JAX.
+"""Host functions whose derivatives another library gives: torch, JAX.
 
     derivatives   reverse mode            forward mode
     0             none                    none

@@ -5,9 +5,7 @@
     recorder    writes what a program computes to a folder (`hc.Recorder`)
     sinks       what else gets the recorded columns: files, TensorBoard, a live plot
     reading     reads such a folder, also while the run goes on (`read`)
-    trace       writes what happened, for a viewer (`hc.trace`); `read_trace` reads it
     watch       ends a program at its first bad value (`hc.watch`, `load_failure`)
-    breakpoint  opens a debugger in a compiled program (`hc.breakpoint`)
     observing   looks into programs that nobody changed (`hc.observe`)
 
 The tools use public names of hostcall only, so a tool of yours can do what they do.
@@ -18,30 +16,40 @@ needs them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hostcall._core.gone import refuse
+
 if TYPE_CHECKING:
     from hostcall.tools import (
-        breakpoint,
         jax_tqdm,
         observing,
         progress,
         reading,
         recorder,
         sinks,
-        trace,
         watch,
     )
     from hostcall.tools.reading import read
-    from hostcall.tools.trace import read_trace
     from hostcall.tools.watch import load_failure
 
-_LATER = {"load_failure": "watch", "read": "reading", "read_trace": "trace"}
+_PROFILER = (
+    "jax.profiler.trace(folder) writes a trace, as JSON that gzip and json read (the"
+    " page 'Monitoring')"
+)
+# Names that were here, and what to write instead.
+_GONE = {
+    "read_trace": _PROFILER,
+    "trace": _PROFILER,
+    "breakpoint": "hc.call of a function with Python's breakpoint() in it, or"
+    " jax.debug.breakpoint() after hc.patch_jax()",
+}
+_LATER = {"load_failure": "watch", "read": "reading"}
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module 'hostcall.tools' has no attribute {name!r}")
+            refuse("module 'hostcall.tools'", _GONE, name)
         module = importlib.import_module(f"hostcall.tools.{_LATER.get(name, name)}")
         return getattr(module, name) if name in _LATER else module
 
@@ -51,16 +59,13 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "breakpoint",
     "jax_tqdm",
     "load_failure",
     "observing",
     "progress",
     "read",
-    "read_trace",
     "reading",
     "recorder",
     "sinks",
-    "trace",
     "watch",
 ]

@@ -10,28 +10,33 @@ method `look`, which says what goes into a level of a program:
     _observe/nans.py    finds the equation that made a bad value
     _observe/values.py  hands on the values of variables
     _observe/loops.py   shows bars of loops
-    _observe/stats.py   adds up statistics of the values of each line
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 import hostcall as hc
+from hostcall._core.gone import refuse
 from hostcall._core.suggestions import suggests
 from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.loops import Loops
 from hostcall.tools._observe.nans import Nans
-from hostcall.tools._observe.stats import Statistics, table
-from hostcall.tools._observe.stats import Stats as Stats
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
 from hostcall.tools._values import need, wrong
+
+_VALUES = (
+    'hc.observe("loss", to=collect) hands on the values, of which NumPy makes the'
+    " statistics (the page 'Observing' has the lines)"
+)
+# What it had once, and what to write instead.
+_GONE = dict.fromkeys(("stats", "rows", "table"), _VALUES)
 
 
 class observe:
@@ -46,10 +51,6 @@ class observe:
         with hc.observe("loss", "grads", to=print):
             train(state)
 
-        with hc.observe(stats=True) as seen:
-            train(state)
-        print(seen.table())
-
     It sees each equation of each program that this thread compiles in the block, in
     loops, in branches, under vmap, in the backward pass, in remat and in shard_map.
     The page "Observing" says what it does not see.
@@ -63,7 +64,6 @@ class observe:
             step of a loop.
         progress: shows a bar for each loop that lasts longer than 0.3 s, those of inner
             loops below those of outer ones.
-        stats: collects statistics of the values of each line: see `table` and `rows`.
         select: a function of a `Record` that chooses values in place of names.
         to: where the values go: a function (record, value) with a `Record` and a NumPy
             array, which runs later, as that of a tap; a `hc.Recorder`; or a sink of
@@ -82,13 +82,12 @@ class observe:
     page "Observing" has measured costs.
     """
 
-    @suggests("hc.observe")
+    @suggests("hc.observe", gone=_GONE)
     def __init__(
         self,
         *names: str,
         nans: bool = False,
         progress: bool = False,
-        stats: bool = False,
         select: Callable[[Record], object] | None = None,
         to: To = None,
     ) -> None:
@@ -100,12 +99,10 @@ class observe:
                 ' as in hc.observe("loss", to=...), or choose values with select='
             )
         self._values = Values(names, select, to) if wants_values else None
-        self._stats = Statistics() if stats else None
         # Uses with equal keys put the same into a program, and share it.
         uses = {
             "nans": Nans() if nans else None,
             "progress": Loops() if progress else None,
-            ("stats", self): self._stats,
             ("values", self): self._values,
         }
         self._uses: dict[Hashable, rewriting.Use] = {
@@ -114,7 +111,7 @@ class observe:
         if not self._uses:
             raise wrong(
                 "hc.observe() observes nothing. Say what: names of variables,"
-                " nans=True, progress=True, or stats=True"
+                " nans=True, or progress=True"
             )
         self._block: contextlib.ExitStack | None = None
 
@@ -144,26 +141,10 @@ class observe:
         assert block is not None
         block.__exit__(*raised)
 
-    def rows(self) -> list[Stats]:
-        """The statistics of all lines so far, in the order of files and lines.
+    if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
-        Inside the block, of what has been delivered; `hc.barrier()` waits for the rest.
-        """
-        if self._stats is None:
-            raise wrong(
-                "this hc.observe block collects no statistics. Make it with stats=True"
-            )
-        return self._stats.rows()
-
-    def table(self) -> str:
-        """The statistics as a text: a row for each line and pass.
-
-        `<-` marks a backward pass. calls: how many arrays the line has computed; then
-        min, max, mean and rms of their finite numbers; the share of numbers that are 0,
-        that are NaN or infinite, and that would be infinite in bfloat16, or infinite or
-        0 in float16. Under vmap, rows of a while loop that have ended count too.
-        """
-        return table(self.rows())
+        def __getattr__(self, name: str) -> Any:
+            refuse("hc.observe", _GONE, name)
 
     def _end(self, _: object, error: BaseException | None, __: object) -> None:
         """Waits until all that the programs have tapped is delivered."""

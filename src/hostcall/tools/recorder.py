@@ -110,7 +110,7 @@ class Recorder:
         where: ArrayLike | None = None,
         every: int | float | None = None,
         sample: float | None = None,
-        on: Literal["once", "process", "shards"] | jax.Device = "once",
+        on: Literal["once", "shards"] | jax.Device = "once",
         **values: Any,
     ) -> None:
         """Records values, in a compiled program or outside of one.
@@ -124,9 +124,8 @@ class Recorder:
             sample: as in `hc.tap`: the share of calls that are recorded.
             on: as in `hc.tap`. "once": one process records the whole values. "shards":
                 in a jitted program over several devices, each writes its blocks of the
-                values, without communication. "process": each process writes its part.
-                In both, `Run.array` puts the parts together, of small arrays too:
-                only scalars are columns.
+                values, without communication. `Run.array` puts the parts together, of
+                small arrays too: only scalars are columns.
             **values: numbers, arrays, and pytrees of them: `grads={"w": x}` has the
                 name "grads.w". The names "time", "process", "device" and "row" are
                 taken.
@@ -156,7 +155,7 @@ class Recorder:
                 code="hc-closed",
             )
         refuse_misspelt(Recorder.__call__, "a recorder", values)
-        in_parts = on in ("process", "shards")
+        in_parts = on == "shards"
         if in_parts and (sample is not None or isinstance(every, float)):
             raise SpecError(
                 f"hostcall: with on={on!r} a recorder takes no sample= and no every="
@@ -305,7 +304,7 @@ hc.monitor.at_barrier(_at_barrier)
 
 
 def _in_parts(fields: Mapping[Field, jax.Array]) -> Iterator[dict[Field, jax.Array]]:
-    """What each tap gets with on="shards" or "process".
+    """What each tap gets with on="shards".
 
     A tap for all scalars and one for each other value. Among devices that hold the same
     blocks of all values of a tap, only the first taps, and each entry of an array must

@@ -2,8 +2,7 @@
 
 The check is part of the program. Where it fails, a masked call (`hc.call(where=...)`)
 brings the values to the host and raises `WatchError`; elsewhere the engine passes the
-call without Python. The engine also counts the executions of the call, and keeps the
-arguments of the last ones (`call_kept`).
+call without Python. The engine also counts the executions of the call (`call_counted`).
 """
 
 from __future__ import annotations
@@ -22,24 +21,37 @@ import numpy as np
 from jax.typing import ArrayLike
 
 import hostcall as hc
-from hostcall._api.call import call_kept
+from hostcall._api.call import call_counted
 from hostcall._core.host_code import HostCode, text_of
-from hostcall.errors import SpecError, Watched, WatchError
-from hostcall.tools._debugger import UserLine, stop, users_lines
-from hostcall.tools._values import ARRAYS, need, without_derivative, wrong
+from hostcall._core.suggestions import suggests
+from hostcall.errors import SpecError, WatchError
+from hostcall.tools._debugger import UserLine, users_lines
+from hostcall.tools._values import (
+    ARRAYS,
+    need,
+    without_derivative,
+    wrong,
+)
 
 logger = logging.getLogger("hostcall")
 
 T = TypeVar("T")
 Check = Literal["finite"] | Callable[[Any], jax.Array]
-Action = Literal["raise", "log", "breakpoint"] | Callable[[WatchError], object]
+Action = Literal["raise", "log"] | Callable[[WatchError], object]
 
 
+# Options that it had once, and what to write instead.
+_GONE = {
+    "keep": "hc.Recorder beside the watch records what was before (the page 'Watches'"
+    " shows it)"
+}
+
+
+@suggests("hc.watch", gone=_GONE)
 def watch(
     x: T,
     check: Check = "finite",
     *,
-    keep: int = 0,
     also: Any = None,
     action: Action = "raise",
     where: ArrayLike | None = None,
@@ -51,25 +63,23 @@ def watch(
     Call it anywhere in a program, or outside of one:
 
         def body(carry, batch):
-            carry = hc.watch(update(carry, batch), also=batch, keep=3)
+            carry = hc.watch(update(carry, batch), also=batch)
             return carry, None
 
-    The error has the bad values (`.values`), `also` (`.also`), the executions before
-    (`.history`), and where it was (`.step`, `.row`, `.device`, `.place`). Its method
-    `save(path)` writes them to a file, and `hc.tools.load_failure(path)` reads it.
+    The error has the bad values (`.values`), `also` (`.also`), and where it was
+    (`.step`, `.row`, `.device`, `.place`). Its method `save(path)` writes them to a
+    file, and `hc.tools.load_failure(path)` reads it. What was before is recorded by
+    `hc.Recorder` beside the watch.
 
     Args:
         x: a pytree of arrays and numbers.
         check: "finite": no floating or complex number in `x` is nan or infinite. Or a
             function of `x`, in JAX, whose result is a bool scalar: False is bad.
-        keep: how many executions of this place before the bad one the error's `history`
-            has. Each execution then costs a copy of `x` and `also`.
         also: another pytree that the error should have, such as the inputs of `x`. Its
             leaves may be of any type.
         action: "raise": the program ends with the error. "log": the logger "hostcall"
             gets its text, the first three times and then after each tenfold number, and
-            the program goes on. "breakpoint": opens the debugger, as `hc.breakpoint`
-            does, with the names values, also, history and error. A function is called
+            the program goes on. A function is called
             with the error, which it may raise; else the program goes on.
         where: a bool scalar. If it is False, the check counts as passed. Under vmap
             each row has its own.
@@ -88,9 +98,9 @@ def watch(
 
     Under transformations:
         jit, scan, while_loop, fori_loop, cond, map: checks each time it is reached.
-        vmap: each row is checked, and the first bad one raises, with its values and its
-            history. For cond and while_loop, JAX computes all branches for all rows:
-            pass the condition as `where=` too.
+        vmap: each row is checked, and the first bad one raises, with its values. For
+            cond and while_loop, JAX computes all branches for all rows: pass the
+            condition as `where=` too.
         jvp, grad: the primal value is checked; for others see `cotangents`.
         checkpoint: the forward pass checks, the recomputation does not.
         shard_map: each device checks its shard. If one is bad, all fail together.
@@ -103,11 +113,11 @@ def watch(
     one rounding (1 ulp of a product that is watched): XLA no longer fuses it into a
     multiply-add (FMA), and a loop carries such a difference on.
     """
-    _check_options(check, keep, action, name)
-    lines = users_lines() if cotangents or action == "breakpoint" else ()
+    _check_options(check, action, name)
+    lines = users_lines() if cotangents else ()
     fired = _Fired(name or "x", check, action, lines)
-    _look(x, also, where, fired, keep)
-    return _with_cotangents(fired, keep, x) if cotangents else x
+    _look(x, also, where, fired)
+    return _with_cotangents(fired, x) if cotangents else x
 
 
 def load_failure(path: str | os.PathLike[str]) -> WatchError:
@@ -130,13 +140,13 @@ def load_failure(path: str | os.PathLike[str]) -> WatchError:
 # --- In the program -------------------------------------------------------------------
 
 
-def _look(x: Any, also: Any, where: ArrayLike | None, fired: _Fired, keep: int) -> None:
+def _look(x: Any, also: Any, where: ArrayLike | None, fired: _Fired) -> None:
     """Puts the check and the call into the program."""
     x, also = without_derivative((x, also))
     bad = ~_passes(x, fired)
     if where is not None:
         bad &= where
-    call_kept(fired, bad, keep, x, also)
+    call_counted(fired, bad, x, also)
 
 
 def _passes(x: Any, fired: _Fired) -> jax.Array:
@@ -179,11 +189,11 @@ _WANTS_NUMBERS = (
 )
 
 
-def _with_cotangents(fired: _Fired, keep: int, x: T) -> T:
+def _with_cotangents(fired: _Fired, x: T) -> T:
     of = replace(fired, name=f"cotangent of {fired.name}")
 
     def backward(_: None, cotangent: T) -> tuple[T]:
-        _look(cotangent, None, None, of, keep)
+        _look(cotangent, None, None, of)
         return (cotangent,)
 
     same = jax.custom_vjp(lambda x: x)
@@ -226,11 +236,10 @@ class _Fired(HostCode):
     def __call__(self, values: Any, also: Any) -> None:
         here = hc.current()
         assert here is not None
-        history = tuple(Watched(k.run, k.execution, *k.args) for k in here.history)
-        seen = {"values": values, "also": also, "history": history}
         error = WatchError(
             "\n".join(self._lines(values, here)),
-            **seen,
+            values=values,
+            also=also,
             step=here.execution or 0,
             row=here.row,
             device=here.device,
@@ -241,9 +250,6 @@ class _Fired(HostCode):
             raise error
         if self.action == "log":
             _log(self, error)
-        elif self.action == "breakpoint":
-            print(error)
-            stop(self.lines, {**seen, "error": error})
         else:
             self.action(error)
 
@@ -265,14 +271,14 @@ class _Fired(HostCode):
         yield from bad[:_LEAVES_AT_MOST]
         if len(bad) > _LEAVES_AT_MOST:
             yield f"  and {len(bad) - _LEAVES_AT_MOST} more leaves"
-        before = ", and .history what was before" if here.history else ""
         yield (
-            f"  The error's .values and .also have the arrays{before}. Write them to a"
-            " file with .save(path), and read it with"
-            " hostcall.tools.load_failure(path)."
+            "  The error's .values and .also have the arrays. Write them to a file with"
+            " .save(path), and read it with hostcall.tools.load_failure(path)."
         )
-        if not here.history:
-            yield "  To see how it came about, give keep=3, and inputs as also=."
+        yield (
+            "  To see how it came about, give inputs as also=, and record what was"
+            " before with hc.Recorder."
+        )
 
 
 # How often each place has failed: a step of a count is one step for Python too.
@@ -287,7 +293,7 @@ def _log(fired: _Fired, error: WatchError) -> None:
 
 # --- What is said: of a bad value, and of a wrong argument ----------------------------
 
-_ACTIONS = ("raise", "log", "breakpoint")
+_ACTIONS = ("raise", "log")
 _LEAVES_AT_MOST = 8  # that the text of an error describes
 
 
@@ -306,15 +312,17 @@ def _told(name: str, path: Any, leaf: object) -> str:
     return f"  {name}{jax.tree_util.keystr(path)}: {count} ({kind})"
 
 
-def _check_options(check: object, keep: object, action: object, name: object) -> None:
+# Options that it had once, and what to write instead.
+
+
+def _check_options(check: object, action: object, name: object) -> None:
     is_check = check == "finite" or callable(check)
     wanted = '"finite" or a function of the tree that returns a bool'
     need(is_check, f"check= of hc.watch should be {wanted}", check)
-    is_count = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 0
-    wanted = "a number of executions, an int of 0 or more"
-    need(is_count, f"keep= of hc.watch should be {wanted}", keep)
     is_action = action in _ACTIONS or callable(action)
     wanted = f"one of {', '.join(map(repr, _ACTIONS))} or a function of the error"
+    if action == "breakpoint":
+        wanted += ", such as lambda error: breakpoint()"
     need(is_action, f"action= of hc.watch should be {wanted}", action)
     is_name = name is None or isinstance(name, str)
     need(is_name, "name= of hc.watch should be a str", name)

@@ -27,7 +27,6 @@ from typing import Any, Literal, NoReturn
 from jax.typing import ArrayLike
 
 from hostcall import _jax, _native
-from hostcall._api.object import everywhere
 from hostcall._core import dispatched, mistakes
 from hostcall._core.callback import Callback
 from hostcall._core.errors import HostcallError, SpecError, conflict, counted
@@ -36,7 +35,6 @@ from hostcall._core.mistakes import (
     check_function,
     first_default,
     of_a_number,
-    of_all_processes,
     parse_mask,
 )
 from hostcall._core.options import CALL, CallOptions, Option, Policy, check
@@ -49,6 +47,7 @@ from hostcall._core.spec import (
     parse_fill,
     parse_result,
 )
+from hostcall._core.suggestions import suggests
 from hostcall._policies.on_loop import settled
 from hostcall._primitives.make import make
 from hostcall._runtime import context, lifecycle, loop, workers
@@ -56,7 +55,13 @@ from hostcall._runtime.context import Current
 
 logger = logging.getLogger("hostcall")
 
-_ALONE = "the objects of this process"
+
+# Options that save() and restore() had once, and what to write instead.
+_EACH = (
+    "each process saves its own objects into the checkpoint of the job (the page"
+    " 'Programs over many processes' shows it with Orbax)"
+)
+_GONE = {"processes": _EACH, "limit": _EACH}
 
 
 class Object:
@@ -220,60 +225,28 @@ class Object:
         self._wait("renew")
         _raise(self._group.drop())
 
-    def save(
-        self, *, processes: Literal["all"] | None = None, limit: float = 300.0
-    ) -> dict[str, Any]:
+    @suggests("hc.Object.save", gone=_GONE)
+    def save(self) -> Snapshot:
         """Returns a snapshot of all objects, which can be pickled, for a checkpoint.
 
         Waits for the programs that this thread has dispatched. An object that programs
         of other threads use is saved between two of their calls. Each object (or with
         `save=` its state) is pickled separately, so what two objects share is stored
-        twice.
-
-        Args:
-            processes: "all": the objects of all processes of the job, in one snapshot
-                that each process gets. All processes have to call it. Nothing is
-                unpickled, but the others' states come through JAX's coordination
-                service: restore the snapshot only if its port is the job's own. None:
-                those of this process.
-            limit: seconds to wait for the other processes.
+        twice. In a job of several processes these are the objects of this process.
 
         Raises:
             jax.errors.JaxRuntimeError: a program failed, and nothing raised that yet.
             HostcallError: an object can't be pickled, or `save` was called from inside
-                a callback or after close(); with processes="all" also, in each process,
-                if this happens in one, or two have an object with the same index.
+                a callback or after close().
         """
-        group = self._group
-        who = f"save() of `{group.name}`"
-        if of_all_processes(processes, limit, who, _ALONE):
-            return everywhere.gather(group.name, self._snapshot, limit)
-        snapshot = self._snapshot()
-        waiting = snapshot.pop("waiting")
-        if waiting:
-            raise HostcallError(
-                f"hostcall: save() of `{group.name}` can't tell what is this"
-                f" process's own: restore(..., processes='all') brought the states of"
-                f" {counted(len(waiting), 'object')}, to which no call has come yet."
-                " Use save(processes='all')",
-                code="hc-object",
-            )
-        return snapshot
-
-    def _snapshot(self) -> everywhere.Snapshot:
         failed = self._wait("save", log=False)
         error = failed[0] if failed else dispatched.first_owed()
         if error is not None:
             raise error
         return self._group.snapshot()
 
-    def restore(
-        self,
-        state: dict[str, Any] | None,
-        *,
-        processes: Literal["all"] | None = None,
-        limit: float = 300.0,
-    ) -> None:
+    @suggests("hc.Object.restore", gone=_GONE)
+    def restore(self, state: Snapshot) -> None:
         """Goes back to a snapshot that `save` returned, in this process or another.
 
         The objects become those of the snapshot, with its batch. With `restore=`, their
@@ -284,32 +257,17 @@ class Object:
         The snapshot is unpickled, so it must come from a trusted source.
 
         Args:
-            state: the snapshot. With processes="all" all processes give the same one.
-                A process that gives None gets that of process 0 through JAX's
-                coordination service, and unpickles it. That service asks nobody who he
-                is, so give the snapshot in each process unless you trust all who can
-                reach its port.
-            processes: "all": the objects of all processes of the job. All have to call
-                it. A process makes an object from its state when the first call comes
-                to that object, so the job may have other processes or another order of
-                devices than the one that saved. None: those of this process.
-            limit: seconds to wait for the other processes.
+            state: the snapshot.
 
         Raises:
             SpecError: `state` is not a snapshot.
             Exception: what `restore=` raised, or closing an object.
         """
-        name = self._group.name
-        who = f"restore() of `{name}`"
-        everyones = of_all_processes(processes, limit, who, _ALONE)
-        if everyones:
-            found = everywhere.scatter(name, state, self._checked, limit)
-        else:
-            found = self._checked(state)
+        found = self._checked(state)
         self._wait("restore")
-        _raise(self._group.restore(found, everyones))
+        _raise(self._group.restore(found))
 
-    def _checked(self, state: object) -> everywhere.Snapshot:
+    def _checked(self, state: object) -> Snapshot:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
                 f"hostcall: restore() of `{self._group.name}` takes what save()"
@@ -458,13 +416,15 @@ FORKED = (
 )
 
 
+Snapshot = dict[str, Any]  # what hc.Object.save returns
+
+
 class Member:
     """One object. Its lock is reentrant: a method may call the object again."""
 
-    def __init__(self, value: Any = None, state: bytes | None = None) -> None:
+    def __init__(self, value: Any = None) -> None:
         self.lock = threading.RLock()
         self.value = value  # None, which has no methods, while there is no object
-        self.state = state  # pickled, to make it from
 
 
 class Group(Owned):
@@ -554,17 +514,15 @@ class Group(Owned):
         if self.members.get(place) is not member:
             return False
         try:
-            member.value, member.state = self._made(place, member.state), None
+            member.value = self._made(place)
         except BaseException:
             with self.lock:
-                if member.state is None and self.members.get(place) is member:
+                if self.members.get(place) is member:
                     del self.members[place]  # so that it fixes no batch
             raise
         return True
 
-    def _made(self, place: Place, state: bytes | None) -> Any:
-        before, put = None if state is None else pickle.loads(state), self._put
-        is_whole = state is not None and put is None
+    def _made(self, place: Place) -> Any:
         if place[1] and self._untold:
             logger.warning(
                 "the factory of `%s` is not given the object's index, since its first"
@@ -574,27 +532,20 @@ class Group(Owned):
                 self._untold,
             )
             self._untold = ""
-        value = before if is_whole else settled(self._make(place[1]))
+        value = settled(self._make(place[1]))
         for method in self.methods:
             if not callable(getattr(value, method, None)):
                 raise _lacks(self.name, method, value)
-        if state is not None and put is not None:
-            settled(put(value, before))
         return value
 
-    def snapshot(self) -> everywhere.Snapshot:
-        """The pickled state of each object.
-
-        `waiting` has the states of objects that nobody has called since `restore`.
-        """
+    def snapshot(self) -> Snapshot:
+        """The pickled state of each object."""
         with self.lock:
             members = sorted(self.members.items(), key=lambda item: item[0][1])
-        objects, waiting = {}, {}
+        objects = {}
         for (_, index), member in members:
             with member.lock:
                 if member.value is None:
-                    if member.state is not None:
-                        waiting[index] = member.state
                     continue
                 state = member.value
                 if self._save is not None:
@@ -604,29 +555,23 @@ class Group(Owned):
                 except Exception as error:
                     raise _unpicklable(self.name, index, error) from error
         batch = members[0][0][0] if members else ()
-        return {"batch": batch, "objects": objects, "waiting": waiting}
+        return {"batch": batch, "objects": objects}
 
-    def restore(
-        self, snapshot: everywhere.Snapshot, everyones: bool
-    ) -> list[Exception]:
-        """Goes back to a snapshot. Returns what closing other objects raised.
-
-        The states of objects that are not made yet wait for the first call, if the
-        snapshot is of all processes: which of them are this one's is not known before.
-        """
+    def restore(self, snapshot: Snapshot) -> list[Exception]:
+        """Goes back to a snapshot. Returns what closing other objects raised."""
         batch, put = snapshot["batch"], self._put
-        states = {(batch, index): each for index, each in snapshot["objects"].items()}
         with self.lock:
             made = {p for p, each in self.members.items() if each.value is not None}
-        now = [p for p in states if not everyones or (put is not None and p in made)]
         # All of them first: if one is broken, nothing has changed.
-        values = {place: pickle.loads(states.pop(place)) for place in now}
+        values = {
+            (batch, index): pickle.loads(each)
+            for index, each in snapshot["objects"].items()
+        }
         failures = self.drop(keep=() if put is None else made & values.keys())
-        with self.lock:
-            self.members.update({p: Member(state=each) for p, each in states.items()})
-            if put is None:
+        if put is None:
+            with self.lock:
                 self.members.update({p: Member(value) for p, value in values.items()})
-                return failures
+            return failures
         for place, value in values.items():
             self.call(place, "restore()", put, value)
         return failures

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NO_PAIRS: tuple[tuple[int, int], ...] = ()
 _NATIVE = {
     **{"form": ResultForm.IGNORED, "lend": Lend.COPY, "out_tree": None},
-    **{"keep": None, "literals": True, "feed": None, "buffers": None},
+    **{"counted": False, "literals": True, "feed": None, "buffers": None},
 }
 # (JAX's name, what it was told) of each.
 Transforms: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
@@ -124,7 +124,7 @@ class Equation:
         """What a native plan has of it, apart from what all kinds have.
 
         `form` is of what the function returns, and `literals` says whether that may be
-        Python numbers for 32-bit arrays; `keep` how many executions are kept
+        Python numbers for 32-bit arrays; `counted` whether executions are counted
         (hc.watch); `feed` has the ring whose items are the results, and `buffers` is of
         a call on XLA's memory.
         """
@@ -217,7 +217,7 @@ class CallParams(Equation):
         super().__post_init__()
         method = self.options.vmap_method or "sequential"
         vars(self).update(
-            counts=self.on_buffers or self.options.keep is not None,
+            counts=self.on_buffers or self.options.counted,
             method=method if isinstance(method, str) else "own",
             runs_where_dispatched=self.effect is not None,
         )
@@ -234,7 +234,11 @@ class CallParams(Equation):
             form = ResultForm.NOTHING
         elif exact and n and tree == jax.tree.structure((0,) * n):
             form = ResultForm.TUPLE
-        own = {"lend": _LENDS[how.lend], "keep": how.keep, "literals": self.literals}
+        own = {
+            "lend": _LENDS[how.lend],
+            "counted": how.counted,
+            "literals": self.literals,
+        }
         out_tree = tree.unflatten if how.lend == "out" else None
         return {**_NATIVE, **own, "form": form, "out_tree": out_tree}
 

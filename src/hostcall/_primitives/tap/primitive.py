@@ -258,7 +258,7 @@ def lower_here(
     """The lowering for the platforms that the engine serves: a custom call that only
     copies, and a slot for its plan.
     """
-    if program.is_partitioned and _delivers_blocks(program, params):
+    if program.is_partitioned and params.options.in_blocks:
         from hostcall._primitives.tap import partitioned
 
         return partitioned.lower(program, operands, params)
@@ -293,12 +293,6 @@ def lower_here(
 
 
 _NOT_HERE = -1  # no device has this ordinal
-
-
-def _delivers_blocks(program: _jax.Program, params: TapParams) -> bool:
-    """Whether the tap of this program, which is partitioned, is one of blocks."""
-    how = params.options  # within one process its part is the whole value
-    return how.by_device or (how.in_blocks and program.across)
 
 
 def _tapping(program: _jax.Program, params: TapParams) -> Device:
@@ -387,7 +381,7 @@ def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
     """
     if not program.is_partitioned:
         return None
-    if _delivers_blocks(program, params):
+    if params.options.in_blocks:
         from hostcall._primitives.tap import partitioned
 
         partitioned.refuse_through_jax(program, params)

@@ -77,7 +77,7 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
 
     Args:
         values: the keywords.
-        in_parts: whether devices or processes tap parts of them.
+        in_parts: whether devices tap parts of them.
     """
     found = {}
     for keyword, tree in values.items():  # JAX would sort them
@@ -194,7 +194,7 @@ class Tapped(HostCode):
         here = delivery.here
         what = None
         if here.index is not None and here.transforms:
-            what = "on='shards' or on='process' is under vmap"
+            what = "on='shards' is under vmap"
         elif here.rows is not None:
             what = "where= differs between the rows of a vmap"
         elif self.step is not None and delivery.is_batched(self.step):

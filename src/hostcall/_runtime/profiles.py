@@ -1,0 +1,40 @@
+"""What profiles of JAX's (`jax.profiler.trace`) show besides XLA's operations.
+
+XLA shows calls and taps under their names and lines, but not those in loops on a CPU,
+no delivery, and not how long a call has waited for the GIL. The engine asks now and
+then whether a profile `is_taken` (native/invoke/profile.h).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.profiler import TraceAnnotation
+
+from hostcall import _native
+
+is_taken = TraceAnnotation.is_enabled
+
+
+class Shown:
+    """A call, or the delivery of a tap, in a profile: from now on until `end`.
+
+    Args:
+        info: the `CallInfo` of the plan.
+        tap: the number of the delivered tap; -1 for a call.
+        waited: for how many microseconds a call has waited for the GIL.
+    """
+
+    def __init__(self, info: Any, tap: int, waited: float) -> None:
+        about: dict[str, Any] = {"place": str(info.place)}
+        about |= {"waited_us": round(waited, 1)} if tap < 0 else {"tap": tap}
+        word = "call" if tap < 0 else "delivery"
+        self._is_delivery = tap >= 0
+        self._annotation = TraceAnnotation(f"{word} of {info.callback.label}", **about)
+        self._annotation.__enter__()
+
+    def end(self) -> None:
+        if self._is_delivery:
+            # How many devices wait with a tap for space, until this one has ended.
+            self._annotation.set_metadata(blocked=_native.tap_queue()["blocked"])
+        self._annotation.__exit__(None, None, None)
