@@ -179,7 +179,7 @@ def test_tools_use_public_names_only(name):
     # wings have one form. `hc.observe` has the door rewrite programs.
     allowed = {"_core.host_code", "_core.process", "_core.daemon", "_core.wait"}
     allowed |= {"_api.call", "_jax"}
-    doors = ("execution", "jaxprs", "rewriting", "tracing", "user_lines")
+    doors = ("execution", "jaxprs", "places", "rewriting", "tracing", "user_lines")
     allowed |= {f"_jax.{door}" for door in doors}
     assert private - TOOLS <= allowed
 

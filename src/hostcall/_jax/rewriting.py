@@ -7,7 +7,8 @@ stay as they are, and those of a function of the caller's are put between them:
             program, the body of a loop, a branch, a function that it calls.
     insert  A use answers with insertions: functions, and the variables that they get.
             Where one of these is the number of a loop's step, the loop gets a counter.
-    label   `user_lines.py` says where the user wrote an equation.
+    label   The walk gives each equation its place (`places.py`): its lines of the
+            user's, and the loops, calls and shards that it is in.
 
 Not entered are loops over Refs, conditions of while loops whose rows differ, kernels,
 custom calls, and the small functions inside reductions, sorts and scatters.
@@ -45,6 +46,7 @@ from hostcall._jax.devices import back_ends_started
 from hostcall._jax.execution import ExecutionGuard
 from hostcall._jax.fast_dispatch import is_for_export
 from hostcall._jax.jaxprs import LOOPS
+from hostcall._jax.places import Place, meshes_of
 from hostcall._jax.versions import changed, open_jaxpr
 
 
@@ -56,7 +58,7 @@ class Level:
         jaxpr: as it is in the program that nobody changed.
         kind: the primitive of the equation around it; "condition" of a while loop's; ""
             of the whole program.
-        around: the equations around it, the outermost first.
+        inside: the place of the equation around it; None of the whole program.
         steps: for each loop around, the outermost first, the number of its step. In a
             backward pass it is that of the step which is differentiated. Under vmap the
             rows of a while loop have one each.
@@ -67,20 +69,33 @@ class Level:
 
     jaxpr: _t.Jaxpr
     kind: str = ""
-    around: tuple[_t.JaxprEquation, ...] = ()
+    inside: Place | None = None
     steps: tuple[_t.Var, ...] = ()
     running: tuple[_t.Jaxpr, list[_t.Var]] | None = None
     outer: Level | None = None
 
-    @property
-    def loops(self) -> list[_t.JaxprEquation]:
-        return [eqn for eqn in self.around if eqn.primitive.name in LOOPS]
+    @functools.cached_property
+    def places(self) -> list[Place]:
+        """The place of each of its equations."""
+        return [Place(eqn, self.inside) for eqn in self.jaxpr.eqns]
 
     @property
+    def around(self) -> tuple[_t.JaxprEquation, ...]:
+        """The equations around it, the outermost first."""
+        return self.inside.eqns if self.inside else ()
+
+    @functools.cached_property
+    def loops(self) -> list[Place]:
+        """The places of the loops around it, the outermost first."""
+        if self.inside is None:
+            return []
+        own = [self.inside] if self.kind in LOOPS else []
+        return [*self.inside.loops, *own]
+
+    @functools.cached_property
     def meshes(self) -> list[tuple[_t.Mesh, frozenset[str]]]:
         """The mesh of each shard_map around it, and over which axes it is manual."""
-        maps = (e.params for e in self.around if e.primitive.name == "shard_map")
-        return [(each["mesh"], each["newly_manual_axes"]) for each in maps]
+        return meshes_of(self.around)
 
     @functools.cached_property
     def uses(self) -> dict[_t.Var, list[tuple[int, int]]]:
@@ -303,8 +318,8 @@ def _eqns_of(level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
             at = len(old) - 1 if at is None else at
             after.setdefault(at, []).extend(_traced(fn, operands)[0])
     new = list(after.get(-1, ()))
-    for index, eqn in enumerate(old):
-        new += [_inside(eqn, level, uses), *after.get(index, ())]
+    for index, place in enumerate(level.places):
+        new += [_inside(place, level, uses), *after.get(index, ())]
     return old if new == old else new
 
 
@@ -326,14 +341,13 @@ def _with(
 # --- Walk -----------------------------------------------------------------------------
 
 
-def _inside(
-    eqn: _t.JaxprEquation, level: Level, uses: Sequence[Use]
-) -> _t.JaxprEquation:
+def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation:
     """The equation, with its inner levels rewritten.
 
     These get the numbers of all loops' steps around as further inputs, since each is
     one variable in all levels. A loop gets a counter in front of what it carries.
     """
+    eqn = place.eqn
     inners, name = jaxprs.inners(eqn), eqn.primitive.name
     rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
     step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
@@ -349,9 +363,9 @@ def _inside(
             given |= zip(tests, eqn.invars, strict=False)
             running = inners[0].jaxpr, [*tests, *old.invars[at:]]
         if is_body or not rows:  # JAX would compute that condition twice a step
-            place = name if is_body else "condition", (*level.around, eqn)
+            kind = name if is_body else "condition"
             steps = (*level.steps, *counter)
-            eqns = _eqns_of(Level(old, *place, steps, running, level), uses)
+            eqns = _eqns_of(Level(old, kind, place, steps, running, level), uses)
         is_same &= eqns is old.eqns
         if is_body:
             eqns, outvars = [*eqns, *count], [*nexts, *outvars]

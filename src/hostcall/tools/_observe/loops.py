@@ -27,12 +27,13 @@ class Loops:
     def look(self, level: Level) -> Iterator[Insertion]:
         if level.kind not in jaxprs.LOOPS or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
-        params = level.around[-1].params
+        assert level.inside is not None  # the loop
+        params = level.inside.eqn.params
         total, reverse = params.get("length"), params.get("reverse", False)
         if total == 1:
             return
-        desc = f"{level.kind} {labels.line_of(level.around[-1])}"
-        if labels.is_backward(*level.around):
+        desc = f"{level.kind} {labels.line_of(level.inside)}"
+        if level.inside.is_backward:
             desc += " backward"
         drawing.need_tqdm()
         depth = len(level.loops)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
+from hostcall._jax.places import Place
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
-from hostcall.tools._observe import labels
 
 _Span: TypeAlias = tuple[int, int, int, int]  # line, column, end line, end column
 
@@ -213,9 +213,9 @@ def _statements_in(level: Level, wanted: Wanted) -> dict[_Statement, list[_Piece
     """The equations of each statement that assigns to a wanted target."""
     groups: dict[_Statement, list[_Piece]] = {}
     known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level
-    for index, eqn in enumerate(level.jaxpr.eqns):
+    for index, at in enumerate(level.places):
+        eqn, backward = at.eqn, at.is_backward
         lines = user_lines.lines_of(eqn)
-        backward = labels.is_backward(*level.around, eqn)
         for depth, line in enumerate(lines):
             place = line[:6]
             if place not in known:
@@ -264,7 +264,7 @@ def _runs(found: list[_Piece]) -> list[list[_Piece]]:
 
 def _is_differentiated(level: Level, piece: _Piece) -> bool:
     """Whether the backward pass of a derivative around its own has made a piece."""
-    names = labels.transforms(*level.around, piece.eqn)
+    names = level.places[piece.at].transforms
     return "transpose" in [name for name in names if name != "vmap"][:-2]
 
 
@@ -323,8 +323,8 @@ class _Users:
         if name == "cond":
             position -= 1  # behind the number of the branch
         if inners and name != "while" and position >= 0:
-            around = *level.around, eqn
-            levels = [Level(x.old, name, around, outer=level) for x in inners]
+            place = Place(eqn, level.inside)
+            levels = [Level(x.old, name, place, outer=level) for x in inners]
             return any(self.has(x.jaxpr.invars[position], x) for x in levels)
         if lines or eqn.effects or inners:
             return True

@@ -123,15 +123,15 @@ def _stats(key: Key, row: np.ndarray) -> Stats:
 
 
 def _values_of_lines(level: Level) -> Iterator[tuple[Key, Var]]:
-    found = map(labels.place_of, level.jaxpr.eqns)
-    places = [(at[0], at[2]) if at else None for at in found]
+    lines = [place.users_line for place in level.places]
+    places = [(line.file, line.line) if line else None for line in lines]
     users = [*places, "results"]  # as `uses` numbers them
-    for eqn, place in zip(level.jaxpr.eqns, places, strict=True):
+    for at, place in zip(level.places, places, strict=True):
         if place is None:
             continue
-        backward = labels.is_backward(*level.around, eqn)
+        eqn, backward = at.eqn, at.is_backward
         for var in eqn.outvars:
-            leaves = any(users[at] != place for at, _ in level.uses.get(var, ()))
+            leaves = any(users[n] != place for n, _ in level.uses.get(var, ()))
             if leaves and jaxprs.is_float(var) and var.aval.size:
                 yield (*place, backward), var
 
