@@ -1034,6 +1034,26 @@ def test_nothing_is_compiled_again_after_the_block(compiled):
     assert compiled[0] == inside
 
 
+@pytest.mark.parametrize("what", ["nans=True", "'y', to=lambda *a: None"])
+def test_the_first_block_of_a_process_compiles_nothing_again(run_python, what):
+    """What the block imports must not change the settings that JAX's caches know."""
+    run_python(f"""
+        import jax, jax.numpy as jnp, hostcall as hc
+        from jax._src import monitoring
+
+        count = [0]
+        def listen(event, *args, **kwargs):
+            count[0] += "jaxpr_trace" in event or "backend_compile" in event
+        f, g, x = jax.jit(lambda x: jnp.sin(x).sum()), jax.jit(lambda x: x * 3), 1.0
+        f(x), g(x)
+        with hc.observe({what}):
+            f(x)
+        monitoring.register_event_duration_secs_listener(listen)
+        f(x), g(x)
+        assert count[0] == 0
+    """)
+
+
 def test_two_threads():
     program = jax.jit(logs)
     found = {}

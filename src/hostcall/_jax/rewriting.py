@@ -292,10 +292,18 @@ def _traced(
     avals = [_core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
     names = _core.DebugInfo("observe", "hostcall.observe", None, None)
     wrapped = _lu.wrap_init(flat, debug_info=names)
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
+    # A program may be lowered while another one is traced that computes constants
+    # (`jax.ensure_compile_time_eval`). What is put in is no constant.
+    with _config.eager_constant_folding(False):
+        jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
     made = open_jaxpr(jaxpr)
-    new: dict[_t.Atom, _t.Atom] = dict(zip(made.invars, operands, strict=True))
-    for var, const in zip(made.constvars, consts, strict=True):
+    # Where the constants have no variables of their own, they are the first inputs.
+    inputs = [*made.constvars, *made.invars]
+    known = inputs[: len(consts)]
+    new: dict[_t.Atom, _t.Atom] = dict(
+        zip(inputs[len(consts) :], operands, strict=True)
+    )
+    for var, const in zip(known, consts, strict=True):
         new[var] = _core.Literal(np.asarray(const), var.aval)
 
     def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:

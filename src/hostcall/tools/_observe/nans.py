@@ -21,13 +21,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting
+from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting, tracing
 from hostcall._jax.places import Place
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
@@ -168,7 +167,7 @@ def _carried(level: Level) -> dict[Atom, Var]:
     consts, carry = jaxprs.split_of(level.inside.eqn)
     inputs = level.jaxpr.invars[consts : consts + carry]
     pairs = zip(level.jaxpr.outvars, inputs, strict=False)
-    return {result: x for result, x in pairs if isinstance(result, jex.Var)}
+    return {result: x for result, x in pairs if not tracing.is_literal(result)}
 
 
 def _buffers(
@@ -203,7 +202,7 @@ def _buffers(
 
 def _is_constant(level: Level, atom: Atom) -> bool:
     """Whether a variable has the same value in each run of the program."""
-    if isinstance(atom, jex.Literal) or atom in level.jaxpr.constvars:
+    if tracing.is_literal(atom) or atom in level.jaxpr.constvars:
         return True
     if level.outer is None or level.inside is None:
         return False

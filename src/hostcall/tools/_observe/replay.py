@@ -30,11 +30,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs
+from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, tracing
 from hostcall._jax.places import Place, within_shard
 
 Value: TypeAlias = Any  # of a variable: an array, a number, or typed keys
@@ -230,12 +229,12 @@ class Frame:
                 self._find_causes(place, operands, results, again)
 
     def value(self, atom: Atom) -> Value:
-        if isinstance(atom, jex.Literal):
+        if tracing.is_literal(atom):
             return np.asarray(atom.val, atom.aval.dtype)  # some are Python's numbers
         return self.values.get(atom)
 
     def cause(self, atom: Atom) -> Causes | None:
-        if isinstance(atom, jex.Literal):
+        if tracing.is_literal(atom):
             return self.search.innocent(self.value(atom), is_constant=True)
         return self.causes.get(atom)
 
@@ -522,7 +521,7 @@ def _marked(x: Value, mask: np.ndarray | None) -> np.ndarray:
 def _literals(eqn: JaxprEquation) -> Iterator[Value]:
     for each in jaxprs.within(eqn):
         for atom in each.invars:
-            if isinstance(atom, jex.Literal):
+            if tracing.is_literal(atom):
                 yield atom.val
 
 
