@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import os
+import pickle
 import sys
 import textwrap
 import threading
@@ -1082,6 +1083,22 @@ def test_two_threads():
         thread.join(timeout=60)
     assert found["plain"] == -np.inf
     assert "log made" in found["observed"]
+
+
+@pytest.mark.parametrize(
+    "reads", [jax.block_until_ready, float, np.asarray, lambda x: x + 1]
+)
+def test_a_handler_inside_the_block_gets_the_error(reads):
+    """As under jax_debug_nans."""
+    program = jax.jit(lambda x: hc.call(lambda y: y, x, jnp.log(x)) * 2)
+    for f in (jax.jit(jnp.log), program):
+        with observe(nans=True):
+            with pytest.raises(FloatingPointError, match="log made") as caught:
+                reads(f(0.0))
+            assert type(caught.value).__name__ == "FloatingPointError"
+            assert float(f(1.0)) == 0
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
 
 
 def test_nested_blocks():

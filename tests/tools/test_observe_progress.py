@@ -174,8 +174,17 @@ def test_command_line(tmp_path):
     done = run(tmp_path, "--nans", "--values", "y", "--stats", "--progress")
     assert done.returncode == 0, done.stderr
     assert "0.6931472" in done.stdout
-    assert "y (program.py:6) = 2" in done.stdout
+    assert "y (program.py:6) = 2" in done.stderr
     assert "z = jnp.log(y)" in done.stdout.split("calls")[1]
+
+
+def test_command_line_leaves_the_lines_of_the_program_whole(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.replace("print(", "for _ in range(99): print("))
+    command = [sys.executable, "-m", "hostcall", "run", "--values", "y", str(program)]
+    done = subprocess.run([*command, "3"], capture_output=True, text=True, timeout=120)
+    assert set(done.stdout.splitlines()) == {"result 0.6931472"}
+    assert done.stderr.splitlines() == ["y (program.py:6) = 2."] * 99
 
 
 def test_command_line_with_a_bad_value(tmp_path):
@@ -183,5 +192,7 @@ def test_command_line_with_a_bad_value(tmp_path):
     assert done.returncode == 1
     assert "FloatingPointError: hostcall: log made the first bad value" in done.stderr
     assert "program.py:7 in f" in done.stderr
-    assert "Traceback" in done.stderr
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.count("made the first bad value") == 1
+    assert len(done.stderr.splitlines()) < 12
     assert hc.observe is observe

@@ -543,7 +543,7 @@ def test_to_a_sink(tmp_path):
 def test_printed(capsys):
     with observe("y"):
         jax.jit(parts)(X)
-    assert "y (test_observe_values.py:" in capsys.readouterr().out
+    assert "y (test_observe_values.py:" in capsys.readouterr().err
 
 
 def test_select():

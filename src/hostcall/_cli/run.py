@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -42,15 +43,34 @@ def observe(run: Callable[[], None], observed: str) -> None:
     `observed` has its names and options, as JSON.
     """
     import hostcall as hc
+    from hostcall._core.errors import ReplacesReport
 
     names, options = json.loads(observed)
     seen = hc.observe(*names, **options)
     try:
         with seen:
             run()
+    except FloatingPointError as error:
+        if not isinstance(error, ReplacesReport):
+            raise  # the program's own
+        print(_report(error), file=sys.stderr)
+        raise SystemExit(1) from None
     finally:
         if "stats" in options:
             print(seen.table())
+
+
+def _report(error: Exception) -> str:
+    """The traceback of an error with the lines of the program alone."""
+    from hostcall._jax.places import in_library
+
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.exists(frame.filename) and in_library(frame.filename) is None
+    ]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)]
+    return "".join([*lines, f"FloatingPointError: {error}"])
 
 
 SHORT = "run a program with its callbacks on the engine"
@@ -70,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="print the values of a variable, such as loss or 'grad_*'",
+        help="print the values of a variable to stderr, such as loss or 'grad_*'",
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", help="program is a module's name"

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 import jax
 import numpy as np
 
-from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.errors import HostcallError, ReplacesReport, SpecError
 from hostcall._core.source import Place
 from hostcall._jax.types import Device
 
@@ -41,7 +41,7 @@ class Watched(NamedTuple):
     also: Any
 
 
-class WatchError(HostcallError, RuntimeError):
+class WatchError(HostcallError, RuntimeError, ReplacesReport):
     """A value that `hc.watch` checks is bad. It ends the program, as itself.
 
     Attributes:

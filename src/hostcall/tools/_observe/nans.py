@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hostcall as hc
+from hostcall._core.errors import ReplacesReport
 from hostcall._core.host_code import HostCode
 from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting, tracing
 from hostcall._jax.places import Place
@@ -51,6 +52,17 @@ _READS = {"dynamic_slice", "gather"}
 
 def _has_loop(eqn: JaxprEquation) -> bool:
     return any(each.primitive.name in jaxprs.LOOPS for each in jaxprs.within(eqn))
+
+
+class BadValue(FloatingPointError, ReplacesReport):
+    """The error of a bad value, which its users know as a FloatingPointError."""
+
+    def __reduce__(self) -> tuple[type[FloatingPointError], tuple[object, ...]]:
+        return FloatingPointError, self.args
+
+
+BadValue.__name__ = BadValue.__qualname__ = "FloatingPointError"
+BadValue.__module__ = "builtins"
 
 
 class Nans:
@@ -281,10 +293,10 @@ class _Tell(HostCode):
         chains = [origin.chain for origin in origins if origin is not None]
         if chains:
             first = min(chains, key=lambda chain: search.origins.index(chain[-1]))
-            raise FloatingPointError(_text(first))
+            raise BadValue(_text(first))
         if bad and not any(search.is_bad(frame.value(v)) for v in bad):
             at = next(p for p in self.level.places if bad[0] in p.eqn.outvars)
-            raise FloatingPointError(_not_again(at, frame))
+            raise BadValue(_not_again(at, frame))
 
 
 def _worst_of(frame: Frame, var: Atom) -> int:

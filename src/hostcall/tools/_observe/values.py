@@ -17,6 +17,7 @@ from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
+from hostcall.tools._progress import drawing
 from hostcall.tools.recorder import Recorder, Sink
 
 
@@ -172,4 +173,4 @@ class Values:
 
 def _printed(record: Record, value: np.ndarray) -> None:
     text = np.array2string(np.asarray(value), threshold=8, precision=6)
-    print(f"{record} = {text}\n", end="")  # at once, beside what the program prints
+    drawing.write_line(f"{record} = {text}")
