@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -129,6 +130,23 @@ def replaced(
         params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
         params["ft_out"] = _ft.pack(((front, results), ys))
     return eqn.replace(primitive=primitive, params=params, effects=eqn.effects | own)
+
+
+def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
+    """For each result of a call which part of the function's result it is, by the
+    indices of the tuples that it is in; None if JAX does not say.
+    """
+    jaxpr = eqn.params.get(called(eqn)) if eqn.primitive.name in CALLS else None
+    names = getattr(getattr(jaxpr, "debug_info", None), "result_paths", None)
+    if not isinstance(names, tuple) or len(names) != len(eqn.outvars):
+        return None
+    found = []
+    for name in names:
+        indices = re.match(r"result((?:\[\d+\])*)", str(name))
+        if indices is None:
+            return None
+        found.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
+    return found
 
 
 def is_array(atom: _t.Atom) -> bool:
