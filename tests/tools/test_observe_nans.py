@@ -998,6 +998,184 @@ def test_types_of_64_bits():
     assert "exp made" in text
 
 
+# --- What it costs --------------------------------------------------------------------
+
+
+def judged():
+    """How often a program has asked the host."""
+    hc.barrier()
+    found = hc.monitor.stats().items()
+    return sum(each.calls for name, each in found if "nans=True" in name)
+
+
+def masked_scores(x):
+    step = lambda c, _: (jnp.tanh(c), jnp.where(x > 0, c, -jnp.inf))
+    return jax.lax.scan(step, x, None, length=200)[1]
+
+
+def best_so_far(x):
+    step = lambda c, i: (jnp.where(i > 150, jnp.minimum(c, x.sum()), jnp.inf), None)
+    return jax.lax.scan(step, jnp.inf, jnp.arange(200))[0]
+
+
+def forbidden_state(x):
+    step = lambda a, o: ((a[:, None] + o).max(0), a)
+    scores = jnp.zeros((200, 2, 2)).at[:, :, 1].set(-jnp.inf)
+    return jax.lax.scan(step, x, scores)[1]
+
+
+@pytest.mark.parametrize("f", [masked_scores, best_so_far, forbidden_state])
+def test_what_is_innocent_is_judged_once(f):
+    program, x = jax.jit(f), jnp.array([1.0, -1.0])
+    with observe(nans=True):
+        before = judged()
+        for _ in range(3):
+            program(x)
+        assert 0 < judged() - before <= 9  # and not 600
+
+
+def in_a_buffer(n, bad=-1):
+    """A loop that writes rows of a large buffer, as solvers do, and reads none."""
+
+    def body(s):
+        i, c, buffer = s
+        c = jnp.tanh(c) + jnp.where(i == bad, jnp.log(c * 0 - 1), 0)  # BAD
+        write = lambda b: b.at[i].set(c)
+        buffer = jax.lax.cond(i % 2 == 0, write, lambda b: b, buffer)
+        return i + 1, c, buffer
+
+    start = lambda x: (0, x, jnp.full((n, 8), jnp.inf))
+    run = lambda x: jax.lax.while_loop(lambda s: s[0] < 100, body, start(x))[1:]
+    return body, jax.jit(run)
+
+
+@pytest.mark.parametrize("n", [4, 5000])
+@pytest.mark.parametrize("bad", [0, 1, 31, 98])
+def test_steps_of_a_loop_with_a_large_buffer(n, bad):
+    body, program = in_a_buffer(n, bad)
+    text = raised(program, jnp.ones(8))
+    assert marked(body) in text
+    assert f"step {bad} of the while" in text
+
+
+@pytest.mark.parametrize("n", [4, 5000])
+def test_a_large_buffer_that_begins_with_infinities(n):
+    _, program = in_a_buffer(n)
+    expected = program(jnp.ones(8))
+    with observe(nans=True):
+        found = program(jnp.ones(8))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_bad_value_in_a_large_buffer_alone(reverse):
+    """It is looked at now and then, and the step that made it is found."""
+
+    def body(buffer, x):
+        i, y = x
+        new = 1 / y  # BAD
+        return jax.lax.cond(i >= 0, lambda b: b.at[i].set(new), lambda b: b, buffer), i
+
+    def f(ys):
+        xs = jnp.arange(300), ys
+        return jax.lax.scan(body, jnp.zeros((5000, 8)), xs, reverse=reverse)
+
+    ys = jnp.ones((300, 8)).at[123, 2].set(0)
+    text = raised(jax.jit(f), ys)
+    assert marked(body) in text
+    assert "step 123 of the scan" in text
+    assert "at [2]" in text
+
+
+# --- What is done with them -----------------------------------------------------------
+
+
+def test_a_program_that_goes_on(capsys):
+    def f(x):
+        y = jnp.log(x)  # BAD
+        return y * 2
+
+    program = jax.jit(f)
+    with observe(nans=True, on_bad="report"):
+        for _ in range(3):
+            assert program(0.0) == -np.inf
+        assert program(1.0) == 0
+    told = capsys.readouterr().err
+    assert told.count("log made the first bad value") == 1
+    assert marked(f) in told
+    assert told.count("hc.observe found bad values made by") == 1
+    assert "  log at test_observe_nans.py:" in told
+    assert told.rstrip().endswith(": 3")
+
+
+def test_a_loop_that_goes_on():
+    """A sampler rejects such steps by itself, and runs to its end."""
+
+    def body(c, x):
+        y = jnp.sqrt(x)  # BAD
+        return jnp.where(jnp.isnan(y), c, c + y), y
+
+    program, xs = (
+        jax.jit(lambda xs: jax.lax.scan(body, 0.0, xs)),
+        jnp.array([4, -1, 9.0]),
+    )
+    records = []
+    with observe(nans=True, on_bad=records.append):
+        total, ys = program(xs)
+    assert total == 5
+    np.testing.assert_array_equal(ys, [2, np.nan, 3])
+    (record,) = records
+    assert f"{record.file}:{record.line} " == marked(body)
+    assert (record.primitive, record.steps, record.backward) == ("sqrt", (1,), False)
+    assert record.operands == ("-1",)
+    assert record.message.startswith("hostcall: sqrt made")
+
+
+def test_what_a_function_raises_ends_the_program():
+    def stop(record):
+        raise KeyError(record.primitive)
+
+    with pytest.raises(KeyError, match="log"), observe(nans=True, on_bad=stop):
+        jax.jit(logs)(START)
+
+
+def test_nans_without_infinities():
+    """A model may have log(0)."""
+    f = lambda x: (
+        jnp.exp(jnp.log(x))
+        + jax.lax.scan(lambda c, _: (jnp.log(x), c), 0.0, None, length=3)[0]
+    )
+    with observe(nans=True, infs=False):
+        assert jax.jit(f)(0.0) == -np.inf
+
+    def g(x):
+        y = jnp.log(x)
+        return y - y  # BAD
+
+    block = observe(nans=True, infs=False)
+    with pytest.raises(FloatingPointError, match="sub made") as caught, block:
+        jax.block_until_ready(jax.jit(g)(0.0))
+    assert marked(g) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nans": True, "on_bad": "ignore"}, 'should be "raise", "report", or a func'),
+        ({"progress": True, "infs": False}, "Add nans=True"),
+    ],
+)
+def test_mistakes_of_options(options, text):
+    with pytest.raises(hc.errors.SpecError, match=text):
+        observe(**options)
+
+
+def test_an_option_of_another_name():
+    with pytest.raises(TypeError, match="no option 'nan'. Did you mean 'nans'?"):
+        observe(nan=True)
+
+
 # --- The block ------------------------------------------------------------------------
 
 

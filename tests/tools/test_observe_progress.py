@@ -178,6 +178,25 @@ def test_command_line(tmp_path):
     assert "z = jnp.log(y)" in done.stdout.split("calls")[1]
 
 
+@pytest.mark.parametrize("name", ["values.csv", "values.jsonl"])
+def test_command_line_writes_values_to_a_file(tmp_path, name):
+    done = run(tmp_path, "--values", "y", "--to", str(tmp_path / name))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / name).read_text()
+    assert ('"y": 2.0' in text) == name.endswith("jsonl")
+    assert text.splitlines()[-1].endswith(",2.0") == name.endswith("csv")
+
+
+def test_command_line_goes_on(tmp_path):
+    done = run(tmp_path, "--nans", "--on-bad", "report", argument="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "result -inf\n"
+    assert "log at program.py:7: 1" in done.stderr
+    assert run(tmp_path, "--nans", "--no-infs", argument="1").stderr == ""
+    assert "need --nans" in run(tmp_path, "--no-infs").stderr
+    assert "--values NAME" in run(tmp_path, "--nans", "--to", "x.csv").stderr
+
+
 def test_command_line_leaves_the_lines_of_the_program_whole(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.replace("print(", "for _ in range(99): print("))

@@ -46,6 +46,10 @@ def observe(run: Callable[[], None], observed: str) -> None:
     from hostcall._core.errors import ReplacesReport
 
     names, options = json.loads(observed)
+    path = options.get("to")
+    if path is not None:
+        sink = hc.tools.sinks.csv if path.endswith(".csv") else hc.tools.sinks.jsonl
+        options["to"] = sink(path)
     seen = hc.observe(*names, **options)
     try:
         with seen:
@@ -56,6 +60,8 @@ def observe(run: Callable[[], None], observed: str) -> None:
         print(_report(error), file=sys.stderr)
         raise SystemExit(1) from None
     finally:
+        if path is not None:
+            options["to"].close()
         if "stats" in options:
             print(seen.table())
 
@@ -93,6 +99,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the values of a variable to stderr, such as loss or 'grad_*'",
     )
     parser.add_argument(
+        "--to",
+        metavar="FILE",
+        help="write these values to a file of JSON lines, or of CSV if it ends so",
+    )
+    parser.add_argument(
+        "--on-bad",
+        choices=["raise", "report"],
+        default="raise",
+        help="with --nans: end the program (default), or go on and report each place",
+    )
+    parser.add_argument(
+        "--no-infs", action="store_true", help="with --nans: look for NaNs alone"
+    )
+    parser.add_argument(
         "-m", dest="module", action="store_true", help="program is a module's name"
     )
     parser.add_argument("program", help="a script, or a module with -m")
@@ -111,7 +131,17 @@ def main(options: argparse.Namespace) -> NoReturn:
             options.refuse(f"there is no file {options.program}")
         home = os.path.dirname(os.path.abspath(options.program))
     sys.stdout.flush()
-    chosen = {option: True for option in _OBSERVED if vars(options)[option]}
+    chosen: dict[str, object] = {
+        option: True for option in _OBSERVED if vars(options)[option]
+    }
+    if options.nans:
+        chosen |= {"on_bad": options.on_bad, "infs": not options.no_infs}
+    elif options.no_infs or options.on_bad != "raise":
+        options.refuse("--on-bad and --no-infs need --nans")
+    if options.to is not None:
+        if not options.values:
+            options.refuse("--to needs the names of values: --values NAME")
+        chosen["to"] = os.path.abspath(options.to)
     observed = json.dumps([options.values, chosen])
     start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
     start.append(observed if chosen or options.values else "")

@@ -113,16 +113,48 @@ class Level:
         return found
 
 
+class Kept(NamedTuple):
+    """A value that a loop keeps for an insertion into its body.
+
+    Attributes:
+        var: the value at the beginning of a step.
+        start: what it is in the first step: a literal, or a variable of the level
+            around.
+        next: the variable that has it for the next step.
+    """
+
+    var: _t.Var
+    start: _t.Atom
+    next: _t.Var
+
+
 class Insertion(NamedTuple):
     """Equations to put into a level: those of `fn(*operands)`.
 
     Attributes:
-        after: the index of the equation that they come after; None: at the end.
+        after: the index of the equation that they come after; None: at the end, -1: at
+            the beginning.
+        results: variables that get the results of `fn`. One that is an input of the
+            level is replaced: the equations after it get the result.
+        kept: what the loop keeps for it, if the level is a loop's body.
+        outer: operands that are variables of the level around.
     """
 
-    fn: Callable[..., None]
+    fn: Callable[..., Sequence[jax.Array] | None]
     operands: Sequence[_t.Atom]
     after: int | None = None
+    results: Sequence[_t.Var] = ()
+    kept: Sequence[Kept] = ()
+    outer: Sequence[_t.Var] = ()
+
+
+def variable(shape: Sequence[int], dtype: _t.Dtype) -> _t.Var:
+    """A new variable for results of insertions, and for what loops keep."""
+    return _core.Var(_core.ShapedArray(tuple(shape), dtype))
+
+
+def literal(value: np.ndarray) -> _t.Atom:
+    return _core.Literal(value, _core.ShapedArray(value.shape, value.dtype))
 
 
 class Use(Protocol):
@@ -135,9 +167,11 @@ class Use(Protocol):
 def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
     """The program with what these uses put into it; itself if that is nothing."""
     program = open_jaxpr(jaxpr)
-    eqns = _eqns_of(Level(program), uses)
-    is_same = eqns is program.eqns
-    return jaxpr if is_same else _with(jaxpr, eqns, program.invars, program.outvars)
+    new = _rewritten(Level(program), uses)
+    if new is None:
+        return jaxpr
+    assert not new.renamed, "only the inputs of inner levels are replaced"
+    return _with(jaxpr, new.eqns, program.invars, program.outvars)
 
 
 # --- Which programs -------------------------------------------------------------------
@@ -282,12 +316,18 @@ _mlir.register_lowering(_looked_at_p, _lower_looked_at)
 
 
 def _traced(
-    fn: Callable[..., Sequence[jax.Array] | None], operands: Sequence[_t.Atom]
+    fn: Callable[..., Sequence[jax.Array] | None],
+    operands: Sequence[_t.Atom],
+    is_apart: bool = True,
 ) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
-    """The equations of `fn` on these variables, and its results."""
+    """The equations of `fn` on these variables, and its results.
+
+    `is_apart`: the compiler lets no sharding spread from there into the program.
+    """
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
-        return list(fn(*map(_looked_at_p.bind, arrays)) or ())
+        given = map(_looked_at_p.bind, arrays) if is_apart else arrays
+        return list(fn(*given) or ())
 
     avals = [_core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
     names = _core.DebugInfo("observe", "hostcall.observe", None, None)
@@ -313,22 +353,63 @@ def _traced(
     return eqns, renamed(made.outvars)
 
 
-def _eqns_of(level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
-    """What the equations of a level become; the same list if nothing is put in."""
+@dataclass
+class _Level:
+    """What becomes of a level.
+
+    Attributes:
+        renamed: inputs that an insertion has replaced, with their new names.
+        kept: what the loop around keeps.
+        outer: further variables of the level around.
+    """
+
+    eqns: list[_t.JaxprEquation]
+    renamed: dict[_t.Var, _t.Var]
+    kept: list[Kept]
+    outer: list[_t.Var]
+
+
+def _rewritten(level: Level, uses: Sequence[Use]) -> _Level | None:
+    """The level with what is put into it and into levels inside it; None if that is
+    nothing.
+    """
     old = level.jaxpr.eqns
     after: dict[int, list[_t.JaxprEquation]] = {}
+    made = _Level([], {}, [], [])
     with contextlib.ExitStack() as stack:
         for mesh, axes in level.meshes:
             stack.enter_context(_shard_map._extend_axis_env(mesh, axes))
             manual = _shard_map._as_manual_mesh(mesh, axes)
             stack.enter_context(_mesh.use_abstract_mesh(manual))
-        for fn, operands, at in (i for use in uses for i in use.look(level)):
-            at = len(old) - 1 if at is None else at
-            after.setdefault(at, []).extend(_traced(fn, operands)[0])
-    new = list(after.get(-1, ()))
+        for each in (i for use in uses for i in use.look(level)):
+            at = len(old) - 1 if each.after is None else each.after
+            made.kept += each.kept
+            made.outer += each.outer
+            after.setdefault(at, []).extend(_insertion(each, level, made.renamed))
+    made.eqns += after.get(-1, ())
     for index, place in enumerate(level.places):
-        new += [_inside(place, level, uses), *after.get(index, ())]
-    return old if new == old else new
+        made.eqns += [_inside(place, level, uses), *after.get(index, ())]
+    return None if made.eqns == old else made
+
+
+def _insertion(
+    each: Insertion, level: Level, renamed: dict[_t.Var, _t.Var]
+) -> list[_t.JaxprEquation]:
+    inputs = [var for var in each.results if var in level.jaxpr.invars]
+    assert not inputs or each.after == -1, "only equations after it get the result"
+    renamed |= {var: _core.Var(var.aval) for var in inputs}
+    operands = [
+        renamed.get(x, x) if isinstance(x, _core.Var) and each.after == -1 else x
+        for x in each.operands
+    ]
+    eqns, results = _traced(each.fn, operands, is_apart=not inputs)
+    names = dict(zip(results, each.results, strict=False)) if each.results else {}
+    assert all(isinstance(x, _core.Var) for x in names), "an equation makes each"
+
+    def new(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
+        return [x if isinstance(x, _core.Literal) else names.get(x, x) for x in atoms]
+
+    return [e.replace(invars=new(e.invars), outvars=new(e.outvars)) for e in eqns]
 
 
 def _with(
@@ -361,11 +442,12 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
     step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
     starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
     counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
+    kept: list[Kept] = []
     new, more = dict[str, list[_t.Jaxpr]](), dict[str, int]()
     for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
         old, at, is_body = open_jaxpr(jaxpr), end - begin, key != "cond_jaxpr"
         given: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
-        running, eqns, outvars = None, old.eqns, old.outvars
+        running, eqns, outvars, own = None, old.eqns, old.outvars, None
         if rows and is_body:  # under vmap, they stop one by one
             tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
             given |= zip(tests, eqn.invars, strict=False)
@@ -373,19 +455,28 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
         if is_body or not rows:  # JAX would compute that condition twice a step
             kind = name if is_body else "condition"
             steps = (*level.steps, *counter)
-            eqns = _eqns_of(Level(old, kind, place, steps, running, level), uses)
-        is_same &= eqns is old.eqns
+            own = _rewritten(Level(old, kind, place, steps, running, level), uses)
+        is_same &= own is None
+        invars = list(old.invars)
+        if own is not None:
+            eqns, invars = own.eqns, [own.renamed.get(x, x) for x in old.invars]
+            given |= {var: var for var in own.outer}
+            kept += own.kept
         if is_body:
-            eqns, outvars = [*eqns, *count], [*nexts, *outvars]
-        invars = [*old.invars[:at], *given, *counter, *old.invars[at:]]
+            eqns = [*eqns, *count]
+            outvars = [*nexts, *(each.next for each in kept), *outvars]
+        front = [*counter, *(each.var for each in kept)]
+        invars = [*invars[:at], *given, *front, *invars[at:]]
         new.setdefault(key, []).insert(0, _with(jaxpr, eqns, invars, outvars))
         if key not in more:
             more[key] = len(given)
-            operands[end:end] = [*given.values(), *starts * is_body]
+            first = [*starts, *(each.start for each in kept)] if is_body else []
+            operands[end:end] = [*given.values(), *first]
     if is_same:
         return eqn
-    made = jaxprs.replaced(eqn, new, more)
-    outvars = [*(_core.DropVar(x.aval) for x in counter), *eqn.outvars]
+    front = [*counter, *(each.var for each in kept)]
+    made = jaxprs.replaced(eqn, new, more, len(front))
+    outvars = [*(_core.DropVar(x.aval) for x in front), *eqn.outvars]
     return made.replace(invars=operands, outvars=outvars)
 
 
