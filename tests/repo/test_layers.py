@@ -177,8 +177,10 @@ def test_tools_use_public_names_only(name):
     # `call_counted` is a call with an option that only hc.watch has. `Owned` is what a
     # forked child starts anew: one hook does that for all. Names that are gone are
     # refused in one way, and so are misspelt options. Threads and waits of all wings
-    # have one form. `hc.observe` has the door rewrite programs.
+    # have one form. `hc.observe` has the door rewrite programs. An error of `errors` is
+    # raised in place of JAX's report.
     allowed = {
+        "_core.errors",
         "_core.gone",
         "_core.host_code",
         "_core.process",
@@ -187,7 +189,7 @@ def test_tools_use_public_names_only(name):
         "_core.wait",
     }
     allowed |= {"_api.call", "_jax"}
-    doors = ("execution", "jaxprs", "rewriting", "tracing", "user_lines")
+    doors = ("execution", "jaxprs", "places", "rewriting", "tracing", "user_lines")
     allowed |= {f"_jax.{door}" for door in doors}
     assert private - TOOLS <= allowed
 

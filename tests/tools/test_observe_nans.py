@@ -7,15 +7,24 @@ run op by op, JAX's own `debug_nans` does that as an oracle: it has to raise too
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import os
+import pickle
+import sys
+import textwrap
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.ode import odeint
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.scipy.optimize import minimize
+from jax.scipy.special import bessel_jn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hostcall as hc
@@ -621,6 +630,552 @@ def test_devices_that_part(run_python):
     )
 
 
+# --- Lines inside of functions that JAX or a library jits -----------------------------
+
+
+@jax.jit
+def helper(x):
+    y = x - 1
+    return jnp.log(y)  # BAD
+
+
+# None of these has a line of the user's.
+JITTED = {
+    "cholesky": (jnp.linalg.cholesky, -jnp.eye(3)),
+    "inv": (jnp.linalg.inv, jnp.zeros((2, 2))),
+    "cumprod": (jnp.cumprod, jnp.full(50, 10.0)),
+    "slope of std": (jax.grad(jnp.std), jnp.ones(3)),
+    "slope of norm": (jax.grad(jnp.linalg.norm), jnp.zeros(3)),
+    "arccosh": (jnp.arccosh, jnp.zeros(2)),
+    "remainder": (functools.partial(jnp.remainder, np.ones(2)), jnp.zeros(2)),
+    "gamma": (functools.partial(jax.random.gamma, jax.random.key(0)), -jnp.ones(2)),
+    "corrcoef": (jnp.corrcoef, jnp.ones((2, 3))),
+    "map": (functools.partial(jax.lax.map, jnp.log), jnp.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, jax.checkpoint])
+@pytest.mark.parametrize("name", JITTED)
+def test_a_line_that_calls_a_jitted_function(name, wrap):
+    f, x = JITTED[name]
+    x = x if wrap is not jax.vmap else x[None]
+
+    def model(x):
+        h = x + 0
+        bad = f(h)  # BAD
+        return bad * 2
+
+    def caller(x):
+        return jax.jit(wrap(model))(x)
+
+    assert marked(model) in raised(caller, x)
+
+
+def test_the_line_inside_a_jitted_function_of_the_users():
+    def model(x):
+        return helper(helper(x) * 0 + x)
+
+    assert marked(helper.__wrapped__) in raised(jax.jit(model), f32(START))
+
+
+@needs_devices
+def test_a_line_that_calls_a_jitted_function_in_shard_map():
+    def local(x):
+        bad = jnp.mod(x, 0.0)  # BAD
+        return jax.lax.psum(bad, "i")
+
+    f = jax.shard_map(local, mesh=_mesh(), in_specs=P("i"), out_specs=P())
+    assert marked(local) in raised(jax.jit(f), jnp.ones(4))
+
+
+def minimizes(x):
+    return minimize(lambda x: jnp.log(x - 0.5).sum(), x, method="BFGS").x
+
+
+def integrates(x):
+    return odeint(lambda y, t: jnp.log(y - t), x[0], jnp.linspace(0, 5.0, 4), mxstep=9)
+
+
+def expands(x):
+    return bessel_jn(x * 1e-30, v=3, n_iter=5)
+
+
+@pytest.mark.parametrize("f", [minimizes, integrates, expands])
+def test_loops_of_jax_are_at_the_line_that_calls_them(f):
+    text = raised(jax.jit(f), jnp.array([1.0, 2.0]))
+    assert "step" in text
+    assert "unknown line" not in text
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A module of an installed package."""
+    folder = tmp_path / "site-packages" / "descents"
+    folder.mkdir(parents=True)
+    source = """
+        import jax.numpy as jnp
+        def scaled(x):
+            return x / jnp.sqrt(x - 1)
+    """
+    (folder / "rules.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    yield importlib.import_module("descents.rules")
+    sys.modules.pop("descents.rules"), sys.modules.pop("descents")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_place_in_a_library_has_the_line_that_led_there(library, wrap):
+    step = wrap(library.scaled)
+
+    def update(x):
+        return step(x) * 2  # BAD
+
+    text = raised(jax.jit(update), f32(1))
+    at = os.path.join("descents", "rules.py")
+    assert f"{at}:4 in scaled, called from\n  {marked(update)}" in text
+    assert f"{at}:4, called from test_observe_nans.py:" not in text.split("from\n")[0]
+
+
+def test_a_line_of_a_notebook_names_its_cell(monkeypatch):
+    """IPython keeps the source of a cell in a file of a random name."""
+
+    class Shell:
+        class compile:
+            @staticmethod
+            def format_code_name(name):
+                return ("Cell", "In[2]") if "831400573" in name else None
+
+    ipython = types.SimpleNamespace(get_ipython=Shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    names = {}
+    code = "import jax.numpy as jnp\ndef f(x):\n    return jnp.log(x)\n"
+    exec(compile(code, "/tmp/ipykernel_7/831400573.py", "exec"), names)
+    text = raised(jax.jit(names["f"]), f32(0))
+    assert "  Cell In[2]:3 in f" in text
+    assert "831400573" not in text
+
+
+# --- What is innocent, wherever it passes through -------------------------------------
+
+
+def padded(x):
+    return jnp.where(x > 0, x, jnp.inf)
+
+
+def padded_beside_a_print(x):
+    jax.debug.print("{}", x.sum())
+    return padded(x)
+
+
+def padded_beside_a_callback(x):
+    return padded(jax.pure_callback(np.asarray, x, x, vmap_method="sequential"))
+
+
+def padded_beside_a_tap(x):
+    hc.tap(lambda x: None, x)
+    return padded(x)
+
+
+def is_scanned(f):
+    return lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, x)[1]
+
+
+def is_carried(f):
+    body = lambda i, s: jnp.where(i == 1, f(s), s)
+    return lambda x: jax.lax.fori_loop(0, 3, body, x)
+
+
+def is_reset_in_a_while(f):
+    def body(s):
+        i, best = s
+        return i + 1, jnp.where(i == 2, f(-best), best - 1)
+
+    return lambda x: jax.lax.while_loop(lambda s: s[0] < 4, body, (0, x))[1]
+
+
+def is_switched(f):
+    return lambda x: jax.lax.switch(1, [jnp.sin, f, jnp.cos], x)
+
+
+def is_scanned_twice(f):
+    outer = lambda c, _: (c, is_scanned(f)(c))
+    return lambda x: jax.lax.scan(outer, x, None, length=2)[1]
+
+
+def has_a_rule(f):
+    f = jax.custom_vjp(f)
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (ct,))
+    return lambda x: jax.vjp(f, x)[0]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *(jax.jit, is_scanned, is_carried, is_reset_in_a_while, is_switched),
+        *(is_scanned_twice, has_a_rule, jax.checkpoint, jax.vmap),
+    ],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize(
+    "f",
+    [padded, padded_beside_a_print, padded_beside_a_callback, padded_beside_a_tap],
+    ids=lambda f: f.__name__,
+)
+def test_an_infinity_that_is_a_literal_is_no_error(f, wrap):
+    x = jnp.array([1.0, -1.0])
+    program = jax.jit(lambda x: wrap(f)(x) * 2)
+    with observe(nans=True):
+        found = program(x)
+    np.testing.assert_array_equal(found, program(x))
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    "f", [padded, padded_beside_a_tap, is_scanned(padded_beside_a_tap)]
+)
+def test_an_infinity_that_is_a_literal_in_shard_map_is_no_error(f):
+    program = jax.shard_map(f, mesh=_mesh(), in_specs=P("i"), out_specs=P("i"))
+    with observe(nans=True):
+        jax.block_until_ready(jax.jit(program)(jnp.array([1.0, -1.0, 2.0, -3.0])))
+
+
+def test_what_goes_through_a_call_with_effects_keeps_its_origin():
+    def model(x):
+        y = jnp.log(x)  # BAD
+        return jax.jit(lambda y: padded_beside_a_tap(-y))(y)
+
+    assert marked(model) in raised(jax.jit(model), jnp.array([0.0, 1.0]))
+
+
+# --- What makes a bad value beside others ---------------------------------------------
+
+NAN = np.nan
+DATA = jnp.array([1.0, NAN, 3.0])
+
+
+def makes_a_nan_of_one_number(x):
+    return jnp.var(x[:1], ddof=1)  # BAD
+
+
+def chooses_a_nan(x):
+    return jnp.where(x < 5, jnp.nan, x)  # BAD
+
+
+def takes_a_branch_that_is_nan(x):
+    return jax.lax.cond(x[0] < 5, lambda: jnp.float32(NAN), lambda: x[0])  # BAD
+
+
+def has_a_nan_in_its_data(x):
+    return ((DATA - x) ** 2).mean()  # BAD
+
+
+def has_a_nan_in_its_data_in_a_loop(x):
+    def body(c, _):
+        return c + (DATA * c).sum(), None  # BAD
+
+    return jax.lax.scan(body, x[0], None, length=2)[0]
+
+
+def reads_beyond_the_end(x):
+    return x.at[jnp.array([0, 7])].get(mode="fill")  # BAD
+
+
+CONSTANTS = [
+    *(makes_a_nan_of_one_number, chooses_a_nan, takes_a_branch_that_is_nan),
+    *(has_a_nan_in_its_data, has_a_nan_in_its_data_in_a_loop, reads_beyond_the_end),
+]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+@pytest.mark.parametrize("f", CONSTANTS, ids=lambda f: f.__name__)
+def test_a_nan_that_is_a_constant(f, wrap):
+    x = jnp.array([1.0, 2.0, 4.0])
+    assert marked(f) in raised(jax.jit(lambda x: wrap(f)(x) + 1), x)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jax.block_until_ready(jax.jit(f)(x))
+
+
+BESIDE = {  # a function, an argument with a bad value, and what makes one more
+    "log": (lambda x: jnp.log(x), [NAN, 0.0, 1.0], "log made"),
+    "div": (lambda x: 1 / x, [NAN, 0.0, 1.0], "div made"),
+    "div of inf": (lambda x: 1 / x + x, [np.inf, 0.0, 1.0], "div made"),
+    "inf - inf": (lambda x: x - x, [NAN, np.inf, 1.0], "sub made"),
+    "two results": (lambda x: (x * 2, jnp.sqrt(x[1] - 3)), [NAN, 0, 1], "sqrt made"),
+    "sums": (lambda x: jnp.log(x.sum(1)), [[NAN, 1], [0, 0]], "log made"),
+    "cumsum": (lambda x: 1 / jnp.cumsum(x), [0.0, 1.0, NAN], "div made"),
+    "matmul": (lambda x: x @ (x[1] * 1e30), [[NAN, 1], [1e30, 1]], "dot_general made"),
+    "moved": (lambda x: jnp.log(jnp.roll(x, 1)[::-1]), [NAN, 0.0, 1.0], "log made"),
+    "gather": (lambda x: jnp.log(x[jnp.array([0, 1, 1])]), [NAN, 0.0, 1], "log made"),
+    "scan": (lambda x: jax.lax.map(jnp.log, x), [NAN, 0.0, 1.0], "log made"),
+    "jit": (lambda x: jax.jit(jnp.log)(x), [NAN, 0.0, 1.0], "log made"),
+    "cond": (lambda x: jax.lax.cond(True, jnp.log, jnp.sin, x), [NAN, 0], "log made"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_bad_value_beside_one_that_was_given(name):
+    f, x, what = BESIDE[name]
+    assert what in raised(jax.jit(f), jnp.array(x, f32))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        *(jnp.cumsum, jnp.sort, lambda x: x[jnp.array([2, 1, 0])], jnp.fft.fft),
+        *(lambda x: jnp.outer(x, x), lambda x: jnp.convolve(x, x), jnp.cumprod),
+        *(lambda x: x.at[0].add(1), lambda x: jnp.pad(x, 2), lambda x: x.max()),
+        *(lambda x: jax.lax.map(lambda y: y * x, x), lambda x: jnp.stack([x, x + 1])),
+    ],
+)
+def test_a_value_that_was_given_is_handed_on(f):
+    with observe(nans=True):
+        assert jnp.isnan(jax.jit(f)(jnp.array([1.0, NAN, 2.0]))).any()
+
+
+# --- The device that made it ----------------------------------------------------------
+
+
+def hands_on(kind):
+    """A program in which device 2 makes a NaN, and a collective hands it to others."""
+
+    def f(x):
+        y = jnp.sqrt(x)  # BAD
+        if kind == "all_gather":
+            return jax.lax.all_gather(y, "i").sum()
+        if kind == "ppermute":
+            return jax.lax.ppermute(y, "i", [(i, (i + 1) % 4) for i in range(4)]).sum()
+        if kind == "scan":
+            step = lambda c, _: (c + jax.lax.pmean(y.sum(), "i"), None)
+            return jax.lax.scan(step, f32(0), None, length=3)[0]
+        if kind == "gradient":
+            return jax.grad(lambda w: jax.lax.pmean((w * y).sum(), "i"))(f32(1))
+        return getattr(jax.lax, kind)(y.sum(), "i")
+
+    def run(x):
+        return f(x)[None]
+
+    run = jax.shard_map(
+        run, mesh=_mesh(), in_specs=P("i"), out_specs=P("i"), check_vma=False
+    )
+    return f, jax.jit(run)
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    "kind", ["psum", "pmean", "pmax", "all_gather", "ppermute", "scan", "gradient"]
+)
+def test_the_device_that_made_it_tells(kind):
+    f, program = hands_on(kind)
+    x = jnp.array([1.0, 2, 3, 4, -5, 6, 7, 8])
+    for _ in range(3):
+        text = raised(program, x)
+        assert "sqrt made" in text
+        assert marked(f) in text
+        assert f"on {jax.devices()[2]}" in text
+
+
+@needs_devices
+def test_a_collective_that_makes_it():
+    def f(x):
+        return jax.lax.psum(x, "i")  # BAD
+
+    program = jax.shard_map(f, mesh=_mesh(), in_specs=P("i"), out_specs=P())
+    text = raised(jax.jit(program), jnp.full(4, 3e38))
+    assert marked(f) in text
+    assert "inf" in text
+
+
+def test_with_jax_debug_nans():
+    for option, f in ((jax.debug_nans, jnp.sqrt), (jax.debug_infs, lambda x: 1 / x)):
+        x = f32(-1) if f is jnp.sqrt else f32(0)
+        with option(True):
+            assert "made the first bad value" in raised(jax.jit(lambda x: f(x) * 2), x)
+
+
+def test_types_of_64_bits():
+    with jax.enable_x64(True):
+        text = raised(jax.jit(lambda x: jnp.exp(x) * 2), np.float64(800))
+    assert "exp made" in text
+
+
+# --- What it costs --------------------------------------------------------------------
+
+
+def judged():
+    """How often a program has asked the host."""
+    hc.barrier()
+    found = hc.monitor.stats().items()
+    return sum(each.calls for name, each in found if "nans=True" in name)
+
+
+def masked_scores(x):
+    step = lambda c, _: (jnp.tanh(c), jnp.where(x > 0, c, -jnp.inf))
+    return jax.lax.scan(step, x, None, length=200)[1]
+
+
+def best_so_far(x):
+    step = lambda c, i: (jnp.where(i > 150, jnp.minimum(c, x.sum()), jnp.inf), None)
+    return jax.lax.scan(step, jnp.inf, jnp.arange(200))[0]
+
+
+def forbidden_state(x):
+    step = lambda a, o: ((a[:, None] + o).max(0), a)
+    scores = jnp.zeros((200, 2, 2)).at[:, :, 1].set(-jnp.inf)
+    return jax.lax.scan(step, x, scores)[1]
+
+
+@pytest.mark.parametrize("f", [masked_scores, best_so_far, forbidden_state])
+def test_what_is_innocent_is_judged_once(f):
+    program, x = jax.jit(f), jnp.array([1.0, -1.0])
+    with observe(nans=True):
+        before = judged()
+        for _ in range(3):
+            program(x)
+        assert 0 < judged() - before <= 9  # and not 600
+
+
+def in_a_buffer(n, bad=-1):
+    """A loop that writes rows of a large buffer, as solvers do, and reads none."""
+
+    def body(s):
+        i, c, buffer = s
+        c = jnp.tanh(c) + jnp.where(i == bad, jnp.log(c * 0 - 1), 0)  # BAD
+        write = lambda b: b.at[i].set(c)
+        buffer = jax.lax.cond(i % 2 == 0, write, lambda b: b, buffer)
+        return i + 1, c, buffer
+
+    start = lambda x: (0, x, jnp.full((n, 8), jnp.inf))
+    run = lambda x: jax.lax.while_loop(lambda s: s[0] < 100, body, start(x))[1:]
+    return body, jax.jit(run)
+
+
+@pytest.mark.parametrize("n", [4, 5000])
+@pytest.mark.parametrize("bad", [0, 1, 31, 98])
+def test_steps_of_a_loop_with_a_large_buffer(n, bad):
+    body, program = in_a_buffer(n, bad)
+    text = raised(program, jnp.ones(8))
+    assert marked(body) in text
+    assert f"step {bad} of the while" in text
+
+
+@pytest.mark.parametrize("n", [4, 5000])
+def test_a_large_buffer_that_begins_with_infinities(n):
+    _, program = in_a_buffer(n)
+    expected = program(jnp.ones(8))
+    with observe(nans=True):
+        found = program(jnp.ones(8))
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_bad_value_in_a_large_buffer_alone(reverse):
+    """It is looked at now and then, and the step that made it is found."""
+
+    def body(buffer, x):
+        i, y = x
+        new = 1 / y  # BAD
+        return jax.lax.cond(i >= 0, lambda b: b.at[i].set(new), lambda b: b, buffer), i
+
+    def f(ys):
+        xs = jnp.arange(300), ys
+        return jax.lax.scan(body, jnp.zeros((5000, 8)), xs, reverse=reverse)
+
+    ys = jnp.ones((300, 8)).at[123, 2].set(0)
+    text = raised(jax.jit(f), ys)
+    assert marked(body) in text
+    assert "step 123 of the scan" in text
+    assert "at [2]" in text
+
+
+# --- What is done with them -----------------------------------------------------------
+
+
+def test_a_program_that_goes_on(capsys):
+    def f(x):
+        y = jnp.log(x)  # BAD
+        return y * 2
+
+    program = jax.jit(f)
+    with observe(nans=True, on_bad="report"):
+        for _ in range(3):
+            assert program(0.0) == -np.inf
+        assert program(1.0) == 0
+    told = capsys.readouterr().err
+    assert told.count("log made the first bad value") == 1
+    assert marked(f) in told
+    assert told.count("hc.observe found bad values made by") == 1
+    assert "  log at test_observe_nans.py:" in told
+    assert told.rstrip().endswith(": 3")
+
+
+def test_a_loop_that_goes_on():
+    """A sampler rejects such steps by itself, and runs to its end."""
+
+    def body(c, x):
+        y = jnp.sqrt(x)  # BAD
+        return jnp.where(jnp.isnan(y), c, c + y), y
+
+    program, xs = (
+        jax.jit(lambda xs: jax.lax.scan(body, 0.0, xs)),
+        jnp.array([4, -1, 9.0]),
+    )
+    records = []
+    with observe(nans=True, on_bad=records.append):
+        total, ys = program(xs)
+    assert total == 5
+    np.testing.assert_array_equal(ys, [2, np.nan, 3])
+    (record,) = records
+    assert f"{record.file}:{record.line} " == marked(body)
+    assert (record.primitive, record.steps, record.backward) == ("sqrt", (1,), False)
+    assert record.operands == ("-1",)
+    assert record.message.startswith("hostcall: sqrt made")
+
+
+def test_what_a_function_raises_ends_the_program():
+    def stop(record):
+        raise KeyError(record.primitive)
+
+    with pytest.raises(KeyError, match="log"), observe(nans=True, on_bad=stop):
+        jax.jit(logs)(START)
+
+
+def test_nans_without_infinities():
+    """A model may have log(0)."""
+    f = lambda x: (
+        jnp.exp(jnp.log(x))
+        + jax.lax.scan(lambda c, _: (jnp.log(x), c), 0.0, None, length=3)[0]
+    )
+    with observe(nans=True, infs=False):
+        assert jax.jit(f)(0.0) == -np.inf
+
+    def g(x):
+        y = jnp.log(x)
+        return y - y  # BAD
+
+    block = observe(nans=True, infs=False)
+    with pytest.raises(FloatingPointError, match="sub made") as caught, block:
+        jax.block_until_ready(jax.jit(g)(0.0))
+    assert marked(g) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nans": True, "on_bad": "ignore"}, 'should be "raise", "report", or a func'),
+        ({"progress": True, "infs": False}, "Add nans=True"),
+    ],
+)
+def test_mistakes_of_options(options, text):
+    with pytest.raises(hc.errors.SpecError, match=text):
+        observe(**options)
+
+
+def test_an_option_of_another_name():
+    with pytest.raises(TypeError, match="no option 'nan'. Did you mean 'nans'?"):
+        observe(nan=True)
+
+
 # --- The block ------------------------------------------------------------------------
 
 
@@ -658,6 +1213,26 @@ def test_nothing_is_compiled_again_after_the_block(compiled):
     assert compiled[0] == inside
 
 
+@pytest.mark.parametrize("what", ["nans=True", "'y', to=lambda *a: None"])
+def test_the_first_block_of_a_process_compiles_nothing_again(run_python, what):
+    """What the block imports must not change the settings that JAX's caches know."""
+    run_python(f"""
+        import jax, jax.numpy as jnp, hostcall as hc
+        from jax._src import monitoring
+
+        count = [0]
+        def listen(event, *args, **kwargs):
+            count[0] += "jaxpr_trace" in event or "backend_compile" in event
+        f, g, x = jax.jit(lambda x: jnp.sin(x).sum()), jax.jit(lambda x: x * 3), 1.0
+        f(x), g(x)
+        with hc.observe({what}):
+            f(x)
+        monitoring.register_event_duration_secs_listener(listen)
+        f(x), g(x)
+        assert count[0] == 0
+    """)
+
+
 def test_two_threads():
     program = jax.jit(logs)
     found = {}
@@ -686,6 +1261,22 @@ def test_two_threads():
         thread.join(timeout=60)
     assert found["plain"] == -np.inf
     assert "log made" in found["observed"]
+
+
+@pytest.mark.parametrize(
+    "reads", [jax.block_until_ready, float, np.asarray, lambda x: x + 1]
+)
+def test_a_handler_inside_the_block_gets_the_error(reads):
+    """As under jax_debug_nans."""
+    program = jax.jit(lambda x: hc.call(lambda y: y, x, jnp.log(x)) * 2)
+    for f in (jax.jit(jnp.log), program):
+        with observe(nans=True):
+            with pytest.raises(FloatingPointError, match="log made") as caught:
+                reads(f(0.0))
+            assert type(caught.value).__name__ == "FloatingPointError"
+            assert float(f(1.0)) == 0
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
 
 
 def test_nested_blocks():

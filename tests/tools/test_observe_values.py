@@ -511,6 +511,168 @@ def test_beside_calls():
     assert seen == [2, 2]
 
 
+# --- Variables of helpers that are called on their own results ------------------------
+
+
+def helper(x):
+    inner = x * 5
+    return inner
+
+
+def with_a_rule(x):
+    f = jax.custom_vjp(helper)
+    f.defvjp(lambda x: (helper(x), None), lambda _, ct: (ct * 5,))
+    return f(x)
+
+
+@pytest.mark.parametrize(
+    "f", [helper, jax.jit(helper), jax.checkpoint(helper), jax.remat(jax.jit(helper))]
+)
+def test_a_chain_of_calls(f):
+    values = [np.float32(5**n) for n in (1, 2, 3)]
+
+    def chain(x):
+        return f(f(f(x)))
+
+    def layers(x):
+        for _ in range(3):
+            x = f(x)
+        return x
+
+    for program in (chain, layers, with_a_rule):
+        got = observed(jax.jit(program), np.float32(1), names=["inner"])
+        found = sorted(got.values["inner"])
+        np.testing.assert_array_equal(found, values[: len(found)])
+        assert len(found) == (1 if program is with_a_rule else 3)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_body_that_runs_on_its_own_result(length):
+    def body(c, _):
+        inner = c * 2
+        return inner, None
+
+    def f(x):
+        c = jax.lax.scan(body, x, None, length=length)[0]
+        return jax.lax.scan(body, c, None, length=length)[0]
+
+    def g(x):
+        return jax.lax.fori_loop(0, 2 * length, lambda i, c: body(c, i)[0], x)
+
+    values = [np.float32(2.0**n) for n in range(1, 2 * length + 1)]
+    for program in (f, g):
+        observed(jax.jit(program), np.float32(1), names=["inner"]).check(inner=values)
+
+
+def test_a_branch_that_runs_on_its_own_result():
+    def f(x):
+        for _ in range(2):
+            x = jax.lax.cond(x > 0, helper, lambda x: x, x)
+        return x
+
+    observed(jax.jit(f), np.float32(1), names=["inner"]).check(inner=[5, 25])
+
+
+# --- Parts of tuples ------------------------------------------------------------------
+
+
+def loss_of(w):
+    return (w**2).sum()
+
+
+def loss_and_more(w):
+    total = (w**2).sum()
+    return total, {"mean": w.mean(), "max": w.max()}
+
+
+def plain(w):
+    loss, grads = jax.value_and_grad(loss_of)(w)
+    return loss, grads
+
+
+def with_aux(w):
+    (loss, aux), grads = jax.value_and_grad(loss_and_more, has_aux=True)(w)
+    return loss, grads, aux
+
+
+def with_aux_of_grad(w):
+    grads, loss = jax.grad(lambda w: (loss_of(w), w.sum()), has_aux=True)(w)
+    return loss, grads
+
+
+def kept(w):
+    vg = jax.value_and_grad(loss_of)
+    out = vg(w)
+    loss, grads = out
+    return loss, grads
+
+
+def by_vjp(w):
+    loss, pull = jax.vjp(loss_of, w)
+    return loss, pull(1.0)
+
+
+def step(w):
+    (loss, _), grads = jax.value_and_grad(loss_and_more, has_aux=True)(w)
+    w = w - 0.1 * grads
+    return w, loss
+
+
+def by_a_step(w):
+    state, loss = step(w)
+    return loss, state
+
+
+def by_a_jitted_step(w):
+    state, loss = jax.jit(step)(w)
+    return loss, state
+
+
+def in_a_loop(w):
+    def body(w, _):
+        state, loss = step(w)
+        return state, loss
+
+    return jax.lax.scan(body, w, None, length=1)
+
+
+TUPLES = {
+    plain: ["loss", "grads"],
+    with_aux: ["loss", "grads", "aux"],
+    with_aux_of_grad: ["loss", "grads"],
+    kept: ["loss", "grads"],
+    by_vjp: ["loss"],
+    by_a_step: ["loss", "grads", "state"],
+    by_a_jitted_step: ["loss", "grads", "state"],
+    in_a_loop: ["loss", "grads", "state"],
+}
+
+
+@pytest.mark.parametrize("f", TUPLES, ids=lambda f: f.__name__)
+def test_parts_of_what_a_call_returns(f):
+    """None of the parts is taken for another."""
+    expected = {
+        "grads": [0, 2, 4],
+        "state": [0, 0.8, 1.6],
+        "loss": 3.0 if f is with_aux_of_grad else 5.0,
+    }
+    got = Got()
+    with observe(*TUPLES[f], to=got):
+        jax.block_until_ready(jax.jit(f)(jnp.arange(3.0)))
+    for name, values in got.values.items():
+        for value in values if name in expected else ():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-6)
+    assert {name.split(".")[0] for name in got.values} == {*TUPLES[f]}
+    if f is with_aux:
+        aux = [*got.values["aux.0"], *got.values["aux.1"]]
+        assert sorted(map(float, aux)) == [1, 2]
+
+
+def test_an_assignment_in_a_lambda():
+    f = lambda x: (y := x * 2) + jnp.sin(y)
+    observed(jax.jit(f), X, names=["y"]).check(y=[X * 2])
+
+
 # --- Where they go --------------------------------------------------------------------
 
 
@@ -543,7 +705,7 @@ def test_to_a_sink(tmp_path):
 def test_printed(capsys):
     with observe("y"):
         jax.jit(parts)(X)
-    assert "y (test_observe_values.py:" in capsys.readouterr().out
+    assert "y (test_observe_values.py:" in capsys.readouterr().err
 
 
 def test_select():

@@ -142,6 +142,40 @@ def literals(x):
     return 1.0, x, jnp.pi
 
 
+def constants_of_a_program(x):
+    """A program that runs while this one is traced."""
+    with jax.ensure_compile_time_eval():
+        basis = jax.jit(lambda: jax.lax.fori_loop(0, 3, lambda i, c: c + 1.0, 0.0))()
+        other = jnp.ones(8) * 2
+    return x * basis + other
+
+
+def constants_in_a_loop(x):
+    def body(c, x):
+        return c + constants_of_a_program(x).sum(), c
+
+    return jax.lax.scan(body, 0.0, x)
+
+
+def constants_of_a_gradient(x):
+    steps = lambda y: jax.lax.scan(lambda c, _: (c * y, None), 1.0, None, length=5)[0]
+    with jax.ensure_compile_time_eval():
+        slope = jax.jit(lambda: jax.grad(steps)(1.0))()
+    return x * slope
+
+
+def constants_in_a_rule(x):
+    f = jax.custom_jvp(lambda x: x * 6)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        with jax.ensure_compile_time_eval():
+            slope = jnp.ones(3) * 2
+        return f(*primals), slope.sum() * tangents[0]
+
+    return jax.grad(lambda x: f(x).sum())(x)
+
+
 ZOO = [
     *(keys_in_a_loop, linear_algebra, hessian, solver, special, empty, integers),
     *(small_types, complexes, switch, scatter, buffers, nested_derivatives),
@@ -154,6 +188,10 @@ ZOO = [
         calls,
         constants,
         literals,
+        constants_of_a_program,
+        constants_in_a_loop,
+        constants_of_a_gradient,
+        constants_in_a_rule,
     ),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import sys
 import threading
 import time
 
@@ -163,3 +164,48 @@ def test_one_thread_at_a_time_touches_the_bars(screen, monkeypatch):
     for thread in threads:
         thread.join()
     assert set(together) == {1}
+
+
+@pytest.mark.parametrize("first", ["outer", "inner"])
+def test_loops_that_know_their_place_need_no_order(
+    screen, undelayed, monkeypatch, first
+):
+    """XLA may run an inner loop before the step of the loop around it."""
+    monkeypatch.setattr(bars, "LASTS", -1)
+    paths = {"outer": ("outer",), "inner": ("outer", "inner"), "other": ("other",)}
+    loops = {
+        name: bars.Loop(3, name, "it", 0, screen, "batched", path)
+        for name, path in paths.items()
+    }
+    inner = [("inner", i) for i in range(3)]
+    steps = []
+    for i in range(3):
+        here = [("outer", i), *inner] if first == "outer" else [*inner, ("outer", i)]
+        steps += here
+    steps += [("other", i) for i in range(3)]
+    deliver(monkeypatch, loops, steps)
+    hc.progress.close()
+    ends = {bar.desc: end for bar, end in zip(screen.bars, screen.ends, strict=True)}
+    assert ends == {"outer": (3, *LEFT), "inner": (3, *ERASED), "other": (3, *LEFT)}
+
+
+def test_a_bar_that_begins_again_has_no_negative_rate(stderr_is):
+    text = stderr_is(screens.Terminal())
+    spec = bars.Loop(400, "inner", "it", 0, "auto", "batched")
+    drawn = drawing.Drawn(spec, "inner", 400, 300, time.time() - 1)
+    drawn.show(400, "", at_once=True)
+    drawn.restart(1)
+    drawn.show(1, "", at_once=True)
+    drawn.close(leave=True)
+    assert "<-" not in text.getvalue()
+    assert ", -" not in text.getvalue()
+
+
+def test_an_error_that_ends_the_program_closes_the_bars_first(screen, monkeypatch):
+    states = []
+    note = lambda *error: states.extend(bar.is_closed for bar in screen.bars)
+    monkeypatch.setattr(sys, "excepthook", note)
+    bars.begin_tracebacks_on_a_line.__wrapped__()
+    deliver(monkeypatch, loops_of(screen), [("outer", 0), ("outer", 1)])
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    assert states == [True]

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -52,10 +53,38 @@ def observe(run: Callable[[], None], observed: str) -> None:
     `observed` has its names and options, as JSON.
     """
     import hostcall as hc
+    from hostcall._core.errors import ReplacesReport
 
     names, options = json.loads(observed)
-    with hc.observe(*names, **options):
-        run()
+    path = options.get("to")
+    if path is not None:
+        sink = hc.tools.sinks.csv if path.endswith(".csv") else hc.tools.sinks.jsonl
+        options["to"] = sink(path)
+    seen = hc.observe(*names, **options)
+    try:
+        with seen:
+            run()
+    except FloatingPointError as error:
+        if not isinstance(error, ReplacesReport):
+            raise  # the program's own
+        print(_report(error), file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        if path is not None:
+            options["to"].close()
+
+
+def _report(error: Exception) -> str:
+    """The traceback of an error with the lines of the program alone."""
+    from hostcall._jax.places import in_library
+
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.exists(frame.filename) and in_library(frame.filename) is None
+    ]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)]
+    return "".join([*lines, f"FloatingPointError: {error}"])
 
 
 SHORT = "run a program with its callbacks on the engine"
@@ -75,7 +104,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="print the values of a variable, such as loss or 'grad_*'",
+        help="print the values of a variable to stderr, such as loss or 'grad_*'",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="FILE",
+        help="write these values to a file of JSON lines, or of CSV if it ends so",
+    )
+    parser.add_argument(
+        "--on-bad",
+        choices=["raise", "report"],
+        default="raise",
+        help="with --nans: end the program (default), or go on and report each place",
+    )
+    parser.add_argument(
+        "--no-infs", action="store_true", help="with --nans: look for NaNs alone"
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", help="program is a module's name"
@@ -96,7 +139,17 @@ def main(options: argparse.Namespace) -> NoReturn:
             options.refuse(f"there is no file {options.program}")
         home = os.path.dirname(os.path.abspath(options.program))
     sys.stdout.flush()
-    chosen = {option: True for option in _OBSERVED if vars(options)[option]}
+    chosen: dict[str, object] = {
+        option: True for option in _OBSERVED if vars(options)[option]
+    }
+    if options.nans:
+        chosen |= {"on_bad": options.on_bad, "infs": not options.no_infs}
+    elif options.no_infs or options.on_bad != "raise":
+        options.refuse("--on-bad and --no-infs need --nans")
+    if options.to is not None:
+        if not options.values:
+            options.refuse("--to needs the names of values: --values NAME")
+        chosen["to"] = os.path.abspath(options.to)
     observed = json.dumps([options.values, chosen])
     start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
     start.append(observed if chosen or options.values else "")

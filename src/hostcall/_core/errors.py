@@ -41,6 +41,14 @@ def code_in(text: str) -> str | None:
 # --- The exceptions ------------------------------------------------------------------
 
 
+class ReplacesReport:
+    """Base of exceptions that are raised in place of JAX's report of a failed program.
+
+    Where a result is read, JAX raises a JaxRuntimeError with the text of a callback's
+    exception. One of this class is raised there itself.
+    """
+
+
 class HostcallError(Exception):
     """The base class of all errors that hostcall itself raises.
 

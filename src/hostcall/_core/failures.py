@@ -39,7 +39,6 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import config, errors, frames
 from hostcall._core.process import Guarded, once
-from hostcall._core.watch_error import WatchError
 
 logger = logging.getLogger("hostcall")
 
@@ -340,12 +339,14 @@ def failure_of(result: Any) -> Exception | None:
 def replacement(number: int) -> BaseException | None:
     """The exception that the caller should see in place of JAX's report of it, or None.
 
-    KeyboardInterrupt, SystemExit and the like, WatchError and a debugger's `quit`
-    replace the report.
+    KeyboardInterrupt, SystemExit and the like, WatchError, what `hc.observe` raises and
+    a debugger's `quit` replace the report.
     """
     found = kept(number)
     debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
-    own = WatchError if debugger is None else (WatchError, debugger.BdbQuit)
+    own: tuple[type, ...] = (errors.ReplacesReport,)
+    if debugger is not None:
+        own += (debugger.BdbQuit,)
     kind = type(found)  # `isinstance` would ask the exception's own `__class__`
     replaces = issubclass(kind, own) or not issubclass(kind, Exception)
     return _handed_over(number) if found is not None and replaces else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 import jax
 import numpy as np
 
-from hostcall._core.errors import HostcallError, SpecError
+from hostcall._core.errors import HostcallError, ReplacesReport, SpecError
 from hostcall._core.gone import refuse
 from hostcall._core.source import Place
 from hostcall._jax.types import Device
@@ -34,7 +34,7 @@ _GONE = {
 }
 
 
-class WatchError(HostcallError, RuntimeError):
+class WatchError(HostcallError, RuntimeError, ReplacesReport):
     """A value that `hc.watch` checks is bad. It ends the program, as itself.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import effects as _effects
+from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import batching as _batching
 from jax._src.sharding_impls import UNSPECIFIED as _UNSPECIFIED
 
@@ -94,10 +96,13 @@ def inners(eqn: _t.JaxprEquation) -> list[Inner]:
 
 
 def replaced(
-    eqn: _t.JaxprEquation, jaxprs: dict[str, list[_t.Jaxpr]], more: dict[str, int]
+    eqn: _t.JaxprEquation,
+    jaxprs: dict[str, list[_t.Jaxpr]],
+    more: dict[str, int],
+    carried: int,
 ) -> _t.JaxprEquation:
     """The equation with these jaxprs, which have so many more constants. A loop also
-    carries one value more, in front of the others.
+    carries so many more values, in front of the others.
     """
     found = {e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects}
     own = {e for e in found if not isinstance(e, _effects.JaxprInputEffect)}
@@ -112,7 +117,7 @@ def replaced(
         "donated_invars": (False,) * n,
         "in_specs": (jax.sharding.PartitionSpec(),) * n,
         "num_consts": n,
-        "num_carry": 1,
+        "num_carry": carried,
         "prevent_cse": (False,) * n,  # or a bool
         "cond_nconsts": more.get("cond_jaxpr", 0),
         "body_nconsts": more.get("body_jaxpr", 0),
@@ -125,10 +130,27 @@ def replaced(
 
         consts, carry, xs = params["ft_in"].unpack()
         results, ys = params["ft_out"].unpack()
-        front = _ft.nones(1)
+        front = _ft.nones(carried)
         params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
         params["ft_out"] = _ft.pack(((front, results), ys))
     return eqn.replace(primitive=primitive, params=params, effects=eqn.effects | own)
+
+
+def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
+    """For each result of a call which part of the function's result it is, by the
+    indices of the tuples that it is in; None if JAX does not say.
+    """
+    jaxpr = eqn.params.get(called(eqn)) if eqn.primitive.name in CALLS else None
+    names = getattr(getattr(jaxpr, "debug_info", None), "result_paths", None)
+    if not isinstance(names, tuple) or len(names) != len(eqn.outvars):
+        return None
+    found = []
+    for name in names:
+        indices = re.match(r"result((?:\[\d+\])*)", str(name))
+        if indices is None:
+            return None
+        found.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
+    return found
 
 
 def is_array(atom: _t.Atom) -> bool:
@@ -175,8 +197,20 @@ def is_elementwise(eqn: _t.JaxprEquation) -> bool:
     return isinstance(rule, functools.partial) and rule.func in rules
 
 
+def is_numpy(x: object) -> bool:
+    """Whether it is an array that JAX takes as one of NumPy's."""
+    return isinstance(getattr(x, "dtype", None), np.dtype) and not isinstance(
+        x, _core.Tracer
+    )
+
+
 def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation alone, outside of programs."""
+    # A library's primitive may know no arrays but JAX's.
+    operands = [
+        x if isinstance(x, _ArrayImpl) or not is_numpy(x) else jax.numpy.asarray(x)
+        for x in operands
+    ]
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
     results = eqn.primitive.bind(*functions, *operands, **params)

@@ -7,7 +7,8 @@ stay as they are, and those of a function of the caller's are put between them:
             program, the body of a loop, a branch, a function that it calls.
     insert  A use answers with insertions: functions, and the variables that they get.
             Where one of these is the number of a loop's step, the loop gets a counter.
-    label   `user_lines.py` says where the user wrote an equation.
+    label   The walk gives each equation its place (`places.py`): its lines of the
+            user's, and the loops, calls and shards that it is in.
 
 Not entered are loops over Refs, conditions of while loops whose rows differ, kernels,
 custom calls, and the small functions inside reductions, sorts and scatters.
@@ -45,6 +46,7 @@ from hostcall._jax.devices import back_ends_started
 from hostcall._jax.execution import ExecutionGuard
 from hostcall._jax.fast_dispatch import is_for_export
 from hostcall._jax.jaxprs import LOOPS
+from hostcall._jax.places import Place, meshes_of
 from hostcall._jax.versions import changed, open_jaxpr
 
 
@@ -56,7 +58,7 @@ class Level:
         jaxpr: as it is in the program that nobody changed.
         kind: the primitive of the equation around it; "condition" of a while loop's; ""
             of the whole program.
-        around: the equations around it, the outermost first.
+        inside: the place of the equation around it; None of the whole program.
         steps: for each loop around, the outermost first, the number of its step. In a
             backward pass it is that of the step which is differentiated. Under vmap the
             rows of a while loop have one each.
@@ -67,20 +69,33 @@ class Level:
 
     jaxpr: _t.Jaxpr
     kind: str = ""
-    around: tuple[_t.JaxprEquation, ...] = ()
+    inside: Place | None = None
     steps: tuple[_t.Var, ...] = ()
     running: tuple[_t.Jaxpr, list[_t.Var]] | None = None
     outer: Level | None = None
 
-    @property
-    def loops(self) -> list[_t.JaxprEquation]:
-        return [eqn for eqn in self.around if eqn.primitive.name in LOOPS]
+    @functools.cached_property
+    def places(self) -> list[Place]:
+        """The place of each of its equations."""
+        return [Place(eqn, self.inside) for eqn in self.jaxpr.eqns]
 
     @property
+    def around(self) -> tuple[_t.JaxprEquation, ...]:
+        """The equations around it, the outermost first."""
+        return self.inside.eqns if self.inside else ()
+
+    @functools.cached_property
+    def loops(self) -> list[Place]:
+        """The places of the loops around it, the outermost first."""
+        if self.inside is None:
+            return []
+        own = [self.inside] if self.kind in LOOPS else []
+        return [*self.inside.loops, *own]
+
+    @functools.cached_property
     def meshes(self) -> list[tuple[_t.Mesh, frozenset[str]]]:
         """The mesh of each shard_map around it, and over which axes it is manual."""
-        maps = (e.params for e in self.around if e.primitive.name == "shard_map")
-        return [(each["mesh"], each["newly_manual_axes"]) for each in maps]
+        return meshes_of(self.around)
 
     @functools.cached_property
     def uses(self) -> dict[_t.Var, list[tuple[int, int]]]:
@@ -98,16 +113,48 @@ class Level:
         return found
 
 
+class Kept(NamedTuple):
+    """A value that a loop keeps for an insertion into its body.
+
+    Attributes:
+        var: the value at the beginning of a step.
+        start: what it is in the first step: a literal, or a variable of the level
+            around.
+        next: the variable that has it for the next step.
+    """
+
+    var: _t.Var
+    start: _t.Atom
+    next: _t.Var
+
+
 class Insertion(NamedTuple):
     """Equations to put into a level: those of `fn(*operands)`.
 
     Attributes:
-        after: the index of the equation that they come after; None: at the end.
+        after: the index of the equation that they come after; None: at the end, -1: at
+            the beginning.
+        results: variables that get the results of `fn`. One that is an input of the
+            level is replaced: the equations after it get the result.
+        kept: what the loop keeps for it, if the level is a loop's body.
+        outer: operands that are variables of the level around.
     """
 
-    fn: Callable[..., None]
+    fn: Callable[..., Sequence[jax.Array] | None]
     operands: Sequence[_t.Atom]
     after: int | None = None
+    results: Sequence[_t.Var] = ()
+    kept: Sequence[Kept] = ()
+    outer: Sequence[_t.Var] = ()
+
+
+def variable(shape: Sequence[int], dtype: _t.Dtype) -> _t.Var:
+    """A new variable for results of insertions, and for what loops keep."""
+    return _core.Var(_core.ShapedArray(tuple(shape), dtype))
+
+
+def literal(value: np.ndarray) -> _t.Atom:
+    return _core.Literal(value, _core.ShapedArray(value.shape, value.dtype))
 
 
 class Use(Protocol):
@@ -120,9 +167,11 @@ class Use(Protocol):
 def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
     """The program with what these uses put into it; itself if that is nothing."""
     program = open_jaxpr(jaxpr)
-    eqns = _eqns_of(Level(program), uses)
-    is_same = eqns is program.eqns
-    return jaxpr if is_same else _with(jaxpr, eqns, program.invars, program.outvars)
+    new = _rewritten(Level(program), uses)
+    if new is None:
+        return jaxpr
+    assert not new.renamed, "only the inputs of inner levels are replaced"
+    return _with(jaxpr, new.eqns, program.invars, program.outvars)
 
 
 # --- Which programs -------------------------------------------------------------------
@@ -267,20 +316,34 @@ _mlir.register_lowering(_looked_at_p, _lower_looked_at)
 
 
 def _traced(
-    fn: Callable[..., Sequence[jax.Array] | None], operands: Sequence[_t.Atom]
+    fn: Callable[..., Sequence[jax.Array] | None],
+    operands: Sequence[_t.Atom],
+    is_apart: bool = True,
 ) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
-    """The equations of `fn` on these variables, and its results."""
+    """The equations of `fn` on these variables, and its results.
+
+    `is_apart`: the compiler lets no sharding spread from there into the program.
+    """
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
-        return list(fn(*map(_looked_at_p.bind, arrays)) or ())
+        given = map(_looked_at_p.bind, arrays) if is_apart else arrays
+        return list(fn(*given) or ())
 
     avals = [_core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
     names = _core.DebugInfo("observe", "hostcall.observe", None, None)
     wrapped = _lu.wrap_init(flat, debug_info=names)
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
+    # A program may be lowered while another one is traced that computes constants
+    # (`jax.ensure_compile_time_eval`). What is put in is no constant.
+    with _config.eager_constant_folding(False):
+        jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
     made = open_jaxpr(jaxpr)
-    new: dict[_t.Atom, _t.Atom] = dict(zip(made.invars, operands, strict=True))
-    for var, const in zip(made.constvars, consts, strict=True):
+    # Where the constants have no variables of their own, they are the first inputs.
+    inputs = [*made.constvars, *made.invars]
+    known = inputs[: len(consts)]
+    new: dict[_t.Atom, _t.Atom] = dict(
+        zip(inputs[len(consts) :], operands, strict=True)
+    )
+    for var, const in zip(known, consts, strict=True):
         new[var] = _core.Literal(np.asarray(const), var.aval)
 
     def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
@@ -290,22 +353,63 @@ def _traced(
     return eqns, renamed(made.outvars)
 
 
-def _eqns_of(level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
-    """What the equations of a level become; the same list if nothing is put in."""
+@dataclass
+class _Level:
+    """What becomes of a level.
+
+    Attributes:
+        renamed: inputs that an insertion has replaced, with their new names.
+        kept: what the loop around keeps.
+        outer: further variables of the level around.
+    """
+
+    eqns: list[_t.JaxprEquation]
+    renamed: dict[_t.Var, _t.Var]
+    kept: list[Kept]
+    outer: list[_t.Var]
+
+
+def _rewritten(level: Level, uses: Sequence[Use]) -> _Level | None:
+    """The level with what is put into it and into levels inside it; None if that is
+    nothing.
+    """
     old = level.jaxpr.eqns
     after: dict[int, list[_t.JaxprEquation]] = {}
+    made = _Level([], {}, [], [])
     with contextlib.ExitStack() as stack:
         for mesh, axes in level.meshes:
             stack.enter_context(_shard_map._extend_axis_env(mesh, axes))
             manual = _shard_map._as_manual_mesh(mesh, axes)
             stack.enter_context(_mesh.use_abstract_mesh(manual))
-        for fn, operands, at in (i for use in uses for i in use.look(level)):
-            at = len(old) - 1 if at is None else at
-            after.setdefault(at, []).extend(_traced(fn, operands)[0])
-    new = list(after.get(-1, ()))
-    for index, eqn in enumerate(old):
-        new += [_inside(eqn, level, uses), *after.get(index, ())]
-    return old if new == old else new
+        for each in (i for use in uses for i in use.look(level)):
+            at = len(old) - 1 if each.after is None else each.after
+            made.kept += each.kept
+            made.outer += each.outer
+            after.setdefault(at, []).extend(_insertion(each, level, made.renamed))
+    made.eqns += after.get(-1, ())
+    for index, place in enumerate(level.places):
+        made.eqns += [_inside(place, level, uses), *after.get(index, ())]
+    return None if made.eqns == old else made
+
+
+def _insertion(
+    each: Insertion, level: Level, renamed: dict[_t.Var, _t.Var]
+) -> list[_t.JaxprEquation]:
+    inputs = [var for var in each.results if var in level.jaxpr.invars]
+    assert not inputs or each.after == -1, "only equations after it get the result"
+    renamed |= {var: _core.Var(var.aval) for var in inputs}
+    operands = [
+        renamed.get(x, x) if isinstance(x, _core.Var) and each.after == -1 else x
+        for x in each.operands
+    ]
+    eqns, results = _traced(each.fn, operands, is_apart=not inputs)
+    names = dict(zip(results, each.results, strict=False)) if each.results else {}
+    assert all(isinstance(x, _core.Var) for x in names), "an equation makes each"
+
+    def new(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
+        return [x if isinstance(x, _core.Literal) else names.get(x, x) for x in atoms]
+
+    return [e.replace(invars=new(e.invars), outvars=new(e.outvars)) for e in eqns]
 
 
 def _with(
@@ -326,44 +430,53 @@ def _with(
 # --- Walk -----------------------------------------------------------------------------
 
 
-def _inside(
-    eqn: _t.JaxprEquation, level: Level, uses: Sequence[Use]
-) -> _t.JaxprEquation:
+def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation:
     """The equation, with its inner levels rewritten.
 
     These get the numbers of all loops' steps around as further inputs, since each is
     one variable in all levels. A loop gets a counter in front of what it carries.
     """
+    eqn = place.eqn
     inners, name = jaxprs.inners(eqn), eqn.primitive.name
     rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
     step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
     starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
     counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
+    kept: list[Kept] = []
     new, more = dict[str, list[_t.Jaxpr]](), dict[str, int]()
     for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
         old, at, is_body = open_jaxpr(jaxpr), end - begin, key != "cond_jaxpr"
         given: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
-        running, eqns, outvars = None, old.eqns, old.outvars
+        running, eqns, outvars, own = None, old.eqns, old.outvars, None
         if rows and is_body:  # under vmap, they stop one by one
             tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
             given |= zip(tests, eqn.invars, strict=False)
             running = inners[0].jaxpr, [*tests, *old.invars[at:]]
         if is_body or not rows:  # JAX would compute that condition twice a step
-            place = name if is_body else "condition", (*level.around, eqn)
+            kind = name if is_body else "condition"
             steps = (*level.steps, *counter)
-            eqns = _eqns_of(Level(old, *place, steps, running, level), uses)
-        is_same &= eqns is old.eqns
+            own = _rewritten(Level(old, kind, place, steps, running, level), uses)
+        is_same &= own is None
+        invars = list(old.invars)
+        if own is not None:
+            eqns, invars = own.eqns, [own.renamed.get(x, x) for x in old.invars]
+            given |= {var: var for var in own.outer}
+            kept += own.kept
         if is_body:
-            eqns, outvars = [*eqns, *count], [*nexts, *outvars]
-        invars = [*old.invars[:at], *given, *counter, *old.invars[at:]]
+            eqns = [*eqns, *count]
+            outvars = [*nexts, *(each.next for each in kept), *outvars]
+        front = [*counter, *(each.var for each in kept)]
+        invars = [*invars[:at], *given, *front, *invars[at:]]
         new.setdefault(key, []).insert(0, _with(jaxpr, eqns, invars, outvars))
         if key not in more:
             more[key] = len(given)
-            operands[end:end] = [*given.values(), *starts * is_body]
+            first = [*starts, *(each.start for each in kept)] if is_body else []
+            operands[end:end] = [*given.values(), *first]
     if is_same:
         return eqn
-    made = jaxprs.replaced(eqn, new, more)
-    outvars = [*(_core.DropVar(x.aval) for x in counter), *eqn.outvars]
+    front = [*counter, *(each.var for each in kept)]
+    made = jaxprs.replaced(eqn, new, more, len(front))
+    outvars = [*(_core.DropVar(x.aval) for x in front), *eqn.outvars]
     return made.replace(invars=operands, outvars=outvars)
 
 

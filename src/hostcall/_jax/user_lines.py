@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax._src import api as _api
 from jax._src.source_info_util import Transform as _Transform
 from jax._src.source_info_util import is_user_filename as is_users
 from jax._src.source_info_util import raw_frame_to_frame as raw_frame
@@ -39,6 +40,7 @@ class SourceLine(NamedTuple):
     inside: tuple[Hashable, ...]
 
 
+_API = _api.__file__
 _DIFFERENTIATE = {"grad_f", "grad_f_aux", "value_and_grad_f"}
 _TRACES = {"trace_to_jaxpr", "trace_to_jaxpr_dynamic"}
 
@@ -59,6 +61,8 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
                 break
             if code.co_name in _DIFFERENTIATE:
                 differentiates = code.co_name
+            elif code.co_name == "vjp" and code.co_filename == _API:
+                differentiates = "vjp"
         elif not code.co_filename.startswith((_HERE, _NUMPY)) and is_users(
             code.co_filename
         ):

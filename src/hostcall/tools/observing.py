@@ -26,7 +26,8 @@ from hostcall._core.suggestions import suggests
 from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.loops import Loops
-from hostcall.tools._observe.nans import Nans
+from hostcall.tools._observe.nans import BadRecord as BadRecord
+from hostcall.tools._observe.nans import Nans, OnBad
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
 from hostcall.tools._values import need, wrong
@@ -62,6 +63,11 @@ class observe:
         nans: a program that makes a value which is NaN or infinite ends with a
             FloatingPointError, if this value reaches a result of the program or of a
             step of a loop.
+        infs: whether infinities are bad values too. False: NaNs alone, for models in
+            which log(0) is meant.
+        on_bad: "raise", the default. "report": the program goes on, each place is told
+            once on stderr, and how often it was found at the end of the block. Or a
+            function of a `BadRecord`, which runs on the thread of the program.
         progress: shows a bar for each loop that lasts longer than 0.3 s, those of inner
             loops below those of outer ones.
         select: a function of a `Record` that chooses values in place of names.
@@ -87,11 +93,14 @@ class observe:
         self,
         *names: str,
         nans: bool = False,
+        infs: bool = True,
+        on_bad: OnBad = "raise",
         progress: bool = False,
         select: Callable[[Record], object] | None = None,
         to: To = None,
     ) -> None:
         _check(names, select, to)
+        _check_nans(nans, infs, on_bad)
         wants_values = bool(names) or select is not None
         if to is not None and not wants_values:
             raise wrong(
@@ -100,8 +109,13 @@ class observe:
             )
         self._values = Values(names, select, to) if wants_values else None
         # Uses with equal keys put the same into a program, and share it.
-        uses = {
-            "nans": Nans() if nans else None,
+        self._nans = Nans(infs, on_bad) if nans else None
+        nans_key: Hashable = "nans" if on_bad == "raise" else ("nans", self)
+        if on_bad == "raise" and not infs:
+            nans_key = "nans, not infs"
+        self._raises_only = on_bad == "raise"
+        uses: dict[Hashable, rewriting.Use | None] = {
+            nans_key: self._nans,
             "progress": Loops() if progress else None,
             ("values", self): self._values,
         }
@@ -148,7 +162,7 @@ class observe:
 
     def _end(self, _: object, error: BaseException | None, __: object) -> None:
         """Waits until all that the programs have tapped is delivered."""
-        if self._uses.keys() != {"nans"}:
+        if len(self._uses) > 1 or self._nans is None or not self._raises_only:
             try:
                 hc.barrier()
             except Exception:
@@ -158,6 +172,8 @@ class observe:
                     raise
         if "progress" in self._uses:
             hc.progress.close()
+        if self._nans is not None:
+            self._nans.report()
         if error is None:
             if self._values is not None:
                 self._values.warn()
@@ -172,6 +188,16 @@ def _need_programs() -> None:
             " Install one of the versions that hostcall was made for:"
             ' pip install "jax>=0.10.2,<0.13"',
             code="hc-package",
+        )
+
+
+def _check_nans(nans: bool, infs: bool, on_bad: object) -> None:
+    is_known = on_bad in ("raise", "report") or callable(on_bad)
+    wanted = 'on_bad= of hc.observe should be "raise", "report", or a function'
+    need(is_known, wanted, on_bad)
+    if not nans and (not infs or on_bad != "raise"):
+        raise wrong(
+            "hc.observe(infs=..., on_bad=...) looks for no bad values. Add nans=True"
         )
 
 

@@ -4,28 +4,50 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
-from hostcall._jax import JaxprEquation, jaxprs, user_lines
+from hostcall._jax.places import Place, in_library
+from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._debugger import users_lines
 
 
-def place_of(eqn: JaxprEquation) -> tuple[str, str, int] | None:
-    """(file, function, line) of the innermost line of the user's."""
-    lines = user_lines.lines_of(eqn)
-    return lines[0][:3] if lines else None
+def line_of(place: Place) -> str:
+    """Such as `train.py:12`, the innermost line of the user's."""
+    line = place.users_line
+    return at(line) if line else "an unknown line"
 
 
-def line_of(eqn: JaxprEquation) -> str:
-    """Such as `train.py:12`."""
-    place = place_of(eqn)
-    return f"{short(place[0])}:{place[2]}" if place else "an unknown line"
+def path_of(place: Place) -> str:
+    """Such as `train.py:12`, or `optax/transform.py:142, called from train.py:31`."""
+    line, users = place.line, place.users_line
+    if line is None or users is None or line is users:
+        return line_of(place)
+    return f"{at(line)}, called from {at(users)}"
+
+
+def at(line: SourceLine) -> str:
+    return f"{short(line.file)}:{line.line}"
 
 
 def short(file: str) -> str:
+    """A file's name as its user knows it: a notebook's cell, a file in a package."""
+    return _cell(file) or in_library(file) or _base(file)
+
+
+def _base(file: str) -> str:
     return file if file.startswith("<") else os.path.basename(file)
+
+
+def _cell(file: str) -> str | None:
+    """Such as `Cell In[2]`, for a file in which IPython keeps a cell's source."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    names = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = None if names is None else names(file)
+    return None if found is None else " ".join(found)
 
 
 def text_in(file: str, line: int) -> str:
@@ -33,43 +55,36 @@ def text_in(file: str, line: int) -> str:
     return linecache.getline(file, line).strip()
 
 
-def text_of(eqn: JaxprEquation) -> str:
-    place = place_of(eqn)
-    return text_in(place[0], place[2]) if place else ""
+def text_of(place: Place) -> str:
+    """The source text of the innermost line of the user's."""
+    line = place.users_line
+    return text_in(line.file, line.line) if line else ""
 
 
-def shown(eqn: JaxprEquation) -> list[str]:
+def shown(place: Place) -> list[str]:
     """Lines that show where an equation is."""
-    place = place_of(eqn)
-    if place is None:  # an operation outside of compiled functions
-        lines = users_lines()  # the callback may run on the thread that dispatched it
-        if not lines:
-            return ["  in an operation that was run alone, outside of jax.jit"]
-        place = lines[0].file, lines[0].function, lines[0].line
-    file, function, line = place
-    return [f"  {file}:{line} in {function}", f"    {text_in(file, line)}"]
+    line, users = place.line, place.users_line
+    if line is None or users is None:  # an operation outside of compiled functions
+        frames = users_lines()  # the callback may run on the thread that dispatched it
+        own = [frame for frame in frames if in_library(frame.file) is None]
+        for frame in (*own[:1], *frames[:1]):
+            return _frame(frame.file, frame.line, frame.function)
+        return ["  in an operation that was run alone, outside of jax.jit"]
+    if line is users:
+        return _frame(line.file, line.line, line.function)
+    inner = f"  {at(line)} in {line.function}, called from"
+    return [inner, *_frame(users.file, users.line, users.function)]
 
 
-def transforms(*eqns: JaxprEquation) -> list[str]:
-    """Under which transformations JAX has made the last of these, inside the others."""
-    return [name for eqn in eqns for name in user_lines.transforms_of(eqn)]
+def _frame(file: str, line: int, function: str) -> list[str]:
+    name = _cell(file) or file
+    return [f"  {name}:{line} in {function}", f"    {text_in(file, line)}"]
 
 
-def is_backward(*eqns: JaxprEquation) -> bool:
-    """Whether the last of these, inside the others, belongs to a backward pass."""
-    return "transpose" in transforms(*eqns)
-
-
-def vmaps_of(*eqns: JaxprEquation) -> int:
-    """How many vmaps the last of these, inside the others, is under."""
-    return transforms(*eqns).count("vmap")
-
-
-def steps_of(around: Sequence[JaxprEquation], steps: Sequence[np.ndarray | int]) -> str:
+def steps_of(place: Place, steps: Sequence[np.ndarray | int]) -> str:
     """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
-    loops = [eqn for eqn in around if eqn.primitive.name in jaxprs.LOOPS]
     told = [
-        f"step {np.asarray(step)} of the {eqn.primitive.name} at {line_of(eqn)}"
-        for eqn, step in zip(loops, steps, strict=True)
+        f"step {np.asarray(step)} of the {loop.eqn.primitive.name} at {line_of(loop)}"
+        for loop, step in zip(place.loops, steps, strict=True)
     ]
     return ", ".join(reversed(told))

@@ -27,24 +27,25 @@ class Loops:
     def look(self, level: Level) -> Iterator[Insertion]:
         if level.kind not in jaxprs.LOOPS or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
-        params = level.around[-1].params
+        assert level.inside is not None  # the loop
+        params = level.inside.eqn.params
         total, reverse = params.get("length"), params.get("reverse", False)
         if total == 1:
             return
-        desc = f"{level.kind} {labels.line_of(level.around[-1])}"
-        if labels.is_backward(*level.around):
+        desc = f"{level.kind} {labels.line_of(level.inside)}"
+        if level.inside.is_backward:
             desc += " backward"
         drawing.need_tqdm()
-        depth = len(level.loops)
+        path = tuple(f"{x.eqn.primitive.name} {labels.path_of(x)}" for x in level.loops)
 
         def show(step: jax.Array) -> None:
             if step.ndim:  # rows of a batched loop
                 step = step.max()
             if reverse:
                 step = jnp.int32(total) - 1 - step
-            loop = bars.Loop(total, desc, "it", 0, "auto", "batched", depth)
+            loop = bars.Loop(total, desc, "it", 0, "auto", "batched", path)
             edge = (step == 0) | (step == (total or 0) - 1)
             # Inner loops may start a million times a second.
-            loop.tap(step, None, {}, EVERY, edge if depth == 1 else None)
+            loop.tap(step, None, {}, EVERY, edge if len(path) == 1 else None)
 
         yield Insertion(show, level.steps[-1:], -1)

@@ -15,14 +15,15 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
+from hostcall._jax.places import Place, in_library
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
-from hostcall.tools._observe import labels
 
 _Span: TypeAlias = tuple[int, int, int, int]  # line, column, end line, end column
 
@@ -32,12 +33,13 @@ class Target(NamedTuple):
 
     Attributes:
         name: such as `loss` or `self.loss`.
-        part: its index, if the statement assigns to a tuple; None: it is all.
+        part: which part of the value, by the indices of the tuples that it is in; ():
+            it is all. None: that can't be told, behind a `*`.
         span: of its expression.
     """
 
     name: str
-    part: int | None
+    part: tuple[int, ...] | None
     span: _Span
 
 
@@ -67,25 +69,43 @@ def targets(line: SourceLine) -> list[Target]:
     """What the statement of this frame assigns to. What is inside of a `:=` belongs to
     that, and to the statement only if it is all of its value.
     """
-    if line.function.endswith(_PARTS):
-        return []
     code = _code(line.file)
-    around = [s for s in code.statements if _within(line, _span(s))]
-    found = _targets(max(around, key=_span)) if around else []
+    found: list[Target] = []
+    if not line.function.endswith(_PARTS):
+        around = [s for s in code.statements if _within(line, _span(s))]
+        found = _targets(max(around, key=_span)) if around else []
     for span, one in code.walruses:
         if _within(line, one.span):
             found = [outer for outer in found if outer.span == span] + [one]
-    return found
+    return [*found, *(x for each in found for x in _unpacked(line, each))]
+
+
+def _unpacked(line: SourceLine, target: Target) -> Iterator[Target]:
+    """What later statements assign the parts of a name to, as `loss, grads = out`."""
+    function = _function_of(line)
+    for statement in _own_statements(function) if function else ():
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
+            is_later = _span(statement) > target.span
+            if (
+                statement.value.id == target.name
+                and is_later
+                and target.part is not None
+            ):
+                for one in _targets(statement):
+                    if one.part:
+                        yield Target(one.name, (*target.part, *one.part), target.span)
 
 
 class _Parsed(NamedTuple):
     """All simple statements of a file, at any depth; where each `:=` is, the outer ones
-    first, and what it assigns to; and where loops are.
+    first, and what it assigns to; where loops are; functions; and expressions.
     """
 
     statements: list[ast.stmt]
     walruses: list[tuple[_Span, Target]]
     loops: list[_Span]
+    functions: list[_Function]
+    expressions: dict[_Span, ast.expr]
 
 
 def _code(file: str) -> _Parsed:
@@ -102,8 +122,11 @@ def _parsed(source: str) -> _Parsed:
     walruses = (n for n in nodes if isinstance(n, ast.NamedExpr))
     return _Parsed(
         [n for n in statements if "body" not in n._fields],
-        [(_span(n), Target(n.target.id, None, _span(n.value))) for n in walruses],
+        [(_span(n), Target(n.target.id, (), _span(n.value))) for n in walruses],
         [_span(n) for n in nodes if isinstance(n, _LOOPS)],
+        [n for n in nodes if isinstance(n, _FUNCTIONS)],
+        # Of those that cover the same text the outermost.
+        {_span(n): n for n in reversed(nodes) if isinstance(n, ast.expr)},
     )
 
 
@@ -111,6 +134,10 @@ _LOOPS = (
     *(ast.For, ast.AsyncFor, ast.While),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
+
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 
 
 def _span(node: ast.expr | ast.stmt) -> _Span:
@@ -140,21 +167,171 @@ def _targets(statement: ast.stmt) -> list[Target]:
 
 
 def _named(
-    target: ast.expr, value: ast.expr | ast.stmt, part: int | None = None
+    target: ast.expr, value: ast.expr | ast.stmt, part: tuple[int, ...] | None = ()
 ) -> Iterator[Target]:
-    """The names in a target which gets a value, or that part of it; -1: some part."""
+    """The names in a target which gets a value, or that part of it."""
     if isinstance(target, (ast.Name, ast.Attribute)):
         yield Target(ast.unparse(target), part, _span(value))
     if not isinstance(target, (ast.Tuple, ast.List)):
         return
-    is_display = part is None and isinstance(value, (ast.Tuple, ast.List))
+    is_display = part == () and isinstance(value, (ast.Tuple, ast.List))
     values = value.elts if is_display else []  # type: ignore[union-attr]
     starred = any(isinstance(x, ast.Starred) for x in (*target.elts, *values))
     for i, one in enumerate(target.elts):
         if len(values) == len(target.elts) and not starred:
             yield from _named(one, values[i])
         else:
-            yield from _named(one, value, -1 if starred or part is not None else i)
+            yield from _named(
+                one, value, None if starred or part is None else (*part, i)
+            )
+
+
+# --- Parts of tuples ------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """Where the value of a target is computed, among the frames of an equation.
+
+    Attributes:
+        depth: the number of the frame.
+        span: the expression in this frame.
+        side: the pass that computes it, "forward" or "backward"; "": all of it.
+        results: which results of the equation it is; None: all.
+    """
+
+    depth: int
+    span: _Span
+    side: str = ""
+    results: tuple[int, ...] | None = None
+
+
+_SIDES = {  # of the first index of what these return
+    "value_and_grad_f": ("forward", "backward"),
+    "grad_f_aux": ("backward", "forward"),
+    "vjp": ("forward",),
+}
+_FOLLOWED_AT_MOST = 32  # names and calls
+
+
+def _source_of(
+    target: Target, lines: Sequence[SourceLine], depth: int, at: Place
+) -> _Source | None:
+    """Follows a part of a tuple to the expression that computes it.
+
+    From `(loss, aux), grads = f(w)` it goes to what `f` returns: the frames of an
+    equation say which function the statement has called. There it goes on from a name
+    to what is assigned to it, until all of an expression is the part. None: the
+    equation computes something else, or that can't be told.
+    """
+    part = target.part
+    if part is None:
+        return None
+    if not part:
+        return _Source(depth, target.span)
+    node = _code(lines[depth].file).expressions.get(target.span)
+    for _ in range(_FOLLOWED_AT_MOST):
+        if node is None or not (0 <= depth < len(lines)):
+            return None
+        line = lines[depth]
+        if isinstance(node, (ast.Tuple, ast.List)) and part:
+            if any(isinstance(x, ast.Starred) for x in node.elts):
+                return None
+            node = node.elts[part[0]] if part[0] < len(node.elts) else None
+            part = part[1:]
+        elif isinstance(node, ast.Name):
+            node, more = _assigned(line, node)
+            part = (*more, *part)
+        elif not _within(line, _span(node)):
+            return None
+        elif not part:
+            return _Source(depth, _span(node))
+        else:
+            side = _SIDES.get(_differentiates(lines, depth), ())
+            if side:
+                if part[0] >= len(side):
+                    return None
+                wanted, part = side[part[0]], part[1:]
+                if at.is_backward != (wanted == "backward"):
+                    return None
+                if not part or wanted == "backward":
+                    return _Source(depth, _span(node), wanted)
+            inner = _frame_inside(lines, depth)
+            if inner is None:
+                return _of_results(at.eqn, depth, _span(node), part)
+            node, depth = _returned(lines[inner]), inner
+    return None
+
+
+def _of_results(
+    eqn: JaxprEquation, depth: int, span: _Span, part: tuple[int, ...]
+) -> _Source | None:
+    """The results of a jitted function that are this part of what it returns."""
+    parts = jaxprs.parts_of_results(eqn)
+    if parts is None:
+        return None
+    found = [n for n, each in enumerate(parts) if each[: len(part)] == part]
+    return _Source(depth, span, results=tuple(found)) if found else None
+
+
+def _frame_inside(lines: Sequence[SourceLine], depth: int) -> int | None:
+    """The frame of the user's function that a frame has called, through libraries."""
+    inner = (n for n in reversed(range(depth)) if in_library(lines[n].file) is None)
+    return next(inner, None)
+
+
+def _differentiates(lines: Sequence[SourceLine], depth: int) -> str:
+    """The function of JAX that a frame has called, also through a library's."""
+    for n in reversed(range(depth + 1)):
+        if n < depth and in_library(lines[n].file) is None:
+            break
+        if lines[n].differentiates:
+            return lines[n].differentiates
+    return ""
+
+
+def _function_of(line: SourceLine) -> _Function | None:
+    around = [f for f in _code(line.file).functions if _within(line, _span(f))]
+    return max(around, key=_span, default=None)
+
+
+def _own_statements(function: _Function) -> list[ast.stmt]:
+    """The simple statements of a function, without those of functions inside it."""
+    found, left = [], list(function.body) if isinstance(function.body, list) else []
+    while left:
+        statement = left.pop(0)
+        if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+            continue
+        found.append(statement)
+        left += [n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)]
+    return found
+
+
+def _returned(line: SourceLine) -> ast.expr | None:
+    """What the function of a frame returns, if only one statement says it."""
+    function = _function_of(line)
+    if function is None or isinstance(function, ast.Lambda):
+        return None if function is None else function.body
+    returns = [x for x in _own_statements(function) if isinstance(x, ast.Return)]
+    return returns[0].value if len(returns) == 1 else None
+
+
+def _assigned(
+    line: SourceLine, name: ast.Name
+) -> tuple[ast.expr | None, tuple[int, ...]]:
+    """The last that the function of a frame assigns to a name before it is used, and
+    which part of it.
+    """
+    function = _function_of(line)
+    found: list[tuple[_Span, Target]] = []
+    for statement in _own_statements(function) if function else ():
+        if _span(statement) < _span(name):
+            named = [t for t in _targets(statement) if t.name == name.id]
+            found += [(_span(statement), t) for t in named]
+    if not found:
+        return None, ()
+    _, target = max(found, key=operator.itemgetter(0))
+    node = _code(line.file).expressions.get(target.span)
+    return (None, ()) if target.part is None else (node, target.part)
 
 
 # --- In a level -----------------------------------------------------------------------
@@ -167,55 +344,61 @@ _Statement: TypeAlias = tuple[Target, tuple[_Place, ...]]
 
 
 class _Piece(NamedTuple):
-    """An equation of a statement, with the frame of the statement."""
+    """An equation of a statement, with the frame that computes the value.
+
+    Attributes:
+        place: (file, function, line) of the statement.
+        side: the pass that computes it; "" if no derivative does.
+        results: the results of the equation that belong to it.
+    """
 
     at: int
     eqn: JaxprEquation
     line: SourceLine
     is_backward: bool
+    place: tuple[str, str, int]
+    side: str
+    results: Sequence[Var]
 
 
 def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variable]:
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    for (target, places), found in _statements_in(level, wanted).items():
+    for (target, places), found in _statements_in(level, wanted, untold).items():
         is_in_loop = any(map(_is_in_loop, places))
-        differentiates = found[0].line.differentiates
-        side = _side(target, differentiates)
-        if side is None:
-            untold.add(target.name)
-            continue
+        side = found[0].side
         backward = set[int]()
-        if not differentiates:
+        if not side:
             backward = {each.at for each in found if each.is_backward}
             found = [each for each in found if not each.is_backward]
-        in_turn = found and is_in_loop and not differentiates
+        in_turn = found and is_in_loop and not side
         for run in _runs(found) if in_turn else filter(None, [found]):
             within = backward | {each.at for each in run}
-            if not is_in_loop and not differentiates:
+            if not is_in_loop and not side:
                 # What was traced meanwhile, such as branches from elsewhere, is inside.
                 within |= {*range(run[0].at, run[-1].at)}
             leaves = [
                 (each, v)
                 for each in run
-                if side == "both" or each.is_backward == (side == "backward")
-                if not (differentiates and _is_differentiated(level, each))
-                for v in each.eqn.outvars
+                if side in ("", "both") or each.is_backward == (side == "backward")
+                if not (side and _is_differentiated(level, each))
+                for v in each.results
                 if _Users(level, target, places, within).has(v)
             ]
             for part, (each, v) in enumerate(leaves):
-                place = each.line[:3]
-                yield Variable(target.name, v, each.at, place, part, len(leaves))
+                yield Variable(target.name, v, each.at, each.place, part, len(leaves))
 
 
-def _statements_in(level: Level, wanted: Wanted) -> dict[_Statement, list[_Piece]]:
+def _statements_in(
+    level: Level, wanted: Wanted, untold: set[str]
+) -> dict[_Statement, list[_Piece]]:
     """The equations of each statement that assigns to a wanted target."""
     groups: dict[_Statement, list[_Piece]] = {}
     known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level
-    for index, eqn in enumerate(level.jaxpr.eqns):
-        lines = user_lines.lines_of(eqn)
-        backward = labels.is_backward(*level.around, eqn)
+    parts, told = set[str](), set[str]()
+    for index, at in enumerate(level.places):
+        lines = user_lines.lines_of(at.eqn)
         for depth, line in enumerate(lines):
             place = line[:6]
             if place not in known:
@@ -223,10 +406,36 @@ def _statements_in(level: Level, wanted: Wanted) -> dict[_Statement, list[_Piece
             for target in known[place]:
                 if not wanted(target.name) or not _within(line, target.span):
                     continue
-                places = _places(target, lines[depth:])
-                group = groups.setdefault((target, places), [])
-                group.append(_Piece(index, eqn, line, backward))
+                parts |= {target.name} if target.part != () else set()
+                source = _source_of(target, lines, depth, at)
+                if source is None:
+                    continue
+                told.add(target.name)
+                key, piece = _piece(target, source, lines, depth, index, at)
+                groups.setdefault(key, []).append(piece)
+    untold |= parts - told
     return groups
+
+
+def _piece(
+    target: Target,
+    source: _Source,
+    lines: Sequence[SourceLine],
+    depth: int,
+    index: int,
+    at: Place,
+) -> tuple[_Statement, _Piece]:
+    own = Target(target.name, (), source.span)
+    key = own, _places(own, lines[source.depth :])
+    side = source.side
+    if not side:
+        differentiates = _differentiates(lines, source.depth)
+        side = {"": "", "grad_f": "backward"}.get(differentiates, "both")
+    results = at.eqn.outvars
+    if source.results is not None:
+        results = [results[n] for n in source.results]
+    line, place = lines[source.depth], lines[depth][:3]
+    return key, _Piece(index, at.eqn, line, at.is_backward, place, side, results)
 
 
 def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
@@ -237,19 +446,6 @@ def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
 def _within(line: SourceLine, span: _Span) -> bool:
     begin, end = (line.line, line.column), (line.end_line, line.end_column)
     return begin >= span[:2] and end <= span[2:]
-
-
-def _side(target: Target, differentiates: str) -> str | None:
-    """Which pass computes a target: "forward", "backward", or "both"; None: that can't
-    be told.
-    """
-    if target.part is None:
-        return {"": "forward", "grad_f": "backward"}.get(differentiates, "both")
-    sides = {
-        "value_and_grad_f": ("forward", "backward"),
-        "grad_f_aux": ("backward", "forward"),
-    }.get(differentiates, ())
-    return sides[target.part] if 0 <= target.part < len(sides) else None
 
 
 def _runs(found: list[_Piece]) -> list[list[_Piece]]:
@@ -264,7 +460,7 @@ def _runs(found: list[_Piece]) -> list[list[_Piece]]:
 
 def _is_differentiated(level: Level, piece: _Piece) -> bool:
     """Whether the backward pass of a derivative around its own has made a piece."""
-    names = labels.transforms(*level.around, piece.eqn)
+    names = level.places[piece.at].transforms
     return "transpose" in [name for name in names if name != "vmap"][:-2]
 
 
@@ -288,32 +484,46 @@ class _Users:
     within: set[int]
     seen: set[tuple[int, Var]] = field(default_factory=set)
 
-    def has(self, var: Var, level: Level | None = None) -> bool:
-        """Whether a value of a level, by default the statement's, has other users."""
+    def has(self, var: Var, level: Level | None = None, has_left: bool = False) -> bool:
+        """Whether a value of a level, by default the statement's, has other users.
+
+        `has_left`: the value has left this run of the statement, as the result of a
+        call or a step. Where the statement's equations get it forward, it runs again.
+        """
         level = level or self.level
         if (key := (id(level.jaxpr), var)) in self.seen:
             return False
         self.seen.add(key)
-        own = self.within if level is self.level else ()
-        found = level.uses.get(var, ())
-        return any(self._goes_on(level, *use) for use in found if use[0] not in own)
+        own: Collection[int] = self.within if level is self.level else ()
+        if has_left:
+            own = [at for at in own if level.places[at].is_backward]
+        uses = [use for use in level.uses.get(var, ()) if use[0] not in own]
+        return any(self._goes_on(level, *use, has_left) for use in uses)
 
-    def _goes_on(self, level: Level, at: int, position: int) -> bool:
+    def _goes_on(self, level: Level, at: int, position: int, has_left: bool) -> bool:
         if at >= 0:
-            return self._is_user(level, level.jaxpr.eqns[at], position)
+            return self._is_user(level, level.jaxpr.eqns[at], position, has_left)
         if level.outer is None or level.kind == "condition":
             return True
         loop = level.around[-1]
-        if loop.primitive.name == "scan":
+        if loop.primitive.name in jaxprs.LOOPS:
             consts, carry = jaxprs.split_of(loop)
             carried = level.jaxpr.invars[consts : consts + carry]
-            if any(self.has(v, level) for v in carried[position : position + 1]):
+            given = carried[position : position + 1]
+            if any(self.has(v, level, has_left=True) for v in given):
                 return True
-        return self.has(loop.outvars[position], level.outer)
+        return self.has(loop.outvars[position], level.outer, has_left=True)
 
-    def _is_user(self, level: Level, eqn: JaxprEquation, position: int) -> bool:
+    def _is_user(
+        self, level: Level, eqn: JaxprEquation, position: int, has_left: bool
+    ) -> bool:
         lines = user_lines.lines_of(eqn)
-        if level is not self.level and any(
+        # The backward pass of the statement needs more of the forward pass than the
+        # value. JAX also computes parts of a statement before the loop that it is in.
+        is_same_run = not has_left or Place(eqn, level.inside).is_backward
+        if level is self.level:  # those of the same run are not asked about
+            is_same_run = Place(eqn, level.inside).is_backward
+        if is_same_run and any(
             _within(line, self.target.span)
             and _places(self.target, lines[depth:]) == self.places
             for depth, line in enumerate(lines)
@@ -323,9 +533,10 @@ class _Users:
         if name == "cond":
             position -= 1  # behind the number of the branch
         if inners and name != "while" and position >= 0:
-            around = *level.around, eqn
-            levels = [Level(x.old, name, around, outer=level) for x in inners]
-            return any(self.has(x.jaxpr.invars[position], x) for x in levels)
+            place = Place(eqn, level.inside)
+            levels = [Level(x.old, name, place, outer=level) for x in inners]
+            return any(self.has(x.jaxpr.invars[position], x, has_left) for x in levels)
         if lines or eqn.effects or inners:
             return True
-        return any(self.has(v, level) for v in eqn.outvars)  # some step of JAX's
+        # Some step of JAX's.
+        return any(self.has(v, level, has_left) for v in eqn.outvars)

@@ -17,6 +17,7 @@ from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
+from hostcall.tools._progress import drawing
 from hostcall.tools.recorder import Recorder, Sink
 
 
@@ -71,9 +72,10 @@ class Record(NamedTuple):
 
 def _results_of(level: Level) -> Iterator[names.Variable]:
     """All arrays that a level computes, as if they were variables."""
-    for at, eqn in enumerate(level.jaxpr.eqns):
-        place = labels.place_of(eqn) or ("", "", 0)
-        outs = [v for v in eqn.outvars if not jaxprs.is_dropped(v)]
+    for at, where in enumerate(level.places):
+        line = where.users_line
+        place = (line.file, line.function, line.line) if line else ("", "", 0)
+        outs = [v for v in where.eqn.outvars if not jaxprs.is_dropped(v)]
         for part, var in enumerate(outs):
             if jaxprs.is_array(var):
                 yield names.Variable("", var, at, place, part, len(outs))
@@ -81,13 +83,13 @@ def _results_of(level: Level) -> Iterator[names.Variable]:
 
 def _record_of(level: Level, v: names.Variable) -> Record:
     file, function, line = v.place
-    eqns = *level.around, level.jaxpr.eqns[v.at]
+    place = level.places[v.at]
     return Record(
         *(v.name, v.part, v.parts, file, line, function),
         labels.text_in(file, line),
-        eqns[-1].primitive.name,
-        labels.is_backward(*eqns),
-        labels.vmaps_of(*eqns),
+        place.eqn.primitive.name,
+        place.is_backward,
+        place.vmaps,
         tuple(map(labels.line_of, level.loops)),
     )
 
@@ -175,4 +177,4 @@ class Values:
 
 def _printed(record: Record, value: np.ndarray) -> None:
     text = np.array2string(np.asarray(value), threshold=8, precision=6)
-    print(f"{record} = {text}\n", end="")  # at once, beside what the program prints
+    drawing.write_line(f"{record} = {text}")

@@ -17,12 +17,15 @@ it knows better, and opens it again where that was a mistake.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import jax
@@ -161,6 +164,7 @@ class Bar:
                 place = f"[{number}]" if len(shown) > 1 else None
                 name = " ".join(filter(None, (self.loop.desc, place))) or None
                 last = None if total is None else int(total[row])
+                begin_tracebacks_on_a_line()
                 self.drawn.append(Drawn(self.loop, name, last, n, began))
             elif self._restarts:
                 self.drawn[number].restart(n)
@@ -169,7 +173,7 @@ class Bar:
         self._restarts = False
 
     def close(self, leave: bool) -> None:
-        leave &= self.loop.depth < 2
+        leave &= len(self.loop.path) < 2
         with ExitStack() as stack:  # which closes all, even if one fails
             # From the top, so that lines stay in order; but erased from the bottom, so
             # that tqdm leaves the cursor at the beginning of the first line.
@@ -233,7 +237,8 @@ class Bars(Owned):
 
     Attributes:
         open: the bars in the order in which they opened. An inner loop's bar is behind
-            those of the loops around it.
+            those of the loops around it, but for loops that `hc.observe` has found,
+            which know their place.
         closed: (key, run) -> the place at which the bar closed, the newest last.
         together: keys whose runs overlap: several threads run the program.
         quiet: the `id` of an inner loop -> until when its steps are skipped.
@@ -259,7 +264,7 @@ class Bars(Owned):
         bar = self._bar_of(key, here.run, new.place)
         bar.move(here, new)
         outer = self._around(bar)
-        is_late = bar.loop.depth and not bar.drawn
+        is_late = bar.loop.path and not bar.drawn
         if not is_late or time.perf_counter() - bar.began > LASTS:
             for each in (*(o for o in outer if not o.drawn), bar):
                 each.draw()
@@ -323,6 +328,15 @@ class Bars(Owned):
     def _around(self, bar: Bar) -> list[Bar]:
         """The bars of the loops around this bar's loop, the outermost first."""
         older = self.open[: self.open.index(bar)]
+        path = bar.loop.path
+        if path:
+            # A step of an inner loop may be delivered before the outer loop's first, so
+            # the order in which they opened does not tell.
+            older = [o for o in older if not o.loop.path]
+            inside = [o for o in self.open if o.loop.path and o is not bar]
+            inside = [o for o in inside if o.loop.path == path[: len(o.loop.path)]]
+            older += sorted(inside, key=lambda o: len(o.loop.path))
+            older = [o for o in older if o.loop.path != path]
         return [o for o in older if o.spans_runs or set(o.runs) & set(bar.runs)]
 
     def _close(self, bar: Bar, leave: bool = True) -> None:
@@ -357,3 +371,20 @@ def close_all(ending: bool = True) -> None:
 
 
 hc.monitor.at_barrier(close_all)
+
+
+@functools.cache
+def begin_tracebacks_on_a_line() -> None:
+    """Has an error that ends the program close the bars before it is shown.
+
+    A program that fails leaves its bar open. Its traceback would begin on its line.
+    """
+    before = sys.excepthook
+
+    def show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        close_all()
+        before(kind, error, trace)
+
+    sys.excepthook = show

@@ -36,9 +36,9 @@ class BarSpec:
     Attributes:
         total, desc, unit, initial, bar, rows: as given to `hc.progress`; `total` is
             None if it is not known when the program is traced.
-        depth: of a loop that `hc.observe` has found, in how many loops it is, itself
-            included. Its bar is drawn when it has lasted, and erased if it is inside
-            another's. 0 for others.
+        path: of a loop that `hc.observe` has found, the loops that it is in, the
+            outermost first, and itself. Its bar is drawn when it has lasted, and erased
+            if it is inside another's. () for others.
     """
 
     total: int | None
@@ -48,7 +48,7 @@ class BarSpec:
     # A line in a Python loop may make a new function in each step.
     bar: Literal["auto"] | Factory = field(compare=False)
     rows: str
-    depth: int = 0
+    path: tuple[str, ...] = ()
 
 
 class Drawn:
@@ -80,6 +80,8 @@ class Drawn:
     def restart(self, n: int) -> None:
         """Begins again in the same place, with `n` steps. The next `show` draws it."""
         if hasattr(self.bar, "reset"):
+            if self._is_tqdm:  # it draws at once, with the rate since `initial`
+                self.bar.initial = 0
             self.bar.reset()
             self._n = 0
         else:
@@ -94,6 +96,18 @@ class Drawn:
         if not leave:
             self.bar.leave = False
         self.bar.close()
+
+
+def write_line(text: str) -> None:
+    """Writes a text to stderr as lines of their own, above the bars."""
+    if sys.stderr is None:  # in pythonw, or in a daemon
+        return
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None and sys.stderr.isatty():
+        tqdm.tqdm.write(text, file=sys.stderr)
+        return
+    sys.stderr.write(f"{text}\n")  # at once, beside what the program writes
+    sys.stderr.flush()
 
 
 def _draws_here() -> bool:
