@@ -41,10 +41,7 @@ HOSTCALLS = {
         lambda: hc.Object(Counter, methods={"add": X}).add(X, wher=True),
         "Did you mean where=?",
     ),
-    "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean result=?"),
     "configure": (lambda: hc.configure(flihgt="off"), "Did you mean flight=?"),
-    "observe": (lambda: hc.observe(nan=True), "Did you mean nans=?"),
-    "watch": (lambda: hc.watch(X, chek=None), "Did you mean check=?"),
     "progress": (lambda: hc.progress(0, 5, evry=3), "Did you mean every=?"),
     "progress.scan": (
         lambda: hc.progress.scan(lambda c, x: (c, x), 5, descr="fit")(0, 0),
@@ -119,6 +116,7 @@ def test_python_names_the_wrong_word(face, option):
 
 SUGGESTED = {
     "observe": (lambda: hc.observe(nan=True), "Did you mean 'nans'?"),
+    "watch": (lambda: hc.watch(X, chek=None), "Did you mean 'check'?"),
     "patch_jax": (lambda: hc.patch_jax(array="numpy"), "Did you mean 'arrays'?"),
     "host": (lambda: hc.host(np.cos, reslt=X), "Did you mean 'result'?"),
     "Recorder": (lambda: hc.Recorder("never made", sink=()), "Did you mean 'sinks'?"),

@@ -1172,7 +1172,7 @@ def test_mistakes_of_options(options, text):
 
 
 def test_an_option_of_another_name():
-    with pytest.raises(TypeError, match="no option 'nan'. Did you mean 'nans'?"):
+    with pytest.raises(TypeError, match="keyword argument 'nan'. Did you mean 'nans'?"):
         observe(nan=True)
 
 

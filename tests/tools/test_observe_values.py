@@ -747,11 +747,6 @@ def test_mistakes(make, text):
         make()
 
 
-def test_an_unknown_option():
-    with pytest.raises(hc.errors.SpecError, match="Did you mean nans="):
-        observe(nan=True)
-
-
 def test_two_threads():
     f, xs = scan_of(20)
     got = {name: Got() for name in ("new", "out")}

@@ -194,11 +194,6 @@ def test_an_action_of_yours_gets_the_error():
 MISTAKES = {
     "check": ((1.0, "nan"), {}, 'check= of hc.watch should be "finite" or a function'),
     "keep": ((1.0,), {"keep": 3}, "hc.watch has no keep= any more: hc.Recorder"),
-    "misspelt": (
-        (1.0,),
-        {"chek": 3},
-        r"hc.watch has no option chek=. Did you mean check=",
-    ),
     "action": ((1.0,), {"action": "stop"}, "'raise', 'log' or a function of the error"),
     "breakpoint": (
         (1.0,),
