@@ -253,7 +253,8 @@ def test_program_size_does_not_depend_on_the_batch(method, order):
         assert lowered.count("@hostcall_call") == 1
         return re.sub(r"\d+", "N", lowered)  # shapes, and the slot's number
 
-    assert text(2) == text(10_000)
+    # Sizes whose results are all below 64 KiB: a larger program has a hidden result.
+    assert text(2) == text(5_000)
     assert text(2, 3) == text(500, 7)
     assert math.isclose(len(text(2)), len(text(2, 3)), rel_tol=0.2)
 

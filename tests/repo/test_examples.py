@@ -73,7 +73,8 @@ def test_the_demo(run_python, tmp_path):
     for heading in ("Lynx and hares", "Bessel functions", "Sunspots"):
         assert f"\n{heading}" in out
     if importlib.util.find_spec("pyarrow") is not None:
-        assert "1600 rows; the best start converged in " in out
+        assert re.search(r"\n  recorded while it ran +1600 rows\n", out)
+        assert re.search(r"\n    the best start converged in +\d+ steps\n", out)
     drawn = importlib.util.find_spec("matplotlib") is not None
     assert path.exists() == drawn
     assert (str(path) if drawn else "not drawn without matplotlib") in out

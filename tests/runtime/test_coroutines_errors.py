@@ -246,8 +246,8 @@ OPTIONS = {
     },
     "lend=True and is a coroutine": {"lend": True},
     "arrays='cuda' and is a coroutine": {"arrays": "cuda"},
-    "an int of 1 or more, got 0": {"concurrency": 0},
-    "an int of 1 or more, got True": {"concurrency": True},
+    "an int of 1 or more (below 2**31), got 0": {"concurrency": 0},
+    "an int of 1 or more (below 2**31), got True": {"concurrency": True},
 }
 
 

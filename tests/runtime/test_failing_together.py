@@ -479,12 +479,8 @@ except Exception as error:
             "multihost_utils.sync_global_devices('x')",
             [": UNKNOWN: Gloo ", "refuses further programs over several"],
         ),
-        (
-            "hc.Object(list, methods={'clear': None}, name='env').save(processes='all')",
-            ["save() of `env` needs all processes of the job, and process "],
-        ),
     ],
-    ids=["plain_jax", "save"],
+    ids=["plain_jax"],
 )
 def test_what_else_waits_for_a_process_that_failed(wait, texts):
     """Programs without host code, and what the processes give to each other."""

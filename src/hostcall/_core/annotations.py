@@ -266,14 +266,20 @@ def of_annotations(fn: Callable[..., Any], name: str) -> OfAnnotations | None:
 
 
 def _hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
+    """The annotations of a Python function, by their names; none of any other callable,
+    which is asked nothing: it may be a proxy or a Mock.
+    """
     while is_partial(fn):
         fn = fn.func
-    if isinstance(fn, types.MethodType):
+    if type(fn) is types.MethodType:
         fn = fn.__func__
-    if not isinstance(fn, types.FunctionType):
+    if type(fn) is not types.FunctionType:
         return {}
-    fn = inspect.unwrap(fn)
-    if "return" not in vars(fn).get("__annotations__", fn.__annotations__):
+    try:
+        fn = inspect.unwrap(fn)
+    except ValueError:  # wrappers in a ring
+        return {}
+    if type(fn) is not types.FunctionType or "return" not in fn.__annotations__:
         return {}
     try:
         return typing.get_type_hints(fn, include_extras=True)

@@ -72,7 +72,7 @@ def rule_of(
 
 def signature(
     text: str, *, sizes: Mapping[str, Given] | None = None, dtype: Any = None
-) -> Signature:
+) -> Any:
     """A signature as `result=`, with sizes and dtypes, for `hc.host` and `hc.call`.
 
         k_smallest = hc.results.signature("(n)->(k)", sizes={"k": 3})

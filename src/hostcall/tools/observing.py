@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -27,7 +27,7 @@ from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.loops import Loops
 from hostcall.tools._observe.nans import BadRecord as BadRecord
-from hostcall.tools._observe.nans import Nans, OnBad
+from hostcall.tools._observe.nans import Nans
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
 from hostcall.tools._values import need, wrong
@@ -94,7 +94,7 @@ class observe:
         *names: str,
         nans: bool = False,
         infs: bool = True,
-        on_bad: OnBad = "raise",
+        on_bad: Literal["raise", "report"] | Callable[[BadRecord], object] = "raise",
         progress: bool = False,
         select: Callable[[Record], object] | None = None,
         to: To = None,
