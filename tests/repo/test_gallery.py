@@ -58,6 +58,7 @@ def test_there_are_programs():
         "plot_hudson_bay",
         "plot_live_mcmc",
         "plot_observe",
+        "plot_one_line",
         "plot_orbit",
         "plot_pde_adjoint",
         "plot_policy",
