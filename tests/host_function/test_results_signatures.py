@@ -192,6 +192,17 @@ def test_it_is_shown_and_pickled():
     )
 
 
+def test_check_draws_sizes():
+    good = hc.host(np.linalg.inv, result="(n,n)->(n,n)")
+    report = hc.testing.check(good, np.eye(3, dtype=np.float32))
+    assert "passed   sizes: 5 drawn" in str(report)
+    # Right for the example alone.
+    bad = hc.host(lambda x: x[:3], result="(n)->(k)", sizes={"k": 3})
+    report = hc.testing.check(bad, np.ones(4, np.float32))
+    assert not report
+    assert "failed   sizes: ResultError: " in str(report)
+
+
 def test_symbolic_sizes():
     f = hc.host(matvec, result="(m,n),(n)->(m)", vmap_method="expand_dims")
     n, b = jax.export.symbolic_shape("n,b")

@@ -212,6 +212,25 @@ class Signature(OfArguments):
             for part in self.results
         ]
 
+    def with_sizes(
+        self, shapes: Sequence[tuple[int, ...]], draw: Callable[[], int]
+    ) -> list[tuple[int, ...]]:
+        """Other shapes of arguments that fit, with drawn sizes of the names.
+
+        The axes in front of the items stay as they are in `shapes`.
+        """
+        missing = self._missing([len(shape) for shape in shapes])
+        names = dict.fromkeys(
+            one.name for part in self.arguments for one in part if one.size is None
+        )
+        drawn = {name: int(draw()) for name in names}
+        found = []
+        for shape, part in zip(shapes, self.arguments, strict=True):
+            present = _present(part, missing)
+            loop = shape[: len(shape) - len(present)]
+            found.append(loop + tuple([_size(one, drawn) for one in present]))
+        return found
+
     def _missing(self, axes: Sequence[int]) -> frozenset[str]:
         """The optional dimensions that arguments with so many axes leave out.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import errors
+from hostcall._core.dimensions import Signature
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
 from hostcall._core.spec import is_array_like
 from hostcall._host_function.difference_error import central_error, eps_of, lines
@@ -33,6 +34,8 @@ Status = Literal["passed", "failed", "left out"]
 # How many steps differences may try, without and with 64 bits. At the last one only
 # rounding is left to see.
 _STEPS = {False: 7, True: 10}
+# How many sets of sizes are drawn for a signature.
+_DRAWN = 5
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class Checks:
             "lent arguments": self.lent,
             "threads": self.several_threads,
         }
+        if isinstance(self.f.result, Signature):
+            bodies["sizes"] = self.sizes
         found: list[Check] = []
         for name, body in bodies.items():
             found.append(Check(name + label, *self._outcome(body)))
@@ -127,6 +132,31 @@ class Checks:
             return "left out", first.removeprefix("hostcall: ")
         except Exception as error:
             return "failed", f"{type(error).__name__}: {_said(error)}"
+
+    def sizes(self) -> str:
+        """What comes for other sizes is what the signature says; else the call raises.
+
+        The values are the example's, repeated and moved a little: a matrix whose rows
+        repeat has no inverse.
+        """
+        rule = self.f.result
+        assert isinstance(rule, Signature), "`run` asks for it only then"
+        examples = [np.asarray(self.leaves[n]) for n in self.arrays]
+        shapes = [example.shape for example in examples]
+        for number in range(_DRAWN):
+            largest = 6 if number else 1  # once all sizes are 1
+            drawn = rule.with_sizes(
+                shapes, partial(self.random.integers, 1, 1 + largest)
+            )
+            values: Arrays = []
+            for example, shape in zip(examples, drawn, strict=True):
+                value = np.resize(example, shape)
+                if _inexact(example):
+                    moved = value + 0.1 * self.random.standard_normal(shape)
+                    value = moved.astype(example.dtype)
+                values.append(jnp.asarray(value))
+            self.call(self.arrays, values)
+        return f"{_DRAWN} drawn"
 
     def call(self, places: Sequence[int], values: Arrays) -> Arrays:
         """The leaves of the result, with other values for these leaves."""
@@ -436,7 +466,8 @@ def check(
       * reverse derivatives against forward ones, or against differences;
       * that a function with a transpose is linear, and its transpose by inner products;
       * whether the function keeps or writes to memory that it is lent;
-      * calls from several threads at once against calls one by one.
+      * calls from several threads at once against calls one by one;
+      * with a signature as `result=`, what comes for other sizes against it.
 
     Complex arguments move in both parts, so rules are checked by JAX's conventions
     whether or not the function is holomorphic.
