@@ -313,6 +313,43 @@ def test_patched_callbacks_whatever_the_hash_seed(seed, run_python):
     assert done.returncode == 0
 
 
+def test_unordered_callbacks_that_jax_binds_itself_stay_unordered(run_python):
+    """Code that took the function before the patch. JAX promises no order, and one that
+    failed must not keep the others from running.
+    """
+    done = run_python(
+        """
+        import jax, jax.numpy as jnp, jax.experimental, hostcall as hc
+
+        io = jax.experimental.io_callback
+        hc.patch_jax()
+        seen = []
+
+        def f(x, around=lambda i: None):
+            def step(c, i):
+                io(lambda i: seen.append(int(i)), None, i)
+                around(i)
+                return c, None
+            io(lambda x: seen.append("before"), None, x)
+            return jax.lax.scan(step, x, jnp.arange(3))[0]
+
+        def with_own(x):
+            return f(x, lambda i: hc.call(lambda i: None, None, i, order="unordered"))
+
+        def hands_on_a_token(f):
+            lines = jax.jit(f).lower(0.0).as_text().splitlines()
+            return any("stablehlo.while" in line and "token" in line for line in lines)
+
+        assert not hands_on_a_token(f)
+        assert hands_on_a_token(with_own)
+        jax.block_until_ready(jax.jit(f)(0.0))
+        jax.effects_barrier()
+        assert sorted(map(str, seen)) == ["0", "1", "2", "before"]
+        """
+    )
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("kind", ["ordered call", "unordered call", "unordered io"])
 def test_feeds(kind):
     """How many items have been taken, seen from calls around a feed."""

@@ -27,6 +27,11 @@ Most programs need none of this, and are left as they are: those whose calls all
 one ordered effect, and those whose unordered calls are in one jaxpr, where each takes
 the token of the one before it (`in_order` in lowering_api.py).
 
+So are programs whose calls are all callbacks of JAX's own, which the patch serves, if
+only unordered ones would be put in order. JAX promises no order there, and code leans
+on that: Pallas' interpreter of TPU kernels has callbacks that must run after another
+one has failed, or a device waits for ever for what they send.
+
 Not entered are loops over Refs, kernels, custom calls, and the small functions inside
 reductions, sorts and scatters; and before jaxlib 0.11.2, where XLA ends the process for
 a token there, shard_maps that are manual over some mesh axes only. If such a thing has
@@ -108,10 +113,17 @@ def _ordered(effects: Iterable[_t.Effect]) -> Effects:
 
 
 class _Finder:
-    """Looks through a program whose host calls these rules lower."""
+    """Looks through a program whose host calls these rules lower.
 
-    def __init__(self, rules: Rules) -> None:
+    Attributes:
+        has_own: whether it has found a call that is no callback of JAX's own.
+    """
+
+    def __init__(self, rules: Rules, ordered_alone: bool = False) -> None:
+        """`ordered_alone`: calls without an ordered effect count as no calls."""
+        self.has_own = False
         self._rules = rules
+        self._ordered_alone = ordered_alone
         # By identity: a program may have a jaxpr several times.
         self._known: dict[int, _Found] = {}
 
@@ -127,6 +139,9 @@ class _Finder:
     def _eqn(self, eqn: _t.JaxprEquation) -> _Found:
         ordered = _ordered(eqn.effects)
         if eqn.primitive in self._rules:
+            self.has_own |= eqn.primitive not in JAXS_CALLS
+            if self._ordered_alone and not ordered:
+                return _Found()
             return _Found(own=ordered or frozenset([None]), is_call=True)
         parts = _parts(eqn)
         if not parts:
@@ -399,6 +414,11 @@ def as_one_equation(
 
 
 def order_of_calls(jaxpr: _t.Jaxpr, rules: Rules) -> InOrder | None:
-    """What puts all host calls of a program into one order; None if they are in one."""
-    found = _Finder(rules).jaxpr(jaxpr)
+    """What puts all host calls of a program into one order; None if they are in one, or
+    if JAX leaves their order open and all of them are JAX's own.
+    """
+    finder = _Finder(rules)
+    found = finder.jaxpr(jaxpr)
+    if found.crosses and not finder.has_own:
+        found = _Finder(rules, ordered_alone=True).jaxpr(jaxpr)
     return InOrder(rules, found.foreign | {IN_ORDER}) if found.crosses else None
