@@ -34,8 +34,8 @@ ABOUT = {
     "exporting": "export, serialize, save a program, deploy, jax.export",
     "failures_over_processes": "crash, abort, fault tolerance",
     "faq": "faq, cache, memoize, lru_cache, print in jit, unknown shape, dynamic shape,"
-    " thread safety, twice, hang, hangs, stuck, freeze, retry, try again, mypy, pyright,"
-    " type checker",
+    " thread safety, twice, hang, hangs, stuck, freeze, retry, try again, mypy,"
+    " pyright, type checker",
     "feeding": "data loader, dataloader, dataset, batches, iterator",
     "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
     "index": "install, pip, getting started, platforms, macos, windows, license",

@@ -115,13 +115,13 @@ Ref Ask(const Ref& object, const char* method, const Arguments&... arguments) {
 
 /// What the engine has from Python.
 enum class Hook {
-  kAdmitsLate,   ///< () -> whether the closed engine makes a call (module.cc)
-  kEndedError,   ///< raised when something of a call is used after its end
-  kPending,      ///< (sign, is_hidden): the thread's newest program may not have ended
-  kProfiled,     ///< () -> whether JAX takes a profile (profile.h)
-  kReport,       ///< (error) -> what is raised in its place, or None (report.h)
-  kShown,        ///< (info, tap, waited) -> what a profile shows (profile.h)
-  kStage,        ///< ExecutionStage.EXECUTE
+  kAdmitsLate,  ///< () -> whether the closed engine makes a call (module.cc)
+  kEndedError,  ///< raised when something of a call is used after its end
+  kPending,   ///< (sign, is_hidden): the thread's newest program may not have ended
+  kProfiled,  ///< () -> whether JAX takes a profile (profile.h)
+  kReport,    ///< (error) -> what is raised in its place, or None (report.h)
+  kShown,     ///< (info, tap, waited) -> what a profile shows (profile.h)
+  kStage,     ///< ExecutionStage.EXECUTE
   kStreamError,  ///< raised for `stream` on a CPU, as JAX does
   kTextReader,   ///< (text, on_cuda, buffers) -> a plan, or None (plan_state.cc)
   kTracing,      ///< () -> (trace, profile), what `threading` gives new threads

@@ -41,8 +41,8 @@ struct ActiveCall {
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
-  int64_t execution = -1;  ///< executions before in this run; -1: not counted
-  FeedTake* feed = nullptr;        ///< of a feed: how far it came; else null
+  int64_t execution = -1;    ///< executions before in this run; -1: not counted
+  FeedTake* feed = nullptr;  ///< of a feed: how far it came; else null
   /// Whether it may be repeated inside a host callback, and whether its function
   /// has asked for that (AskInside). Only the calling thread uses the three.
   bool scouts = false, asked = false;
