@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
@@ -242,15 +242,12 @@ def call(
         result = spec_of(rule, args, name)
         counts = leading(rule, args)
         if counts is not None:
-            how = _for_items(rule, how, given, policy.owner)
-            if how.vmap_method in WHOLE and not lines_up(rule, args):
-                how = replace(how, vmap_method="sequential")
-            elif how.vmap_method in WHOLE:
+            how = _for_items(rule, how, given, policy.owner, args)
+            if how.vmap_method in WHOLE:
                 args = tuple(lined_up(args, counts))
             elif any(counts) and maps_items(rule, how.vmap_method):
                 # The same call for each item, which then has no axes in front.
-                code = policy.owner or fn
-                each = functools.partial(call, code, rule, **given)
+                each = functools.partial(call, policy.owner or fn, rule, **given)
                 return over_leading_axes(each, args, counts)
     operands, template = flatten_arguments(args, kwargs)
     also = ("out",) * (how.lend == "out")
@@ -297,14 +294,21 @@ def _rule(
 
 
 def _for_items(
-    rule: Any, how: CallOptions, given: Mapping[str, object], owner: Any
+    rule: Any,
+    how: CallOptions,
+    given: Mapping[str, object],
+    owner: Any,
+    args: Sequence[Any],
 ) -> CallOptions:
     """The options of a call whose result says what an item is."""
-    if "vmap_method" in given:
-        return how
-    # A HostFunction's own method holds here too, since the axes are lined up here.
-    own = None if owner is None else owner.options.vmap_method
-    return replace(how, vmap_method=own or default_method(rule))
+    method = how.vmap_method
+    if "vmap_method" not in given:
+        # A HostFunction's own method holds here too, since `call` lines the axes up.
+        own = None if owner is None else owner.options.vmap_method
+        method = own or default_method(rule)
+    if method in WHOLE and not lines_up(rule, args):
+        method = "sequential"
+    return replace(how, vmap_method=method)
 
 
 _PLACE, _POLICY, _NO_RESULT = CallOptions(), Policy(), parse_result(None, "a watch")

@@ -77,8 +77,7 @@ def array_type(annotation: object) -> ArrayType | None:
     jaxtyping = sys.modules.get("jaxtyping")
     if jaxtyping is None or not isinstance(annotation, type):
         return None
-    base = vars(jaxtyping).get("AbstractArray")
-    if base is None or base not in type.mro(annotation):
+    if jaxtyping.AbstractArray not in type.mro(annotation):
         return None
     found: Any = annotation
     words = []
@@ -210,10 +209,10 @@ def _computed(node: ast.AST, known: Mapping[str, tuple[Size, str]]) -> Size:
         left = _computed(node.left, known)
         right = _computed(node.right, known)
         return _OPERATORS[type(node.op)](left, right)
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if is_call and node.func.id in _FUNCTIONS and not node.keywords:  # type: ignore[attr-defined]
-        given = [_computed(each, known) for each in node.args]  # type: ignore[attr-defined]
-        return _FUNCTIONS[node.func.id](*given)  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        function = _FUNCTIONS.get(node.func.id)
+        if function is not None and not node.keywords:
+            return function(*[_computed(each, known) for each in node.args])
     raise SyntaxError(
         "an expression of sizes has numbers, names, + - * // % **, min, max and abs"
     )
@@ -258,6 +257,8 @@ def of_annotations(fn: Callable[..., Any], name: str) -> OfAnnotations | None:
     Raises:
         SpecError: an annotation can't be evaluated, or does not say the shape.
     """
+    if "jaxtyping" not in sys.modules:  # nothing is evaluated for nobody
+        return None
     hints = _hints(fn, name)
     returned = hints.get("return")
     if returned is None or not _says(returned, name):
@@ -284,8 +285,6 @@ def _hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(fn, include_extras=True)
     except Exception as error:
-        if "jaxtyping" not in sys.modules:
-            return {}
         raise SpecError(
             f"hostcall: the annotations of `{name}` can't be evaluated:"
             f" {type(error).__name__}: {error}. With `from __future__ import"
@@ -313,7 +312,7 @@ def _says(annotation: Any, name: str) -> bool:
     annotation = _meant(annotation)
     if array_type(annotation) is not None:
         return True
-    if typing.get_origin(annotation) is np.ndarray and "jaxtyping" in sys.modules:
+    if typing.get_origin(annotation) is np.ndarray:
         raise SpecError(
             f"hostcall: `{name}` is annotated to return {_shown(annotation)}, which has"
             " a dtype and no shape. Annotate it with jaxtyping, as in"

@@ -400,22 +400,28 @@ def _check_sizes(
             code="hc-result-spec",
         )
     for dimension, given in sizes.items():
-        if isinstance(given, jax.core.Tracer):
-            raise SpecError(
-                f"hostcall: sizes={{{dimension!r}: ...}} of `{name}` is a traced value,"
-                " which has no number when the program is traced. Take it from a shape"
-                " (x.shape[0]), or make it a static argument of jit",
-                code="hc-traced",
-            )
-        if callable(given):
-            _check_parameters(text, name, dimension, given, known)
-        elif type(given) is not int or given < 0:
-            raise SpecError(
-                f"hostcall: sizes={{{dimension!r}: {given!r}}} of `{name}`: a size is"
-                " an integer of at least 0, or a function of other dimensions",
-                code="hc-result-spec",
-            )
+        _check_size(text, name, dimension, given, known)
     return tuple(sizes.items())
+
+
+def _check_size(
+    text: str, name: str, dimension: str, given: object, known: set[str]
+) -> None:
+    if isinstance(given, jax.core.Tracer):
+        raise SpecError(
+            f"hostcall: sizes={{{dimension!r}: ...}} of `{name}` is a traced value,"
+            " which has no number when the program is traced. Take it from a shape"
+            " (x.shape[0]), or make it a static argument of jit",
+            code="hc-traced",
+        )
+    if callable(given):
+        _check_parameters(text, name, dimension, given, known)
+    elif type(given) is not int or given < 0:
+        raise SpecError(
+            f"hostcall: sizes={{{dimension!r}: {given!r}}} of `{name}`: a size is"
+            " an integer of at least 0, or a function of other dimensions",
+            code="hc-result-spec",
+        )
 
 
 def _check_parameters(

@@ -121,11 +121,12 @@ def floating(dtype: np.dtype) -> np.dtype:
 
 def with_axes(arrays: Sequence[jax.Array], n: int) -> list[jax.Array]:
     """The arrays with `n` axes each; axes of length 1 are put in front."""
-    shapes = [np.shape(x) for x in arrays]
-    return [
-        x if len(shape) == n else jnp.reshape(x, (1,) * (n - len(shape)) + shape)
-        for x, shape in zip(arrays, shapes, strict=True)
-    ]
+    return [expanded(array, n - np.ndim(array)) for array in arrays]
+
+
+def expanded(array: Any, n: int) -> Any:
+    """The array with `n` axes of length 1 in front."""
+    return jnp.reshape(array, (1,) * n + np.shape(array)) if n else array
 
 
 _SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}

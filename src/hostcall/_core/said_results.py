@@ -14,7 +14,7 @@ from hostcall._core.dimensions import Given, Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.options import WHOLE
-from hostcall._core.result_rules import Tree, aval_of, is_aval
+from hostcall._core.result_rules import Tree, aval_of, expanded, is_aval
 
 
 def rule_of(
@@ -191,11 +191,6 @@ def lined_up(args: Sequence[Any], counts: Counts) -> list[Any]:
     """
     most = max((n for n in counts if n is not None), default=0)
     return [
-        arg if n is None or n == most else expanded(arg, most - n)
+        arg if n is None else expanded(arg, most - n)
         for arg, n in zip(args, counts, strict=True)
     ]
-
-
-def expanded(array: Any, n: int) -> Any:
-    """The array with `n` axes of size 1 in front."""
-    return jax.numpy.reshape(array, (1,) * n + np.shape(array))

@@ -67,9 +67,14 @@ class OfUfunc(OfArguments):
     def __repr__(self) -> str:
         return f"what {self.fn!r} says"
 
-    def spec(self, avals: Trees, name: str) -> Any:
+    @property
+    def _ufunc(self) -> np.ufunc:
         ufunc = ufunc_of(self.fn)
         assert ufunc is not None, "`of_ufunc` makes these"
+        return ufunc
+
+    def spec(self, avals: Trees, name: str) -> Any:
+        ufunc = self._ufunc
         arrays = arrays_only("a ufunc", avals, name, ufunc.nin)
         shapes = [array.shape for array in arrays]
         if self.dimensions is None:
@@ -96,9 +101,7 @@ class OfUfunc(OfArguments):
         return self.dimensions is None or self.dimensions._lines_up(axes)
 
     def _is_elementwise(self) -> bool:
-        ufunc = ufunc_of(self.fn)
-        assert ufunc is not None, "`of_ufunc` makes these"
-        return self.dimensions is None and ufunc.nout == 1
+        return self.dimensions is None and self._ufunc.nout == 1
 
     def _dtypes(
         self, ufunc: np.ufunc, arrays: Sequence[jax.ShapeDtypeStruct], name: str
@@ -106,15 +109,16 @@ class OfUfunc(OfArguments):
         given = [np.dtype(array.dtype) for array in arrays]
         if self.float64:
             given = [widened(dtype) or dtype for dtype in given]
-        loop = _loop(self.fn, ufunc, given)
-        if loop is None:
+        try:
+            loop = _loop(self.fn, ufunc, given)
+        except Exception as error:  # of NumPy's, of Numba's compiler, or the user's own
             wanted = ", ".join(map(str, given))
             raise SpecError(
                 f"hostcall: `{name}` has no loop for ({wanted}). It has"
                 f" {_loops(ufunc)}. Convert the arguments before the call"
                 " (x.astype(jnp.float32)), or write hc.host(fn, float64=True)",
                 code="hc-arguments",
-            )
+            ) from error
         if any(dtype.kind not in "biufcV" for dtype in loop):
             raise SpecError(
                 f"hostcall: `{name}` returns {', '.join(map(str, loop))} for"
@@ -128,19 +132,21 @@ class OfUfunc(OfArguments):
 
 def _loop(
     fn: Callable[..., Any], ufunc: np.ufunc, given: Sequence[np.dtype]
-) -> tuple[np.dtype, ...] | None:
-    """The dtypes of the results of the loop that NumPy chooses; None without one."""
+) -> tuple[np.dtype, ...]:
+    """The dtypes of the results of the loop that NumPy chooses.
+
+    Raises:
+        Exception: there is none, and this says why.
+    """
+    wanted = (*given, *(None,) * ufunc.nout)
     try:
-        dtypes = ufunc.resolve_dtypes((*given, *(None,) * ufunc.nout))
+        dtypes = ufunc.resolve_dtypes(wanted)
     except TypeError:
         if fn is ufunc or ufunc.signature is not None:
-            return None
+            raise
         # Numba compiles a loop at the first call for its dtypes.
-        try:
-            fn(*[np.ones((), dtype) for dtype in given])
-            dtypes = ufunc.resolve_dtypes((*given, *(None,) * ufunc.nout))
-        except Exception:
-            return None
+        fn(*[np.ones((), dtype) for dtype in given])
+        dtypes = ufunc.resolve_dtypes(wanted)
     return tuple(dtypes[ufunc.nin :])
 
 

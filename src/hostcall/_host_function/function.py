@@ -214,17 +214,21 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _call(self, args: Trees, kwargs: Kwargs, mask: Any, fill: Any) -> Any:
         if kwargs:
             args = self._positional(args, kwargs)
-        if self._maps_items and self._has_axes_in_front(args):
+        spec = None
+        if self._maps_items:
+            spec = self._spec(args)  # refuses arguments that no signature fits
             counts = said_results.leading(self.result, args)
             assert counts is not None, "a signature says what an item is"
-            return said_results.over_leading_axes(
-                lambda *items: self._call(items, {}, mask, fill), args, counts
-            )
+            if any(counts):
+                return said_results.over_leading_axes(
+                    lambda *items: self._call(items, {}, mask, fill), args, counts
+                )
         place = users_place()
         operands, template = flatten_arguments(args, {})
         also = ("out",) * (self.options.lend == "out")
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
-        spec = self._spec(args)
+        if not self._maps_items:
+            spec = self._spec(args)
         if spec is None and self.options.order == "pure":
             mistakes.refuse_unneeded("hc.host", self.__name__)
         results = parse_result(spec, self.__name__)
@@ -261,12 +265,6 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     def _held(self) -> HostFunction[P, R]:
         return self
-
-    def _has_axes_in_front(self, args: Trees) -> bool:
-        """Whether a call is one of several items; refuses arguments that are wrong."""
-        self._spec(args)
-        counts = said_results.leading(self.result, args)
-        return counts is not None and any(counts)
 
     def _spec(self, args: Trees) -> Tree:
         if not self._varies:

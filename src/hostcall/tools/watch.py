@@ -25,7 +25,7 @@ from hostcall._api.call import call_counted
 from hostcall._core.host_code import HostCode, text_of
 from hostcall._core.suggestions import suggests
 from hostcall.errors import SpecError, WatchError
-from hostcall.tools._debugger import UserLine, users_lines
+from hostcall.tools._traced_lines import UserLine, users_lines
 from hostcall.tools._values import (
     ARRAYS,
     need,

@@ -11,7 +11,7 @@ import numpy as np
 
 from hostcall._jax.places import Place, in_library
 from hostcall._jax.user_lines import SourceLine
-from hostcall.tools._debugger import users_lines
+from hostcall.tools._traced_lines import users_lines
 
 
 def line_of(place: Place) -> str:

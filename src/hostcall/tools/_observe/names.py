@@ -125,7 +125,7 @@ def _parsed(source: str) -> _Parsed:
         [(_span(n), Target(n.target.id, (), _span(n.value))) for n in walruses],
         [_span(n) for n in nodes if isinstance(n, _LOOPS)],
         [n for n in nodes if isinstance(n, _FUNCTIONS)],
-        # Of those that cover the same text the outermost.
+        # Among nodes that cover the same text, the outermost counts.
         {_span(n): n for n in reversed(nodes) if isinstance(n, ast.expr)},
     )
 
