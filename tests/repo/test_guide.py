@@ -19,7 +19,7 @@ from jax import lax
 import hostcall as hc
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"external_callbacks.md": 16, "migrating/host_callback.md": 13}
+PAGES = {"external_callbacks.md": 16, "host_callback.md": 13}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pmap is deprecated
@@ -36,7 +36,7 @@ def test_the_program_with_torch(run_python):
     """In a separate process: torch is large, and would stay in this one."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    text = (DOCS / "migrating" / "host_callback.md").read_text()
+    text = (DOCS / "host_callback.md").read_text()
     pattern = r"^```py torch\n(.*?)^```\n```text\n(.*?)^```"
     ((source, wanted),) = re.findall(pattern, text, re.M | re.S)
     head = "import jax, numpy as np, hostcall.host_callback as hcb\n"
