@@ -9,8 +9,8 @@ from typing import Any
 
 # --- Codes ---------------------------------------------------------------------------
 #
-# `python -m hostcall explain hc-escape` prints the section of a code, which is in a file
-# of docs/errors. A message shows one code, as its last line, also if it quotes another
+# `python -m hostcall explain hc-escape` prints the section of a code, which a file of
+# docs/errors has. A message shows one code, as its last line, also if it quotes another
 # message with a code (docs/design/errors.md).
 
 # Compiled when a message is first read, not at import.
