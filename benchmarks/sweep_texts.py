@@ -67,8 +67,8 @@ TEXTS = {
         "µs for a call, all threads together",
     ),
 }
-INTRO = """The figures behind the pictures of [where a microsecond goes](speed.md), which
-says what each line is. "(100x)" after a time means that the median of its ratios to
+INTRO = """The figures behind the pictures of [where a microsecond goes](speed.md). That
+page says what each line is. "(100x)" after a time means that the median of its ratios to
 hostcall's time in the same round is 100.
 """
 NOTES = {
