@@ -68,8 +68,8 @@ TEXTS = {
     ),
 }
 INTRO = """The figures behind the pictures of [where a microsecond goes](speed.md). That
-page says what each line is. "(100x)" after a time means that the median of its ratios to
-hostcall's time in the same round is 100.
+page says what each line is. "(100x)" after a time means that the median of its ratios
+to hostcall's time in the same round is 100.
 """
 NOTES = {
     "cost": "floor: for a call, a handler that only calls an empty Python function;"
