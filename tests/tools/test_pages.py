@@ -23,7 +23,7 @@ PAGES = {
     "recording": 6,
     "running": 9,
     "watches": 5,
-    "watching": 10,
+    "watching": 8,
 }
 
 
