@@ -18,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import debug, lax, pure_callback  # before the patch, as most libraries
+from jax._src import buffer_callback as jax_buffer_callback
+from jax._src import callback as jax_callback
+from jax._src import debugging as jax_debugging
 from jax.experimental import buffer_callback as buffers
 from jax.experimental import io_callback
 
@@ -35,31 +38,40 @@ LATE = {
     "debug": lambda *args, **kw: jax.debug.callback(*args, **kw),
     "print": lambda *args, **kw: jax.debug.print(*args, **kw),
 }
-ORIGINALS = [
-    jax.pure_callback,
-    jax.experimental.io_callback,
-    jax.debug.callback,
-    jax.debug.print,
-    jax.effects_barrier,
-    jax.interpreters.mlir.emit_python_callback,
-    buffers.buffer_callback,
-    buffers.Buffer,
-    buffers.ExecutionContext,
-]
+JAXS_BUFFER_CALLBACK = buffers.buffer_callback
 
 
 def in_place():
+    """What a patch replaces, as it is now: the functions stay JAX's own."""
+    primitives = [
+        jax_callback.pure_callback_p,
+        jax_callback.io_callback_p,
+        jax_debugging.debug_callback_p,
+        jax_debugging.debug_print_p,
+        jax_buffer_callback.buffer_callback_p,
+    ]
+    return [
+        *(primitive.bind for primitive in primitives),
+        jax.effects_barrier,
+        jax_callback.emit_python_callback,
+        jax.interpreters.mlir.emit_python_callback,
+        buffers.Buffer,
+        buffers.ExecutionContext,
+    ]
+
+
+def functions():
     return [
         jax.pure_callback,
         jax.experimental.io_callback,
         jax.debug.callback,
         jax.debug.print,
-        jax.effects_barrier,
-        jax.interpreters.mlir.emit_python_callback,
         buffers.buffer_callback,
-        buffers.Buffer,
-        buffers.ExecutionContext,
     ]
+
+
+ORIGINALS = in_place()
+FUNCTIONS = functions()
 
 
 @pytest.fixture(autouse=True)
@@ -153,8 +165,7 @@ def test_buffer_callbacks(bound, effect, patched):
         assert ctx.stage == buffers.ExecutionStage.EXECUTE
         np.asarray(out["y"])[...] = np.asarray(tree[0]) * np.asarray(k)
 
-    early = ORIGINALS[-3]
-    function = early if bound == "early" else buffers.buffer_callback
+    function = JAXS_BUFFER_CALLBACK if bound == "early" else buffers.buffer_callback
     x = jnp.arange(4.0)
     f = function(host, {"y": like(x)}, has_side_effect=effect, vmap_method="sequential")
     assert "@hostcall_buffer(" in text_of(lambda x: f((x,), k=3.0), x)
@@ -414,9 +425,10 @@ def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
 # --- Patching and unpatching ------------------------------------------------------------------
 
 
-def test_the_patch_replaces_and_restores_names():
+def test_the_patch_replaces_and_restores():
     hc.patch_jax()
     assert not set(in_place()) & set(ORIGINALS)
+    assert functions() == FUNCTIONS
     hc.patch_jax()  # again, with no effect
     hc.testing.unpatch_jax()
     assert in_place() == ORIGINALS
@@ -429,10 +441,8 @@ def test_context_managers_nest():
     assert repr(plain) == "<hostcall.patch_jax(arrays='jax')>"
     hc.testing.unpatch_jax()
     with hc.patch_jax():
-        inner = jax.pure_callback
         with hc.patch_jax(arrays="numpy"):
             assert type_that_comes() is np.ndarray
-        assert jax.pure_callback is inner
         assert type_that_comes() is not np.ndarray
     assert in_place() == ORIGINALS
 
@@ -489,7 +499,7 @@ def test_our_own_wrapper_is_not_taken_for_jaxs():
         ours()
         hc.testing.unpatch_jax()
     finally:
-        jax.effects_barrier = ORIGINALS[4]
+        jax.effects_barrier = ORIGINALS[5]
 
 
 def test_programs_compiled_before_are_compiled_again():
@@ -508,17 +518,22 @@ def test_programs_compiled_before_are_compiled_again():
 
 
 def test_who_patched_after_us_stays():
-    other = lambda *args: None
+    primitive = jax_callback.pure_callback_p
     hc.patch_jax()
-    jax.debug.print = other
+    ours = primitive.bind
+    seen = []
+
+    def others(*args, **params):
+        seen.append(args)
+        return ours(*args, **params)
+
+    primitive.bind = others
     try:
         hc.testing.unpatch_jax()
-        assert jax.debug.print is other
+        assert pure_callback(np.negative, like(1.0), 1.0) == -1
+        assert seen == [(1.0,)]
     finally:
-        jax.debug.print = debug_print
-
-
-debug_print = jax.debug.print
+        del primitive.bind
 
 
 def test_from_many_threads():
@@ -593,7 +608,7 @@ x = jnp.float32(2)
 host = lambda v: v * 3
 assert "x" not in sys.argv or sys.path[0]
 print(sys.argv[1:], __name__, jax.jit(lambda x: pure_callback(host, x, x))(x))
-print(jax.pure_callback.__module__)
+print(jax.effects_barrier.__module__)
 assert jax.numpy.arange(3.0).dtype == "float64"  # what was set before counts
 """
 
@@ -673,8 +688,8 @@ AUTOPATCH = Path(__file__).parents[2] / "src"
         ("1", "jax", "hostcall._compat.patch"),
         ("1", "hostcall", "hostcall._compat.patch"),
         ("numpy", "jax", "hostcall._compat.patch"),
-        ("0", "jax", "jax._src.callback"),
-        ("", "hostcall", "jax._src.callback"),
+        ("0", "jax", "jax._src.api"),
+        ("", "hostcall", "jax._src.api"),
     ],
 )
 def test_from_the_environment(value, first, home, run_python):
@@ -690,7 +705,7 @@ def test_from_the_environment(value, first, home, run_python):
         host = lambda v: seen.append(type(v).__name__) or v
         jax.jit(lambda x: jax.pure_callback(host, x, x))(jnp.float32(1))
         jax.effects_barrier()
-        print(jax.pure_callback.__module__, *seen)
+        print(jax.effects_barrier.__module__, *seen)
         """,
         env={"HOSTCALL_PATCH": value},
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
 from jax._src import config as _config
-from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
@@ -105,28 +104,52 @@ print_checker = _debugging.formatter  # refuses arguments that a format does not
 FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
 
 
-# Flattens a tree as JAX flattens the arguments of debug callbacks: views of Refs are
-# nodes.
-flatten_with_refs = _tree_util.tracing_registry.flatten
+def split_callback_args(
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[_t.TreeDef, list[object], dict[int, object]]:
+    """(tree, arrays, other leaves by their number) of a debug callback's arguments."""
+    parts: tuple[_t.TreeDef, list[object], dict[int, object]]
+    parts = _debugging._split_callback_args(args, kwargs)
+    return parts
 
 
-def is_traceable(leaf: object) -> bool:
-    """Whether JAX's debug callbacks treat this leaf as an array, not as static."""
-    try:
-        _core.shaped_abstractify(leaf)
-    except (AssertionError, TypeError):
-        return False
-    return True
+class DebugParts(NamedTuple):
+    """A debug callback as the user wrote it.
+
+    Attributes:
+        callback: the user's function.
+        in_tree: the tree of its arguments.
+        static: the leaves of these that are no arrays, by their number.
+    """
+
+    callback: Callable[..., object]
+    in_tree: _t.TreeDef
+    static: dict[int, object]
 
 
-# --- What `patch_jax` replaces: _compat/patch.py, _compat/lowerings.py ---------------
+def parts_of_debug_callback(flat: Callable[..., object]) -> DebugParts | None:
+    """What JAX has wrapped into the `callback` parameter of a debug callback; None if
+    something else made that.
+    """
+    code = getattr(flat, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    if names != ("callback", "in_tree", "static_args"):
+        return None
+    if flat.__module__ != _debugging.__name__:
+        return None
+    cells = flat.__closure__ or ()
+    callback, in_tree, static = [cell.cell_contents for cell in cells]
+    return DebugParts(callback, in_tree, dict(static))
+
+
+# --- What `patch_jax` replaces: _compat/patch.py, redirects.py ---------------
 
 pure_callback_p = _callback.pure_callback_p
 io_callback_p = _callback.io_callback_p
 debug_callback_p = _debugging.debug_callback_p
 debug_print_p = _debugging.debug_print_p
 buffer_callback_p = _buffer_callback.buffer_callback_p
-MODULES_WITH_EMIT = ("jax._src.callback", "jax.interpreters.mlir")
+MODULES_WITH_EMIT = (_callback, jax.interpreters.mlir)
 
 
 def replace_lowering(

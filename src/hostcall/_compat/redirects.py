@@ -1,0 +1,234 @@
+"""What stands for JAX's callback primitives, and for `emit_python_callback`.
+
+All of JAX's functions for callbacks bind one of five primitives, whenever a program
+took the function. While JAX is patched, binding such a primitive binds one of
+hostcall's, with the same call in its parameters. So programs are traced with
+hostcall's equations, and have its batching, eager calls and printing.
+
+Equations of JAX's primitives that are in programs already (a jaxpr that was traced
+before the patch, a Pallas kernel) are redirected where they are lowered, with the same
+translation of their parameters; what happens before that stays JAX's. And a few
+programs emit a callback themselves, below all primitives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hostcall import _jax
+from hostcall._compat.buffer_callback import make_params as buffer_params
+from hostcall._compat.debugging import NO_RESULTS, print_params, template_of
+from hostcall._compat.pure_and_io import raw_keys, trees_of
+from hostcall._core.host_code import HostCode
+from hostcall._core.mistakes import refuse_coroutines
+from hostcall._core.options import CallOptions
+from hostcall._core.order import Order
+from hostcall._core.source import Place, look, users_place
+from hostcall._core.spec import Results, Template
+from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
+from hostcall._engine.params.equation import CallParams
+from hostcall._primitives import buffer, call, drop_in
+from hostcall._primitives.lowering import begin
+
+# What callbacks get, as the newest patch says; None if JAX is not patched. The patch
+# writes it under its lock. Redirects read it once each, without a lock.
+chosen: str | None = None
+
+
+# --- Primitives -----------------------------------------------------------------------
+
+# (context of the equation where it is lowered, number of operands, parameters of JAX's
+# primitive) -> parameters of hostcall's. There is no context where it is bound.
+_Translation = Callable[[_jax.LoweringContext | None, int, _jax.Params], CallParams]
+
+
+class Redirect:
+    """One of JAX's primitives, whose calls hostcall's primitive makes.
+
+    Attributes:
+        primitive: JAX's.
+    """
+
+    def __init__(
+        self, primitive: _jax.Primitive, ours: ModuleType, translation: _Translation
+    ) -> None:
+        """`ours` is the module of hostcall's primitive, which binds and lowers it."""
+        self.primitive = primitive
+        self._ours = ours
+        self._translation = translation
+        # Saved once, so that it is never a redirect itself.
+        self._bind_jaxs = primitive.bind
+
+    def bind(self, *operands: object, **given: Any) -> object:
+        if self.primitive not in _DEBUG:  # which get typed keys, if they run at once
+            operands = tuple(map(raw_keys, operands))
+        elif not _is_on_host(given):
+            return self._bind_jaxs(*operands, **given)
+        params = self._translation(None, len(operands), given)
+        return self._ours.bind(*operands, params=params)
+
+    def lower(
+        self, ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
+    ) -> list[_jax.Value]:
+        params = self._translation(ctx, len(operands), given)
+        lowered: list[_jax.Value] = self._ours.lower(ctx, *operands, params=params)
+        return lowered
+
+
+_DEBUG = (_jax.debug_callback_p, _jax.debug_print_p)
+_DEBUG_EFFECTS = (_jax.DEBUG_EFFECT, _jax.ORDERED_DEBUG_EFFECT)
+
+
+def _is_on_host(given: _jax.Params) -> bool:
+    """Whether a debug callback is a host call already when it is bound.
+
+    In a Pallas kernel it is device code, with rules for GPU and TPU. And a library may
+    have an effect of its own, on whose rules it relies.
+    """
+    effect = given.get("effect", _jax.DEBUG_EFFECT)
+    return effect in _DEBUG_EFFECTS and not _jax.in_pallas_kernel()
+
+
+def _place(ctx: _jax.LoweringContext | None, fn: Callable[..., object]) -> Place | None:
+    """The line that called; if JAX does not know it, the line of the function. None
+    while the equation is traced, for the line of the user's that runs now.
+    """
+    if ctx is None:
+        return None
+    line = _jax.line_of(ctx)
+    return look(fn).place if line is None else Place(*line)
+
+
+def _call_back(
+    kind: Kind, ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
+) -> CallParams:
+    # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
+    # the wrapped function, with flat arguments.
+    fn, template = given["callback"], Template.flat(*(None,) * operands)
+    if isinstance(fn, _jax.FlatCallback):
+        fn, template = fn.callback_func, template_of(fn.in_tree, {})
+    refuse_coroutines(fn)
+    trees = template, Results.flat(given["result_avals"])
+    options = {**given, "arrays": arrays_of(chosen or "jax")}
+    return make_params(kind, fn, trees, options, _place(ctx, fn))
+
+
+def _debug(
+    ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
+) -> CallParams:
+    fn, template = given["callback"], Template.flat(*(None,) * operands)
+    if (parts := _jax.parts_of_debug_callback(fn)) is not None:
+        fn, template = parts.callback, template_of(parts.in_tree, parts.static)
+    refuse_coroutines(fn)  # JAX would drop the coroutine without a word
+    ordered = given["effect"] == _jax.ORDERED_DEBUG_EFFECT
+    options = {**given, "ordered": ordered, "arrays": arrays_of(chosen or "jax")}
+    trees = template, NO_RESULTS
+    return make_params("debug", fn, trees, options, _place(ctx, fn))
+
+
+def _print(
+    ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
+) -> CallParams:
+    if given["logging_record"] is not None:
+        logged = _jax.print_callback(given)
+        effect = _DEBUG_EFFECTS[given["ordered"]]
+        return _debug(ctx, operands, {**given, "callback": logged, "effect": effect})
+    return print_params(
+        given["fmt"],
+        given["in_tree"],
+        dict(given["static_args"]),
+        given["np_printoptions"],
+        given,
+        _place(ctx, print),
+    )
+
+
+def _buffer(
+    ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
+) -> CallParams:
+    del operands
+    callback = given["callback"]
+    order: Order = "unordered" if given["has_side_effect"] else "pure"
+    return buffer_params(
+        callback,
+        trees_of(given["in_tree"], given["out_tree"], given["result_avals"]),
+        _place(ctx, callback) or users_place(),
+        CallOptions(order=order, vmap_method=given["vmap_method"]),
+        aliases=tuple(given["input_output_aliases"]),
+        command_buffer=given["command_buffer_compatible"],
+    )
+
+
+REDIRECTS = (
+    Redirect(_jax.pure_callback_p, drop_in, functools.partial(_call_back, "pure")),
+    Redirect(_jax.io_callback_p, drop_in, functools.partial(_call_back, "io")),
+    Redirect(_jax.debug_callback_p, drop_in, _debug),
+    Redirect(_jax.debug_print_p, drop_in, _print),
+    Redirect(_jax.buffer_callback_p, buffer, _buffer),
+)
+
+
+# --- emit_python_callback -------------------------------------------------------------
+
+
+def emit_python_callback(
+    ctx: _jax.LoweringContext,
+    callback: Callable[..., Sequence[object]],
+    token: _jax.Value | None,
+    operands: Sequence[_jax.Value],
+    operand_avals: Sequence[_jax.Aval],
+    result_avals: Sequence[_jax.Aval],
+    *,
+    has_side_effect: bool,
+    sharding: Any = None,
+    **options: bool,
+) -> tuple[Sequence[_jax.Value], _jax.Value | None, object]:
+    """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
+    if not _jax.is_served(ctx) or options.get("partitioned"):
+        given = ctx, callback, token, operands, operand_avals, result_avals
+        options |= {"has_side_effect": has_side_effect, "sharding": sharding}
+        return _jax.emit_python_callback(*given, **options)  # type: ignore[no-any-return]
+    avals = _jax.physical_avals(result_avals)
+    params = make_params(
+        "io" if has_side_effect else "pure",
+        _Sequence(callback, len(avals)),
+        (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
+        {"arrays": "numpy"},
+        _place(ctx, callback),
+    )
+    program = begin(
+        ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+    )
+    made = call.prepare(
+        program,
+        params,
+        _jax.physical_avals(operand_avals),
+        _jax.device_of(program, sharding),
+    )
+    with _jax.named(ctx, params.callback.label):
+        results, token_out = made.emit_with(token, operands, token is not None)
+    return results, token_out, None
+
+
+class _Sequence(HostCode):
+    """A callback that returns a sequence with one value per result."""
+
+    def __init__(self, callback: Callable[..., Sequence[object]], results: int) -> None:
+        self._callback, self._results = callback, results
+
+    def inside(self) -> Callable[..., object]:
+        return self._callback
+
+    def __call__(self, *args: np.ndarray) -> tuple[np.ndarray, ...]:
+        out = self._callback(*args)
+        if len(out) != self._results:
+            raise RuntimeError(
+                "Mismatched number of outputs from callback. Expected:"
+                f" {self._results}, Actual: {len(out)}"
+            )
+        return tuple(map(np.asarray, out))
