@@ -82,7 +82,7 @@ def callback(
             )
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
         in_tree, operands, static = _jax.split_callback_args(args, kwargs)
-        trees = template_of(in_tree, static), NO_RESULTS
+        trees = template_of(in_tree, static), Results.flat(())
         bind(*operands, params=make_params("debug", callback, trees, given))
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
@@ -148,9 +148,6 @@ def _now_or_later(
     return call
 
 
-NO_RESULTS = Results(jax.tree.structure(None), (), ())
-
-
 def template_of(in_tree: _jax.TreeDef, static: Mapping[int, object]) -> Template:
     """How to rebuild (args, kwargs), in which the leaves of these numbers are static:
     the callback gets them as they are.
@@ -179,7 +176,7 @@ def print_params(
     line = PrintLine(fmt, has_fields, tuple(print_options))
     is_plain = has_fields and _is_plain(fmt, in_tree)
     options = {**given, "arrays": arrays_of("numpy" if is_plain else "jax")}
-    trees = template_of(in_tree, static), NO_RESULTS
+    trees = template_of(in_tree, static), Results.flat(())
     return make_params("debug", line, trees, options, place)
 
 

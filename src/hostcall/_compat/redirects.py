@@ -22,7 +22,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._compat.buffer_callback import make_params as buffer_params
-from hostcall._compat.debugging import NO_RESULTS, print_params, template_of
+from hostcall._compat.debugging import print_params, template_of
 from hostcall._compat.pure_and_io import raw_keys, trees_of
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import refuse_coroutines
@@ -67,7 +67,11 @@ class Redirect:
     def bind(self, *operands: object, **given: Any) -> object:
         if self.primitive not in _DEBUG:  # which get typed keys, if they run at once
             operands = tuple(map(raw_keys, operands))
-        elif not _is_on_host(given):
+        # In a Pallas kernel it is device code, with rules for GPU and TPU. And a
+        # library may have an effect of its own, on whose rules it relies.
+        elif given.get("effect", _jax.DEBUG_EFFECT) not in _DEBUG_EFFECTS or (
+            _jax.in_pallas_kernel()
+        ):
             return self._bind_jaxs(*operands, **given)
         params = self._translation(None, len(operands), given)
         return self._ours.bind(*operands, params=params)
@@ -76,22 +80,11 @@ class Redirect:
         self, ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
     ) -> list[_jax.Value]:
         params = self._translation(ctx, len(operands), given)
-        lowered: list[_jax.Value] = self._ours.lower(ctx, *operands, params=params)
-        return lowered
+        return self._ours.lower(ctx, *operands, params=params)  # type: ignore[no-any-return]
 
 
 _DEBUG = (_jax.debug_callback_p, _jax.debug_print_p)
 _DEBUG_EFFECTS = (_jax.DEBUG_EFFECT, _jax.ORDERED_DEBUG_EFFECT)
-
-
-def _is_on_host(given: _jax.Params) -> bool:
-    """Whether a debug callback is a host call already when it is bound.
-
-    In a Pallas kernel it is device code, with rules for GPU and TPU. And a library may
-    have an effect of its own, on whose rules it relies.
-    """
-    effect = given.get("effect", _jax.DEBUG_EFFECT)
-    return effect in _DEBUG_EFFECTS and not _jax.in_pallas_kernel()
 
 
 def _place(ctx: _jax.LoweringContext | None, fn: Callable[..., object]) -> Place | None:
@@ -110,34 +103,25 @@ def _call_back(
     # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
     # the wrapped function, with flat arguments.
     fn, template = given["callback"], Template.flat(*(None,) * operands)
-    if isinstance(fn, _jax.FlatCallback):
-        fn, template = fn.callback_func, template_of(fn.in_tree, {})
-    refuse_coroutines(fn)
-    trees = template, Results.flat(given["result_avals"])
-    options = {**given, "arrays": arrays_of(chosen or "jax")}
+    if (parts := _jax.parts_of_callback(fn)) is not None:
+        fn, in_tree, static = parts
+        template = template_of(in_tree, static)
+    refuse_coroutines(fn)  # a debug callback would drop the coroutine without a word
+    options = {
+        "ordered": given.get("effect") == _jax.ORDERED_DEBUG_EFFECT,
+        **given,
+        "arrays": arrays_of(chosen or "jax"),
+    }
+    trees = template, Results.flat(given.get("result_avals", ()))
     return make_params(kind, fn, trees, options, _place(ctx, fn))
-
-
-def _debug(
-    ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
-) -> CallParams:
-    fn, template = given["callback"], Template.flat(*(None,) * operands)
-    if (parts := _jax.parts_of_debug_callback(fn)) is not None:
-        fn, template = parts.callback, template_of(parts.in_tree, parts.static)
-    refuse_coroutines(fn)  # JAX would drop the coroutine without a word
-    ordered = given["effect"] == _jax.ORDERED_DEBUG_EFFECT
-    options = {**given, "ordered": ordered, "arrays": arrays_of(chosen or "jax")}
-    trees = template, NO_RESULTS
-    return make_params("debug", fn, trees, options, _place(ctx, fn))
 
 
 def _print(
     ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
 ) -> CallParams:
     if given["logging_record"] is not None:
-        logged = _jax.print_callback(given)
-        effect = _DEBUG_EFFECTS[given["ordered"]]
-        return _debug(ctx, operands, {**given, "callback": logged, "effect": effect})
+        logged = {**given, "callback": _jax.print_callback(given)}
+        return _call_back("debug", ctx, operands, logged)
     return print_params(
         given["fmt"],
         given["in_tree"],
@@ -167,7 +151,7 @@ def _buffer(
 REDIRECTS = (
     Redirect(_jax.pure_callback_p, drop_in, functools.partial(_call_back, "pure")),
     Redirect(_jax.io_callback_p, drop_in, functools.partial(_call_back, "io")),
-    Redirect(_jax.debug_callback_p, drop_in, _debug),
+    Redirect(_jax.debug_callback_p, drop_in, functools.partial(_call_back, "debug")),
     Redirect(_jax.debug_print_p, drop_in, _print),
     Redirect(_jax.buffer_callback_p, buffer, _buffer),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import jax
 from jax._src import buffer_callback as _buffer_callback
@@ -101,36 +100,20 @@ callback_logger = _callback.logger
 debug_logger = _debugging.logger
 print_checker = _debugging.formatter  # refuses arguments that a format does not use
 
-FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
+# (args, kwargs) of a debug callback -> their tree, the arrays among their leaves, and
+# the other leaves by their numbers.
+split_callback_args = _debugging._split_callback_args
 
 
-def split_callback_args(
-    args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[_t.TreeDef, list[object], dict[int, object]]:
-    """(tree, arrays, other leaves by their number) of a debug callback's arguments."""
-    parts: tuple[_t.TreeDef, list[object], dict[int, object]]
-    parts = _debugging._split_callback_args(args, kwargs)
-    return parts
-
-
-class DebugParts(NamedTuple):
-    """A debug callback as the user wrote it.
-
-    Attributes:
-        callback: the user's function.
-        in_tree: the tree of its arguments.
-        static: the leaves of these that are no arrays, by their number.
+def parts_of_callback(
+    flat: Callable[..., object],
+) -> tuple[Callable[..., object], _t.TreeDef, Mapping[int, object]] | None:
+    """(the user's function, the tree of its arguments, the leaves of these that are no
+    arrays by their numbers) in the `callback` parameter of JAX's primitives; None if
+    something else than JAX's functions made that.
     """
-
-    callback: Callable[..., object]
-    in_tree: _t.TreeDef
-    static: dict[int, object]
-
-
-def parts_of_debug_callback(flat: Callable[..., object]) -> DebugParts | None:
-    """What JAX has wrapped into the `callback` parameter of a debug callback; None if
-    something else made that.
-    """
+    if isinstance(flat, _callback._FlatCallback):
+        return flat.callback_func, flat.in_tree, {}
     code = getattr(flat, "__code__", None)
     names = getattr(code, "co_freevars", ())
     if names != ("callback", "in_tree", "static_args"):
@@ -138,8 +121,8 @@ def parts_of_debug_callback(flat: Callable[..., object]) -> DebugParts | None:
     if flat.__module__ != _debugging.__name__:
         return None
     cells = flat.__closure__ or ()
-    callback, in_tree, static = [cell.cell_contents for cell in cells]
-    return DebugParts(callback, in_tree, dict(static))
+    fn, in_tree, static = [cell.cell_contents for cell in cells]
+    return fn, in_tree, dict(static)
 
 
 # --- What `patch_jax` replaces: _compat/patch.py, redirects.py ---------------

@@ -56,7 +56,6 @@ from hostcall._jax.tracing import (
     ENGINE_CALLS,
     JAXS_CALLS,
     hold_weakly_in_caches,
-    is_jaxs_call,
     register_effect,
 )
 from hostcall._jax.versions import changed, open_jaxpr
@@ -117,7 +116,7 @@ class _Finder:
     """Looks through a program whose host calls these rules lower.
 
     Attributes:
-        has_own: whether it has found a call that is no callback of JAX's own.
+        has_own: whether it has found a call of a function that is not JAX's own code.
     """
 
     def __init__(self, rules: Rules, ordered_alone: bool = False) -> None:
@@ -140,7 +139,8 @@ class _Finder:
     def _eqn(self, eqn: _t.JaxprEquation) -> _Found:
         ordered = _ordered(eqn.effects)
         if eqn.primitive in self._rules:
-            self.has_own |= not is_jaxs_call(eqn)
+            call = eqn.params.get("params")
+            self.has_own |= not getattr(call, "is_jaxs_own", False)
             if self._ordered_alone and not ordered:
                 return _Found()
             return _Found(own=ordered or frozenset([None]), is_call=True)

@@ -78,15 +78,6 @@ def is_literal(atom: _t.Atom) -> bool:
 ENGINE_CALLS: dict[_t.Primitive, _t.LoweringRule] = {}
 JAXS_CALLS: set[_t.Primitive] = set()
 
-
-def is_jaxs_call(eqn: _t.JaxprEquation) -> bool:
-    """Whether a host call is one of JAX's own code, or in a program that was traced
-    before the patch.
-    """
-    params = eqn.params.get("params")  # of an equation of hostcall's
-    return eqn.primitive in JAXS_CALLS or getattr(params, "is_jaxs_own", False)
-
-
 # The effects that nothing but an engine's call has.
 own_effects = _effects.EffectTypeSet()
 
