@@ -175,7 +175,7 @@ def print_params(
         )
     line = PrintLine(fmt, has_fields, tuple(print_options))
     is_plain = has_fields and _is_plain(fmt, in_tree)
-    options = {**given, "arrays": arrays_of("numpy" if is_plain else "jax")}
+    options = {**given, "arrays": "numpy" if is_plain else "free"}
     trees = template_of(in_tree, static), Results.flat(())
     return make_params("debug", line, trees, options, place)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
-from hostcall._core.source import Place, look, users_place
+from hostcall._core.source import Place, users_place
 from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._engine.params.equation import CallParams
@@ -42,27 +42,23 @@ chosen: str | None = None
 
 # --- Primitives -----------------------------------------------------------------------
 
-# (context of the equation where it is lowered, number of operands, parameters of JAX's
-# primitive) -> parameters of hostcall's. There is no context where it is bound.
-_Translation = Callable[[_jax.LoweringContext | None, int, _jax.Params], CallParams]
+# (the line that called, number of operands, parameters of JAX's primitive) ->
+# parameters of hostcall's. Without a line it is that of the user's which runs now.
+_Translation = Callable[[Place | None, int, _jax.Params], CallParams]
 
 
-class Redirect:
+class Redirect(NamedTuple):
     """One of JAX's primitives, whose calls hostcall's primitive makes.
 
     Attributes:
         primitive: JAX's.
+        ours: the module of hostcall's, which binds and lowers it.
+        translation: makes the parameters of hostcall's.
     """
 
-    def __init__(
-        self, primitive: _jax.Primitive, ours: ModuleType, translation: _Translation
-    ) -> None:
-        """`ours` is the module of hostcall's primitive, which binds and lowers it."""
-        self.primitive = primitive
-        self._ours = ours
-        self._translation = translation
-        # Saved once, so that it is never a redirect itself.
-        self._bind_jaxs = primitive.bind
+    primitive: _jax.Primitive
+    ours: ModuleType
+    translation: _Translation
 
     def bind(self, *operands: object, **given: Any) -> object:
         if self.primitive not in _DEBUG:  # which get typed keys, if they run at once
@@ -72,33 +68,30 @@ class Redirect:
         elif given.get("effect", _jax.DEBUG_EFFECT) not in _DEBUG_EFFECTS or (
             _jax.in_pallas_kernel()
         ):
-            return self._bind_jaxs(*operands, **given)
-        params = self._translation(None, len(operands), given)
-        return self._ours.bind(*operands, params=params)
+            return _DEBUG[self.primitive](*operands, **given)
+        params = self.translation(None, len(operands), given)
+        return self.ours.bind(*operands, params=params)
 
     def lower(
         self, ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
     ) -> list[_jax.Value]:
-        params = self._translation(ctx, len(operands), given)
-        return self._ours.lower(ctx, *operands, params=params)  # type: ignore[no-any-return]
+        params = self.translation(_place(ctx), len(operands), given)
+        return self.ours.lower(ctx, *operands, params=params)  # type: ignore[no-any-return]
 
 
-_DEBUG = (_jax.debug_callback_p, _jax.debug_print_p)
+# How they are bound without a patch.
+_DEBUG = {each: each.bind for each in (_jax.debug_callback_p, _jax.debug_print_p)}
 _DEBUG_EFFECTS = (_jax.DEBUG_EFFECT, _jax.ORDERED_DEBUG_EFFECT)
 
 
-def _place(ctx: _jax.LoweringContext | None, fn: Callable[..., object]) -> Place | None:
-    """The line that called; if JAX does not know it, the line of the function. None
-    while the equation is traced, for the line of the user's that runs now.
-    """
-    if ctx is None:
-        return None
+def _place(ctx: _jax.LoweringContext) -> Place | None:
+    """The line that called; None if JAX does not know it."""
     line = _jax.line_of(ctx)
-    return look(fn).place if line is None else Place(*line)
+    return None if line is None else Place(*line)
 
 
 def _call_back(
-    kind: Kind, ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
+    kind: Kind, place: Place | None, operands: int, given: _jax.Params
 ) -> CallParams:
     # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
     # the wrapped function, with flat arguments.
@@ -113,35 +106,30 @@ def _call_back(
         "arrays": arrays_of(chosen or "jax"),
     }
     trees = template, Results.flat(given.get("result_avals", ()))
-    return make_params(kind, fn, trees, options, _place(ctx, fn))
+    return make_params(kind, fn, trees, options, place)
 
 
-def _print(
-    ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
-) -> CallParams:
+def _print(place: Place | None, operands: int, given: _jax.Params) -> CallParams:
     if given["logging_record"] is not None:
         logged = {**given, "callback": _jax.print_callback(given)}
-        return _call_back("debug", ctx, operands, logged)
+        return _call_back("debug", place, operands, logged)
     return print_params(
         given["fmt"],
         given["in_tree"],
         dict(given["static_args"]),
         given["np_printoptions"],
         given,
-        _place(ctx, print),
+        place,
     )
 
 
-def _buffer(
-    ctx: _jax.LoweringContext | None, operands: int, given: _jax.Params
-) -> CallParams:
+def _buffer(place: Place | None, operands: int, given: _jax.Params) -> CallParams:
     del operands
-    callback = given["callback"]
     order: Order = "unordered" if given["has_side_effect"] else "pure"
     return buffer_params(
-        callback,
+        given["callback"],
         trees_of(given["in_tree"], given["out_tree"], given["result_avals"]),
-        _place(ctx, callback) or users_place(),
+        place or users_place(),
         CallOptions(order=order, vmap_method=given["vmap_method"]),
         aliases=tuple(given["input_output_aliases"]),
         command_buffer=given["command_buffer_compatible"],
@@ -183,7 +171,7 @@ def emit_python_callback(
         _Sequence(callback, len(avals)),
         (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
         {"arrays": "numpy"},
-        _place(ctx, callback),
+        _place(ctx),
     )
     program = begin(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))

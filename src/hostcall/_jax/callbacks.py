@@ -125,7 +125,7 @@ def parts_of_callback(
     return fn, in_tree, dict(static)
 
 
-# --- What `patch_jax` replaces: _compat/patch.py, redirects.py ---------------
+# --- What `patch_jax` replaces: _compat/patch.py, _compat/redirects.py ---------------
 
 pure_callback_p = _callback.pure_callback_p
 io_callback_p = _callback.io_callback_p
