@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import functools
 import gzip
 import json
 import os
@@ -219,73 +220,80 @@ class Test:
         return f"{self.file}::{self.function}"
 
 
-def scores(base: str, files: Iterable[str], tests: list[Test], known: Map) -> Scores:
-    """How much each test has to do with what differs."""
-    scored = Scores(tests, known)
-    for path in files:
-        if path.startswith(PACKAGE) and path.endswith(".py"):
-            for function in differing_in(base, path):
-                scored.run(path.removeprefix(PACKAGE), function)
-        elif path.startswith("tests/") and path.endswith(".py"):
-            scored.own(path, differing_in(base, path))
-        else:
-            scored.speak_of(path)
-    return scored
-
-
 class Scores:
-    """By name of a test: how much it has to do with what differs. More is more."""
+    """By name of a test: how much it has to do with what differs. More is more.
+
+    Attributes:
+        changed: tests that differ themselves.
+    """
 
     def __init__(self, tests: list[Test], known: Map) -> None:
         self.tests, self.known = tests, known
         self.of: dict[str, float] = defaultdict(float)
-        self.changed: set[str] = set()  # tests that differ themselves
-        self._names = {test.name for test in tests}
+        self.changed: set[str] = set()
+        self._words = {test.name: words(test.name) for test in tests}
         self._functions_run: dict[str, int] = defaultdict(int)
         for names in known.functions.values():
             for name in names:
                 self._functions_run[name] += 1
 
-    def run(self, path: str, function: str) -> None:
-        """A function of hostcall differs: those that run it, first what runs little else."""
-        running = self._names.intersection(
-            self.known.functions.get(f"{path}::{function}", ())
-        )
-        if not running:
-            self.speak_of(f"{path} {function}")
-        rare = 1 / (len(running) or 1) ** 0.5
-        for name in running:
-            self.of[name] += rare / self._functions_run[name] ** 0.5
+    def run(self, path: str, functions: set[str]) -> None:
+        """Functions of a file of hostcall differ: those that run them, first what runs
+        little else. Words say it of functions that no test of the map runs.
+        """
+        unknown = []
+        for function in functions:
+            running = self._words.keys() & self.known.functions.get(
+                f"{path}::{function}", ()
+            )
+            if not running:
+                unknown.append(function)
+            for name in running:
+                rare = len(running) * self._functions_run[name]
+                self.of[name] += 1 / rare**0.5
+        if unknown:
+            self.speak_of(path, *unknown)
 
     def own(self, path: str, functions: set[str]) -> None:
         """Functions of a file of tests differ, or of what such files import."""
-        module = Path(path).stem
-        imports = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
+        imports = re.compile(rf"^\s*(import|from) {Path(path).stem}\b", re.MULTILINE)
+        importing = {
+            test.file
+            for test in self.tests
+            if functions and imports.search(text_of(test.file))
+        }
         for test in self.tests:
-            if test.file == path:
-                if test.function in functions:
-                    self.changed.add(test.name)
-            elif functions and imports.search(text_of(test.file)):
+            if test.file == path and test.function in functions:
+                self.changed.add(test.name)
+            elif test.file in importing:
                 self.of[test.name] += 0.01
 
-    def speak_of(self, what: str) -> None:
-        """Tests whose names, or the texts of whose files, have the words of a path."""
-        wanted = words(what)
-        stem = Path(what).name
+    def speak_of(self, path: str, *functions: str) -> None:
+        """Tests whose names have the words of a path, or whose files name that file."""
+        wanted = words(" ".join([path, *functions]))
+        file = Path(path).name
+        naming = {t.file for t in self.tests if file in text_of(t.file)}
         for test in self.tests:
-            named = len(wanted & words(test.name)) + 3 * (stem in test.name)
-            said = 0.2 * (stem in text_of(test.file))
-            if named or said:
-                self.of[test.name] += 0.01 * (named + said)
+            said = len(wanted & self._words[test.name]) + 0.2 * (test.file in naming)
+            if said:
+                self.of[test.name] += 0.01 * said
 
 
-_texts: dict[str, str] = {}
+def scores(base: str, files: Iterable[str], tests: list[Test], known: Map) -> Scores:
+    """How much each test has to do with what differs in these files."""
+    scored = Scores(tests, known)
+    for path in files:
+        if not path.startswith((PACKAGE, "tests/")) or not path.endswith(".py"):
+            scored.speak_of(path)
+        elif functions := differing_in(base, path):
+            if path.startswith(PACKAGE):
+                scored.run(path.removeprefix(PACKAGE), functions)
+            else:
+                scored.own(path, functions)
+    return scored
 
 
-def text_of(file: str) -> str:
-    if file not in _texts:
-        _texts[file] = source_now(file)
-    return _texts[file]
+text_of = functools.cache(source_now)
 
 
 # --- What runs --------------------------------------------------------------------------
@@ -461,3 +469,36 @@ class Fast:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for line in self.words:
             terminalreporter.write_line(line)
+
+
+# --- The tests of C++ ---------------------------------------------------------------------
+
+NATIVE_TESTS = ROOT / "tests" / "native"
+
+
+def included(file: Path, seen: set[Path]) -> set[Path]:
+    """A file of C++, and those of this repository that it includes."""
+    if file in seen or not file.exists():
+        return seen
+    seen.add(file)
+    for name in re.findall(r'^#include "(.*)"', file.read_text(), re.MULTILINE):
+        for folder in (file.parent, ROOT / "native", NATIVE_TESTS):
+            included((folder / name).resolve(), seen)
+    return seen
+
+
+def native_tests() -> list[str]:
+    """The tests of tests/native/Makefile that what differs is compiled into."""
+    base = last_merge()
+    files = {(ROOT / name).resolve() for name in changed_files(base)} if base else set()
+    makefile = (NATIVE_TESTS / "Makefile").read_text()
+    (names,) = re.findall(r"^TESTS := (.*)", makefile, re.MULTILINE)
+    return [
+        name
+        for name in names.split()
+        if not files.isdisjoint(included(NATIVE_TESTS / f"{name}_test.cc", set()))
+    ]
+
+
+if __name__ == "__main__":
+    print(*native_tests())
