@@ -85,7 +85,7 @@ def changed_files(base: str) -> list[str]:
 class _NoDocstrings(ast.NodeTransformer):
     """Drops docstrings, and what else is an expression without any effect."""
 
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:  # noqa: N802
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         return None if isinstance(node.value, ast.Constant) else node
 
 

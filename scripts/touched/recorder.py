@@ -1,7 +1,8 @@
 """Writes which functions of hostcall each test runs: the map of `make test-fast`.
 
-`make test-map` runs the suite with `recording.py`, a plugin of pytest. Python says of each function
-that it starts, once for each test (sys.monitoring, so Python 3.12 or later is needed).
+`make test-map` runs the suite with `recording.py`, a plugin of pytest. Python says of
+each function that it starts, once for each test (sys.monitoring, so Python 3.12 or later
+is needed).
 Programs that tests start are heard as well: `sitecustomize.py`, on their PYTHONPATH,
 begins to record in them, and what they ran counts for the test that started them.
 
@@ -29,7 +30,7 @@ _ran: set[str] = set()  # since the last test
 
 def function_name(code: CodeType) -> str | None:
     """`_api/call.py::call`, also for what is defined in it. None for others' code."""
-    before, package, path = code.co_filename.partition(_PACKAGE)
+    _, package, path = code.co_filename.partition(_PACKAGE)
     if not package:
         return None
     outermost = code.co_qualname.partition(".<locals>")[0]
@@ -67,7 +68,7 @@ def write(test: str, seconds: float, functions: list[str]) -> None:
 
 
 def record_this_process() -> None:
-    """Records what runs in this process. At its end, writes it for the test around it."""
+    """Records what runs in this process. At its end it is written for its test."""
     start()
     # A fork inherits what its parent ran, which the parent writes.
     os.register_at_fork(after_in_child=take)

@@ -113,22 +113,6 @@ def test_objects_that_were_closed_are_made_again_by_loading():
         hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
 
 
-def test_64_bit_objects_where_64_bits_are_off():
-    with jax.enable_x64(True):
-        env = hc.Object(
-            r.Walk,
-            methods={"step": jax.ShapeDtypeStruct((), np.float64), "key": KEY},
-        )
-        data = bytes(hc.export(lambda x: env.step(x))(np.float64(1)))
-    declared = hc.load(data).objects["Walk"]._group.methods
-    assert declared["step"].avals[0].dtype == np.float64
-    assert declared["key"].keys == (KEY.dtype,)
-    assert declared["key"].avals[0].shape == (3, 2)
-
-
-KEY = jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype)
-
-
 # --- What is exported ----------------------------------------------------------------
 
 
