@@ -1,8 +1,7 @@
 """Writes which functions of hostcall each test runs: the map of `make test-fast`.
 
 `make test-map` runs the suite with `recording.py`, a plugin of pytest. Python says of
-each function that it starts, once for each test (sys.monitoring, so Python 3.12 or later
-is needed).
+each function that it starts, once for each test (sys.monitoring: Python 3.12 or later).
 Programs that tests start are heard as well: `sitecustomize.py`, on their PYTHONPATH,
 begins to record in them, and what they ran counts for the test that started them.
 
