@@ -403,7 +403,7 @@ def test_an_unused_feed_is_collected_with_its_thread(in_time):
 
     def items():
         threads.add(threading.current_thread())
-        yield from count(100)
+        yield from count(100)()
 
     def use():
         feed = hc.feed(items)
