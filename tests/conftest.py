@@ -228,6 +228,16 @@ def x64() -> Iterator[None]:
 
 
 @pytest.fixture
+def wide(request: pytest.FixtureRequest) -> None:
+    """64-bit mode for the tests whose `dtype` needs it."""
+    import dtypes  # after platforms.set_up: it names JAX's types
+
+    case = getattr(request.node, "callspec", None)
+    if case is not None and case.params.get("dtype") in dtypes.WIDE:
+        request.getfixturevalue("x64")
+
+
+@pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles the test's programs as users' are, for tests that compare last digits."""
     before = jax.config.read("jax_disable_most_optimizations")

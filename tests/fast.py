@@ -202,7 +202,7 @@ _ANYWHERE = {"", "py", "src", "hostcall", "native", "init", "cc", "h", "md", "te
 
 
 @dataclass(frozen=True)
-class Test:
+class Collected:
     """A test that pytest has collected.
 
     Attributes:
@@ -227,7 +227,7 @@ class Scores:
         changed: tests that differ themselves.
     """
 
-    def __init__(self, tests: list[Test], known: Map) -> None:
+    def __init__(self, tests: list[Collected], known: Map) -> None:
         self.tests, self.known = tests, known
         self.of: dict[str, float] = defaultdict(float)
         self.changed: set[str] = set()
@@ -256,11 +256,13 @@ class Scores:
 
     def own(self, path: str, functions: set[str]) -> None:
         """Functions of a file of tests differ, or of what such files import."""
-        imports = re.compile(rf"^\s*(import|from) {Path(path).stem}\b", re.MULTILINE)
+        file = Path(path)
+        imports = re.compile(rf"^\s*(import|from) {file.stem}\b", re.MULTILINE)
         importing = {
-            test.file
-            for test in self.tests
-            if functions and imports.search(text_of(test.file))
+            name
+            for name in {test.file for test in self.tests}
+            if imports.search(text_of(name))
+            or (file.name == "conftest.py" and file.parent in Path(name).parents)
         }
         for test in self.tests:
             if test.file == path and test.function in functions:
@@ -279,7 +281,7 @@ class Scores:
                 self.of[test.name] += 0.01 * said
 
 
-def scores(base: str, files: Iterable[str], tests: list[Test], known: Map) -> Scores:
+def scores(base: str, files: Iterable[str], tests: list[Collected], known: Map) -> Scores:
     """How much each test has to do with what differs in these files."""
     scored = Scores(tests, known)
     for path in files:
@@ -344,7 +346,7 @@ class Chosen:
 
 
 def choose(
-    tests: list[Test],
+    tests: list[Collected],
     known: Map,
     scored: Scores,
     day: int,
@@ -392,10 +394,10 @@ def choose(
 # --- The plugin of pytest -----------------------------------------------------------------
 
 
-def test_of(item: pytest.Item) -> Test:
+def test_of(item: pytest.Item) -> Collected:
     file = item.path.relative_to(ROOT).as_posix()
     inside = item.nodeid.partition("::")[2].partition("[")[0]
-    return Test(item.nodeid, file, inside.replace("::", "."))
+    return Collected(item.nodeid, file, inside.replace("::", "."))
 
 
 class Fast:

@@ -20,6 +20,7 @@ import pytest
 from jax import debug, lax, pure_callback  # before the patch, as most libraries
 from jax.experimental import buffer_callback as buffers
 from jax.experimental import io_callback
+from specs import like
 
 import hostcall as hc
 
@@ -73,10 +74,6 @@ def as_before():
 def patched():
     with hc.patch_jax():
         yield
-
-
-def like(x):
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def text_of(f, *args):

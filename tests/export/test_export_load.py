@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registered as r
+from registered import tapped, travelled
 
 import hostcall as hc
 
@@ -19,10 +20,6 @@ from fuzz.stablehlo import packed, unpacked
 X = jnp.linspace(0.1, 1.0, 4)
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 ONE = jnp.float32(1)
-
-
-def travelled(f, *specs, **options):
-    return hc.load(bytes(hc.export(f, **options)(*specs)))
 
 
 def sine(x):
@@ -207,11 +204,6 @@ def test_bridges():
 
 
 # --- Calling ------------------------------------------------------------------------
-
-
-def tapped(x):
-    hc.tap(r.seen, x)
-    return x
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fast
 import pytest
-from fast import Map, Scores, Test
+from fast import Collected, Map, Scores
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "touched"
@@ -85,7 +85,7 @@ def test_each_case_runs_within_some_weeks_and_at_most_eight_a_day(count):
 
 
 def tests_of(*names):
-    return [Test(n, n.split("::")[0], n.split("::")[1].split("[")[0]) for n in names]
+    return [Collected(n, n.split("::")[0], n.split("::")[1].split("[")[0]) for n in names]
 
 
 TAP = "tests/tap/test_tap.py"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import line
+from recorded import columns
 
 import hostcall as hc
 
@@ -18,10 +19,6 @@ def scanned(body, xs, carry=0.0):
     """A compiled loop that calls `body(carry, x)`."""
     step = lambda c, x: (body(c, x), c)
     return jax.jit(lambda xs: jax.lax.scan(step, carry, xs))(xs)
-
-
-def columns(table, *names):
-    return [np.array(table[name].to_pylist()) for name in names]
 
 
 def test_a_loop(rec):
