@@ -281,7 +281,9 @@ class Scores:
                 self.of[test.name] += 0.01 * said
 
 
-def scores(base: str, files: Iterable[str], tests: list[Collected], known: Map) -> Scores:
+def scores(
+    base: str, files: Iterable[str], tests: list[Collected], known: Map
+) -> Scores:
     """How much each test has to do with what differs in these files."""
     scored = Scores(tests, known)
     for path in files:
