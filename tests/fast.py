@@ -421,7 +421,8 @@ class Fast:
         base = last_merge()
         files = [] if base is None else changed_files(base)
         scored = scores(base or "", files, tests, known)
-        failed = config.cache.get("cache/lastfailed", {}) if config.cache else {}
+        cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
+        failed = cache.get("cache/lastfailed", {}) if cache else {}
         chosen = choose(tests, known, scored, int(os.environ["FAST_DAY"]), failed)
         rank = [*chosen.smoke, *chosen.touched, *chosen.wide]
         order = {name: number for number, name in enumerate(rank)}
