@@ -72,6 +72,13 @@ def record_this_process() -> None:
     # A fork inherits what its parent ran, which the parent writes.
     os.register_at_fork(after_in_child=take)
     atexit.register(_write_program)
+    leave = os._exit  # how most forks end, without handlers of atexit
+
+    def write_and_leave(status: int) -> None:
+        _write_program()
+        leave(status)
+
+    os._exit = write_and_leave
 
 
 def _write_program() -> None:

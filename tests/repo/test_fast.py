@@ -169,10 +169,14 @@ def test_the_smoke_tests_have_every_face_in_every_setting():
 # --- The map ---------------------------------------------------------------------------------
 
 PROGRAM = """
-import recorder, sys
+import os, recorder, sys
 import hostcall as hc, numpy as np, jax
 recorder.take()
 jax.jit(lambda x: hc.call(np.sin, x, x))(1.0).block_until_ready()
+if (child := os.fork()) == 0:
+    hc.configure(residuals=9)
+    os._exit(0)
+os.waitpid(child, 0)
 """
 
 
@@ -201,5 +205,6 @@ def test_a_program_tells_for_its_test_what_it_ran(tmp_path):
         assert json.load(file)["tests"] == [["tests/a/test_a.py::test_a[1]", 0.0]]
     functions = Map.read(out).functions
     assert functions["_api/call.py::call"] == ["tests/a/test_a.py::test_a[1]"]
+    assert any(name.endswith("::configure") for name in functions)  # in a fork of it
     assert not any("<module>" in name for name in functions)
     assert all((ROOT / "src/hostcall" / f.split("::")[0]).exists() for f in functions)
