@@ -20,7 +20,6 @@ without it nobody has such an annotation.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import types
@@ -245,8 +244,9 @@ def of_annotations(
 
 
 def _read_again(fn: Callable[..., Any], float64: bool) -> OfAnnotations:
-    """What a pickled rule was, in a process that may not have read annotations yet."""
-    importlib.import_module("jaxtyping")
+    """What a pickled rule was. Whoever unpickles the function has its annotations, and
+    with them jaxtyping.
+    """
     found = of_annotations(fn, getattr(fn, "__name__", "a function"), float64)
     assert isinstance(found, OfAnnotations), "it said so before it was pickled"
     return found
