@@ -123,14 +123,17 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _describe(self) -> None:
         """Says in `__signature__` what `inspect` can't find, or what was said here."""
         ufunc = ufuncs.ufunc_of(self.fn)
-        found = signature_of(self.fn) if ufunc is None else ufuncs.parameters(ufunc)
+        found = None if ufunc is None else ufuncs.parameters(ufunc)
         rule = self.result
         if isinstance(rule, ufuncs.OfUfunc):
             rule = rule.dimensions
         if isinstance(rule, Signature):
+            # `dress` has asked already: some callables ask a server for it.
+            if found is None and "__wrapped__" in vars(self):
+                found = signature_of(self.fn)
             self.__signature__ = with_dimensions(found, rule)
-        elif ufunc is not None:
-            self.__signature__ = ufuncs.parameters(ufunc)
+        elif found is not None:
+            self.__signature__ = found
 
     def __repr__(self) -> str:
         _, *given = [f"def{k}" for k, v in vars(self.rules).items() if v is not None]
