@@ -144,6 +144,54 @@ def fresh_memory(quick: bool) -> dict[str, Case]:
     }
 
 
+# --- Eager calls ----------------------------------------------------------------------
+
+_THREE = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def _by_hand(x: jax.Array) -> jax.Array:
+    """What a careful user would write without hostcall."""
+    value = np.sin(np.asarray(x))
+    if value.shape != _THREE.shape or value.dtype != _THREE.dtype:
+        raise TypeError(f"wanted {_THREE}, got {value!r}")
+    return jax.device_put(value)
+
+
+def eager_call(quick: bool) -> dict[str, Case]:
+    n = 100 if quick else 1000
+    x = jnp.ones(3, jnp.float32)
+    sine = hc.host(np.sin)
+    calls: dict[str, Callable[[], Any]] = {
+        "hostcall": lambda: hc.call(np.sin, _THREE, x),
+        "host function": lambda: sine(x),
+        "by hand": lambda: _by_hand(x),
+        "JAX": lambda: jax.pure_callback(np.sin, _THREE, x),
+    }
+    return {name: run_time(_repeat(call), n, per=n) for name, call in calls.items()}
+
+
+def _nothing(value: Any) -> None:
+    del value
+
+
+def eager_tap(quick: bool) -> dict[str, Case]:
+    n = 100 if quick else 1000
+    x = jnp.ones(3, jnp.float32)
+    calls: dict[str, Callable[[], Any]] = {
+        "hostcall": lambda: hc.tap(_nothing, x),
+        "JAX": lambda: jax.debug.callback(_nothing, x),
+    }
+    return {name: run_time(_repeat(call), n, per=n) for name, call in calls.items()}
+
+
+def _repeat(call: Callable[[], Any]) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            call()
+
+    return run
+
+
 # --- Before anything runs -------------------------------------------------------------
 
 
@@ -207,6 +255,34 @@ def lowering_time(quick: bool) -> dict[str, Case]:
     }
 
 
+def signature_time(quick: bool) -> dict[str, Case]:
+    """What a signature adds to the trace of a call, beside a spec."""
+    calls = 50 if quick else 200
+    matrix = jax.ShapeDtypeStruct((2, 3), np.float32)
+    vector = jax.ShapeDtypeStruct((3,), np.float32)
+
+    def product(m: Any, v: Any) -> Any:
+        return m @ v
+
+    fixed = hc.host(product, result=jax.ShapeDtypeStruct((2,), np.float32))
+    bound = hc.host(product, result="(m,n),(n)->(m)")
+
+    def traced(f: Callable[..., Any]) -> float:
+        def program(m: Any, v: Any) -> Any:
+            return [f(m, v) for _ in range(calls)]
+
+        begin = time.perf_counter()
+        jax.make_jaxpr(program)(matrix, vector)
+        return (time.perf_counter() - begin) / calls * 1e6
+
+    def more() -> float:
+        # In turn, and the least of each: what the machine does beside is not less.
+        pairs = [(traced(bound), traced(fixed)) for _ in range(5 if quick else 15)]
+        return min(each for each, _ in pairs) - min(each for _, each in pairs)
+
+    return {"hostcall": more}
+
+
 def program_size(quick: bool) -> dict[str, Case]:
     del quick
     f = jax.jit(jax.vmap(lambda c: hc.call(same, SCALAR, c)))
@@ -258,11 +334,27 @@ ROWS = (
         unit="KiB",
         rounds=3,
     ),
+    Row(
+        "eager call",
+        (
+            at_most(2, "by hand"),
+            at_most(2.5, "by hand", ours="host function"),
+            at_most(1, "JAX"),
+        ),
+        eager_call,
+    ),
+    Row("eager tap", (at_most(0.6, "JAX"),), eager_tap),
     Row("import hostcall after import jax", (at_most(25, None),), import_time, "ms", 5),
     Row(
         "tracing and lowering one call",
         (at_most(1.2, "JAX"), at_most(1.2, "by hand")),
         lowering_time,
+    ),
+    Row(
+        "binding a signature in a trace",
+        (at_most(10, None),),
+        signature_time,
+        rounds=3,
     ),
     Row(
         "program under vmap, lines",

@@ -83,7 +83,8 @@ def test_typed_keys_as_arguments_and_results():
 
 
 def test_the_name_is_in_reprs_and_traces():
-    assert repr(module_sine) == "<hostcall.typing.HostFunction module_sine with defjvp>"
+    shown = "<hostcall.typing.HostFunction module_sine -> like(0) with defjvp>"
+    assert repr(module_sine) == shown
     assert module_sine.__name__ == "module_sine"
     assert "module_sine" in str(jax.make_jaxpr(module_sine)(ROW))
     named = hc.host(lambda x: x, result=hc.results.like(0), name="best")

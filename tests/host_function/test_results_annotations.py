@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import pickle
 from typing import Any, NamedTuple, TypedDict
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import strategies as st
 
 import hostcall as hc
 
 jaxtyping = pytest.importorskip("jaxtyping")
-from jaxtyping import Bool, Complex, Float, Float32, Inexact, Int, Num, Shaped  # noqa: E402
+from jaxtyping import (  # noqa: E402
+    Bool,
+    Complex,
+    Float,
+    Float32,
+    Float64,
+    Inexact,
+    Int,
+    Key,
+    Num,
+    PyTree,
+    Shaped,
+)
 
 A = np.ndarray
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -136,6 +151,128 @@ def test_axes_that_broadcast():
     got = hc.host(add)(np.ones((2, 1), np.float32), np.ones((1, 3), np.float32))
     assert got.shape == (2, 3)
 
+    one = np.ones((1, 3), np.float32)
+    assert hc.host(add)(one, one).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("result", "shape"),
+    [("{width}", (4,)), ("n {2*width}", (3, 8)), ("{x.shape[0]+width}", (7,))],
+)
+def test_braces_have_arguments(result, shape):
+    def f(x, width=4):
+        return np.zeros(shape, np.float32)
+
+    f.__annotations__ = {"x": Float[A, "n"], "return": Float[A, result]}
+    assert hc.host(f)(X[0]).shape == shape
+    assert hc.host(functools.partial(f, width=4))(X[0]).shape == shape
+
+
+def test_names_of_arguments_that_a_partial_has_or_that_have_defaults():
+    def f(x: Float[A, "n"], y: Float[A, "m"] = X[0, :2]) -> Float[A, "n m"]:
+        return x[:, None] * y
+
+    assert hc.host(f)(X[0]).shape == (3, 2)
+    assert hc.host(functools.partial(f, y=X[0]))(X[0]).shape == (3, 3)
+    assert hc.host(functools.partial(f, X[0]))(X[0, :1]).shape == (3, 1)
+
+
+def test_any_number_of_arguments():
+    def total(*xs: Float[A, "n"]) -> Float[A, "n"]:
+        return np.sum(xs, axis=0)
+
+    np.testing.assert_allclose(jax.jit(hc.host(total))(X[0], X[1]), X[0] + X[1])
+    np.testing.assert_allclose(jax.vmap(hc.host(total))(X, X), 2 * X)
+
+
+def test_one_of_several_types():
+    def f(x: Float[jaxtyping.ArrayLike, "n"], y: Int[A, "n"] | None) -> Float[A, "n"]:
+        return x
+
+    assert hc.host(f)(X[0], np.arange(3)).shape == (3,)
+    assert hc.host(f)(X[0], None).shape == (3,)
+
+
+def test_typed_keys():
+    def f(key: Key[A, ""], x: Float[A, "n"]) -> Float[A, "n"]:
+        return x
+
+    assert hc.host(f)(jax.random.key(0), X[0]).tolist() == X[0].tolist()
+
+
+def test_float64_reaches_the_function_and_is_rounded():
+    def f(x: Float64[A, "n"]) -> Float64[A, "n"]:
+        assert x.dtype == np.float64
+        return x
+
+    got = hc.host(f, float64=True)(X[0])
+    assert got.dtype == np.float32
+
+
+# --- Against jaxtyping itself -----------------------------------------------------------
+
+# The words of jaxtyping's own tests.
+WORDS = ["a", "b", "3", "4", "_", "_a", "#a", "#3", "a=3", "rows=a"]
+MANY = ["", "...", "*a", "*_a", "*#c", "#*c", "*c"]
+
+
+@st.composite
+def shapes_of(draw):
+    """The annotation of an argument, and a shape."""
+    words = draw(st.lists(st.sampled_from(WORDS), max_size=3))
+    many = draw(st.sampled_from(MANY))
+    words.insert(draw(st.integers(0, len(words))), many)
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=4))
+    return " ".join(filter(None, words)), tuple(shape)
+
+
+def takes(dims, shapes, kind=Float, dtypes=(np.float32, np.float32)):
+    """Whether a function with these annotations takes these arguments."""
+
+    def f(x, y):
+        raise AssertionError("traced only")
+
+    f.__annotations__ = {"x": kind[A, dims[0]], "y": kind[A, dims[1]]}
+    f.__annotations__["return"] = Float32[A, ""]
+    specs = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    try:
+        jax.eval_shape(hc.host(f), *specs)
+    except hc.errors.SpecError:
+        return False
+    return True
+
+
+def fits(dims, shapes, kind=Float, dtypes=(np.float32, np.float32)):
+    """What jaxtyping says."""
+    with jaxtyping.jaxtyped("context"):
+        return all(
+            isinstance(np.zeros(shape, dtype), kind[A, dim])
+            for dim, shape, dtype in zip(dims, shapes, dtypes, strict=True)
+        )
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(shapes_of(), shapes_of())
+def test_arguments_fit_if_jaxtyping_says_so(x, y):
+    dims = x[0], y[0]
+    shapes = x[1], y[1]
+    assert takes(dims, shapes) == fits(dims, shapes)
+
+
+DTYPES = [np.bool_, np.int8, np.int32, np.int64, np.uint8, np.float16, jnp.bfloat16]
+DTYPES += [np.float32, np.float64, np.complex64]
+
+
+@pytest.mark.parametrize("kind", [Bool, Complex, Float, Float32, Inexact, Int, Num, Shaped, jaxtyping.UInt, jaxtyping.Integer, jaxtyping.Real, jaxtyping.BFloat16, jaxtyping.Complex64])  # fmt: skip
+def test_dtypes_fit_if_jaxtyping_says_so(kind):
+    with jax.enable_x64(True):
+        for dtype in DTYPES:
+            call = (("", ""), ((), ()), kind, (dtype, dtype))
+            assert takes(*call) == fits(*call), dtype
+
 
 # --- Trees ------------------------------------------------------------------------------
 
@@ -160,6 +297,71 @@ def test_trees_of_annotations():
     assert isinstance(state, State)
     assert state.x.tolist() == [3, 5, 7]
     assert total == 12
+
+
+# As equinox builds its Modules: a frozen dataclass with an __init__ of its own, which
+# computes, and with fields that are no leaves.
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, init=False)
+class Layer:
+    w: Float[A, "m n"]
+    kind: str = "linear"
+
+    def __init__(self, w):
+        object.__setattr__(self, "w", 2 * w)
+        object.__setattr__(self, "kind", "linear")
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("w"), self.w)], self.kind
+
+    @classmethod
+    def tree_unflatten(cls, kind, children):
+        made = object.__new__(cls)
+        object.__setattr__(made, "w", children[0])
+        object.__setattr__(made, "kind", kind)
+        return made
+
+    def __call__(self, x: Float[A, "n"]) -> Float[A, "m"]:
+        return self.w @ x
+
+    @hc.host
+    def hosted(self, x: Float[A, "n"]) -> Float[A, "m"]:
+        return self.w @ x
+
+
+def test_modules():
+    def grown(layer: Layer, by: Float[A, "k"]) -> tuple[Layer, Float[A, "m k"]]:
+        return Layer(layer.w / 2), layer.w[:, :1] * by
+
+    layer, columns = jax.jit(hc.host(grown))(Layer(X), X[0])
+    assert isinstance(layer, Layer)
+    np.testing.assert_array_equal(np.asarray(layer.w), 2 * X)
+    assert columns.shape == (2, 3)
+    # Its fields have the sizes that no argument has.
+    np.testing.assert_allclose(hc.host(Layer(X))(X[0]), 2 * X @ X[0])
+    np.testing.assert_allclose(
+        jax.jit(lambda layer: layer.hosted(X[0]))(layer), 2 * X @ X[0]
+    )
+
+
+def test_modules_of_equinox():
+    eqx = pytest.importorskip("equinox")
+
+    class Module(eqx.Module):
+        w: Float[A, "m n"]
+        kind: str = eqx.field(static=True, default="linear")
+
+        def __call__(self, x: Float[A, "n"]) -> Float[A, "m"]:
+            return self.w @ x
+
+    def doubled(module: Module) -> Module:
+        return Module(2 * module.w)
+
+    doubled.__annotations__ = {"module": Module, "return": Module}
+    got = jax.jit(hc.host(doubled))(Module(X))
+    assert isinstance(got, Module)
+    np.testing.assert_array_equal(np.asarray(got.w), 2 * X)
+    np.testing.assert_allclose(hc.host(Module(X))(X[0]), X @ X[0])
 
 
 class Model:
@@ -194,6 +396,49 @@ def test_arguments_without_annotations_and_static_ones():
     assert jax.jit(lambda x: hc.host(power)(x, 2, "max"))(X[0]) == 4
 
 
+def test_it_is_shown():
+    f = hc.host(matvec)
+    assert repr(f) == "<hostcall.typing.HostFunction matvec -> Float[ndarray, 'batch']>"
+    assert inspect.signature(f) == inspect.signature(matvec)
+
+
+@hc.register("annotations.matvec")
+def registered(m: Float[A, "batch n"], v: Float[A, "n"]) -> Float[A, "batch"]:
+    return m @ v
+
+
+def test_a_registered_and_an_exported_function_keep_it():
+    hosted = hc.host(registered, vmap_method="expand_dims")
+    f = hc.register("annotations.hosted")(hosted)
+    v = X[0]
+    for call in (hc.host(registered), f, lambda m, v: hc.call(f, ..., m, v)):
+        np.testing.assert_allclose(call(X, v), X @ v)
+    n, b = jax.export.symbolic_shape("n,b")
+    specs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((b, n), (n,))]
+    loaded = hc.load(bytes(hc.export(jax.jit(f))(*specs)))
+    np.testing.assert_allclose(loaded.call(X, v), X @ v)
+    np.testing.assert_allclose(loaded.call(X[:, :2], v[:2]), X[:, :2] @ v[:2])
+
+
+def test_check_draws_sizes():
+    report = hc.testing.check(hc.host(matvec), (X, X[0]))
+    assert "passed   sizes: 5 drawn" in str(report)
+
+    def three(x: Float[A, "n"]) -> Float[A, "n"]:
+        return np.resize(x, 3)
+
+    report = hc.testing.check(hc.host(three), X[0])
+    assert not report
+    assert "failed   sizes: ResultError: " in str(report)
+
+    def step(s: State, *xs: Float[A, "*b #n"]) -> tuple[State, Float[A, "*b n"]]:
+        return s, sum(x + s.x for x in xs)
+
+    state = State(X[0], np.eye(3, dtype=np.float32))
+    report = hc.testing.check(hc.host(step), (state, X, X[:, :1]))
+    assert "passed   sizes: 5 drawn" in str(report)
+
+
 def test_an_own_result_comes_first():
     f = hc.host(matvec, result=lambda m, v: jax.ShapeDtypeStruct((2,), np.float16))
     assert f(X, X[0]).dtype == np.float16
@@ -205,12 +450,39 @@ def test_an_own_result_comes_first():
 def no_meaning(x: Float[A, "n"]) -> Float[A, "n+"]: ...
 def unknown(x: Float[A, "n"]) -> Float[A, "m"]: ...
 def calls(x: Float[A, "n"]) -> Float[A, "{print(n)}"]: ...
-def attribute(x: Float[A, "n"]) -> Float[A, "{n.real}"]: ...
+def attribute(x: Float[A, "n"]) -> Float[A, "{n.nothing}"]: ...
 def negative(x: Float[A, "n"]) -> Float[A, "n-9"]: ...
 def many(x: Bool[A, "n"]) -> jaxtyping.Float8e5m2[A, "n"]: ...
 def integers(x: Int[A, "n"]) -> Int[A, "n"]: ...
 def without_shape(x) -> npt.NDArray[np.float32]: ...
 def nowhere(x: Float[A, "n"]) -> NotThere[A, "n"]: ...
+def optional(x: Float[A, "n"]) -> Float[A, "n"] | None: ...
+def tree_of(x: Float[A, "n"]) -> PyTree[Float[A, "n"]]: ...
+def list_of(x: Float[A, "n"]) -> list[Float[A, "n"]]: ...
+def tuple_of(x: Float[A, "n"]) -> tuple[Float[A, "n"], ...]: ...
+def with_int(x: Float[A, "n"]) -> tuple[Float[A, "n"], int]: ...
+def anything(x: Float[A, "..."]) -> Float[A, "..."]: ...
+def of_a_value(x: Float[A, "n"], k) -> Float[A, "{k}"]: ...
+def unknown_class(x: Float[A, "n"]) -> Unregistered: ...
+def of_itself(x: Float[A, "n"]) -> Ring: ...
+def perhaps(x: Float[A, "n"]) -> Perhaps: ...
+
+
+@dataclasses.dataclass
+class Unregistered:
+    x: Float[A, "n"]
+
+
+@dataclasses.dataclass
+class Ring:
+    x: Float[A, "n"]
+    next: Ring
+
+
+class Perhaps(TypedDict, total=False):
+    x: Float[A, "n"]
+
+
 def shorter(x: Float[A, "n"]) -> Float[A, "n"]:
     return x[:1]
 
@@ -219,15 +491,28 @@ def shorter(x: Float[A, "n"]) -> Float[A, "n"]:
     ("call", "said"),
     [
         (lambda: hc.host(matvec)(X, X[0, :2]), "argument `v` of `matvec` is float32[2], which is not Float[ndarray, 'n']: it has n=2, and argument `m` has n=3"),
-        (lambda: hc.host(matvec)(X[0], X[0]), "it has 1 axes, and the annotation 2 axes"),
+        (lambda: hc.host(matvec)(X[0], X[0]), "it has 1 axis, and the annotation 2 axes"),
         (lambda: hc.host(integers)(X[0]), "argument `x` of `integers` is float32[3], which is not Int[ndarray, 'n']: its dtype is float32"),
         (lambda: hc.host(no_meaning)(X[0]), "is annotated Float[ndarray, 'n+'], which has no meaning"),
         (lambda: hc.host(unknown)(X[0]), "which has no meaning: 'm' has no size. The arguments name n"),
         (lambda: hc.host(calls)(X[0]), "an expression of sizes has numbers, names"),
-        (lambda: hc.host(attribute)(X[0]), "an expression of sizes has numbers, names"),
+        (lambda: hc.host(attribute)(X[0]), "which has no meaning: 'int' object has no attribute 'nothing'"),
         (lambda: hc.host(negative)(X[0]), "which is (-6,) for these arguments. A size is at least 0"),
-        (lambda: hc.host(without_shape), "has a dtype and no shape. Annotate it with jaxtyping"),
-        (lambda: hc.host(nowhere), "the annotations of `nowhere` can't be evaluated: NameError"),
+        (lambda: hc.host(without_shape)(X), "has a dtype and no shape. Annotate it with jaxtyping"),
+        (lambda: hc.host(nowhere)(X), "the annotations of `nowhere` can't be evaluated: NameError"),
+        (lambda: hc.host(optional)(X[0]), "is one of several types. A result has one"),
+        (lambda: hc.host(tree_of)(X[0]), "does not say how many arrays there are"),
+        (lambda: hc.host(list_of)(X[0]), "does not say how many arrays there are"),
+        (lambda: hc.host(tuple_of)(X[0]), "does not say how many arrays there are"),
+        (lambda: hc.host(with_int)(X[0]), "whose part result[1] is annotated as no array, and has no default"),
+        (lambda: hc.host(anything)(X[0]), "which has no meaning: ... has no size"),
+        (lambda: hc.host(of_a_value)(X[0], 3), "'k' is an argument whose value the program does not know yet"),
+        (lambda: hc.host(unknown_class)(X[0]), "of which Unregistered is no pytree. Register it: jax.tree_util.register_dataclass(Unregistered)"),
+        (lambda: hc.host(of_itself)(X[0]), "whose part result.next is of its own kind"),
+        (lambda: hc.host(perhaps)(X[0]), "whose keys x may be missing"),
+        (lambda: hc.call(list_of, ..., X[0]), "does not say how many arrays there are"),
+        (lambda: hc.call(matvec, ..., X), "`matvec`: missing a required argument: 'v'"),
+        (lambda: hc.call(matvec, ..., X, X, X), "`matvec`: too many positional arguments"),
         (lambda: hc.host(matvec, dtype=np.float32), "neither a signature as result= nor a ufunc"),
         (lambda: hc.host(lambda x: x)(X), "has no result=, so it can only be given to hc.call"),
     ],
@@ -246,8 +531,14 @@ def test_a_function_that_returns_another_shape_than_it_is_annotated():
         hc.host(shorter)(X[0])
 
 
-def test_a_function_that_hc_call_describes_needs_no_meaning():
-    def f(x: Any) -> Any:
+@pytest.mark.parametrize(
+    "returned", [Any, "NotThere", npt.NDArray[np.float32], list[Float[A, "n"]]]
+)
+def test_a_function_that_hc_call_describes_needs_no_meaning(returned):
+    def f(x):
         return x
 
+    f.__annotations__ = {"x": Any, "return": returned}
     assert hc.call(hc.host(f), X, X).shape == X.shape
+    with pytest.raises(hc.errors.SpecError, match="hc-result-spec"):
+        hc.host(f)(X)

@@ -298,6 +298,9 @@ def test_ufuncs_of_astropy():
 def test_what_a_ufunc_shows_of_itself():
     f = hc.host(scipy.special.jv)
     assert str(inspect.signature(f)) == "(x1, x2, /)"
+    assert repr(f) == "<hostcall.typing.HostFunction jv (ufunc)>"
+    items = hc.host(np.vecdot)
+    assert str(inspect.signature(items)) == "(x1: '(n)', x2: '(n)', /) -> '()'"
     assert "Bessel" in f.__doc__
     again = pickle.loads(pickle.dumps(f))
     assert again(0, 1.0) == f(0, 1.0)
@@ -314,6 +317,7 @@ def test_what_a_ufunc_shows_of_itself():
         (lambda: hc.host(np.sin)([1.0, 2.0]), "argument 0 of `sin` is"),
         (lambda: hc.host(np.hypot)(np.ones(3), np.ones(4)), "the arguments of `hypot` don't broadcast: their shapes are (3,), (4,)"),
         (lambda: hc.host(scipy.special.jv)(1j, 1.0), "`jv` has no loop for (complex64, float32). It has (float32, float32) -> float32; "),
+        (lambda: hc.host(np.sin)(jax.random.key(0)), "`sin` has no loop for (key<fry>). It has"),
         (lambda: hc.host(np.frompyfunc(abs, 1, 1))(1.0), "Say what its results are: hc.host(fn, dtype=...)"),
         (lambda: hc.host(np.frexp, dtype=(np.float32,) * 3), "has 3 dtypes, and the ufunc has 2 results"),
         (lambda: hc.host(np.sin, dtype="what"), "dtype= of `sin` is 'what'. Give a dtype such as"),

@@ -4,7 +4,9 @@ The oracle is `numpy.vectorize`, which has the same grammar, and calls its funct
 one item at a time.
 """
 
+import inspect
 import pickle
+import pydoc
 
 import hypothesis
 import jax
@@ -185,11 +187,41 @@ def test_a_method_and_static_arguments():
 
 def test_it_is_shown_and_pickled():
     f = hc.host(matvec, result="(m,n),(n)->(m)")
-    assert "'(m,n),(n)->(m)'" in repr(f)
     again = pickle.loads(pickle.dumps(f))
     np.testing.assert_array_equal(
         np.asarray(again(X, X[0, 0])), np.asarray(f(X, X[0, 0]))
     )
+    for each in (f, again):
+        assert repr(each) == "<hostcall.typing.HostFunction matvec '(m,n),(n)->(m)'>"
+        assert str(inspect.signature(each)) == "(m: '(m,n)', v: '(n)') -> '(m)'"
+        assert "(m: '(m,n)', v: '(n)') -> '(m)'" in pydoc.plain(pydoc.render_doc(each))
+    # Which of its parameters are arrays is not known.
+    power = hc.host(lambda x, n: x**n, result="(n)->(n)")
+    assert str(inspect.signature(power)) == "(x, n) -> '(n)'"
+    # An annotation of the user's stays.
+    total = hc.host(total_of, result="(n)->()")
+    assert str(inspect.signature(total)) == "(x: 'np.ndarray') -> '()'"
+
+
+def total_of(x: "np.ndarray"):
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        (hc.results.like(1), "-> like(1)"),
+        (hc.results.same_tree(0), "-> same_tree(0)"),
+        (hc.results.elementwise, "-> elementwise"),
+        ("infer", "-> 'infer'"),
+        ((X, {"n": 1}), "-> (float32[2, 3, 4], {n: 1})"),
+        (lambda m, v: v, ""),
+    ],
+)
+def test_what_was_said_is_shown(result, shown):
+    f = hc.host(matvec, result=result)
+    words = f"matvec {shown}".strip()
+    assert repr(f) == f"<hostcall.typing.HostFunction {words}>"
 
 
 def test_check_draws_sizes():
@@ -201,6 +233,31 @@ def test_check_draws_sizes():
     report = hc.testing.check(bad, np.ones(4, np.float32))
     assert not report
     assert "failed   sizes: ResultError: " in str(report)
+    # Some draws would have a size below 0.
+    rest = hc.host(lambda x: x[2:], result="(n)->(k)", sizes={"k": lambda n: n - 2})
+    report = hc.testing.check(rest, np.ones(4, np.float32))
+    assert report
+    assert " drawn" in str(report)
+
+
+@hc.register("signatures.matvec")
+def registered(m, v):
+    return m @ v
+
+
+def test_a_registered_and_an_exported_function_keep_it():
+    hosted = hc.host(registered, result="(m,n),(n)->(m)", vmap_method="expand_dims")
+    f = hc.register("signatures.hosted")(hosted)
+    v = X[0, 0]
+    np.testing.assert_allclose(f(X[0], v), X[0] @ v)
+    np.testing.assert_allclose(hc.call(f, ..., X[0], v), X[0] @ v)
+    loaded = hc.load(bytes(hc.export(jax.jit(f))(X[0], v)))
+    np.testing.assert_allclose(loaded.call(X[0], v), X[0] @ v)
+    n, b = jax.export.symbolic_shape("n,b")
+    specs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((b, n), (n,))]
+    loaded = hc.load(bytes(hc.export(jax.jit(f))(*specs)))
+    np.testing.assert_allclose(loaded.call(X[0], v), X[0] @ v)
+    np.testing.assert_allclose(loaded.call(X[1, :2, :3], v[:3]), X[1, :2, :3] @ v[:3])
 
 
 def test_symbolic_sizes():

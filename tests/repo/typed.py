@@ -82,6 +82,12 @@ def host_functions(x: jax.Array) -> None:
     assert_type(asked(x), jax.Array)
     assert_type(hc.host(remote, result=hc.results.like(0), concurrency=8)(x), jax.Array)
     hc.host(np.multiply, result=hc.results.elementwise)(x, np.ones(3))
+    assert_type(hc.host(np.sin)(x), jax.Array)
+    assert_type(hc.host(np.hypot, dtype=np.float32).where(x.any())(x, x), jax.Array)
+    assert_type(hc.host(np.frexp)(x), Any)
+    assert_type(hc.host(norm, result="(n)->()", sizes=None)(x), jax.Array)
+    assert_type(hc.call(np.sin, ..., x), Any)
+    hc.host(np.sin, sizes=3)  # type: ignore
     assert_type(hc.call(hc.host(length, timeout=1.0), x, x), jax.Array)
     hc.host(length, result=hc.results.like(0), lend="in")  # type: ignore
 

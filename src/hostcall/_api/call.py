@@ -27,7 +27,7 @@ from hostcall._core.options import (
     check,
 )
 from hostcall._core.order import Order
-from hostcall._core.result_rules import spec_of, varies
+from hostcall._core.result_rules import avals_of, spec_of, varies
 from hostcall._core.said_results import (
     default_method,
     leading,
@@ -239,10 +239,11 @@ def call(
         check(f"`{name}`", {**how.met(policy), "awaits": awaits}, {})
     if varies(result):
         rule = _rule(fn, name, policy.owner, result, kwargs)
-        result = spec_of(rule, args, name)
-        counts = leading(rule, args)
+        avals = avals_of(args)
+        result = spec_of(rule, avals, name)
+        counts = leading(rule, avals)
         if counts is not None:
-            how = _for_items(rule, how, given, policy.owner, args)
+            how = _for_items(rule, how, given, policy.owner, avals)
             if how.vmap_method in WHOLE:
                 args = tuple(lined_up(args, counts))
             elif any(counts) and maps_items(rule, how.vmap_method):
@@ -298,7 +299,7 @@ def _for_items(
     how: CallOptions,
     given: Mapping[str, object],
     owner: Any,
-    args: Sequence[Any],
+    avals: Sequence[Any],
 ) -> CallOptions:
     """The options of a call whose result says what an item is."""
     method = how.vmap_method
@@ -306,7 +307,7 @@ def _for_items(
         # A HostFunction's own method holds here too, since `call` lines the axes up.
         own = None if owner is None else owner.options.vmap_method
         method = own or default_method(rule)
-    if method in WHOLE and not lines_up(rule, args):
+    if method in WHOLE and not lines_up(rule, avals):
         method = "sequential"
     return replace(how, vmap_method=method)
 

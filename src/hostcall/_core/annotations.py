@@ -13,21 +13,20 @@ The story of a call:
   3. The dtype is the one that the annotation allows. If it allows several (`Float`), it
      is the one to which JAX promotes the arguments.
 
-Tuples, lists, dicts, NamedTuples, TypedDicts and dataclasses of annotations are trees.
-jaxtyping is looked for only among the modules that are imported: without it nobody has
-such an annotation.
+Annotations are read once for each function (`array_hints` has the words of one); a call
+only binds sizes. jaxtyping is looked for only among the modules that are imported:
+without it nobody has such an annotation.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import inspect
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import jax
@@ -35,190 +34,75 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.array_hints import (
+    ArrayHint,
+    Hint,
+    OneOf,
+    Sizes,
+    TreeHint,
+    meant,
+    mentions_arrays,
+    read_hint,
+    shown,
+)
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments, is_partial
-from hostcall._core.result_rules import Tree, Trees, floating, is_aval, promoted
+from hostcall._core.result_rules import (
+    Tree,
+    Trees,
+    aval_of,
+    floating,
+    is_aval,
+    promoted,
+    struct,
+)
+from hostcall._core.signatures import call_method
+from hostcall._core.spec import widened
 
-Size = Any  # an int, or a symbolic size of an exported program
 tree = jax.tree_util
 
 
-# --- One annotation -------------------------------------------------------------------
+# --- The annotations of a function ----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ArrayType:
-    """jaxtyping's annotation of one array, read.
+class Parameters:
+    """What the annotations of one Python function say.
 
     Attributes:
-        shown: how the user wrote it.
-        dims: its words: names, sizes and expressions.
-        dtypes: the names of the dtypes that it allows; None if it allows all.
+        names: of the parameters that may be given by position, in their order.
+        hints: the annotation of each parameter; none for those that say nothing.
+        rest: the name of `*args`; "" without.
+        defaults: of parameters that have one.
+        returned: the annotation of the result; None if it says nothing.
+        annotation: the same, as the user wrote it.
     """
 
-    shown: str
-    dims: tuple[str, ...]
-    dtypes: tuple[str, ...] | None
-
-    @property
-    def variadic(self) -> int | None:
-        """The position of the word that stands for any number of axes."""
-        found = [n for n, word in enumerate(self.dims) if _is_variadic(word)]
-        return found[0] if found else None
+    names: tuple[str, ...]
+    hints: Mapping[str, Hint]
+    rest: str
+    defaults: Mapping[str, Any]
+    returned: Hint | None
+    annotation: Any
 
 
-def _is_variadic(word: str) -> bool:
-    return word == "..." or word.lstrip("#").startswith("*")
+@dataclass(frozen=True)
+class Unreadable(OfArguments):
+    """Annotations that say something of arrays, and not what the function returns.
 
-
-def array_type(annotation: object) -> ArrayType | None:
-    """Reads an annotation of jaxtyping's; None for any other."""
-    annotation = _meant(annotation)
-    jaxtyping = sys.modules.get("jaxtyping")
-    if jaxtyping is None or not isinstance(annotation, type):
-        return None
-    if jaxtyping.AbstractArray not in type.mro(annotation):
-        return None
-    found: Any = annotation
-    words = []
-    for word in found.dim_str.split():
-        _, _, size = word.partition("=")  # "rows=3": the name is for readers
-        words.append(size if size and word.partition("=")[0].isidentifier() else word)
-    allowed = found.dtypes
-    dtypes = None
-    if isinstance(allowed, (tuple, list)):
-        # NumPy 1 and 2 have two names for one dtype.
-        dtypes = tuple(
-            dict.fromkeys("bool" if name == "bool_" else name for name in allowed)
-        )
-    return ArrayType(found.__name__, tuple(words), dtypes)
-
-
-# --- Sizes ----------------------------------------------------------------------------
-
-
-class Sizes:
-    """The sizes that the names of an annotation have in one call.
+    It is an error only where that is asked for: `hc.call` may be given a result.
 
     Attributes:
-        one: the size of a name of one axis, and the argument that had it first.
-        several: the sizes of a name such as `*batch`, and that argument.
+        error: what is wrong with them.
     """
 
-    def __init__(self) -> None:
-        self.one: dict[str, tuple[Size, str]] = {}
-        self.several: dict[str, tuple[tuple[Size, ...], str]] = {}
+    error: SpecError
 
-    def bind(self, kind: ArrayType, shape: tuple[Size, ...], of: str) -> str:
-        """Compares a shape with an annotation; returns what does not fit, or ""."""
-        at = kind.variadic
-        fixed = len(kind.dims) - (at is not None)
-        if len(shape) < fixed or (at is None and len(shape) != fixed):
-            least = "at least " if at is not None else ""
-            axes = "axis" if fixed == 1 else "axes"
-            return f"it has {len(shape)} axes, and the annotation {least}{fixed} {axes}"
-        if at is None:
-            return self._bind_axes(kind.dims, shape, of)
-        after = len(kind.dims) - at - 1
-        end = len(shape) - after
-        return (
-            self._bind_axes(kind.dims[:at], shape[:at], of)
-            or self._bind_several(kind.dims[at], shape[at:end], of)
-            or self._bind_axes(kind.dims[at + 1 :], shape[end:], of)
-        )
-
-    def _bind_axes(self, words: Sequence[str], sizes: Sequence[Size], of: str) -> str:
-        for word, size in zip(words, sizes, strict=True):
-            name = word.lstrip("#")
-            is_one = not _jax.is_symbolic(size) and size == 1
-            broadcasts = word.startswith("#") and is_one
-            if name == "_" or broadcasts:
-                continue
-            if not name.isidentifier():
-                wanted = self.size(name)
-                if wanted != size:
-                    return f"it has {size} where {name} is {wanted}"
-                continue
-            known, first = self.one.setdefault(name, (size, of))
-            if known != size:
-                return f"it has {name}={size}, and {first} has {name}={known}"
+    def _shown(self) -> str:
         return ""
 
-    def _bind_several(self, word: str, sizes: tuple[Size, ...], of: str) -> str:
-        name = word.lstrip("#*")
-        if word == "..." or name == "_":
-            return ""
-        known, first = self.several.setdefault(name, (sizes, of))
-        if known == sizes:
-            return ""
-        if word.startswith("#"):
-            try:
-                broad = np.broadcast_shapes(known, sizes)
-            except ValueError:
-                broad = None
-            if broad is not None:
-                self.several[name] = (tuple(broad), first)
-                return ""
-        return f"it has *{name}={sizes}, and {first} has *{name}={known}"
-
-    def size(self, word: str) -> Size:
-        """The size that a word of an annotation stands for.
-
-        Raises:
-            LookupError: a name has no size.
-            SyntaxError: the word is no expression of sizes.
-        """
-        if word.isdigit():
-            return int(word)
-        return _computed(ast.parse(word.strip("{}"), mode="eval").body, self.one)
-
-    def shape(self, kind: ArrayType) -> tuple[Size, ...]:
-        """The shape that an annotation of a result stands for; raises as `size`."""
-        sizes: list[Size] = []
-        for word in kind.dims:
-            name = word.lstrip("#")
-            if _is_variadic(word):
-                sizes += self.several[name.lstrip("*")][0]
-            elif name.isidentifier():
-                sizes.append(self.one[name][0])
-            else:
-                sizes.append(self.size(name))
-        return tuple(sizes)
-
-
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.Pow: lambda a, b: a**b,
-}
-_FUNCTIONS: dict[str, Callable[..., Size]] = {"min": min, "max": max, "abs": abs}
-
-
-def _computed(node: ast.AST, known: Mapping[str, tuple[Size, str]]) -> Size:
-    """The value of an expression of sizes: numbers, names, arithmetic, min and max."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.Name):
-        return known[node.id][0]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand, known)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left = _computed(node.left, known)
-        right = _computed(node.right, known)
-        return _OPERATORS[type(node.op)](left, right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        function = _FUNCTIONS.get(node.func.id)
-        if function is not None and not node.keywords:
-            return function(*[_computed(each, known) for each in node.args])
-    raise SyntaxError(
-        "an expression of sizes has numbers, names, + - * // % **, min, max and abs"
-    )
-
-
-# --- The annotations of a function ----------------------------------------------------
+    def spec(self, avals: Trees, name: str) -> Tree:
+        raise self.error
 
 
 @dataclass(frozen=True)
@@ -226,64 +110,197 @@ class OfAnnotations(OfArguments):
     """The results that a function's annotations declare.
 
     Attributes:
-        fn: the function.
-        hints: the annotation of each parameter, and of the result as "return".
+        fn: the function as the user gave it.
+        float64: whether floating arguments reach it as float64.
+        given: arguments that it has already, by name: of a partial, and a method's
+            object.
+        free: the names of the parameters that a call gives by position.
+        parameters: of the Python function inside.
     """
 
     fn: Callable[..., Any]
-    hints: Mapping[str, Any]
+    float64: bool
+    given: Mapping[str, Any] = field(compare=False)
+    free: tuple[str, ...] = field(compare=False)
+    parameters: Parameters = field(compare=False)
 
     def __repr__(self) -> str:
-        return f"-> {_shown(self.hints['return'])}"
+        return f"-> {shown(self.parameters.annotation)}"
+
+    def _shown(self) -> str:
+        return repr(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Annotations may name classes that can't be pickled.
+        return _read_again, (self.fn, self.float64)
 
     def spec(self, avals: Trees, name: str) -> Tree:
-        sizes = Sizes()
-        try:
-            bound = inspect.signature(self.fn).bind(*avals)
-        except TypeError as error:
-            text = f"hostcall: `{name}`: {error}"
-            raise SpecError(text, code="hc-arguments") from error
-        for parameter, given in bound.arguments.items():
-            hint = self.hints.get(parameter)
-            if hint is not None:
-                _compare(hint, given, f"argument `{parameter}`", sizes, name)
+        sizes = self.bound(avals, name)
         arrays = [leaf for leaf in tree.tree_leaves(avals) if is_aval(leaf)]
-        return _Result(sizes, arrays, name).made(self.hints["return"], "the result")
+        returned = self.parameters.returned
+        assert returned is not None, "`of_annotations` makes no other"
+        return _Result(sizes, arrays, name, self.float64).made(returned, "the result")
+
+    def bound(self, avals: Trees, name: str) -> Sizes:
+        """The sizes that these arguments give to names.
+
+        Raises:
+            SpecError: an argument is not what its annotation says.
+        """
+        values = self._values(avals, name)
+        hints = self.parameters.hints
+        objects = [value for each, value, _ in values if each not in hints]
+        sizes = Sizes({each: value for each, value, _ in values}, objects)
+        for parameter, value, of in values:
+            hint = hints.get(parameter)
+            if hint is not None:
+                _Argument(sizes, name, self.float64).compare(hint, value, of)
+        return sizes
+
+    def with_sizes(self, avals: Trees, draw: Callable[[], int]) -> Trees:
+        """Other arguments that fit, with drawn sizes of the names.
+
+        Axes that the annotations leave open stay as they are in `avals`. So do sizes
+        that a partial's arguments have, or a method's object.
+        """
+        hints = self.parameters.hints
+        values = self._values(avals, "the function")
+        fixed = Sizes({}, ())
+        for parameter, value, of in values:
+            if parameter not in self.free and parameter in hints:
+                _Argument(fixed, "", self.float64).compare(hints[parameter], value, of)
+        sizes = self.bound(avals, "the function")
+        for name, (_, of) in sizes.one.items():
+            if name not in fixed.one:
+                sizes.one[name] = int(draw()), of
+        for name, known in sizes.several.items():
+            if name not in fixed.several:
+                drawn = [size if size == 1 else int(draw()) for size in known.sizes]
+                sizes.several[name] = replace(known, sizes=tuple(drawn))
+        names = (*self.free, *(self.parameters.rest,) * len(avals))
+        return tuple(
+            [
+                _resized(hints.get(name), aval, sizes)
+                for name, aval in zip(names, avals, strict=False)
+            ]
+        )
+
+    def _values(self, avals: Trees, name: str) -> list[tuple[str, Any, str]]:
+        """(parameter, value, what messages call it) of each argument, in the order of
+        the parameters; of those with a default too.
+        """
+        found: list[tuple[str, Any, str]] = []
+        by_name = dict(zip(self.free, avals, strict=False))
+        extra = avals[len(self.free) :]
+        for parameter in self.parameters.names:
+            value = by_name.get(parameter, self.given.get(parameter, _MISSING))
+            if value is _MISSING:
+                value = self.parameters.defaults.get(parameter, _MISSING)
+            if value is _MISSING:
+                self._refuse(avals, name)
+            found.append((parameter, value, f"argument `{parameter}`"))
+        if extra and not self.parameters.rest:
+            self._refuse(avals, name)
+        for number, value in enumerate(extra):
+            rest = self.parameters.rest
+            found.append((rest, value, f"argument `{rest}[{number}]`"))
+        named = [each for each in self.given if each not in self.parameters.names]
+        found += [(each, self.given[each], f"argument `{each}`") for each in named]
+        return found
+
+    def _refuse(self, avals: Trees, name: str) -> NoReturn:
+        """Refuses arguments that the function can't take, in Python's words."""
+        why = "its arguments don't fit its parameters"
+        try:
+            inspect.signature(self.fn).bind(*avals)
+        except TypeError as error:
+            why = str(error)
+        raise SpecError(f"hostcall: `{name}`: {why}", code="hc-arguments")
 
 
-def of_annotations(fn: Callable[..., Any], name: str) -> OfAnnotations | None:
-    """What the annotations of a function say of its results; None if they say nothing.
+_MISSING = object()
 
-    Raises:
-        SpecError: an annotation can't be evaluated, or does not say the shape.
-    """
+
+def of_annotations(
+    fn: Callable[..., Any], name: str, float64: bool = False
+) -> OfAnnotations | Unreadable | None:
+    """What a function's annotations say of its results; None if they say nothing."""
     if "jaxtyping" not in sys.modules:  # nothing is evaluated for nobody
         return None
-    hints = _hints(fn, name)
-    returned = hints.get("return")
-    if returned is None or not _says(returned, name):
+    found = _python_function(fn)
+    if found is None:
         return None
-    return OfAnnotations(fn, hints)
+    inner, before, named = found
+    try:
+        parameters = _parameters(inner, name)
+    except SpecError as error:
+        return Unreadable(error)
+    if parameters is None or parameters.returned is None:
+        return None
+    names = parameters.names
+    given = dict(zip(names, before, strict=False)) | named
+    free = tuple([each for each in names[len(before) :] if each not in named])
+    return OfAnnotations(fn, float64, given, free, parameters)
 
 
-def _hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The annotations of a Python function, by their names; none of any other callable,
-    which is asked nothing: it may be a proxy or a Mock.
+def _read_again(fn: Callable[..., Any], float64: bool) -> OfAnnotations:
+    """What a pickled rule was. Whoever unpickles the function has its annotations, and
+    with them jaxtyping.
     """
-    while is_partial(fn):
-        fn = fn.func
-    if type(fn) is types.MethodType:
-        fn = fn.__func__
-    if type(fn) is not types.FunctionType:
-        return {}
+    found = of_annotations(fn, getattr(fn, "__name__", "a function"), float64)
+    assert isinstance(found, OfAnnotations), "it said so before it was pickled"
+    return found
+
+
+def _python_function(
+    fn: Callable[..., Any],
+) -> tuple[types.FunctionType, tuple[Any, ...], dict[str, Any]] | None:
+    """The Python function inside partials, methods and objects with `__call__`, and the
+    arguments that those give it, by position and by name.
+
+    None for any other callable, which is asked nothing: it may be a proxy or a Mock.
+    """
+    before: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    while type(fn) is not types.FunctionType:
+        if is_partial(fn):
+            before = (*fn.args, *before)
+            named = {**fn.keywords, **named}
+            fn = fn.func
+        elif type(fn) is types.MethodType:
+            before = (fn.__self__, *before)
+            fn = fn.__func__
+        else:
+            method = call_method(fn)
+            if type(method) is not types.FunctionType:
+                return None
+            before = (fn, *before)
+            fn = method
     try:
-        fn = inspect.unwrap(fn)
+        inner = inspect.unwrap(fn)
     except ValueError:  # wrappers in a ring
-        return {}
-    if type(fn) is not types.FunctionType or "return" not in fn.__annotations__:
-        return {}
+        return None
+    return (inner, before, named) if type(inner) is types.FunctionType else None
+
+
+# Weak keys: a function that is defined anew has annotations of its own.
+_known: weakref.WeakKeyDictionary[types.FunctionType, Parameters]
+_known = weakref.WeakKeyDictionary()
+
+
+def _parameters(fn: types.FunctionType, name: str) -> Parameters | None:
+    """What a function's annotations say; None if they say nothing of its result."""
+    if "return" not in fn.__annotations__:
+        return None
+    found = _known.get(fn)
+    if found is None:
+        found = _known[fn] = _read_parameters(fn, name)
+    return found
+
+
+def _read_parameters(fn: types.FunctionType, name: str) -> Parameters:
     try:
-        return typing.get_type_hints(fn, include_extras=True)
+        annotations = typing.get_type_hints(fn)
     except Exception as error:
         raise SpecError(
             f"hostcall: the annotations of `{name}` can't be evaluated:"
@@ -292,196 +309,228 @@ def _hints(fn: Callable[..., Any], name: str) -> dict[str, Any]:
             " what they name there, or say with result= what the function returns",
             code="hc-result-spec",
         ) from error
+    annotation = annotations.pop("return", None)
+    names: list[str] = []
+    rest = ""
+    defaults: dict[str, Any] = {}
+    for parameter in inspect.signature(fn).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            rest = parameter.name
+        elif parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            names.append(parameter.name)
+        if parameter.default is not parameter.empty:
+            defaults[parameter.name] = parameter.default
+    hints = {each: read_hint(annotations[each]) for each in annotations}
+    return Parameters(
+        names=tuple(names),
+        hints={each: hint for each, hint in hints.items() if hint is not None},
+        rest=rest,
+        defaults=defaults,
+        returned=_returned(annotation, name),
+        annotation=annotation,
+    )
 
 
-_ALIAS = getattr(typing, "TypeAliasType", ())  # since Python 3.12
+def _returned(annotation: Any, name: str) -> Hint | None:
+    """The annotation of a result; None if it says nothing of arrays.
 
-
-def _meant(annotation: Any) -> Any:
-    """What an alias stands for: `type Row = ...`, and NumPy's NDArray[...]."""
-    origin = typing.get_origin(annotation)
-    if isinstance(origin, _ALIAS):
-        return _meant(origin.__value__[typing.get_args(annotation)])
-    if isinstance(annotation, _ALIAS):
-        return _meant(annotation.__value__)
-    return annotation
-
-
-def _says(annotation: Any, name: str) -> bool:
-    """Whether all arrays of an annotation are declared."""
-    annotation = _meant(annotation)
-    if array_type(annotation) is not None:
-        return True
-    if typing.get_origin(annotation) is np.ndarray:
-        raise SpecError(
-            f"hostcall: `{name}` is annotated to return {_shown(annotation)}, which has"
-            " a dtype and no shape. Annotate it with jaxtyping, as in"
-            " Float[np.ndarray, 'n'], or say with result= what it returns",
-            code="hc-result-spec",
+    Raises:
+        SpecError: it mentions arrays, and does not say how many there are, or which
+            shape one has.
+    """
+    hint = read_hint(annotation)
+    why = ""
+    if typing.get_origin(meant(annotation)) is np.ndarray:
+        why = (
+            "which has a dtype and no shape. Annotate it with jaxtyping, as in"
+            " Float[np.ndarray, 'n']"
         )
-    parts = _parts(annotation)
-    return bool(parts) and all(_says(part, name) for part in parts.values())
-
-
-def _parts(annotation: Any) -> dict[Any, Any]:
-    """The annotations of the parts of a tree; none for what is no tree."""
-    annotation = _meant(annotation)
-    origin = typing.get_origin(annotation)
-    if origin is tuple:
-        arguments = typing.get_args(annotation)
-        return {} if Ellipsis in arguments else dict(enumerate(arguments))
-    if not isinstance(annotation, type):
-        return {}
-    is_named_tuple = issubclass(annotation, tuple) and hasattr(annotation, "_fields")
-    if is_named_tuple or typing.is_typeddict(annotation):
-        return typing.get_type_hints(annotation, include_extras=True)
-    if dataclasses.is_dataclass(annotation):
-        hints = typing.get_type_hints(annotation, include_extras=True)
-        return {
-            field.name: hints[field.name] for field in dataclasses.fields(annotation)
-        }
-    return {}
-
-
-def _shown(annotation: Any) -> str:
-    found = array_type(annotation)
-    if found is not None:
-        return found.shown
-    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
-    return annotation.__name__ if is_class else str(annotation)
+    elif not mentions_arrays(annotation):
+        return None
+    elif isinstance(hint, OneOf):
+        why = "which is one of several types. A result has one: annotate it"
+    elif isinstance(hint, TreeHint):
+        why = hint.unsaid("result")
+    elif hint is None:
+        why = (
+            "which does not say how many arrays there are. Annotate a tuple with a"
+            " type for each, a TypedDict, a NamedTuple or a dataclass"
+        )
+    if not why:
+        return hint
+    raise SpecError(
+        f"hostcall: `{name}` is annotated to return {shown(annotation)}, {why}; or say"
+        " with result= what it returns",
+        code="hc-result-spec",
+    )
 
 
 # --- Arguments ------------------------------------------------------------------------
 
 
-def _compare(annotation: Any, given: Tree, of: str, sizes: Sizes, name: str) -> None:
+@dataclass(frozen=True)
+class _Argument:
     """Compares an argument with its annotation, as far as that says something."""
-    kind = array_type(annotation)
-    if kind is None:
-        for key, part in _parts(annotation).items():
-            if isinstance(key, int):
-                inner = given[key] if isinstance(given, tuple) else None
-            elif isinstance(given, dict):
-                inner = given.get(key)
-            else:
-                inner = getattr(given, key, None)
-            if inner is not None:
-                _compare(part, inner, f"{of}, {key!r}", sizes, name)
-        return
-    if not is_aval(given):
-        return  # a static argument, or one that has a default
-    try:
-        why = sizes.bind(kind, given.shape, of)
-    except (LookupError, SyntaxError, TypeError, ZeroDivisionError) as error:
-        _no_meaning(kind, of, name, error, sizes)
-    if not why and kind.dtypes is not None and not _allows(kind.dtypes, given):
-        why = f"its dtype is {given.dtype}"
-    if why:
-        shape = list(given.shape)
+
+    sizes: Sizes
+    name: str
+    float64: bool
+
+    def compare(self, hint: Hint, value: Tree, of: str) -> None:
+        if isinstance(hint, TreeHint):
+            for key, part in hint.parts.items():
+                inner = _part(value, key)
+                if part is not None and inner is not None:
+                    self.compare(part, inner, f"{of}, {key!r}")
+            return
+        given = aval_of(value)  # a default is an array itself
+        if not is_aval(given):
+            return  # a static argument
+        kinds = hint.kinds if isinstance(hint, OneOf) else (hint,)
+        reasons = []
+        for kind in kinds:
+            known = self.sizes.copied()
+            why = self._why_not(kind, given, of)
+            if not why:
+                return
+            reasons.append(why)
+            self.sizes.restore(known)
         raise SpecError(
-            f"hostcall: {of} of `{name}` is {given.dtype}{shape}, which is not"
-            f" {kind.shown}: {why}",
+            f"hostcall: {of} of `{self.name}` is {given.dtype}{list(given.shape)},"
+            f" which is not {' or '.join(kind.shown for kind in kinds)}: {reasons[0]}",
             code="hc-arguments",
         )
 
+    def _why_not(self, kind: ArrayHint, given: jax.ShapeDtypeStruct, of: str) -> str:
+        """What does not fit; "" if all does."""
+        try:
+            why = self.sizes.bind(kind, given.shape, of)
+        except Exception as error:  # of an expression, which may do anything
+            _no_meaning(kind, of, self.name, error, self.sizes)
+        dtype = given.dtype
+        if self.float64 and isinstance(dtype, np.dtype):
+            dtype = widened(dtype) or dtype
+        if not why and not kind.allows(dtype, given.weak_type):
+            why = f"its dtype is {dtype}"
+        return why
 
-def _allows(dtypes: Sequence[str], given: jax.ShapeDtypeStruct) -> bool:
-    dtype = given.dtype
-    # A Python number becomes what the annotation asks for.
-    weak = given.weak_type and any(
-        jnp.promote_types(np.dtype(each), dtype) == np.dtype(each)
-        for each in dtypes
-        if each in _NUMPYS
-    )
-    return str(dtype) in dtypes or weak
+
+def _resized(hint: Hint | None, value: Tree, sizes: Sizes) -> Tree:
+    """An argument with the sizes that its annotation has now."""
+    if isinstance(hint, ArrayHint) and is_aval(value):
+        shape = sizes.resized(hint, value.shape)
+        return struct(shape, value.dtype, value.weak_type)
+    if not isinstance(hint, TreeHint):
+        return value
+    leaves, treedef = tree.tree_flatten_with_path(value)
+    found: list[Any] = []
+    for path, leaf in leaves:
+        part: Hint | None = hint
+        for step in path:
+            within = isinstance(part, TreeHint)
+            part = part.parts.get(_key(step)) if within else None  # type: ignore[union-attr]
+        found.append(_resized(part, leaf, sizes))
+    return treedef.unflatten(found)
 
 
-_NUMPYS = frozenset(np.dtype(code).name for code in "?bBhHiIqQefdFD")
+def _key(step: Any) -> Any:
+    """The number or name of a part in a path of JAX's."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(step, attribute):
+            return getattr(step, attribute)
+    return None
+
+
+def _part(value: Tree, key: Any) -> Any:
+    """The part of a tree; None if it has none such."""
+    if isinstance(key, int):
+        return value[key] if isinstance(value, tuple) and key < len(value) else None
+    if isinstance(value, Mapping):
+        return value.get(key)
+    return getattr(value, key, None)
 
 
 # --- The result -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Result:
     """Makes the spec of a result from its annotation."""
 
-    def __init__(
-        self, sizes: Sizes, arrays: Sequence[jax.ShapeDtypeStruct], name: str
-    ) -> None:
-        self._sizes = sizes
-        self._arrays = arrays
-        self._name = name
+    sizes: Sizes
+    arrays: Sequence[jax.ShapeDtypeStruct]
+    name: str
+    float64: bool
 
-    def made(self, annotation: Any, of: str) -> Tree:
-        kind = array_type(annotation)
-        if kind is None:
+    def made(self, hint: Hint, of: str) -> Tree:
+        assert not isinstance(hint, OneOf), "`_returned` refuses these"
+        if isinstance(hint, TreeHint):
             parts = {
                 key: self.made(part, f"{of}, {key!r}")
-                for key, part in _parts(annotation).items()
+                for key, part in hint.parts.items()
+                if part is not None
             }
-            return self._put_together(annotation, parts)
+            return hint.put_together(parts)
         try:
-            shape = self._sizes.shape(kind)
-        except (LookupError, SyntaxError, TypeError, ZeroDivisionError) as error:
-            _no_meaning(kind, of, self._name, error, self._sizes)
+            shape = self.sizes.shape(hint)
+        except Exception as error:  # of an expression, which may do anything
+            _no_meaning(hint, of, self.name, error, self.sizes)
         for size in shape:
             if not _jax.is_symbolic(size) and size < 0:
                 raise SpecError(
-                    f"hostcall: {of} of `{self._name}` is {kind.shown}, which is"
+                    f"hostcall: {of} of `{self.name}` is {hint.shown}, which is"
                     f" {shape} for these arguments. A size is at least 0",
                     code="hc-result-spec",
                 )
-        return jax.ShapeDtypeStruct(shape, self._dtype(kind, of))
+        return struct(shape, self._dtype(hint, of))
 
-    def _put_together(self, annotation: Any, parts: dict[Any, Tree]) -> Tree:
-        annotation = _meant(annotation)
-        if typing.get_origin(annotation) is tuple:
-            return tuple(parts.values())
-        if typing.is_typeddict(annotation):
-            return parts
-        if issubclass(annotation, tuple):
-            return annotation(**parts)
-        # As unflattening does: the class's own __init__ may compute with its fields.
-        made = object.__new__(annotation)
-        for key, part in parts.items():
-            object.__setattr__(made, key, part)
-        return made
-
-    def _dtype(self, kind: ArrayType, of: str) -> np.dtype:
-        dtype = promoted(self._arrays)
-        if kind.dtypes is None:
+    def _dtype(self, hint: ArrayHint, of: str) -> np.dtype:
+        dtype = promoted(self.arrays)
+        only = hint.only_dtype
+        if only is None and hint.allows(dtype):  # as nearly always
             return dtype
-        if len(kind.dtypes) == 1 and kind.dtypes[0] in _NUMPYS:
-            return np.dtype(kind.dtypes[0])
+        assert hint.dtypes is not None, "it allows all, and so the arguments'"
+        real: np.dtype = jnp.finfo(floating(dtype)).dtype
+        if only is not None:
+            # With float64=True the function says float64 whatever JAX's mode is.
+            rounds = self.float64 and only in (np.float64, np.complex128)
+            return _at_precision(only, real) if rounds else only
         candidates: list[np.dtype] = [
-            dtype,
             floating(dtype),
             np.dtype(jnp.result_type(int)),
+            real,
+            np.dtype(jnp.result_type(real, np.complex64)),
         ]
-        real: np.dtype = jnp.finfo(floating(dtype)).dtype
-        candidates += [real, np.dtype(jnp.result_type(real, np.complex64))]
         for each in candidates:
-            if str(each) in kind.dtypes:
+            if hint.allows(each):
                 return each
         raise SpecError(
-            f"hostcall: {of} of `{self._name}` is {kind.shown}, which allows"
-            f" {', '.join(kind.dtypes)}. Annotate one dtype, as Float32 does, or say"
-            " with result= what the function returns",
+            f"hostcall: {of} of `{self.name}` is {hint.shown}, which allows"
+            f" {', '.join(map(str, hint.dtypes))}. Annotate one dtype, as Float32 does,"
+            " or say with result= what the function returns",
             code="hc-result-spec",
         )
 
 
+def _at_precision(dtype: np.dtype, real: np.dtype) -> np.dtype:
+    """A floating or complex dtype at the precision of another floating one."""
+    complexed: np.dtype = jnp.result_type(real, np.complex64)
+    return complexed if dtype.kind == "c" else real
+
+
 def _no_meaning(
-    kind: ArrayType, of: str, name: str, error: BaseException, sizes: Sizes
+    kind: ArrayHint, of: str, name: str, error: BaseException, sizes: Sizes
 ) -> NoReturn:
-    known = ", ".join(sorted({*sizes.one, *(f"*{each}" for each in sizes.several)}))
-    why = str(error)
+    why = str(error).partition("\n")[0].rstrip(".")  # JAX's may be a page
     if isinstance(error, LookupError):
         why = f"{error} has no size"
     raise SpecError(
         f"hostcall: {of} of `{name}` is annotated {kind.shown}, which has no meaning:"
-        f" {why}. The arguments name {known or 'nothing'}. A result has names of"
-        " arguments' axes, numbers, and expressions of both, as 'n-1' or '2*n'; or say"
-        " with result= what the function returns",
+        f" {why}. The arguments name {sizes.names() or 'nothing'}. A result has names"
+        " of arguments' axes, numbers, and expressions of both, as 'n-1' or '2*n'; or"
+        " say with result= what the function returns",
         code="hc-result-spec",
     ) from error

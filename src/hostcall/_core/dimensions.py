@@ -15,6 +15,7 @@ missing wherever its name stands.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,15 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
-from hostcall._core.result_rules import Trees, arrays_only, broadcast, promoted
+from hostcall._core.result_rules import (
+    Trees,
+    arrays_only,
+    broadcast,
+    is_aval,
+    promoted,
+    struct,
+)
+from hostcall._core.signatures import positional
 
 Size = Any  # an int, or a symbolic size of an exported program
 # The size of a dimension that stands in results only, or a function of other sizes.
@@ -54,6 +63,7 @@ class Dimension:
 
 
 Dimensions = tuple[Dimension, ...]
+_NONE = frozenset[str]()
 
 
 def shown(dimensions: Dimensions) -> str:
@@ -144,6 +154,13 @@ class _Reader:
         )
 
 
+@functools.lru_cache(maxsize=256)  # `hc.call` is given the text in each trace
+def _parsed(
+    text: str, name: str
+) -> tuple[tuple[Dimensions, ...], tuple[Dimensions, ...]]:
+    return _Reader(text, name).read()
+
+
 # --- A signature as result= -----------------------------------------------------------
 
 
@@ -170,13 +187,18 @@ class Signature(OfArguments):
     def __repr__(self) -> str:
         return repr(self.text)
 
+    def _shown(self) -> str:
+        return repr(self.text)
+
     def spec(self, avals: Trees, name: str) -> Any:
-        what = f"a function with the signature {self.text!r}"
-        arrays = arrays_only(what, avals, name, len(self.arguments))
+        arrays = arrays_only(self, avals, name, len(self.arguments))
         shapes = self.shapes([array.shape for array in arrays], name)
         dtypes = self.dtypes or (promoted(arrays),) * len(shapes)
-        specs = tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
+        specs = tuple(map(struct, shapes, dtypes))
         return specs if len(specs) > 1 else specs[0]
+
+    def _of_arrays(self) -> str:
+        return f"a function with the signature {self.text!r}"
 
     def _core_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
         missing = self._missing(axes)
@@ -212,24 +234,32 @@ class Signature(OfArguments):
             for part in self.results
         ]
 
-    def with_sizes(
-        self, shapes: Sequence[tuple[int, ...]], draw: Callable[[], int]
-    ) -> list[tuple[int, ...]]:
-        """Other shapes of arguments that fit, with drawn sizes of the names.
+    def with_sizes(self, avals: Trees, draw: Callable[[], int]) -> Trees:
+        """Other arguments that fit, with drawn sizes of the names.
 
-        The axes in front of the items stay as they are in `shapes`.
+        The axes in front of the items stay as they are in `avals`.
         """
-        missing = self._missing([len(shape) for shape in shapes])
+        arrays = [aval for aval in avals if is_aval(aval)]
+        missing = self._missing([len(array.shape) for array in arrays])
         names = dict.fromkeys(
             one.name for part in self.arguments for one in part if one.size is None
         )
         drawn = {name: int(draw()) for name in names}
-        found = []
-        for shape, part in zip(shapes, self.arguments, strict=True):
-            present = _present(part, missing)
-            loop = shape[: len(shape) - len(present)]
-            found.append(loop + tuple([_size(one, drawn) for one in present]))
-        return found
+        parts = iter(self.arguments)
+        found: list[Any] = []
+        for aval in avals:
+            if not is_aval(aval):
+                found.append(aval)
+                continue
+            present = _present(next(parts), missing)
+            loop = aval.shape[: len(aval.shape) - len(present)]
+            item = tuple([_size(one, drawn) for one in present])
+            found.append(struct(loop + item, aval.dtype, aval.weak_type))
+        return tuple(found)
+
+    @functools.cached_property
+    def _has_optional(self) -> bool:
+        return any(one.optional for part in self.arguments for one in part)
 
     def _missing(self, axes: Sequence[int]) -> frozenset[str]:
         """The optional dimensions that arguments with so many axes leave out.
@@ -237,6 +267,8 @@ class Signature(OfArguments):
         As in NumPy, an argument with fewer axes than core dimensions leaves out as many
         of its optional ones as it lacks, the first ones first.
         """
+        if not self._has_optional:
+            return _NONE
         missing: set[str] = set()
         for number, part in zip(axes, self.arguments, strict=False):
             lacking = len(part) - number
@@ -254,10 +286,8 @@ class Signature(OfArguments):
     ) -> dict[str, Size]:
         """The size of each name, with the argument that has it first in messages."""
         bound: dict[str, Size] = {}
-        first: dict[str, int] = {}
-        for number, (shape, part) in enumerate(
-            zip(shapes, self.arguments, strict=True)
-        ):
+        for number, shape in enumerate(shapes):
+            part = self.arguments[number]
             present = _present(part, missing)
             if len(shape) < len(present):
                 raise SpecError(
@@ -277,18 +307,26 @@ class Signature(OfArguments):
                     )
                 if one.size is not None:
                     continue
-                if one.name in bound and bound[one.name] != size:
+                if bound.setdefault(one.name, size) != size:
+                    first = self._first(one.name, missing)
                     raise SpecError(
                         f"hostcall: argument {number} of `{name}` has"
-                        f" {one.name}={size}, and argument {first[one.name]} has"
+                        f" {one.name}={size}, and argument {first} has"
                         f" {one.name}={bound[one.name]}. The signature is"
                         f" {self.text!r}, and the shapes are"
                         f" {', '.join(map(str, shapes))}",
                         code="hc-arguments",
                     )
-                bound.setdefault(one.name, size)
-                first.setdefault(one.name, number)
         return bound
+
+    def _first(self, name: str, missing: frozenset[str]) -> int:
+        """The first argument that has a dimension of this name."""
+        having = [
+            number
+            for number, part in enumerate(self.arguments)
+            if any(one.name == name for one in _present(part, missing))
+        ]
+        return having[0]
 
     def _add_given(self, bound: dict[str, Size], name: str) -> None:
         """Adds the sizes of names that stand in results only."""
@@ -322,6 +360,31 @@ class Signature(OfArguments):
         )
 
 
+def with_dimensions(
+    parameters: inspect.Signature | None, rule: Signature
+) -> inspect.Signature:
+    """A function's parameters, annotated by the dimensions of arguments and results, as
+    `help` shows them.
+
+    `parameters` is None for a function that does not tell them. If the function has
+    others beside its arrays, it is not known which those are.
+    """
+    if parameters is None:
+        parameters = positional(len(rule.arguments))
+    found = list(parameters.parameters.values())
+    if len(found) == len(rule.arguments):
+        found = [
+            each.replace(annotation=shown(part))
+            if each.annotation is each.empty
+            else each
+            for each, part in zip(found, rule.arguments, strict=True)
+        ]
+    returned = parameters.return_annotation
+    if returned is parameters.empty:
+        returned = ",".join(map(shown, rule.results))
+    return parameters.replace(parameters=found, return_annotation=returned)
+
+
 def _present(part: Dimensions, missing: frozenset[str]) -> Dimensions:
     if not missing:
         return part
@@ -352,7 +415,7 @@ def read_signature(
     Raises:
         SpecError: the text is no signature, or a size or dtype is missing or wrong.
     """
-    arguments, results = _Reader(text, name).read()
+    arguments, results = _parsed(text, name)
     known = {one.name for part in arguments for one in part if one.name}
     wanted = {one.name for part in results for one in part if one.name} - known
     given = _check_sizes(text, name, {} if sizes is None else sizes, known, wanted)

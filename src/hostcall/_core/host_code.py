@@ -151,6 +151,14 @@ class OfArguments:
         """
         raise NotImplementedError
 
+    def _shown(self) -> str:
+        """What it says, as `repr` of a host function shows it."""
+        return f"-> {self!r}"
+
+    def _of_arrays(self) -> str:
+        """Why each argument must be one array, as "a ufunc", for messages."""
+        return "a function of arrays"
+
     def _core_axes(self, axes: Sequence[int]) -> tuple[int, ...] | None:
         """As `result_rules.core_axes`."""
         return None

@@ -5,6 +5,7 @@ the function's annotations say).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ class like(OfArguments):
 
     argument: int
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.argument!r})"
+
     def spec(self, avals: Trees, name: str) -> Tree:
         found = _argument(self, avals, name)
         if not is_aval(found):
@@ -58,6 +62,9 @@ class same_tree(OfArguments):
     """
 
     argument: int
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.argument!r})"
 
     def spec(self, avals: Trees, name: str) -> Tree:
         found = _argument(self, avals, name)
@@ -99,12 +106,25 @@ def broadcast(shapes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     Raises:
         ValueError: they don't.
     """
+    longest = max(shapes, key=len, default=())
+    if all(not shape or shape == longest for shape in shapes):  # as nearly always
+        return longest
     symbolic = any(_jax.is_symbolic(size) for shape in shapes for size in shape)
     return tuple((jnp if symbolic else np).broadcast_shapes(*shapes))
 
 
 def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
-    """The dtype to which JAX promotes these; Python's numbers are weakly typed."""
+    """The dtype to which JAX promotes these; Python's numbers are weakly typed.
+
+    Typed PRNG keys count for nothing: they are no numbers.
+    """
+    dtypes = {aval.dtype for aval in avals if not aval.weak_type}
+    if len(dtypes) == 1 and not any(aval.weak_type for aval in avals):
+        (only,) = dtypes
+        if isinstance(only, np.dtype):  # as nearly always
+            canonical: np.dtype = _jax.canonical_dtype(only)
+            return canonical
+    avals = [aval for aval in avals if isinstance(aval.dtype, np.dtype)]
     strong = [aval.dtype for aval in avals if not aval.weak_type]
     weak = [_SCALARS[aval.dtype.kind] for aval in avals if aval.weak_type]
     dtype: np.dtype = jnp.result_type(*(strong + weak or [float]))
@@ -113,7 +133,7 @@ def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
 
 def floating(dtype: np.dtype) -> np.dtype:
     """The dtype itself, or the default floating one if it is an integer's."""
-    if jnp.issubdtype(dtype, jnp.inexact):
+    if dtype.kind in "fc" or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     default: np.dtype = jnp.result_type(dtype, float)
     return default
@@ -135,13 +155,41 @@ _SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
 def aval_of(leaf: Tree) -> Tree:
     """A ShapeDtypeStruct for an array; other leaves themselves."""
     if isinstance(leaf, jax.Array):
-        weak = _jax.aval_of(leaf).weak_type
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+        aval = _jax.aval_of(leaf)
+        return struct(aval.shape, aval.dtype, aval.weak_type)
     if is_array_like(leaf):
         weak = type(leaf) in (bool, int, float, complex)  # not np.float64
-        shape, dtype = np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf))
-        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+        return struct(np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf)), weak)
     return leaf
+
+
+def avals_of(args: Trees) -> Trees:
+    """The arguments with a ShapeDtypeStruct for each array; or the same, if they are
+    such already.
+    """
+    return tuple([_aval_or_tree(arg) for arg in args])
+
+
+def _aval_or_tree(arg: Tree) -> Tree:
+    if isinstance(arg, jax.ShapeDtypeStruct):
+        return arg
+    return aval_of(arg) if isinstance(arg, jax.Array) else tree.tree_map(aval_of, arg)
+
+
+def struct(
+    shape: tuple[Any, ...], dtype: Any, weak_type: bool = False
+) -> jax.ShapeDtypeStruct:
+    """A ShapeDtypeStruct. Making one takes 2 us, so that those of numbers are kept."""
+    if all(type(size) is int for size in shape):
+        return _kept_struct(shape, dtype, weak_type)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_struct(
+    shape: tuple[int, ...], dtype: Any, weak_type: bool
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
 
 
 def is_aval(leaf: Tree) -> bool:
@@ -160,7 +208,7 @@ def spec_of(result: Tree, args: Trees, name: str) -> Tree:
     """The spec that a rule or a function as `result=` gives for these arguments, or for
     their avals.
     """
-    avals = tuple([tree.tree_map(aval_of, arg) for arg in args])
+    avals = avals_of(args)
     if isinstance(result, OfArguments):
         return result.spec(avals, name)
     try:
@@ -175,6 +223,19 @@ def spec_of(result: Tree, args: Trees, name: str) -> Tree:
             " array, and should return what result= of hc.call may be",
             code="hc-result-spec",
         ) from error
+
+
+def shown(result: Tree) -> str:
+    """What `result=` says, as `repr` of a host function shows it; "" for nothing."""
+    if isinstance(result, OfArguments):
+        return result._shown()
+    if isinstance(result, str):
+        return f"-> {result!r}"
+    if result is elementwise:
+        return "-> elementwise"
+    if varies(result) or not tree.tree_leaves(result):  # a function, or nothing
+        return ""
+    return f"-> {tree.tree_map(_short, result)}".replace("'", "")
 
 
 def core_axes(result: Tree, axes: Sequence[int]) -> tuple[int, ...] | None:
@@ -206,11 +267,14 @@ def is_elementwise(result: Tree) -> bool:
 
 
 def arrays_only(
-    what: str, avals: Trees, name: str, n: int
+    rule: OfArguments, avals: Trees, name: str, n: int
 ) -> list[jax.ShapeDtypeStruct]:
-    """The arguments that are arrays, of which there must be `n`; `what` says why, as "a
-    ufunc". Objects without arrays may stand between them.
+    """The arguments that are arrays, of which there must be `n`, since the rule says
+    so. Objects without arrays may stand between them.
     """
+    if len(avals) == n and all(map(is_aval, avals)):  # as nearly always
+        return list(avals)
+    what = rule._of_arrays()
     arrays: list[jax.ShapeDtypeStruct] = []
     for number, aval in enumerate(avals):
         if is_aval(aval):
@@ -232,6 +296,6 @@ def arrays_only(
 
 
 def _short(arg: Tree) -> str:
-    if isinstance(arg, jax.ShapeDtypeStruct):
+    if hasattr(arg, "shape") and hasattr(arg, "dtype"):
         return f"{arg.dtype}{list(arg.shape)}"
     return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)

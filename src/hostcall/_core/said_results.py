@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from hostcall._core import result_rules, ufuncs
-from hostcall._core.annotations import of_annotations
+from hostcall._core.annotations import Unreadable, of_annotations
 from hostcall._core.dimensions import Given, Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.options import WHOLE
-from hostcall._core.result_rules import Tree, aval_of, expanded, is_aval
+from hostcall._core.result_rules import Tree, expanded, is_aval
 
 
 def rule_of(
@@ -57,7 +57,7 @@ def rule_of(
         of_ufunc = ufuncs.of_ufunc(fn, name, float64, dtypes)
         if of_ufunc is not None:
             return of_ufunc
-        annotated = of_annotations(fn, name) if dtypes is None else None
+        annotated = of_annotations(fn, name, float64) if dtypes is None else None
         if annotated is not None:
             return annotated
     if dtypes is not None:
@@ -68,6 +68,11 @@ def rule_of(
             code="hc-result-spec",
         )
     return result
+
+
+def is_unsaid(result: Tree) -> bool:
+    """Whether neither `result=` nor the function says what it returns."""
+    return result is ... or isinstance(result, Unreadable)
 
 
 def signature(
@@ -133,9 +138,11 @@ def default_method(result: Tree, elsewhere: bool = False) -> str | None:
 Counts = Sequence[int | None]
 
 
-def leading(result: Tree, args: Sequence[Any]) -> Counts | None:
-    """The counts of some arguments; None if `result=` says nothing of items."""
-    axes = [np.ndim(arg) if is_aval(aval_of(arg)) else None for arg in args]
+def leading(result: Tree, avals: Sequence[Any]) -> Counts | None:
+    """The counts of arguments with these avals; None if `result=` says nothing of
+    items.
+    """
+    axes = [len(aval.shape) if is_aval(aval) else None for aval in avals]
     cores = result_rules.core_axes(result, [n for n in axes if n is not None])
     if cores is None:
         return None
@@ -177,11 +184,11 @@ def over_leading_axes(
     return function(*items)
 
 
-def lines_up(result: Tree, args: Sequence[Any]) -> bool:
-    """Whether a batch may stand in front of these arguments, if `result=` says what an
-    item is.
+def lines_up(result: Tree, avals: Sequence[Any]) -> bool:
+    """Whether a batch may stand in front of arguments with these avals, if `result=`
+    says what an item is.
     """
-    axes = [np.ndim(arg) for arg in args if is_aval(aval_of(arg))]
+    axes = [len(aval.shape) for aval in avals if is_aval(aval)]
     return result_rules.lines_up(result, axes)
 
 

@@ -32,10 +32,12 @@ def accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
             break
         n += sum(one is not _PLACEHOLDER for one in fn.args)
         names = (*names, *(k for k in fn.keywords if k not in names))
+    if type(fn) is np.ufunc and not names:  # `inspect` would take 15 us each time
+        return fn.nin <= n <= fn.nin + 1  # the last one is `out`
     if type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
         n, fn = n + 1, fn.__func__
     elif type(fn) is not types.FunctionType:
-        method = _call_method(fn)
+        method = call_method(fn)
         if type(method) is types.FunctionType:
             n, fn = n + 1, method
         elif method is None or isinstance(method, types.WrapperDescriptorType):
@@ -61,7 +63,7 @@ def _fits(
     return _binds(inspect.signature(like), n, names)
 
 
-def _call_method(fn: Any) -> Any:
+def call_method(fn: Any) -> Any:
     """The `__call__` in the class of an object; None if the object is itself a class,
     since calling that runs its constructor.
     """
@@ -123,11 +125,18 @@ def signature_of(fn: Any) -> inspect.Signature | None:
 
 def _ufunc_signature(fn: np.ufunc) -> inspect.Signature:
     """What NumPy before 2.4 does not tell, without the names of the options."""
-    names = ["x"] if fn.nin == 1 else [f"x{k + 1}" for k in range(fn.nin)]
-    inputs = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
+    inputs = positional(fn.nin).parameters.values()
     out = Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, default=None)
     options = Parameter("options", Parameter.VAR_KEYWORD)
     return inspect.Signature([*inputs, out, options])
+
+
+def positional(n: int) -> inspect.Signature:
+    """The signature of a function of `n` arguments that have no names."""
+    names = ["x"] if n == 1 else [f"x{k + 1}" for k in range(n)]
+    return inspect.Signature(
+        [Parameter(name, Parameter.POSITIONAL_ONLY) for name in names]
+    )
 
 
 def most_positions(fn: Any) -> float:
@@ -147,7 +156,7 @@ def most_positions(fn: Any) -> float:
     if type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
         taken, fn = taken + 1, fn.__func__
     elif type(fn) is not types.FunctionType:
-        taken, fn = taken + 1, _call_method(fn)
+        taken, fn = taken + 1, call_method(fn)
         if type(fn) is not types.FunctionType:
             return math.inf
     code = fn.__code__

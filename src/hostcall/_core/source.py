@@ -20,6 +20,7 @@ from hostcall._core.host_code import (
     is_partial,
     layers,
     own,
+    own_dictionary,
     text_of,
 )
 
@@ -98,6 +99,7 @@ class Look(NamedTuple):
 
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_OF_PYTHON = (types.FunctionType, types.MethodType)
 _ROUTINES = (
     types.FunctionType,
     types.MethodType,
@@ -139,6 +141,8 @@ def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     if (ours := own(inner)) is inner:
         return name, found, ours.awaits(), False
     try:
+        if _is_written_in_c(inner):
+            return name, found, False, False
         # By its type, since a Mock with a spec has the `__class__` of a function.
         routine = issubclass(type(inner), _ROUTINES)
         body = inner if routine else type(inner).__call__
@@ -147,6 +151,26 @@ def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     except Exception:  # it can't be called, or is such a Mock, without code
         awaits = yields = False
     return name, found, awaits, yields
+
+
+# What inspect.markcoroutinefunction sets begins so in all versions of Python.
+_MARK = "_is_coroutine"
+# Their calls are neither coroutines nor generators.
+_OF_C = tuple(kind for kind in _ROUTINES if kind not in _OF_PYTHON)
+
+
+def _is_written_in_c(fn: Any) -> bool:
+    """Whether C answers a call, as for a ufunc, and no mark says that it awaits.
+
+    `inspect` takes 10 us to say so, in each eager call.
+    """
+    if type(fn) in _OF_C:
+        return True
+    if issubclass(type(fn), type):  # a class, whose constructor may be Python's
+        return False
+    of_c = type(type(fn).__call__) is types.WrapperDescriptorType
+    marked = any(name.startswith(_MARK) for name in own_dictionary(fn) or ())
+    return of_c and not marked
 
 
 def name_of(fn: Any) -> str:

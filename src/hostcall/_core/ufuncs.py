@@ -22,7 +22,9 @@ from hostcall._core.result_rules import (
     broadcast,
     floating,
     promoted,
+    struct,
 )
+from hostcall._core.signatures import positional
 from hostcall._core.spec import widened
 
 
@@ -67,6 +69,9 @@ class OfUfunc(OfArguments):
     def __repr__(self) -> str:
         return f"what {self.fn!r} says"
 
+    def _shown(self) -> str:
+        return "(ufunc)" if self.dimensions is None else self.dimensions._shown()
+
     @property
     def _ufunc(self) -> np.ufunc:
         ufunc = ufunc_of(self.fn)
@@ -75,7 +80,7 @@ class OfUfunc(OfArguments):
 
     def spec(self, avals: Trees, name: str) -> Any:
         ufunc = self._ufunc
-        arrays = arrays_only("a ufunc", avals, name, ufunc.nin)
+        arrays = arrays_only(self, avals, name, ufunc.nin)
         shapes = [array.shape for array in arrays]
         if self.dimensions is None:
             try:
@@ -89,8 +94,11 @@ class OfUfunc(OfArguments):
         else:
             results = self.dimensions.shapes(shapes, name)
         dtypes = self.dtypes or self._dtypes(ufunc, arrays, name)
-        specs = tuple(map(jax.ShapeDtypeStruct, results, dtypes))
+        specs = tuple(map(struct, results, dtypes))
         return specs if len(specs) > 1 else specs[0]
+
+    def _of_arrays(self) -> str:
+        return "a ufunc"
 
     def _core_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
         if self.dimensions is None:
@@ -106,10 +114,10 @@ class OfUfunc(OfArguments):
     def _dtypes(
         self, ufunc: np.ufunc, arrays: Sequence[jax.ShapeDtypeStruct], name: str
     ) -> tuple[np.dtype, ...]:
-        given = [np.dtype(array.dtype) for array in arrays]
+        given = [array.dtype for array in arrays]
         if self.float64:
             given = [widened(dtype) or dtype for dtype in given]
-        try:
+        try:  # NumPy has no dtype for typed PRNG keys
             loop = _loop(self.fn, ufunc, given)
         except Exception as error:  # of NumPy's, of Numba's compiler, or the user's own
             wanted = ", ".join(map(str, given))
@@ -197,9 +205,7 @@ def of_ufunc(
 
 def parameters(ufunc: np.ufunc) -> inspect.Signature:
     """The arguments of a ufunc, as `help` shows them."""
-    names = ["x"] if ufunc.nin == 1 else [f"x{n + 1}" for n in range(ufunc.nin)]
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return positional(ufunc.nin)
 
 
 def with_numbers(fn: Callable[..., Any], result: object) -> Callable[..., Any]:

@@ -15,8 +15,10 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import errors
+from hostcall._core.annotations import OfAnnotations
 from hostcall._core.dimensions import Signature
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
+from hostcall._core.result_rules import avals_of, is_aval
 from hostcall._core.spec import is_array_like
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
@@ -108,7 +110,7 @@ class Checks:
             "lent arguments": self.lent,
             "threads": self.several_threads,
         }
-        if isinstance(self.f.result, Signature):
+        if isinstance(self.f.result, (Signature, OfAnnotations)):
             bodies["sizes"] = self.sizes
         found: list[Check] = []
         for name, body in bodies.items():
@@ -134,29 +136,43 @@ class Checks:
             return "failed", f"{type(error).__name__}: {_said(error)}"
 
     def sizes(self) -> str:
-        """What comes for other sizes is what the signature says; else the call raises.
+        """What comes for other sizes is what the function says; else the call raises.
 
         The values are the example's, repeated and moved a little: a matrix whose rows
         repeat has no inverse.
         """
         rule = self.f.result
-        assert isinstance(rule, Signature), "`run` asks for it only then"
+        assert isinstance(rule, (Signature, OfAnnotations)), "`run` asks only then"
         examples = [np.asarray(self.leaves[n]) for n in self.arrays]
-        shapes = [example.shape for example in examples]
+        avals = avals_of(self.args)
+        fitted = 0
         for number in range(_DRAWN):
             largest = 6 if number else 1  # once all sizes are 1
-            drawn = rule.with_sizes(
-                shapes, partial(self.random.integers, 1, 1 + largest)
-            )
-            values: Arrays = []
-            for example, shape in zip(examples, drawn, strict=True):
-                value = np.resize(example, shape)
-                if _inexact(example):
-                    moved = value + 0.1 * self.random.standard_normal(shape)
-                    value = moved.astype(example.dtype)
-                values.append(jnp.asarray(value))
-            self.call(self.arrays, values)
-        return f"{_DRAWN} drawn"
+            draw = partial(self.random.integers, 1, 1 + largest)
+            drawn = rule.with_sizes(avals, draw)
+            try:
+                rule.spec(drawn, self.f.__name__)
+            except SpecError:  # a size of a result would be negative
+                continue
+            fitted += 1
+            shapes = [leaf.shape for leaf in tree.leaves(drawn) if is_aval(leaf)]
+            self.call(self.arrays, self.other_values(examples, shapes))
+        if not fitted:
+            raise Ended("left out", "no sizes were drawn that fit")
+        return f"{fitted} drawn"
+
+    def other_values(
+        self, examples: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]
+    ) -> Arrays:
+        """Values of these shapes, not far from the examples."""
+        values: Arrays = []
+        for example, shape in zip(examples, shapes, strict=True):
+            value = np.resize(example, shape)
+            if _inexact(example):
+                moved = value + 0.1 * self.random.standard_normal(shape)
+                value = moved.astype(example.dtype)
+            values.append(jnp.asarray(value))
+        return values
 
     def call(self, places: Sequence[int], values: Arrays) -> Arrays:
         """The leaves of the result, with other values for these leaves."""
@@ -467,7 +483,7 @@ def check(
       * that a function with a transpose is linear, and its transpose by inner products;
       * whether the function keeps or writes to memory that it is lent;
       * calls from several threads at once against calls one by one;
-      * with a signature as `result=`, what comes for other sizes against it.
+      * with a signature or annotations, what comes for other sizes against them.
 
     Complex arguments move in both parts, so rules are checked by JAX's conventions
     whether or not the function is holomorphic.

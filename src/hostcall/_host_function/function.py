@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import gone, mistakes, result_rules, said_results, ufuncs
-from hostcall._core.dimensions import Signature
+from hostcall._core import errors, gone, mistakes, result_rules, said_results, ufuncs
+from hostcall._core.annotations import Unreadable
+from hostcall._core.dimensions import Signature, with_dimensions
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import (
     Callee,
@@ -109,20 +110,35 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if callable(options.get("vmap_method")):
             self.rules.batch, options["vmap_method"] = options["vmap_method"], None
         given = {**options, "awaits": seen.awaits, "result": result}
-        if result is ...:  # hc.call may say how batches are called
+        if said_results.is_unsaid(result):  # hc.call may say how batches are called
             given.pop("vmap_method", None)
         check(f"`{self.__qualname__}`", given)
         self.options, self.policy = CallOptions.of(options), Policy.of(options)
         self._inferred: dict[object, Tree] = {}
         self._varies = result_rules.varies(result)
         self._maps_items = said_results.maps_items(result, self.options.vmap_method)
-        if (ufunc := ufuncs.ufunc_of(fn)) is not None:
-            self.__signature__ = ufuncs.parameters(ufunc)
+        self._describe()
         self.advice = ""
+
+    def _describe(self) -> None:
+        """Says in `__signature__` what `inspect` can't find, or what was said here."""
+        ufunc = ufuncs.ufunc_of(self.fn)
+        found = None if ufunc is None else ufuncs.parameters(ufunc)
+        rule = self.result
+        if isinstance(rule, ufuncs.OfUfunc):
+            rule = rule.dimensions
+        if isinstance(rule, Signature):
+            # `dress` has asked already: some callables ask a server for it.
+            if found is None and "__wrapped__" in vars(self):
+                found = signature_of(self.fn)
+            self.__signature__ = with_dimensions(found, rule)
+        elif found is not None:
+            self.__signature__ = found
 
     def __repr__(self) -> str:
         _, *given = [f"def{k}" for k, v in vars(self.rules).items() if v is not None]
-        returning = f" {self.result!r}" if isinstance(self.result, Signature) else ""
+        said = result_rules.shown(self.result)
+        returning = f" {said}" if said else ""
         having = f" with {', '.join(given)}" if given else ""
         return f"<hostcall.typing.HostFunction {self.__qualname__}{returning}{having}>"
 
@@ -216,8 +232,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             args = self._positional(args, kwargs)
         spec = None
         if self._maps_items:
-            spec = self._spec(args)  # refuses arguments that no signature fits
-            counts = said_results.leading(self.result, args)
+            avals = result_rules.avals_of(args)
+            spec = self._spec(avals)  # refuses arguments that no signature fits
+            counts = said_results.leading(self.result, avals)
             assert counts is not None, "a signature says what an item is"
             if any(counts):
                 return said_results.over_leading_axes(
@@ -255,8 +272,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return Callee(self, to_send(self), options)
 
     def _why_not(self) -> str:
-        if self.result is not ...:
+        if not said_results.is_unsaid(self.result):
             return ""
+        if isinstance(self.result, Unreadable):
+            return errors.without_code(str(self.result.error))
         return (
             f"hostcall: `{self.__name__}` has no result=, so it can only be given to"
             f" hc.call: hc.call({self.__name__}, result, *args). To call it by itself,"
@@ -269,7 +288,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _spec(self, args: Trees) -> Tree:
         if not self._varies:
             return self.result
-        if self.result is ...:
+        if said_results.is_unsaid(self.result):
             raise SpecError(self._why_not(), code="hc-result-spec")
         if not isinstance(self.result, str):
             return result_rules.spec_of(self.result, args, self.__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -53,7 +53,23 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> HostFunction[P, R]: ...
 
 
+class UfuncOfOneResult(Protocol):
+    """A ufunc with one result, for type checkers."""
+
+    @property
+    def nin(self) -> int: ...
+    @property
+    def nout(self) -> Literal[1]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 @overload  # a ufunc's own overloads are for scalars first
+def host(
+    fn: UfuncOfOneResult, **options: Unpack[Options]
+) -> HostFunction[..., np.ndarray[Any, Any]]: ...
+
+
+@overload
 def host(fn: np.ufunc, **options: Unpack[Options]) -> HostFunction[..., Any]: ...
 
 
