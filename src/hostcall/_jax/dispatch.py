@@ -24,6 +24,7 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
+from hostcall import _native
 from hostcall._jax.signs import take_sign
 from hostcall._jax.types import Device, Effect, Executable, Token
 
@@ -197,7 +198,11 @@ def wrap_dispatches() -> None:
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
-        results, hidden = take_sign(self, plain(self, *args))
+        try:
+            dispatched = plain(self, *args)
+        finally:  # what ran here says nothing about the thread's next program
+            _native.forget_last_run()
+        results, hidden = take_sign(self, dispatched)
         tell_of_dispatch([*results, *hidden], _tokens_of(self))
         return results
 

@@ -37,7 +37,12 @@ from hostcall._jax.program_order import (
     check_tokens_alone,
     order_of_calls,
 )
-from hostcall._jax.signs import FastProgram, needs_hidden, with_hidden
+from hostcall._jax.signs import (
+    FastProgram,
+    has_only_ours,
+    needs_hidden,
+    with_hidden,
+)
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
 from hostcall._jax.tracing import is_ordered as is_ordered_effect
 
@@ -130,7 +135,8 @@ def _lower_in_order() -> None:
         module, kept_alive, *rest = plain(without_effects, *args, **options)
         if hidden:
             with_hidden(module)
-        return (module, [*(kept_alive or ()), FastProgram(hidden)], *rest)
+        mark = FastProgram(hidden, has_only_ours(module))
+        return (module, [*(kept_alive or ()), mark], *rest)
 
     _pxla._cached_lowering_to_hlo = lowered
 
