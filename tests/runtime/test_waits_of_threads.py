@@ -916,8 +916,8 @@ def noted(x):
 f = jax.jit(lambda x: noted(x))
 def dispatches(x):
     if x == 1:
-        f(slow(X))
         try:
+            f(slow(X))  # raises it, if it runs here
             jax.effects_barrier()
         except jax.errors.JaxRuntimeError as error:
             heard.append("no such number" in str(error))

@@ -4,7 +4,8 @@ A program on JAX's fast dispatch (fast_dispatch.py) leaves no token. One of its 
 is its *sign*: an array that is ready when the program has ended, and fails if it fails.
 A sign has at most `_SMALL` bytes, since it is kept until then. A program without such a
 result gets one more, of no bytes, that nobody else sees: its *hidden* result. It costs
-a dispatch 0.8 us, so a program that has a small result gets none.
+a dispatch 0.8 us, so a program that has a small result gets none. One over several
+devices gets it always: each device makes it, so it is ready when all have ended.
 
 How the sign is found, on the dispatching thread and in the same step as the dispatch:
 
@@ -56,11 +57,12 @@ class FastProgram(NamedTuple):
 
     Attributes:
         hidden: whether its last result is hidden.
-        only_ours: whether no other library has a custom call in it.
+        asks_sign: whether only the sign says that it has ended: it runs on several
+            devices, or another library has a custom call in it.
     """
 
     hidden: bool
-    only_ours: bool
+    asks_sign: bool
 
 
 def _mark_of(kept_alive: object) -> FastProgram | None:
@@ -175,7 +177,7 @@ def _wrap_compilation() -> None:
             program._xla_out_layouts = program._xla_out_layouts[:-1]
         layouts = _Layouts(program._dispatch_in_layouts)
         layouts.mark = mark
-        layouts.plans = _plans_of(self.keepalive) if mark.only_ours else b""
+        layouts.plans = b"" if mark.asks_sign else _plans_of(self.keepalive)
         layouts.sharding = self.output_shardings[-1]
         program._dispatch_in_layouts = layouts
         return program
