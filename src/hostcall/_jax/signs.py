@@ -201,6 +201,10 @@ class Dispatched(NamedTuple):
     hidden: list[jax.Array]
 
 
+def leaves_sign(program: _t.Executable) -> bool:
+    return _mark_of(program.keepalive) is not None
+
+
 def take_sign(program: _t.Executable, results: list[Any]) -> Dispatched:
     """Notes a program that the calling thread has just dispatched, if it is one of
     those that leave a sign.
