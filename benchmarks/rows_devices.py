@@ -9,16 +9,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.harness import Case, Row, at_most, run_time, times_faster
+from benchmarks.harness import (
+    Case,
+    Row,
+    at_most,
+    dispatch_time,
+    run_time,
+    times_faster,
+)
 
 DEVICES = 32
 
 
-def shard_map(quick: bool) -> dict[str, Case]:
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+def _in_child(devices: int, names: Iterable[str], quick: bool) -> dict[str, Case]:
+    """These cases in a process with so many devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
     child = subprocess.Popen(
         [sys.executable, "-m", __name__, *(["quick"] if quick else [])],
         stdin=subprocess.PIPE,
@@ -37,7 +45,14 @@ def shard_map(quick: bool) -> dict[str, Case]:
         return run
 
     # The child ends when its stdin closes: with this process, or with the cases.
-    return {name: case(name) for name in _STEPS}
+    return {name: case(name) for name in names}
+
+
+# --- A loop ---------------------------------------------------------------------------
+
+
+def shard_map(quick: bool) -> dict[str, Case]:
+    return _in_child(DEVICES, _STEPS, quick)
 
 
 _STEPS = {
@@ -77,7 +92,70 @@ def _case(kind: str, devices: int, quick: bool) -> Case:
     return run_time(jax.jit(f), xs, per=n * devices)
 
 
+# --- Dispatch -------------------------------------------------------------------------
+
+FEW_DEVICES = 4
+_KINDS = ("none", "tap", "unordered call", "debug.callback", "io_callback")
+_WAYS = ("jit", "shard_map")
+
+
+def dispatch(way: str) -> Callable[[bool], dict[str, Case]]:
+    names = [f"{way}, {kind}" for kind in _KINDS]
+    return lambda quick: _in_child(FEW_DEVICES, names, quick)
+
+
+def _dispatch_case(way: str, kind: str, quick: bool) -> Case:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import io_callback
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import hostcall as hc
+
+    def nothing(x: Any) -> None:
+        pass
+
+    effects: dict[str, Callable[[Any], object]] = {
+        "none": lambda x: None,
+        "tap": lambda x: hc.tap(nothing, x),
+        "unordered call": lambda x: hc.call(nothing, None, x, order="unordered"),
+        "debug.callback": lambda x: jax.debug.callback(nothing, x),
+        "io_callback": lambda x: io_callback(nothing, None, x),
+    }
+    effect = effects[kind]
+    mesh = jax.make_mesh((FEW_DEVICES,), ("d",))
+    over = PartitionSpec("d")
+    xs = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, over))
+
+    def whole(x: Any) -> Any:
+        total = x.sum()
+        effect(total)
+        return x * 2 + total
+
+    def block(x: Any) -> Any:
+        effect(x.sum())
+        return x * 2 + jax.lax.psum(x.sum(), "d")
+
+    f = whole
+    if way == "shard_map":
+        f = jax.shard_map(block, mesh=mesh, in_specs=over, out_specs=over)
+    return dispatch_time(jax.jit(f), xs, repeat=64 if quick else 512)
+
+
+def _dispatch_row(way: str) -> Row:
+    none = f"{way}, none"
+    return Row(
+        f"dispatch, {FEW_DEVICES} devices, {way}",
+        (
+            at_most(1.1, none, f"{way}, tap"),
+            at_most(1.4, none, f"{way}, unordered call"),
+        ),
+        dispatch(way),
+    )
+
+
 ROWS = (
+    *map(_dispatch_row, _WAYS),
     Row(
         "scalar call in a shard_map, in a loop, a shard",
         (
@@ -97,7 +175,11 @@ def main() -> None:
     for line in sys.stdin:
         name = line.strip()
         if name not in cases:
-            cases[name] = _case(*_STEPS[name], quick)
+            way, _, kind = name.partition(", ")
+            if way in _WAYS:
+                cases[name] = _dispatch_case(way, kind, quick)
+            else:
+                cases[name] = _case(*_STEPS[name], quick)
         print(cases[name](), flush=True)
 
 

@@ -8,35 +8,33 @@
 // if the program has.
 //
 // Most programs have ended when their dispatch returns, and did not fail. For these
-// nothing is noted.
+// nothing is noted. If one of the program's calls ran on this thread, the program
+// has ended (base/last_run.h); else the sign says so.
 //
 // When is a program known not to have failed? A failed call is counted before its
 // program ends. So:
 //
 //   1. the thread: notes the count, at the dispatch before this one
 //   2. the thread: dispatches this program
-//   3. the thread: sees that the sign is ready
+//   3. the thread: sees that the program has ended
 //   4. the thread: finds the count of step 1
 //
 // No call of any program failed between 1 and 4, so none of this program's.
 // Otherwise Python looks at the sign itself.
 #include <nanobind/nanobind.h>
 
-#include <atomic>
 #include <cassert>
 #include <cstdint>
+#include <cstring>
 
 #include "base/guards.h"
+#include "base/last_run.h"
 #include "bindings/bindings.h"
 
 namespace nb = nanobind;
 
 namespace hostcall {
 namespace {
-
-/// How many calls have failed. Written before the failed program ends, on any
-/// thread.
-std::atomic<uint64_t> g_failures{0};
 
 /// What belongs to a thread that dispatches, and is used by it alone.
 struct Dispatches {
@@ -55,8 +53,21 @@ bool IsReady(PyObject* sign) {
   return ready.get() == Py_True;
 }
 
-/// (anything, (results, ..., sign)) -> results, for the calling thread's newest
-/// dispatch. The two may be one.
+/// Whether the call that this thread has run last is one of these: `plans` has the
+/// addresses of a program's plans as bytes (Slot::plan), or is anything else.
+bool RanHere(PyObject* plans) {
+  const void* const last = TakeLastRun();
+  if (last == nullptr || !PyBytes_CheckExact(plans)) return false;
+  const char* next = PyBytes_AS_STRING(plans);
+  const char* const end = next + PyBytes_GET_SIZE(plans);
+  for (; end - next >= static_cast<Py_ssize_t>(sizeof last); next += sizeof last) {
+    if (std::memcmp(next, &last, sizeof last) == 0) return true;
+  }
+  return false;
+}
+
+/// (plans, (results, ..., sign)) -> results, for the calling thread's newest
+/// dispatch. The results and the sign may be one.
 PyObject* Dispatched(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2 || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) == 0) {
     PyErr_SetString(PyExc_TypeError, "a tuple that ends with a sign is wanted");
@@ -68,7 +79,8 @@ PyObject* Dispatched(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Dispatches& mine = t_dispatches;
   const uint64_t before = mine.failures;
   mine.failures = g_failures.load();
-  if (mine.pending || !IsReady(sign) || g_failures.load() != before) {
+  const bool ended = RanHere(args[0]) || IsReady(sign);
+  if (mine.pending || !ended || g_failures.load() != before) {
     PyObject* const is_hidden = last > 0 ? Py_True : Py_False;
     if (!CallHook(Hook::kPending, sign, is_hidden)) return nullptr;
   }
@@ -85,6 +97,7 @@ PyMethodDef g_dispatched = {
 void InitDispatches(nb::module_& m) {
   m.attr("dispatched") = nb::steal(PyCFunction_New(&g_dispatched, nullptr));
   m.def("count_failure", [] { ++g_failures; });
+  m.def("forget_last_run", [] { TakeLastRun(); });
   m.def(
       "set_pending", [](bool pending) { t_dispatches.pending = pending; },
       nb::arg("pending"));

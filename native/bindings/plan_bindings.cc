@@ -163,7 +163,8 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
 struct Slot : NoCopy {
   Slot(const PlanHandle& handle, uint64_t its_key, bool across)
       : key(its_key),
-        count(Slots(across).Add(key, handle.plan) + (across ? kAcross : 0)) {}
+        count(Slots(across).Add(key, handle.plan) + (across ? kAcross : 0)),
+        plan(handle.plan.get()) {}
   ~Slot() {
     // In a forked child, a thread of the parent may have locked the table, and
     // would never unlock it.
@@ -171,6 +172,7 @@ struct Slot : NoCopy {
     Slots(count >= kAcross).Remove(key, count % kAcross);
   }
   const uint64_t key, count;
+  const Plan* const plan;  ///< alive as long as this
 };
 
 /// The settings of a plan: enums and small structs.
@@ -243,7 +245,11 @@ void InitPlans(nb::module_& m) {
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, uint64_t, bool>(), nb::arg("plan"),
            nb::arg("key"), nb::arg("across"))
-      .def_ro("count", &Slot::count);
+      .def_ro("count", &Slot::count)
+      .def_prop_ro("plan", [](const Slot& slot) {
+        const void* const plan = slot.plan;
+        return nb::bytes(&plan, sizeof plan);
+      });
   m.def("live_slots", [] { return Slots(false).live() + Slots(true).live(); });
 }
 

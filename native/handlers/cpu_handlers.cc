@@ -11,6 +11,7 @@
 #include "base/bytes.h"
 #include "base/engine.h"
 #include "base/guards.h"
+#include "base/last_run.h"
 #include "base/report.h"
 #include "handlers/ffi.h"
 #include "handlers/handlers.h"
@@ -25,6 +26,7 @@ namespace {
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
   Work work(frame, false);
+  const RunHere here(&work.plan);
   return MakeCall(work, work.operands.data(), work.results.data());
 }
 
@@ -45,6 +47,7 @@ XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   Work work(frame, true);
   const Plan& plan = work.plan;
+  const RunHere here(&plan);
   const TapSettings& tap = *plan.tap;
   void** operands = work.operands.data();
   for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
@@ -78,10 +81,13 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   return nullptr;
 }
 
-/// The handler around a body.
+/// The handler around a body. Whatever fails in it is counted before its program
+/// ends, also what is no failure of a user's function.
 template <XLA_FFI_Error* (*kBody)(XLA_FFI_CallFrame*)>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
-  return Guarded(frame, kBody);
+  XLA_FFI_Error* const error = Guarded(frame, kBody);
+  if (error != nullptr) ++g_failures;
+  return error;
 }
 
 /// The same for all kinds.

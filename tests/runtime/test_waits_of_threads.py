@@ -9,9 +9,11 @@ tokens are each thread's own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import random
+import subprocess
 import threading
 
 import jax
@@ -34,6 +36,8 @@ class Gate:
 
     def __init__(self):
         self._event, self._value = threading.Event(), None
+        self._program = jax.jit(self._compute)
+        self._ones = jnp.ones((128, 128))
 
     def _compute(self, m):
         return hc.call(self._wait, SCALAR, (m @ m).sum())
@@ -45,8 +49,16 @@ class Gate:
     def __call__(self, x):
         """`x`, once the gate is open."""
         if self._value is None:
-            self._value = jax.jit(self._compute)(jnp.ones((128, 128)))
+            self._value = self._program(self._ones)
         return self._value + np.float32(x)
+
+    def warm(self):
+        """From now on, its programs are on JAX's fast path."""
+        self._event.set()
+        for _ in range(2):
+            jax.block_until_ready(self(0))
+            self._value = None
+        self._event.clear()
 
     def open(self):
         self._event.set()
@@ -743,3 +755,188 @@ def test_random_programs_of_six_threads(gate):
         assert not thread.is_alive()
     assert wrong == []
     hc.barrier()
+
+
+# --- A dispatch that raises, then one that must be waited for -------------------------
+#
+# A program whose call ran on the dispatching thread has ended. What is known of that
+# call must not be taken for the thread's next program, which has the same call.
+
+
+@jax.tree_util.register_pytree_node_class
+class Refusing:
+    """A result whose class refuses it when it is told to."""
+
+    refuses = False
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, data, children):
+        if cls.refuses:
+            raise RuntimeError("refused")
+        return cls(*children)
+
+
+class Key(str):
+    """A key of a dict of results, which refuses when it is told to."""
+
+    refuses = False
+    __eq__ = str.__eq__
+
+    def __hash__(self):
+        if Key.refuses:
+            raise RuntimeError("refused")
+        return str.__hash__(self)
+
+
+PICKY = """
+#include "xla/ffi/api/c_api.h"
+extern "C" XLA_FFI_Error* Picky(XLA_FFI_CallFrame* frame) {
+  for (auto* e = frame->extension_start; e != nullptr; e = e->next) {
+    if (e->type != XLA_FFI_Extension_Metadata) continue;
+    auto* asked = reinterpret_cast<XLA_FFI_Metadata_Extension*>(e);
+    asked->metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    asked->metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    return nullptr;
+  }
+  const auto* in = static_cast<const XLA_FFI_Buffer*>(frame->args.args[0]);
+  const auto* out = static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[0]);
+  const float x = *static_cast<const float*>(in->data);
+  *static_cast<float*>(out->data) = x;
+  if (x < 1) return nullptr;
+  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr,
+                                    "refused", XLA_FFI_Error_Code_INTERNAL};
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def picky(tmp_path_factory):
+    """Another library's call, which fails from 1 on."""
+    folder = tmp_path_factory.mktemp("picky")
+    (folder / "picky.cc").write_text(PICKY)
+    command = ["c++", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}", "picky.cc"]
+    subprocess.run([*command, "-o", "picky.so"], cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "picky.so"))
+    jax.ffi.register_ffi_target("tests_picky", jax.ffi.pycapsule(library.Picky))
+    return jax.ffi.ffi_call("tests_picky", SCALAR)
+
+
+def fails_from_one(x):
+    if x >= 1:
+        raise RuntimeError("refused")
+    return x
+
+
+# What such a program makes of the call's result. A part of it refuses 1. The sign is the
+# smallest result, which comes last.
+LEFT = {
+    "a class of results": lambda y, picky: (Refusing(jnp.stack([y, y])), y),
+    "a key of results": lambda y, picky: ({Key("a"): jnp.stack([y, y])}, y),
+    "another library's call": lambda y, picky: picky(y),
+    "another call": lambda y, picky: hc.call(
+        fails_from_one, SCALAR, y, order="unordered"
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("left", LEFT)
+def test_a_dispatch_that_raised_says_nothing_about_the_next(
+    gate, call, left, picky, monkeypatch
+):
+    log = Log()
+    f = jax.jit(lambda x: LEFT[left](CALLS[call](log, SCALAR, x), picky))
+    for x in np.float32(0), jnp.float32(0):
+        f(x)
+    hc.barrier()
+    log.seen.clear()
+    gate.warm()
+    one = jnp.float32(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Refusing, "refuses", True)
+        patch.setattr(Key, "refuses", True)
+        with pytest.raises(Exception, match="refused"):
+            jax.block_until_ready(f(one))
+    f(gate(-1))
+    gate.open()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no -1 here"):
+        jax.effects_barrier()
+    hc.barrier()
+    assert log.seen == [1, -1]
+
+
+def test_a_dispatch_in_python_says_nothing_about_the_next(gate):
+    """A program with an effect of JAX's beside the same call leaves a token."""
+    log = Log()
+
+    def noted(x):
+        return hc.call(log, SCALAR, x, order="unordered")
+
+    f = jax.jit(lambda x: noted(x))
+    g = jax.jit(lambda x: (jax.debug.callback(lambda x: None, x), noted(x))[1])
+    for h in f, g:
+        for x in np.float32(0), jnp.float32(0):
+            h(x)
+    hc.barrier()
+    log.seen.clear()
+    gate.warm()
+    g(jnp.float32(1))
+    f(gate(-1))
+    gate.open()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no -1 here"):
+        jax.effects_barrier()
+    hc.barrier()
+    assert log.seen == [1, -1]
+
+
+ON_XLAS_THREAD = """
+import jax, jax.numpy as jnp, numpy as np, hostcall as hc
+from jax import lax
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+X = jax.device_put(jnp.float32(-1), jax.devices()[0])
+@jax.jit
+def slow(x):
+    y = lax.fori_loop(0, 60, lambda i, m: jnp.tanh(m @ m) * 0.5, jnp.ones((300, 300)))
+    return x + 0 * y[0, 0]
+seen, heard = [], []
+def log(x):
+    seen.append(float(x))
+    if x < 0:
+        raise ValueError("no such number")
+    return x
+def noted(x):
+    return hc.call(log, SCALAR, x, order="ordered")
+f = jax.jit(lambda x: noted(x))
+def dispatches(x):
+    if x == 1:
+        try:
+            f(slow(X))  # raises it, if it runs here
+            jax.effects_barrier()
+        except jax.errors.JaxRuntimeError as error:
+            heard.append("no such number" in str(error))
+    return x
+both = jax.jit(lambda x: hc.call(dispatches, SCALAR, noted(x), order="ordered"))
+for g in f, both:
+    for x in np.float32(0), jnp.float32(0):
+        g(x)
+slow(X)
+hc.barrier()
+seen.clear()
+both(slow(-2 * X) - 1)
+hc.barrier()
+assert heard == [True], heard
+assert seen == [1, -1], seen
+"""
+
+
+def test_a_call_on_xlas_thread_says_nothing_about_what_the_next_one_dispatches(
+    run_python,
+):
+    run_python(ON_XLAS_THREAD)

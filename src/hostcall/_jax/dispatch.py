@@ -8,8 +8,9 @@ Other calls take JAX's fast path in C++, which calls a hook (`POST_HOOK`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
@@ -24,7 +25,8 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import xla_client as _xla_client
 from jax._src.lib.mlir import ir as _ir
 
-from hostcall._jax.signs import take_sign
+from hostcall import _native
+from hostcall._jax.signs import leaves_sign, take_sign
 from hostcall._jax.types import Device, Effect, Executable, Token
 
 # What JAX raises for a program that failed: JaxRuntimeError, and ValueError on its fast
@@ -188,6 +190,31 @@ def ordered_tokens_of(program: Executable) -> list[Token]:
     return [held[effect] for effect in program.ordered_effects if effect in held]
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _keeping_tokens(program: Executable) -> Iterator[None]:
+    """Inside, `program` is dispatched, which leaves a sign. What else it leaves goes.
+
+    JAX takes a token from the first dispatch of such a program, since it was compiled
+    with host callbacks, and from no later one that would replace it. So a failure that
+    was told would be raised once more by a later `jax.effects_barrier`.
+    """
+    tokens = _dispatch.runtime_tokens.output_runtime_tokens
+    before = {device: tokens.get(device) for device in program._local_devices}
+    try:
+        yield
+    finally:
+        # A wait in a call that ran here has made another dictionary.
+        tokens = _dispatch.runtime_tokens.output_runtime_tokens
+        for device, token in before.items():
+            if token is None:
+                tokens.pop(device, None)
+            else:
+                tokens[device] = token
+
+
 # --- What is wrapped ------------------------------------------------------------------
 
 
@@ -197,8 +224,16 @@ def wrap_dispatches() -> None:
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
-        results, hidden = take_sign(self, plain(self, *args))
-        tell_of_dispatch([*results, *hidden], _tokens_of(self))
+        is_signed = leaves_sign(self)
+        keeping = _keeping_tokens(self) if is_signed else _AS_IT_IS
+        try:
+            with keeping:
+                dispatched = plain(self, *args)
+        finally:  # what ran here says nothing about the thread's next program
+            _native.forget_last_run()
+        results, hidden = take_sign(self, dispatched)
+        tokens = [] if is_signed else _tokens_of(self)
+        tell_of_dispatch([*results, *hidden], tokens)
         return results
 
     _pxla.ExecuteReplicated.__call__ = call

@@ -16,16 +16,23 @@ So such a program is lowered as one without effects. Its jaxpr becomes one equat
 holds the whole program, and makes the tokens of its ordered calls inside. What the
 thread that dispatches it waits for is one of its results (signs.py).
 
-Programs with other effects beside, over several devices, for other platforms and for
-export keep the way with tokens. Ordered programs over different devices are put in
-order by device_order.py.
+Over several CPU devices of one process XLA puts no program behind the thread's last
+one. So there ordered calls keep their tokens. Unordered ones promise an order in their
+own program only, and JAX's tokens of unordered effects order nothing: these programs
+are lowered without effects too. Their hidden result, which each device makes, is their
+sign.
+
+Programs with other effects beside, for other platforms and for export keep the way with
+tokens. Ordered programs over different devices are put in order by device_order.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import jaxlib.version as _jaxlib_version
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import util as _util
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
@@ -37,7 +44,12 @@ from hostcall._jax.program_order import (
     check_tokens_alone,
     order_of_calls,
 )
-from hostcall._jax.signs import FastProgram, needs_hidden, with_hidden
+from hostcall._jax.signs import (
+    FastProgram,
+    has_only_ours,
+    needs_hidden,
+    with_hidden,
+)
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
 from hostcall._jax.tracing import is_ordered as is_ordered_effect
 
@@ -69,14 +81,28 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
             yield from _makers(each, effects)
 
 
-def _is_for_one_cpu(args: Sequence[object]) -> bool:
-    """Whether a program is lowered to run on one CPU device.
+def _cpu_devices(args: Sequence[object]) -> int:
+    """How many CPU devices a program is lowered to run on; 0 for other platforms.
 
     `args` are those of `_cached_lowering_to_hlo`, which has no signature to ask: of the
     two integers among them, the second is the number of devices.
     """
     numbers = [arg for arg in args if type(arg) is int]
-    return len(numbers) == 2 and numbers[1] == 1 and args[-1] == ("cpu",)
+    return numbers[1] if len(numbers) == 2 and args[-1] == ("cpu",) else 0
+
+
+def _several_are_sound() -> bool:
+    """Whether programs over several devices may follow each other without tokens.
+
+    With jaxlib 0.10.2 JAX's own programs with collectives end the process if many of
+    them are dispatched without a wait on fewer cores than devices ("only 2 of 4
+    arrived"). Host calls make them longer. Programs of several processes keep their
+    tokens too.
+    """
+    return _SOUND and _distributed.global_state.num_processes in (None, 1)
+
+
+_SOUND = _jaxlib_version.__version_info__ >= (0, 12, 0)
 
 
 def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
@@ -115,22 +141,27 @@ def _lower_in_order() -> None:
         effects = jaxpr.effects
         if not effects:
             return plain(jaxpr, *args, **options)
-        one = _is_for_one_cpu(args) and not is_for_export(options)
+        devices = 0 if is_for_export(options) else _cpu_devices(args)
+        is_ordered = any(map(is_ordered_effect, effects))
         order = order_of_calls(jaxpr, _rules(args[-1]))
-        if not one:
+        if devices != 1:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
-        if not (one and _are_engine_calls(jaxpr)):
+        fast = devices == 1 or (devices > 1 and not is_ordered and _several_are_sound())
+        if not (fast and _are_engine_calls(jaxpr)):
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
-        is_ordered = any(map(is_ordered_effect, effects))
         kept = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
-        hidden = needs_hidden(jaxpr) or _has_refs(args)
+        # Behind a program over several devices no other can be put that ends after it.
+        # So its sign must be one that nobody can delete or donate.
+        hidden = devices > 1 or needs_hidden(jaxpr) or _has_refs(args)
         without_effects = as_one_equation(jaxpr, (), order, kept)
         module, kept_alive, *rest = plain(without_effects, *args, **options)
         if hidden:
             with_hidden(module)
-        return (module, [*(kept_alive or ()), FastProgram(hidden)], *rest)
+        asks = devices > 1 or not has_only_ours(module)
+        mark = FastProgram(hidden, asks)
+        return (module, [*(kept_alive or ()), mark], *rest)
 
     _pxla._cached_lowering_to_hlo = lowered
 

@@ -4,7 +4,8 @@ A program on JAX's fast dispatch (fast_dispatch.py) leaves no token. One of its 
 is its *sign*: an array that is ready when the program has ended, and fails if it fails.
 A sign has at most `_SMALL` bytes, since it is kept until then. A program without such a
 result gets one more, of no bytes, that nobody else sees: its *hidden* result. It costs
-a dispatch 0.8 us, so a program that has a small result gets none.
+a dispatch 0.8 us, so a program that has a small result gets none. One over several
+devices gets it always: each device makes it, so it is ready when all have ended.
 
 How the sign is found, on the dispatching thread and in the same step as the dispatch:
 
@@ -13,6 +14,10 @@ How the sign is found, on the dispatching thread and in the same step as the dis
     nodes make typed keys. Another node is put in here, around the sign: its function
     (native/bindings/dispatch_bindings.cc) gets the sign, and returns the result. So
     programs without host calls pay nothing.
+
+Asking a sign takes jaxlib 0.15 us. If one of the program's calls ran on the dispatching
+thread, the program has ended, and the sign is not asked (native/base/last_run.h). The
+node knows the program's plans for that.
 
 What a program is, is written where it is lowered and stays with it, also if it is
 pickled as an executable: `FastProgram`, the last of what it keeps alive.
@@ -52,9 +57,12 @@ class FastProgram(NamedTuple):
 
     Attributes:
         hidden: whether its last result is hidden.
+        asks_sign: whether only the sign says that it has ended: it runs on several
+            devices, or another library has a custom call in it.
     """
 
     hidden: bool
+    asks_sign: bool
 
 
 def _mark_of(kept_alive: object) -> FastProgram | None:
@@ -93,6 +101,26 @@ def with_hidden(module: _ir.Module) -> None:
             main.attributes["res_attrs"] = _ir.ArrayAttr.get(attributes)
 
 
+# What the names of the engine's custom calls begin with (_engine/targets.py).
+_OURS = "hostcall_"
+
+
+def has_only_ours(module: _ir.Module) -> bool:
+    """Whether the engine makes all custom calls of a program."""
+    found = True
+
+    def look(operation: _ir.Operation) -> _ir.WalkResult:
+        nonlocal found
+        if operation.name != "stablehlo.custom_call":
+            return _ir.WalkResult.ADVANCE
+        target = _ir.StringAttr(operation.attributes["call_target_name"]).value
+        found = target.startswith(_OURS)
+        return _ir.WalkResult.ADVANCE if found else _ir.WalkResult.INTERRUPT
+
+    module.operation.walk(look)
+    return found
+
+
 # --- Compiled programs ----------------------------------------------------------------
 #
 # JAX's executable that runs a program (ExecuteReplicated) has the hidden result, as any
@@ -105,11 +133,19 @@ class _Layouts(list[Any]):
 
     Attributes:
         mark: what the program is.
+        plans: the addresses of its plans, if a call that ran says that it has ended.
         sharding: of its last result, which is the hidden one if there is one.
     """
 
     mark: FastProgram
+    plans: bytes
     sharding: _t.Sharding
+
+
+def _plans_of(kept_alive: Sequence[object]) -> bytes:
+    """The addresses of the plans that a program keeps alive."""
+    slots = [getattr(kept, "slot", None) for kept in kept_alive]
+    return b"".join(slot.plan for slot in slots if isinstance(slot, _native.Slot))
 
 
 def _wrap_compilation() -> None:
@@ -141,6 +177,7 @@ def _wrap_compilation() -> None:
             program._xla_out_layouts = program._xla_out_layouts[:-1]
         layouts = _Layouts(program._dispatch_in_layouts)
         layouts.mark = mark
+        layouts.plans = b"" if mark.asks_sign else _plans_of(self.keepalive)
         layouts.sharding = self.output_shardings[-1]
         program._dispatch_in_layouts = layouts
         return program
@@ -162,6 +199,10 @@ class Dispatched(NamedTuple):
 
     results: list[Any]
     hidden: list[jax.Array]
+
+
+def leaves_sign(program: _t.Executable) -> bool:
+    return _mark_of(program.keepalive) is not None
 
 
 def take_sign(program: _t.Executable, results: list[Any]) -> Dispatched:
@@ -195,22 +236,33 @@ _registry.register_node(_Noted, lambda node: ((), None), _native.dispatched)
 _LEAF: _t.TreeDef = _registry.flatten(0, None)[1]
 
 
-def _node(children: Sequence[_t.TreeDef], data: object = (_Noted, None)) -> _t.TreeDef:
+def _node(children: Sequence[_t.TreeDef], data: object) -> _t.TreeDef:
     return jax.tree_util.PyTreeDef.from_node_data_and_children(
         _registry, data, list(children)
     )
 
 
-def _noting(tree: _t.TreeDef, leaf: int) -> _t.TreeDef:
+def _noting(tree: _t.TreeDef, leaf: int, plans: bytes) -> _t.TreeDef:
     """The same tree with a node around a leaf."""
     if tree.node_data() is None and not tree.children():
-        return _node([tree])
+        return _node([tree], (_Noted, plans))
     children = []
     for child in tree.children():
         inside = 0 <= leaf < child.num_leaves
-        children.append(_noting(child, leaf) if inside else child)
+        children.append(_noting(child, leaf, plans) if inside else child)
         leaf -= child.num_leaves
     return _node(children, tree.node_data())
+
+
+def _runs_code_of_users(tree: _t.TreeDef) -> bool:
+    """Whether making such a tree may run Python code, which may raise."""
+    data = tree.node_data()
+    if data is not None:
+        kind, keys = data
+        plain = kind in (tuple, list, type(None))
+        if not plain and not (kind is dict and all(type(k) is str for k in keys)):
+            return True
+    return any(map(_runs_code_of_users, tree.children()))
 
 
 def _wrap_fast_path() -> None:
@@ -223,13 +275,14 @@ def _wrap_fast_path() -> None:
         if not isinstance(layouts, _Layouts):
             return made
         tree = made.out_pytree_def
+        plans = b"" if _runs_code_of_users(tree) else layouts.plans
         if not layouts.mark.hidden:
             avals = made.out_avals
             sizes = [aval.size * aval.dtype.itemsize for aval in avals]
-            tree = _noting(tree, sizes.index(min(sizes)))
+            tree = _noting(tree, sizes.index(min(sizes)), plans)
             return made._replace(out_pytree_def=tree)
         return made._replace(
-            out_pytree_def=_node([tree, _LEAF]),
+            out_pytree_def=_node([tree, _LEAF], (_Noted, plans)),
             out_avals=[*made.out_avals, _HIDDEN],
             out_shardings=[*made.out_shardings, layouts.sharding],
             out_committed=[*made.out_committed, False],
