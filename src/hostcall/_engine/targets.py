@@ -79,7 +79,7 @@ def _register() -> None:
     entries for CUDA until its plugin asks for them.
     """
     _native.set_hook(_native.Hook.TRACING, _tracing)
-    handlers = _native.handlers()
+    handlers = _native.handlers(_jax.XLA_INTERFACE)
     for platform, plan_type, kind in (
         ("cpu", "type", ""),
         # The "graph" handler itself tells XLA that it may be recorded into a command

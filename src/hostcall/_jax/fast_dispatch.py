@@ -23,14 +23,16 @@ order by device_order.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from jax._src import core as _core
-from jax._src import util as _util
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import pxla as _pxla
+from jax.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import util as _util
+from hostcall._jax.installing import lost
+from hostcall._jax.needs import Part
 from hostcall._jax.program import is_one_served
 from hostcall._jax.program_order import (
     as_one_equation,
@@ -104,11 +106,10 @@ def is_for_export(options: Mapping[str, object]) -> bool:
     return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
 
 
-def _lower_in_order() -> None:
-    """From now on, the host calls of each program are in one order, and JAX's fast
-    dispatch serves the programs that it can.
+def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The host calls of each program are in one order, and JAX's fast dispatch serves
+    the programs that it can (patches.py).
     """
-    plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
@@ -119,7 +120,7 @@ def _lower_in_order() -> None:
         order = order_of_calls(jaxpr, _rules(args[-1]))
         if not one:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
-        if not (one and _are_engine_calls(jaxpr)):
+        if lost(Part.FAST) or not (one and _are_engine_calls(jaxpr)):
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
@@ -132,8 +133,4 @@ def _lower_in_order() -> None:
             with_hidden(module)
         return (module, [*(kept_alive or ()), FastProgram(hidden)], *rest)
 
-    _pxla._cached_lowering_to_hlo = lowered
-
-
-if hasattr(_pxla, "_cached_lowering_to_hlo"):  # else, in a later JAX, all have tokens
-    _lower_in_order()
+    return lowered  # type: ignore[no-any-return]

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from jax._src import core as _core
-from jax._src import effects as _effects
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.lax.control_flow import loops as _loops
+from jax.extend import core as _ext
+from jax.interpreters import partial_eval as _pe
 
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import partial_eval as _src_pe
 from hostcall._jax.tracing import own_effects
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
 from hostcall._jax.versions import changed
 
-_disguised_p = _core.Primitive("host_call_in_a_loop")
+_disguised_p = _ext.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
 
 
@@ -51,11 +51,11 @@ def _stage(trace: Trace, *tracers: Tracer, eqn: JaxprEquation) -> list[Tracer]:
         _pe.JaxprTracer(trace, _pe.PartialVal.unknown(v.aval), None)
         for v in eqn.outvars
     ]
-    recipe = _pe.new_eqn_recipe(
+    recipe = _src_pe.new_eqn_recipe(
         trace, operands, outs, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
     )
     if _effects.partial_eval_kept_effects.filter_in(eqn.effects):
-        trace.effect_handles.append(_pe.EffectHandle(operands, recipe))
+        trace.effect_handles.append(_src_pe.EffectHandle(operands, recipe))
     for out in outs:
         out.recipe = recipe
     return outs
@@ -84,7 +84,7 @@ class _PartialEval:
     """JAX's module partial_eval as loops.py sees it, with one function replaced."""
 
     def __getattr__(self, name: str) -> object:
-        return getattr(_pe, name)
+        return getattr(_src_pe, name)
 
     @staticmethod
     def partial_eval_jaxpr_nounits(
@@ -95,18 +95,24 @@ class _PartialEval:
         if _hoists.get():
             jaxpr = _disguise(jaxpr)
         with _hoisting(False):
-            return _pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
+            return _src_pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
 
 
-_hoist = _loops._scan_known_hoisting
-_rule = _pe.partial_eval_jaxpr_custom_rules[_loops.scan_p]
+# What is replaced (patches.py).
 
 
-def _partial_eval_custom(*args: object, **kwargs: object) -> object:
-    with _hoisting(True):
-        return _rule(*args, **kwargs)
+def hoisting_no_calls(plain: Callable[..., object]) -> Callable[..., object]:
+    return lambda jaxpr, *args: plain(_disguise(jaxpr), *args)
 
 
-_loops._scan_known_hoisting = lambda jaxpr, *args: _hoist(_disguise(jaxpr), *args)
-_loops.pe = _PartialEval()
-_pe.partial_eval_jaxpr_custom_rules[_loops.scan_p] = _partial_eval_custom
+def partial_eval_in_loops(plain: object) -> _PartialEval:
+    assert plain is _src_pe, "loops.py has another module under this name"
+    return _PartialEval()
+
+
+def scan_under_remat(plain: Callable[..., object]) -> Callable[..., object]:
+    def rule(*args: object, **kwargs: object) -> object:
+        with _hoisting(True):
+            return plain(*args, **kwargs)
+
+    return rule

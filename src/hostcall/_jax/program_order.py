@@ -43,13 +43,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax._src import core as _core
-from jax._src import effects as _effects
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax.extend import core as _ext
+from jax.extend.mlir.dialects import stablehlo as _hlo
+from jax.interpreters import mlir as _mlir
+from jax.interpreters import partial_eval as _pe
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import effects as _effects
 from hostcall._jax.jaxprs import LOOPS, Inner, inners, within
 from hostcall._jax.program import SHARDS_TOKENS_OVER_SOME_AXES, record_of
 from hostcall._jax.tracing import (
@@ -58,7 +59,7 @@ from hostcall._jax.tracing import (
     hold_weakly_in_caches,
     register_effect,
 )
-from hostcall._jax.versions import changed, open_jaxpr
+from hostcall._jax.versions import changed, lower_jaxpr, open_jaxpr
 
 
 class ProgramOrder(_effects.Effect):  # type: ignore[misc]
@@ -191,7 +192,7 @@ class _OrderedCall:
 
 hold_weakly_in_caches(_OrderedCall)  # it leads to the user's function
 
-_call_p = _core.Primitive("host_call_in_order")
+_call_p = _ext.Primitive("host_call_in_order")
 _call_p.multiple_results = True
 
 
@@ -311,7 +312,7 @@ def _params_of(eqn: _t.JaxprEquation) -> _t.Params | None:
 
 # --- A program as one equation --------------------------------------------------------
 
-_program_p = _core.Primitive("host_calls")
+_program_p = _ext.Primitive("host_calls")
 _program_p.multiple_results = True
 
 _RECORD = "the order of host calls"
@@ -366,18 +367,9 @@ def _lower(
         elif effect is IN_ORDER and given:
             tokens[effect] = joined([*given.values()])
         else:
-            tokens[effect] = _mlir.create_token()
-    results, left = _mlir.jaxpr_subcomp(
-        ctx.module_context,
-        inner,
-        ctx.name_stack,
-        _mlir.TokenSet(tokens),
-        [_mlir.ir_constant(const) for const in jaxpr.consts],
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
+            tokens[effect] = _hlo.create_token()
+    consts = [_mlir.ir_constant(const) for const in jaxpr.consts]
+    results, left = lower_jaxpr(ctx, inner, _mlir.TokenSet(tokens), consts, *operands)
     # One of the tokens that are passed out comes after everything, and the others are
     # given back as they came: XLA ends the process if two results turn out to be one
     # value. All results of a program are ready when it has ended.
@@ -405,8 +397,8 @@ def as_one_equation(
     """
     if order is not None:
         jaxpr = order.jaxpr(jaxpr)
-    invars = [_core.Var(aval) for aval in jaxpr.in_avals]
-    outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
+    invars = [_ext.Var(aval) for aval in jaxpr.in_avals]
+    outvars = [_ext.Var(aval) for aval in jaxpr.out_avals]
     params = {"jaxpr": jaxpr, "order": order, "kept": kept}
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, params, set(effects))
     parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}

@@ -290,6 +290,7 @@ _thread = _Thread()
 
 
 def _open_block() -> None:
+    _jax.install(_jax.When.CALLS)
     _jax.tell_of_dispatches(_dispatched)
     _current.set(_Block(_first_open(_current.get())))
     _thread.open += 1
