@@ -72,14 +72,33 @@ def refuse_by(refusal: Callable[[str], Exception]) -> None:
 
 def refuse(part: Part, what: str) -> NoReturn:
     """Refuses what needs something of JAX's that this JAX has not."""
-    text = (
-        f"hostcall: {part.value} can't work with jax {jax.__version__}, which has no"
-        f" {what}. hostcall is known to work with jax {OLDEST} to {NEWEST}:"
-        f" {INSTALL}. Or install a newer hostcall"
-    )
     if not _refusal:
-        raise ImportError(text.replace(part.value, "nothing of it", 1), name="jax")
-    raise _refusal[0](text)
+        raise unfit(f"{what}, without which nothing of hostcall works")
+    text = f"hostcall: {part.value} can't work with jax {jax.__version__}, which has no"
+    raise _refusal[0](f"{text} {what}. {_KNOWN}")
+
+
+_KNOWN = (
+    f"hostcall is known to work with jax {OLDEST} to {NEWEST}: {INSTALL}. Or install a"
+    " newer hostcall"
+)
+
+
+def unfit(what: str) -> ImportError:
+    """The error of `import hostcall` under a JAX that has not this."""
+    text = f"hostcall can't be imported under jax {jax.__version__}, which has no"
+    return ImportError(f"{text} {what}. {_KNOWN}", name="jax")
+
+
+def unfit_for(error: ImportError | AttributeError) -> ImportError | None:
+    """The same for an error of an import of one of JAX's public names; None if the
+    error is about something else.
+    """
+    module = error.name if isinstance(error, ImportError) else error.obj
+    name = getattr(module, "__name__", module)
+    if _KNOWN in str(error) or str(name).partition(".")[0] not in ("jax", "jaxlib"):
+        return None
+    return unfit(f"name of its public modules that hostcall needs ({error})")
 
 
 def missing(part: Part) -> str:
