@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jaxlib
 from jax.extend import core as _ext
 from jax.extend.mlir import ir as _ir
 from jax.interpreters import mlir as _mlir
@@ -15,6 +16,7 @@ from hostcall._jax import types as _t
 from hostcall._jax.door import dispatch as _dispatch
 from hostcall._jax.door import effects as _effects
 from hostcall._jax.door import source_info_util as _source_info_util
+from hostcall._jax.door import version_of
 from hostcall._jax.door import xla_client as _xla_client
 from hostcall._jax.installing import lost, need
 from hostcall._jax.needs import Part
@@ -108,13 +110,23 @@ def _check_chain(
         need(Part.ORDER)
 
 
-def host_callback_handler() -> object:
-    """JAX's handler of buffer callbacks on CPUs.
+# The engine answers JAX's handler in the layout that XLA has had in these versions
+# (native/handlers/host_callback.h): from the first, up to but without the second.
+_KNOWN_LAYOUT = (0, 9), (0, 13)
+
+
+def host_callback_handler() -> object | None:
+    """JAX's handler of buffer callbacks on CPUs; None in a jaxlib for which nobody has
+    seen that the engine may go through it.
 
     native/handlers/host_callback.h says what the engine needs it for.
     """
+    first, beyond = _KNOWN_LAYOUT
+    if not first <= version_of(jaxlib.__version__) < beyond:
+        return None
     targets = _xla_client.custom_call_targets("cpu")
-    return targets["xla_buffer_python_cpu_callback"]["execute"]
+    handler: object = targets["xla_buffer_python_cpu_callback"]["execute"]
+    return handler
 
 
 # The lowering rule of a JAX function that returns a list of results.
