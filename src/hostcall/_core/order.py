@@ -107,6 +107,8 @@ def effects_with(effect: Effect | None) -> frozenset[Effect]:
     if effect is not None:
         _jax.need(_jax.Part.SCANS)
         _jax.need(_jax.Part.LOOPS)
+        if _jax.is_ordered(effect):  # else one that failed would end all later ones
+            _jax.need(_jax.Part.TOKENS)
     return _effects_with(effect)
 
 

@@ -40,6 +40,7 @@ def start() -> None:
 
     Called when a program is lowered or loaded, and at the first eager call.
     """
+    _jax.need(_jax.Part.CALLS)
     inside = _jax.host_callback_handler()
     if inside is None:
         logger.warning(

@@ -15,8 +15,8 @@ from jax.interpreters import mlir as _mlir
 from hostcall._jax import types as _t
 from hostcall._jax.door import dispatch as _dispatch
 from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import missing_of, version_of
 from hostcall._jax.door import source_info_util as _source_info_util
-from hostcall._jax.door import version_of
 from hostcall._jax.door import xla_client as _xla_client
 from hostcall._jax.installing import lost, need
 from hostcall._jax.needs import Part
@@ -185,6 +185,8 @@ def lower_traced(
 
 def line_of(ctx: _t.LoweringContext) -> tuple[str, int, str] | None:
     """(file, line, function) of the user's line behind an equation being lowered."""
+    if missing_of(Part.LINES):
+        return None
     frame = _source_info_util.user_frame(ctx.traceback)
     if frame is None:
         return None

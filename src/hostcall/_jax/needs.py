@@ -51,7 +51,6 @@ class Part(enum.Enum):
 _INSTEAD = {
     Part.ORDER: "programs whose calls need it are refused where they are lowered",
     Part.FAST: "such programs are dispatched with JAX's tokens, in 50 to 100 us",
-    Part.TOKENS: "later ordered calls of a thread fail with the failed program's error",
     Part.LINES: "a function's own line is named",
     Part.REPORTS: "JAX's JaxRuntimeError is raised, with the exception's text",
     Part.FORK: "the child may hang where it runs a program, as with plain JAX",
