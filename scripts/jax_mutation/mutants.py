@@ -111,26 +111,24 @@ class _Forwarding(types.ModuleType):
     """JAX's module, but for one name."""
 
     def __init__(self, module: types.ModuleType, name: str, instead: Any) -> None:
-        super().__init__(module.__name__)
-        vars(self).update(_module=module, _name=name, _instead=instead)
+        object.__setattr__(self, "_real", (module, name, instead))
 
     def __getattribute__(self, key: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if key in ("__class__", "_module", "_name", "_instead"):
-            return object.__getattribute__(self, key)
-        if key == own["_name"]:
-            if own["_instead"] is None:
-                raise AttributeError(f"no {key} any more")
-            return own["_instead"]
+        if key == "__class__":
+            return types.ModuleType
+        module, name, instead = object.__getattribute__(self, "_real")
         if key == "__dict__":
-            return {k: v for k, v in vars(own["_module"]).items() if k != own["_name"]}
-        return getattr(own["_module"], key)
+            return {k: v for k, v in vars(module).items() if k != name}
+        if key != name:
+            return getattr(module, key)
+        if instead is None:
+            raise AttributeError(f"no {key} any more")
+        return instead
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if key == object.__getattribute__(self, "_name"):
-            vars(self)  # a replacement of what is not there
-            raise AttributeError(key)
-        setattr(object.__getattribute__(self, "_module"), key, value)
+        module, name, _ = object.__getattribute__(self, "_real")
+        assert key != name, "a replacement of what is not there"
+        setattr(module, key, value)
 
 
 def _other_signature(*, another: object, than: object) -> None:

@@ -109,7 +109,7 @@ def test_this_jax_has_all():
 
 def test_few_names():
     """A public name is better. Raise this only for what nothing public will do."""
-    assert sum(len(need.names.split()) for need in NEEDS) <= 130
+    assert sum(len(need.names.split()) for need in NEEDS) <= 135
 
 
 def test_the_pages_are_written_from_the_tables():
