@@ -32,14 +32,13 @@ def needed() -> str:
             if need.part is not part:
                 continue
             home = needs.MODULES[need.module].removeprefix("jax._src.")
-            names = (
-                ", ".join(f"`{home}.{n}`" for n in need.names.split()) or f"`{home}`"
-            )
+            names = [f"`{home}.{name}`" for name in need.names.split()] or [f"`{home}`"]
+            shown = ", ".join(names)
             since = f"{need.since} on" if need.since else ""
             until = f"up to {need.until}" if need.until else ""
             within = ", ".join(filter(None, (since, until))) or "all"
             lines.append(
-                f"| {part.value} | {', '.join(names)} | {need.why} | {within} |"
+                f"| {part.value} | {shown} | {need.why} | {within} |"
             )
     return "\n".join(lines)
 
