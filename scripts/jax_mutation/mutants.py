@@ -138,9 +138,7 @@ def _other_signature(*, another: object, than: object) -> None:
 def change(path: str, name: str, kind: str) -> None:
     """Makes hostcall see another JAX."""
     import jax
-    import jax.export
-    import jax.extend.mlir.dialects.sdy
-    import jax.extend.mlir.ir  # noqa: F401
+    import jax.export  # noqa: F401
 
     module, _, inner = path.partition(":")
     if inner or kind == "uncalled":

@@ -37,9 +37,7 @@ def needed() -> str:
             since = f"{need.since} on" if need.since else ""
             until = f"up to {need.until}" if need.until else ""
             within = ", ".join(filter(None, (since, until))) or "all"
-            lines.append(
-                f"| {part.value} | {shown} | {need.why} | {within} |"
-            )
+            lines.append(f"| {part.value} | {shown} | {need.why} | {within} |")
     return "\n".join(lines)
 
 

@@ -109,7 +109,7 @@ def test_this_jax_has_all():
 
 def test_few_names():
     """A public name is better. Raise this only for what nothing public will do."""
-    assert sum(len(need.names.split()) for need in NEEDS) <= 135
+    assert sum(len(need.names.split()) for need in NEEDS) <= 145
 
 
 def test_the_pages_are_written_from_the_tables():
@@ -183,14 +183,14 @@ def test_without_what_everything_needs_the_import_says_so(run_python):
 
 def test_without_a_public_name_the_import_says_so_too(run_python):
     run_python("""
-    import jax.extend.core
-    del jax.extend.core.Var
+    import jax.interpreters.mlir
+    del jax.interpreters.mlir.LoweringRuleContext
     try:
         import hostcall
     except ImportError as error:
         text = str(error)
     assert "hostcall can't be imported under jax" in text
-    assert "Var" in text and "newer hostcall" in text, text
+    assert "LoweringRuleContext" in text and "newer hostcall" in text, text
     """)
 
 

@@ -16,14 +16,13 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import backend as _backend
-from jax.extend import core as _ext
-from jax.extend.mlir import ir as _ir
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall._jax.devices import explicit_transfer
 from hostcall._jax.door import api as _api
 from hostcall._jax.door import compiler as _compiler
+from hostcall._jax.door import core as _core
 from hostcall._jax.door import dispatch as _dispatch
 from hostcall._jax.door import pxla as _pxla
 from hostcall._jax.door import xla_client as _xla_client
@@ -51,7 +50,7 @@ def run_nothing(device: Device, *tokens: Token) -> Token:
 
 @functools.cache
 def _compiled(main: str, device: Device) -> _xla_client.LoadedExecutable:
-    options = _backend.get_compile_options(
+    options = _compiler.get_compile_options(
         1, 1, np.array([[device]]), backend=device.client
     )
     with _mlir.make_ir_context(), _ir.Location.unknown():
@@ -125,7 +124,7 @@ def is_token_ready(token: object) -> bool:
     """Whether an ordered effect's token is ready; False for other tokens, which JAX
     gives no way to ask.
     """
-    return isinstance(token, _ext.Token) and bool(token._buf.is_ready())
+    return isinstance(token, _core.Token) and bool(token._buf.is_ready())
 
 
 def forget_tokens(given: Sequence[Token]) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.extend import backend as _backend
-from jax.extend.mlir import ir as _ir
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall._jax.door import export as _export
 from hostcall._jax.door import mlir as _src_mlir
+from hostcall._jax.door import xla_bridge as _xla_bridge
 from hostcall._jax.dtypes import is_symbolic
 from hostcall._jax.types import Attribute, Dtype, Operation, Value
 from hostcall._jax.versions import module_of
@@ -70,7 +70,7 @@ def size_from(text: str, known: Mapping[str, int]) -> int | None:
 
 
 # The client of a platform on which this process runs programs.
-client_of = _backend.get_backend
+client_of = _xla_bridge.get_backend
 
 
 def marked(

@@ -18,16 +18,16 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 
-from jax.extend import core as _ext
 from jax.interpreters import partial_eval as _pe
 
+from hostcall._jax.door import core as _core
 from hostcall._jax.door import effects as _effects
 from hostcall._jax.door import partial_eval as _src_pe
 from hostcall._jax.tracing import own_effects
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
 from hostcall._jax.versions import changed
 
-_disguised_p = _ext.Primitive("host_call_in_a_loop")
+_disguised_p = _core.Primitive("host_call_in_a_loop")
 _disguised_p.multiple_results = True
 
 

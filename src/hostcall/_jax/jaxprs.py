@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend import core as _ext
-from jax.extend.core import primitives as _primitives
 from jax.interpreters import batching as _batching
 
 from hostcall._jax import types as _t
@@ -111,7 +109,7 @@ def replaced(
     own = {e for e in found if not isinstance(e, _effects.JaxprInputEffect)}
     params, n, primitive = {**eqn.params}, next(iter(more.values())), eqn.primitive
     if primitive.name.startswith("custom_"):  # the rules have done their work
-        primitive, params = _primitives.closed_call_p, {}
+        primitive, params = _core.closed_call_p, {}
     for key, some in jaxprs.items():
         params[key] = tuple(some) if key == "branches" else some[0]
     longer: dict[str, int | tuple[object, ...]] = {
@@ -166,7 +164,7 @@ def is_array(atom: _t.Atom) -> bool:
 
 def is_float(atom: _t.Atom) -> bool:
     """Whether it is a variable that is an array of real or complex numbers."""
-    is_variable = isinstance(atom, _ext.Var) and is_array(atom)
+    is_variable = isinstance(atom, _core.Var) and is_array(atom)
     return is_variable and jax.numpy.issubdtype(atom.aval.dtype, np.inexact)
 
 
@@ -187,7 +185,7 @@ def is_dropped(var: _t.Var) -> bool:
 
 def inlined(jaxpr: _t.Jaxpr, operands: Iterable[jax.Array]) -> list[jax.Array]:
     """The results of a jaxpr, in a program that is being traced."""
-    return _ext.jaxpr_as_fun(jaxpr)(*operands)  # type: ignore[no-any-return]
+    return _core.jaxpr_as_fun(jaxpr)(*operands)  # type: ignore[no-any-return]
 
 
 def is_elementwise(eqn: _t.JaxprEquation) -> bool:
@@ -224,7 +222,7 @@ def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(jaxpr: _t.Jaxpr) -> Callable[..., list[Any]]:
-    return jax.jit(_ext.jaxpr_as_fun(jaxpr))  # type: ignore[no-any-return]
+    return jax.jit(_core.jaxpr_as_fun(jaxpr))  # type: ignore[no-any-return]
 
 
 def run_jaxpr(jaxpr: _t.Jaxpr, operands: Sequence[Any]) -> list[Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jaxlib
-from jax.extend import core as _ext
-from jax.extend.mlir import ir as _ir
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import core as _core
 from hostcall._jax.door import dispatch as _dispatch
 from hostcall._jax.door import effects as _effects
 from hostcall._jax.door import missing_of, version_of
@@ -149,7 +149,7 @@ def _in_order(
     if not effects_in(ctx):
         return f(*args)
     jaxpr = in_order_of_program(ctx, jax.make_jaxpr(f)(*args))
-    return _ext.jaxpr_as_fun(jaxpr)(*args)
+    return _core.jaxpr_as_fun(jaxpr)(*args)
 
 
 def name_partitioning(value: _t.Value, name: str) -> None:

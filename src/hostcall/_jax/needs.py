@@ -5,7 +5,8 @@ wing take these modules from `door`, which checks the names against the table: o
 this JAX has not (any more) is refused where it is used, and not before. What hostcall
 replaces in JAX is in another table (patches.py).
 
-Public modules (`jax.extend`, `jax.interpreters`, `jax.core`) are imported as they are.
+Public modules (`jax.core`, `jax.interpreters`, `jax.sharding`) are imported as they
+are, and so is MLIR (`jaxlib.mlir`, which is also `jax.extend.mlir`).
 
 docs/design/jax_boundary.md is written from the tables (`make jax-mutation`), and
 tests/repo/test_boundary.py holds that no file of this wing names anything else.
@@ -167,7 +168,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "compiler",
         Part.FAST,
-        "backend_compile_and_load",
+        "backend_compile_and_load get_compile_options",
         "compiles a program that does nothing, behind which a thread waits",
     ),
     Need(
@@ -226,6 +227,19 @@ NEEDS: tuple[Need, ...] = (
         Part.CALLS,
         "DropVar jaxprs_in_params new_jaxpr_eqn",
         "programs as data, where they are split and put in order",
+    ),
+    Need(
+        "core",
+        Part.CALLS,
+        "Jaxpr JaxprEqn Literal Primitive Token Var closed_call_p jaxpr_as_fun",
+        "jax.extend.core has most of them, but importing it brings Pallas, in 18 ms",
+    ),
+    Need(
+        "core",
+        Part.CALLS,
+        "ClosedJaxpr",
+        "the same",
+        until="0.10.2",
     ),
     Need(
         "core",
@@ -572,6 +586,12 @@ NEEDS: tuple[Need, ...] = (
         Part.CALLS,
         "weakref_cache_key_types weakref_lru_cache",
         "without it JAX's caches would keep the user's functions alive",
+    ),
+    Need(
+        "xla_bridge",
+        Part.EXPORT,
+        "get_backend",
+        "the client of a platform",
     ),
     Need(
         "xla_bridge",

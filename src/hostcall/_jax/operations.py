@@ -7,10 +7,10 @@ from typing import TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.mlir import ir as _ir
-from jax.extend.mlir.dialects import sdy as _sdy
-from jax.extend.mlir.dialects import stablehlo as _hlo
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
+from jaxlib.mlir.dialects import sdy as _sdy
+from jaxlib.mlir.dialects import stablehlo as _hlo
 
 from hostcall._jax.door import core as _core
 from hostcall._jax.door import mlir as _src_mlir

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jaxlib
-from jax.extend.mlir import ir as _ir
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall._jax.door import lax as _lax
 from hostcall._jax.door import slicing as _slicing

@@ -43,10 +43,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax.extend import core as _ext
-from jax.extend.mlir.dialects import stablehlo as _hlo
 from jax.interpreters import mlir as _mlir
 from jax.interpreters import partial_eval as _pe
+from jaxlib.mlir.dialects import stablehlo as _hlo
 
 from hostcall._jax import types as _t
 from hostcall._jax.door import core as _core
@@ -192,7 +191,7 @@ class _OrderedCall:
 
 hold_weakly_in_caches(_OrderedCall)  # it leads to the user's function
 
-_call_p = _ext.Primitive("host_call_in_order")
+_call_p = _core.Primitive("host_call_in_order")
 _call_p.multiple_results = True
 
 
@@ -312,7 +311,7 @@ def _params_of(eqn: _t.JaxprEquation) -> _t.Params | None:
 
 # --- A program as one equation --------------------------------------------------------
 
-_program_p = _ext.Primitive("host_calls")
+_program_p = _core.Primitive("host_calls")
 _program_p.multiple_results = True
 
 _RECORD = "the order of host calls"
@@ -397,8 +396,8 @@ def as_one_equation(
     """
     if order is not None:
         jaxpr = order.jaxpr(jaxpr)
-    invars = [_ext.Var(aval) for aval in jaxpr.in_avals]
-    outvars = [_ext.Var(aval) for aval in jaxpr.out_avals]
+    invars = [_core.Var(aval) for aval in jaxpr.in_avals]
+    outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     params = {"jaxpr": jaxpr, "order": order, "kept": kept}
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, params, set(effects))
     parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}

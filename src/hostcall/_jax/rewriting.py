@@ -27,10 +27,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend import core as _ext
-from jax.extend.mlir.dialects import sdy as _sdy
 from jax.interpreters import mlir as _mlir
 from jax.interpreters import partial_eval as _pe
+from jaxlib.mlir.dialects import sdy as _sdy
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
@@ -107,7 +106,7 @@ class Level:
         operands = [*(eqn.invars for eqn in self.jaxpr.eqns), self.jaxpr.outvars]
         for index, atoms in enumerate(operands):
             for position, x in enumerate(atoms):
-                if isinstance(x, _ext.Var):
+                if isinstance(x, _core.Var):
                     at = index if index < len(operands) - 1 else -1
                     found.setdefault(x, []).append((at, position))
         return found
@@ -150,11 +149,11 @@ class Insertion(NamedTuple):
 
 def variable(shape: Sequence[int], dtype: _t.Dtype) -> _t.Var:
     """A new variable for results of insertions, and for what loops keep."""
-    return _ext.Var(jax.core.ShapedArray(tuple(shape), dtype))
+    return _core.Var(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def literal(value: np.ndarray) -> _t.Atom:
-    return _ext.Literal(value, jax.core.ShapedArray(value.shape, value.dtype))
+    return _core.Literal(value, jax.core.ShapedArray(value.shape, value.dtype))
 
 
 class Use(Protocol):
@@ -298,7 +297,7 @@ def _shows_one() -> bool:
 
 # Stands between a program and what is put into it: calls gather what they get, and the
 # compiler would let a sharding that they ask for spread back into the program.
-_looked_at_p = _ext.Primitive("looked_at")
+_looked_at_p = _core.Primitive("looked_at")
 _looked_at_p.def_abstract_eval(lambda aval: aval)
 
 
@@ -343,10 +342,10 @@ def _traced(
         zip(inputs[len(consts) :], operands, strict=True)
     )
     for var, const in zip(known, consts, strict=True):
-        new[var] = _ext.Literal(np.asarray(const), var.aval)
+        new[var] = _core.Literal(np.asarray(const), var.aval)
 
     def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
-        return [x if isinstance(x, _ext.Literal) else new.get(x, x) for x in atoms]
+        return [x if isinstance(x, _core.Literal) else new.get(x, x) for x in atoms]
 
     eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in made.eqns]
     return eqns, renamed(made.outvars)
@@ -396,17 +395,17 @@ def _insertion(
 ) -> list[_t.JaxprEquation]:
     inputs = [var for var in each.results if var in level.jaxpr.invars]
     assert not inputs or each.after == -1, "only equations after it get the result"
-    renamed |= {var: _ext.Var(var.aval) for var in inputs}
+    renamed |= {var: _core.Var(var.aval) for var in inputs}
     operands = [
-        renamed.get(x, x) if isinstance(x, _ext.Var) and each.after == -1 else x
+        renamed.get(x, x) if isinstance(x, _core.Var) and each.after == -1 else x
         for x in each.operands
     ]
     eqns, results = _traced(each.fn, operands, is_apart=not inputs)
     names = dict(zip(results, each.results, strict=False)) if each.results else {}
-    assert all(isinstance(x, _ext.Var) for x in names), "an equation makes each"
+    assert all(isinstance(x, _core.Var) for x in names), "an equation makes each"
 
     def new(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
-        return [x if isinstance(x, _ext.Literal) else names.get(x, x) for x in atoms]
+        return [x if isinstance(x, _core.Literal) else names.get(x, x) for x in atoms]
 
     return [e.replace(invars=new(e.invars), outvars=new(e.outvars)) for e in eqns]
 
@@ -438,7 +437,7 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
     eqn = place.eqn
     inners, name = jaxprs.inners(eqn), eqn.primitive.name
     rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
-    step = _ext.Var(jax.core.ShapedArray(rows, np.dtype(np.int32)))
+    step = _core.Var(jax.core.ShapedArray(rows, np.dtype(np.int32)))
     starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
     counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
     kept: list[Kept] = []
@@ -448,7 +447,7 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
         given: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
         running, eqns, outvars, own = None, old.eqns, old.outvars, None
         if rows and is_body:  # under vmap, they stop one by one
-            tests = [_ext.Var(x.aval) for x in eqn.invars[:begin]]
+            tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
             given |= zip(tests, eqn.invars, strict=False)
             running = inners[0].jaxpr, [*tests, *old.invars[at:]]
         if is_body or not rows:  # JAX would compute that condition twice a step
@@ -485,5 +484,5 @@ def _counter(
     """The first number of a loop's steps, and how to compute the next."""
     is_reverse = eqn.params.get("reverse", False)
     start = np.full(step.aval.shape, eqn.params["length"] - 1 if is_reverse else 0)
-    first = _ext.Literal(start.astype(np.int32)[()], step.aval)
+    first = _core.Literal(start.astype(np.int32)[()], step.aval)
     return [first], *_traced(lambda i: [i - 1 if is_reverse else i + 1], [step])

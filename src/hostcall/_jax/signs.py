@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.mlir import ir as _ir
-from jax.extend.mlir.dialects import func as _func
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
+from jaxlib.mlir.dialects import func as _func
 
 from hostcall import _native
 from hostcall._jax import types as _t

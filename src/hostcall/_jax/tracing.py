@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
-from jax.extend import core as _ext
 from jax.interpreters import ad as _ad
 from jax.interpreters import batching as _batching
 from jax.interpreters import mlir as _mlir
@@ -75,7 +74,7 @@ def zero_tangent(primal: jax.Array) -> _t.Zero:
 
 
 def is_literal(atom: _t.Atom) -> bool:
-    return isinstance(atom, _ext.Literal)
+    return isinstance(atom, _core.Literal)
 
 
 # The primitives of host calls, and how each is lowered. JAX's own ones are among them

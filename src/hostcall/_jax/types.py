@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend import core as _ext
-from jax.extend.mlir import ir as _ir
 from jax.interpreters import ad as _ad
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
+from hostcall._jax.door import core as _core
 from hostcall._jax.door import dtypes as _dtypes
 from hostcall._jax.door import effects as _effects
 from hostcall._jax.door import partial_eval as _src_pe
@@ -37,17 +37,17 @@ TreeDef: TypeAlias = jax.tree_util.PyTreeDef
 # A document of the pretty printer.
 Doc: TypeAlias = _pretty_printer.Doc
 # What orders programs at run time.
-Token: TypeAlias = _ext.Token
+Token: TypeAlias = _core.Token
 # A program that is ready to run on its devices.
 Executable: TypeAlias = _pxla.ExecuteReplicated
 
 # --- Of programs while they are traced ------------------------------------------------
 
-Jaxpr: TypeAlias = _ext.Jaxpr
-JaxprEquation: TypeAlias = _ext.JaxprEqn
-Var: TypeAlias = _ext.Var
-Atom: TypeAlias = _ext.Var | _ext.Literal
-Primitive: TypeAlias = _ext.Primitive
+Jaxpr: TypeAlias = _core.Jaxpr
+JaxprEquation: TypeAlias = _core.JaxprEqn
+Var: TypeAlias = _core.Var
+Atom: TypeAlias = _core.Var | _core.Literal
+Primitive: TypeAlias = _core.Primitive
 Trace: TypeAlias = jax.core.Trace
 # What partial evaluation gives to a rule.
 JaxprTrace: TypeAlias = _src_pe.JaxprTrace

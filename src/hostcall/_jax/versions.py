@@ -8,13 +8,12 @@ that is out of the range.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jaxlib
-from jax.extend.core import Jaxpr
-from jax.extend.mlir import ir as _ir
 from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall._jax.door import JAX_VERSION, version_of
 from hostcall._jax.door import config as _config
@@ -27,10 +26,9 @@ from hostcall._jax.door import tree_util as _tree_util
 
 # --- Jaxprs ---------------------------------------------------------------------------
 
-if JAX_VERSION < (0, 11):
-    from jax.extend.core import ClosedJaxpr
-else:  # one type with the open jaxpr
-    ClosedJaxpr = Jaxpr
+Jaxpr: TypeAlias = _core.Jaxpr
+# One type with the open jaxpr since 0.11.
+ClosedJaxpr = _core.ClosedJaxpr if JAX_VERSION < (0, 11) else _core.Jaxpr
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:

@@ -24,7 +24,6 @@ from itertools import compress, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
-from jax.extend import core as _ext
 from jax.interpreters import partial_eval as _pe
 
 from hostcall._jax import types as _t
@@ -68,7 +67,7 @@ def _eqns_in(loop: _t.Params) -> Iterator[_t.JaxprEquation]:
 # --- A jaxpr without its known calls --------------------------------------------------
 
 # Stands for equations of the first loop whose results may not be needed.
-_removed_p = _ext.Primitive("host_call_of_the_first_loop")
+_removed_p = _core.Primitive("host_call_of_the_first_loop")
 _removed_p.multiple_results = True
 
 
@@ -287,7 +286,7 @@ def _while_partial_eval_custom(
     residuals = [
         x
         for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)
-        if used and not has and isinstance(x, _ext.Var)
+        if used and not has and isinstance(x, _core.Var)
     ]
     return first, second, split.outs, _either(split.outs, here), residuals
 
@@ -362,7 +361,7 @@ def _with_condition_inside(
 
     The carry gets one more value: for each row, whether it goes on.
     """
-    condition, body = map(_ext.jaxpr_as_fun, (cond_jaxpr, body_jaxpr))
+    condition, body = map(_core.jaxpr_as_fun, (cond_jaxpr, body_jaxpr))
     cond_consts, body_consts, start = _cut(operands, [cond_nconsts, body_nconsts])
 
     def chosen(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
