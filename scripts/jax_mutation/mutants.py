@@ -31,6 +31,7 @@ import os
 import random
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +136,17 @@ def _other_signature(*, another: object, than: object) -> None:
     raise AssertionError("a function with another signature was called")
 
 
-def change(path: str, name: str, kind: str) -> None:
-    """Makes hostcall see another JAX."""
+def change(path: str, name: str, kind: str) -> Callable[[], None]:
+    """Makes hostcall see another JAX. Returns what gives JAX its own modules back, once
+    hostcall has looked: JAX imports from them too, where it first needs to.
+    """
     import jax
     import jax.export  # noqa: F401
 
     module, _, inner = path.partition(":")
     if inner or kind == "uncalled":
         _change_in_place(module, inner, name, kind)
-        return
+        return lambda: None
     real = _import(module)
     instead = _other_signature if kind == "signature" else None
     outer, _, last = module.rpartition(".")
@@ -155,6 +158,13 @@ def change(path: str, name: str, kind: str) -> None:
             setattr(parent, last, fake)
         elif hasattr(parent, last):
             delattr(parent, last)
+
+    def give_back() -> None:
+        sys.modules[module] = real
+        with contextlib.suppress(ImportError):
+            setattr(importlib.import_module(outer), last, real)
+
+    return give_back
 
 
 def _import(module: str) -> Any:
@@ -250,10 +260,15 @@ def _in_child(mutant: tuple[str, str, str]) -> dict[str, str]:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIMIT_SECONDS)  # a hang ends the child, which has said nothing then
     faulthandler.disable()
-    change(*mutant)
+    give_back = change(*mutant)
     try:
         sys.path.insert(0, str(Path(__file__).parent))
         programs = importlib.import_module("programs")
+        door = importlib.import_module("hostcall._jax.door")
+        for part in importlib.import_module("hostcall._jax.needs").Part:
+            door.missing(part)
+        if mutant[0].rpartition(".")[2] not in door._LATE:
+            give_back()
     except ImportError as error:
         if "hostcall is known to work with jax" in str(error):
             return {"": "no import"}
