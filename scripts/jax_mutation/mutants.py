@@ -147,6 +147,11 @@ def change(path: str, name: str, kind: str) -> Callable[[], None]:
     if inner or kind == "uncalled":
         _change_in_place(module, inner, name, kind)
         return lambda: None
+    for other in tables()[
+        0
+    ].MODULES.values():  # what JAX imports late, with the real one
+        with contextlib.suppress(ImportError):
+            _import(other)
     real = _import(module)
     instead = _other_signature if kind == "signature" else None
     outer, _, last = module.rpartition(".")
@@ -267,7 +272,7 @@ def _in_child(mutant: tuple[str, str, str]) -> dict[str, str]:
         door = importlib.import_module("hostcall._jax.door")
         for part in importlib.import_module("hostcall._jax.needs").Part:
             door.missing(part)
-        if mutant[0].rpartition(".")[2] not in door._LATE:
+        if mutant[0] not in {door.MODULES[alias] for alias in door._LATE}:
             give_back()
     except ImportError as error:
         if "hostcall is known to work with jax" in str(error):

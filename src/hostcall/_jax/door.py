@@ -130,6 +130,8 @@ class Missing:
         refuse(self.__part, self.__path)
 
     def __getattr__(self, name: str) -> Missing:
+        if name == "__code__":  # whoever asks a function what it takes
+            self.__refuse()
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return Missing(self.__part, f"{self.__path}.{name}")
@@ -140,6 +142,7 @@ class Missing:
     __ror__ = __or__
     __call__ = __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = __refuse
     __bool__ = __enter__ = __exit__ = __eq__ = __ne__ = __refuse  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __refuse
     __instancecheck__ = __subclasscheck__ = __mro_entries__ = __refuse
 
 
