@@ -86,7 +86,7 @@ void CheckFit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
         "hostcall: a call has an array of XLA's type " + std::to_string(*unknown) +
             ", which is newer than this hostcall. Install a hostcall that was made "
             "for this jaxlib, or convert the array before the call" HOSTCALL_CODE(
-                "hc-dtype"),
+                "hc-device"),
         XLA_FFI_Error_Code_FAILED_PRECONDITION)};
   }
   throw XlaError{MakeError(

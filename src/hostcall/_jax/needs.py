@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-# The versions of JAX under which the suite has run (docs/releasing.md).
+# The versions of JAX under which the suite has run (CONTRIBUTING.md).
 OLDEST = "0.9.0"
 NEWEST = "0.12.0.1"
 INSTALL = f'pip install "jax>={OLDEST},<={NEWEST}"'
