@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import types
 from collections import defaultdict
 from pathlib import Path
 
@@ -275,7 +276,7 @@ def test_what_stands_for_something_missing_raises_where_it_is_used():
         lambda: bool(missing),
         lambda: missing == 1,
         lambda: isinstance(1, missing),
-        lambda: type("Inner", (missing,), {}),
+        lambda: types.new_class("Inner", (missing,)),
     ):
         with pytest.raises(Exception, match="hc.observe can't work with jax") as error:
             use()

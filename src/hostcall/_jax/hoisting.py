@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax.interpreters import partial_eval as _pe
 
@@ -83,19 +84,21 @@ def _hoisting(yes: bool) -> Iterator[None]:
 class _PartialEval:
     """JAX's module partial_eval as loops.py sees it, with one function replaced."""
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(_src_pe, name)
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
 
-    @staticmethod
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._plain, name)
+
     def partial_eval_jaxpr_nounits(
-        jaxpr: Jaxpr, *args: object, **kwargs: object
+        self, jaxpr: Jaxpr, *args: object, **kwargs: object
     ) -> object:
         # loops.py also splits the bodies of while loops by this function. There,
         # nothing is hoisted, and a known call must stay known.
         if _hoists.get():
             jaxpr = _disguise(jaxpr)
         with _hoisting(False):
-            return _src_pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
+            return self._plain.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
 
 
 # What is replaced (patches.py).
@@ -105,9 +108,8 @@ def hoisting_no_calls(plain: Callable[..., object]) -> Callable[..., object]:
     return lambda jaxpr, *args: plain(_disguise(jaxpr), *args)
 
 
-def partial_eval_in_loops(plain: object) -> _PartialEval:
-    assert plain is _src_pe, "loops.py has another module under this name"
-    return _PartialEval()
+def partial_eval_in_loops(plain: Any) -> _PartialEval:
+    return _PartialEval(plain)
 
 
 def scan_under_remat(plain: Callable[..., object]) -> Callable[..., object]:

@@ -156,6 +156,9 @@ def _why_not(patch: Patch) -> str:
         return "" if patch.if_absent else f"{of} has no {patch}"
     if patch.takes and not _takes(stands, patch.takes):
         return f"{patch} of {of} takes other arguments than {', '.join(patch.takes)}"
+    for name in patch.has:
+        if not hasattr(stands, name):
+            return f"{patch} of {of} has no {name}"
     if patch.asked_in and not _asks(_named(patch.asked_in), patch.name):
         return f"{of} does not call {patch} in {patch.asked_in}"
     return ""

@@ -413,7 +413,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "partial_eval",
         Part.SCANS,
-        "EffectHandle new_eqn_recipe partial_eval_jaxpr_nounits",
+        "EffectHandle new_eqn_recipe",
         "puts a call into a scan that is split",
     ),
     Need(

@@ -39,6 +39,7 @@ class Patch:
         by: the functions of this wing, as `file.function`, that make the replacement of
             what stands there; each gets what the one before it has made.
         takes: the parameters that the replacement relies on, which must be there.
+        has: what must be in what stands there, since JAX calls it there.
         asked_in: the module of JAX whose code calls it.
         is_static: whether it is a static method.
         if_absent: whether it is put there only where JAX has nothing.
@@ -51,6 +52,7 @@ class Patch:
     does: str
     by: tuple[str, ...]
     takes: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
     asked_in: str = ""
     is_static: bool = False
     if_absent: bool = False
@@ -168,6 +170,7 @@ PATCHES: tuple[Patch, ...] = (
         when=When.CALLS,
         does="the same under remat: a view of JAX's module with one function replaced",
         by=("hoisting.partial_eval_in_loops",),
+        has=("partial_eval_jaxpr_nounits",),
         asked_in=_LOOPS,
     ),
     Patch(
