@@ -19,7 +19,7 @@ from hostcall._jax.door import xla_client as _xc
 from hostcall._jax.dtypes import has_symbolic, is_symbolic
 from hostcall._jax.program import Program
 from hostcall._jax.types import Aval, Device, Emitted, LoweringContext, Operation, Value
-from hostcall._jax.versions import set_sharding
+from hostcall._jax.versions import built, set_sharding
 
 # Token and operands -> what was emitted.
 Emit: TypeAlias = Callable[[Value | None, Sequence[Value]], Emitted]
@@ -176,7 +176,6 @@ def on_each_device(
     ctx = program.ctx
     if not jax.config.jax_use_shardy_partitioner:
         return _on_each_device_gspmd(ctx, emit, token, operands)
-    cache = ctx.module_context.sharding_attr_cache
     mesh_shape = (("hostcall", program.size),)
     takes_token = token is not None
     values = [token, *operands] if takes_token else list(operands)
@@ -186,8 +185,8 @@ def on_each_device(
     region = _sdy.ManualComputationOp(
         types_out,
         values,
-        _closed(mesh_shape, types_in).build(cache),
-        _closed(mesh_shape, types_out).build(cache),
+        built(ctx, _closed(mesh_shape, types_in)),
+        built(ctx, _closed(mesh_shape, types_out)),
         _sdy.ManualAxesAttr.get([_ir.StringAttr.get("hostcall")]),
     )
     block = _ir.Block.create_at_start(region.body, types_in)

@@ -58,7 +58,7 @@ from hostcall._jax.tracing import (
     hold_weakly_in_caches,
     register_effect,
 )
-from hostcall._jax.versions import changed, lower_jaxpr, open_jaxpr
+from hostcall._jax.versions import changed, lower_jaxpr, newly_manual_axes, open_jaxpr
 
 
 class ProgramOrder(_effects.Effect):  # type: ignore[misc]
@@ -103,7 +103,7 @@ def _parts(eqn: _t.JaxprEquation) -> list[Inner]:
     """The jaxprs of an equation that are in the order of the program."""
     if eqn.primitive.name == "shard_map" and not SHARDS_TOKENS_OVER_SOME_AXES:
         params = eqn.params
-        if set(params["newly_manual_axes"]) != set(params["mesh"].axis_names):
+        if newly_manual_axes(params) != set(params["mesh"].axis_names):
             return []
     return inners(eqn)
 

@@ -122,6 +122,12 @@ def varying_over(aval: Any, axes: Collection[object] = (), **parts: Any) -> Any:
     return aval.update(manual_axis_type=varying, **parts)
 
 
+def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes over which a shard_map with these parameters is manual."""
+    name = "manual_axes" if JAX_VERSION < (0, 10, 2) else "newly_manual_axes"
+    return frozenset(params[name])
+
+
 # --- Lowering -------------------------------------------------------------------------
 
 
@@ -146,6 +152,13 @@ def lower_jaxpr(
 def set_sharding(ctx: Any, op: Any, sharding: Any) -> None:
     context = () if JAX_VERSION < (0, 10, 1) else (ctx.module_context,)
     _src_mlir.set_sharding(*context, op, sharding)
+
+
+def built(ctx: Any, shardings: Any) -> Any:
+    """Shardings (SdyArrayList) as an attribute of the program that is lowered."""
+    if JAX_VERSION < (0, 10, 1):
+        return shardings.build()
+    return shardings.build(ctx.module_context.sharding_attr_cache)
 
 
 def module_of(exported: jax.export.Exported) -> _ir.Module:
