@@ -150,7 +150,7 @@ def change(path: str, name: str, kind: str) -> Callable[[], None]:
     for other in tables()[
         0
     ].MODULES.values():  # what JAX imports late, with the real one
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, AttributeError):
             _import(other)
     real = _import(module)
     instead = _other_signature if kind == "signature" else None
