@@ -60,10 +60,16 @@ def put_on_device(
             return put_on_device(array, device, committed)
     aval = _aval(array.shape, array.dtype)
     sharding = _sharding_of(device)
-    with explicit_transfer("explicit_device_put"):
+    # As `explicit_transfer`, which would take 0.3 us: host code's arrays come this way.
+    guard = _guard_lib.thread_local_state()
+    before = guard.explicit_device_put
+    guard.explicit_device_put = True
+    try:
         return _xla_client.batched_device_put(
             aval, sharding, [array], [device], committed
         )
+    finally:
+        guard.explicit_device_put = before
 
 
 def put_with_sharding(array: np.ndarray, sharding: Sharding) -> jax.Array:
