@@ -51,12 +51,17 @@ def replaced() -> str:
 
 
 def mutated(outcomes: dict[str, str]) -> str:
-    lines = ["| of JAX | change | what becomes of 32 programs |", "|---|---|---|"]
+    """A row for each outcome: mutants with equal ones share it."""
+    rows: dict[str, list[str]] = {}
     for key, text in outcomes.items():
         path, *name, kind = key.split(" ")
         full = ".".join([path.removeprefix("jax._src."), *filter(None, name)])
-        lines.append(f"| `{full.replace(':', '.')}` | {kind} | {text} |")
-    return "\n".join(lines)
+        what = f"`{full.replace(':', '.')}` ({kind})"
+        rows.setdefault(text, []).append(what)
+    lines = ["| what becomes of 32 programs | of JAX (change) |", "|---|---|"]
+    lines += [f"| {text} | {', '.join(names)} |" for text, names in rows.items()]
+    count = f"{len(outcomes)} of {len(mutants.mutants())} changes have been tried."
+    return "\n".join([count, "", *lines])
 
 
 def write(outcomes: dict[str, str] | None = None) -> None:
