@@ -261,12 +261,6 @@ NEEDS: tuple[Need, ...] = (
         since="0.10.0",
     ),
     Need(
-        "core",
-        Part.DROP_INS,
-        "shaped_abstractify",
-        "which arguments of a debug callback are arrays",
-    ),
-    Need(
         "custom_partitioning",
         Part.SHARDS,
         "_CUSTOM_PARTITIONING_CALL_NAME _sharding_callbacks",
@@ -281,7 +275,8 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "debugging",
         Part.DROP_INS,
-        "logger formatter _format_print_callback _make_flat_callback",
+        "logger formatter _format_print_callback _make_flat_callback"
+        " _split_callback_args",
         "prints as JAX makes them, in the log where equinox filters them",
     ),
     Need(
@@ -575,13 +570,6 @@ NEEDS: tuple[Need, ...] = (
         "program's results",
     ),
     Need(
-        "tree_util",
-        Part.DROP_INS,
-        "tracing_registry",
-        "flattens views of Refs as JAX does",
-        since="0.10.0",
-    ),
-    Need(
         "util",
         Part.CALLS,
         "weakref_cache_key_types weakref_lru_cache",
@@ -640,9 +628,9 @@ CALLED: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("core", "jaxprs_in_params"): (1, ()),
     ("core", "new_jaxpr_eqn"): (5, ()),
     ("core", "physical_aval"): (1, ()),
-    ("core", "shaped_abstractify"): (1, ()),
     ("debugging", "_debug_partial_eval_custom"): (5, ()),
     ("debugging", "_make_flat_callback"): (3, ()),
+    ("debugging", "_split_callback_args"): (2, ()),
     ("debugging", "debug_batching_rule"): (2, ("primitive",)),
     ("discharge", "register_discharge_rule"): (1, ()),
     ("dispatch", "check_special"): (2, ()),

@@ -22,7 +22,6 @@ from hostcall._jax.door import export as _export
 from hostcall._jax.door import mesh as _mesh
 from hostcall._jax.door import mlir as _src_mlir
 from hostcall._jax.door import partial_eval as _src_pe
-from hostcall._jax.door import tree_util as _tree_util
 
 # --- Jaxprs ---------------------------------------------------------------------------
 
@@ -177,17 +176,3 @@ def module_of(exported: jax.export.Exported) -> _ir.Module:
 # The newest minor version of it that this jaxlib and hostcall both know: 0.3 since
 # jaxlib 0.9.1. Later ones (0.5 in 0.12) have more, and serve what has less.
 XLA_INTERFACE = 2 if version_of(jaxlib.__version__) < (0, 9, 1) else 3
-
-# --- Trees ----------------------------------------------------------------------------
-
-
-def flatten_with_refs(tree: object) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
-    """Flattens a tree as JAX flattens the arguments of debug callbacks: from 0.10 on,
-    views of Refs are nodes.
-    """
-    if JAX_VERSION < (0, 10):
-        found: Any = jax.tree.flatten(tree)
-    else:
-        found = _tree_util.tracing_registry.flatten(tree)
-    leaves, structure = found
-    return list(leaves), structure

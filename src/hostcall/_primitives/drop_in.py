@@ -141,7 +141,7 @@ def _debug_transpose(
 
 
 def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[Value]:
-    """The lowering of our primitives, and on CPUs of JAX's (_compat/lowerings.py)."""
+    """The lowering of our primitives, and on CPUs of JAX's (_compat/redirects.py)."""
     program = begin(ctx)
     if params.kind == "debug" and program.automatic:
         axes = sorted(program.automatic, key=str)
