@@ -1,5 +1,8 @@
 # make demo    build, install into .venv, run the report, the costs and examples/demo
-# make test    build, install into .venv, run the tests
+# make test    build, install into .venv, run the tests (but those of the site: make docs)
+# make test-fast  at most three minutes of them on two cores: smoke tests, those of what
+#               differs from the last merge, and another share of all each day
+# make test-map   all tests, and writes for test-fast which of them runs which function
 # make test-staged  the tests with the GPU's handlers, on a driver that takes the host's
 #               memory for a device's (tests/platforms.py)
 # make test-gpu-runtime  the tests in XLA's CUDA runtime, on a driver of ours instead of a
@@ -10,8 +13,9 @@
 #               that are optional (torch, SymPy, Dask, Gymnasium, ...)
 # make test-chips  compiles every face for H100s and TPUs, without such a chip
 # make docs    build the site into build/site: its gallery runs, and the programs of pages
-#               that show something; a warning is an error. Its search is asked what readers
-#               ask. What ran on the same code is kept for the next time
+#               that show something; a warning is an error. What ran on the same code is kept
+#               for the next time. Then tests/pages looks at the pages, and asks the search
+#               what readers ask
 # make docs-links  after that: ask the hosts of the site's external links
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
@@ -50,7 +54,8 @@
 # PYTHON=python3.12  which Python makes the environment (3.11 or later)
 # VENV=.venv         where
 # JAX="jax==0.9.0"  which jax; empty for the newest that is supported
-# TESTS=tests/tap    which tests `make test` runs; empty for all
+# TESTS=tests/tap    which tests `make test` runs; empty for all but tests/pages
+# BASE=main          what test-fast compares with; empty for the last merge
 SHELL := /bin/bash
 VENV ?= .venv
 # One process more than cores, up to four: a tenth of their time they wait for others.
@@ -64,15 +69,35 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-releases test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-fast test-map test-releases test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m hostcall
 	$(BIN)/python examples/demo
 
+# Without the tests that look at the built site.
+ALL := --ignore=tests/pages
+
 test: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) $(TESTS)
+	$(BIN)/python $(PYTEST) $(or $(TESTS),$(ALL))
+
+# C++ that differs has its own tests beside those of Python.
+test-fast: $(VENV)/.installed
+	@tests=$$($(BIN)/python tests/fast.py); \
+	if [ -n "$$tests" ]; then \
+	  $(MAKE) -s -C tests/native run KINDS=plain LITMUS= TESTS="$$tests"; \
+	fi
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist load --maxschedchunk 8 --fast $(ALL)
+
+# Python 3.12 or later, which can say what runs.
+MAP := build/test-map.json.gz
+test-map: $(VENV)/.installed
+	rm -rf build/test-map
+	mkdir -p build/test-map
+	RECORD_TO="$(CURDIR)/build/test-map" PYTHONPATH="$(CURDIR)/scripts/touched" \
+	  $(BIN)/python $(PYTEST) -p recording $(ALL)
+	$(BIN)/python scripts/touched/map.py build/test-map $(MAP)
 
 # Releases of one minor version differ in what they refuse. Each gets an environment.
 test-releases:
@@ -82,7 +107,7 @@ test-releases:
 	done
 
 test-staged: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) --platform staged
+	$(BIN)/python $(PYTEST) --platform staged $(ALL)
 
 # Files whose programs mostly launch no kernel, so that they are judged.
 GPU_RUNTIME := tests/fakegpu tests/call/test_where.py tests/feed/test_feed.py
@@ -106,7 +131,7 @@ test-optional:
 	$(OPTIONAL)/bin/python -m pytest tests/bridge tests/runtime/test_executors.py tests/runtime/test_rows.py \
 	  tests/runtime/test_dask_workers.py \
 	  tests/feed/test_feed_sources.py tests/export/test_export_processes.py tests/runtime/test_where_processes.py \
-	  tests/repo/test_examples.py tests/repo/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
+	  tests/repo/test_examples.py tests/pages/test_gallery.py tests/repo/test_readme.py tests/repo/test_guide.py \
 	  tests/call/test_arrays.py tests/compat/test_buffer_native.py tests/tools/test_jax_tqdm.py
 
 test-chips: CHIPS := .venv-chips
@@ -143,10 +168,12 @@ $(MERMAID): | $(SITE)/.installed
 	  package/dist/mermaid.esm.min.mjs "package/dist/chunks/mermaid.esm.min/*.mjs"
 	mv build/mermaid/package/dist $(@D)
 
+# The build has run the programs of the gallery.
 docs: $(SITE)/.installed $(MERMAID)
 	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" \
 	  $(SITE)/bin/python -m sphinx -W --keep-going -j 2 -b html docs build/site
-	HOSTCALL_SITE=build/site $(SITE)/bin/python -m pytest -q tests/repo/test_search.py
+	HOSTCALL_SITE=build/site $(SITE)/bin/python -m pytest -q tests/pages \
+	  --deselect tests/pages/test_gallery.py::test_program
 
 docs-links:
 	$(SITE)/bin/python -m sphinx -q -D nb_execution_mode=off -b linkcheck docs build/links
@@ -170,7 +197,7 @@ check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python scripts/typed.py
 	$(BIN)/python -m pytest tests/repo/test_layers.py -q
 	$(BIN)/python -m benchmarks --quick >/dev/null  # each row runs
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST)  # tests/pages too
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -280,7 +307,7 @@ test-lowest:
 	  tests/runtime/test_dask_workers.py tests/compat/test_buffer_native.py \
 	  tests/repo/test_examples.py tests/matrix tests/tools tests/export tests/feed/test_feed_sources.py \
 	  tests/call/test_hypothesis.py tests/compat/test_drop_in.py tests/runtime/test_debuggers.py \
-	  tests/repo/test_demo.py tests/repo/test_notebook_page.py tests/repo/test_site.py tests/repo/test_api.py
+	  tests/repo/test_demo.py tests/pages/test_notebook_page.py tests/pages/test_site.py tests/repo/test_api.py
 
 # Of what users install, and of what the site is built with. `--strict`: a package whose
 # advisories can't be read is a failure, not a pass.

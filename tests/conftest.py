@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import compiled
 import fakegpus
+import fast
 import hypothesis
 import jax
 import nursery
@@ -52,6 +53,9 @@ for name, examples in (("few", 25), ("many", 300)):
     )
 hypothesis.settings.load_profile("few")
 
+# Helpers with asserts that tests call: pytest shows what such an assert compared.
+pytest.register_assert_rewrite("cells")
+
 GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 STDERR = pytest.StashKey[TextIO]()
 
@@ -62,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         choices=platforms.PLATFORMS,
         help="where programs run (tests/platforms.py)",
+    )
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="three minutes: smoke, what is touched, and a share of all (tests/fast.py)",
     )
 
 
@@ -74,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if platform == "fakegpu":
         config.pluginmanager.register(fakegpus.Judge(driver), "judge")
     compiled.once()
+    if config.getoption("--fast"):
+        config.pluginmanager.register(fast.Fast(), "fast")
 
     # After it: hostcall registers its handlers when it is imported.
     import hostcall as hc
@@ -214,6 +225,16 @@ def x64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def wide(request: pytest.FixtureRequest) -> None:
+    """64-bit mode for the tests whose `dtype` needs it."""
+    import dtypes  # after platforms.set_up: it names JAX's types
+
+    case = getattr(request.node, "callspec", None)
+    if case is not None and case.params.get("dtype") in dtypes.WIDE:
+        request.getfixturevalue("x64")
 
 
 @pytest.fixture

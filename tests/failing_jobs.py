@@ -38,7 +38,7 @@ def awaited(key):
         text = in_store(key)
         if text is not None:
             return text
-        time.sleep(0.02)
+        time.sleep(0.02)  # until another process has written it
 def over_shards(body):
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
 """

@@ -29,7 +29,7 @@ def holds_in_time(condition: Callable[[], bool]) -> bool:
         _native.bury()
         if condition():
             return True
-        time.sleep(0.01)
+        time.sleep(0.01)  # what it waits for may be in C++, without any event
     return False
 
 

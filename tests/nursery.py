@@ -65,12 +65,14 @@ _channel: socket.socket | None = None
 _process: subprocess.Popen[bytes] | None = None
 
 
-def serves(env: Mapping[str, str]) -> bool:
+def serves(
+    env: Mapping[str, str], started_with: Mapping[str, str] = _STARTED_WITH
+) -> bool:
     """Whether a program with these variables may run in a fork."""
-    changed = {*env.items()} ^ {*_STARTED_WITH.items()}
+    changed = {*env.items()} ^ {*started_with.items()}
     return (
         sys.platform == "linux"  # macOS has no such sockets
-        and _TOOLS.isdisjoint(env)
+        and _TOOLS.isdisjoint({*env, *_STARTED_WITH})
         and not any(name.startswith(_READ_BEFORE) for name, _ in changed)
     )
 

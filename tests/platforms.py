@@ -30,7 +30,7 @@ import pytest
 from jax._src import dispatch
 
 PLATFORMS = ("cpu", "staged", "fakegpu", "cuda")
-_streams: list[int] = []
+STREAMS: list[int] = []
 
 
 def compiled(source: str, folder: Path, *includes: str) -> Path:
@@ -211,10 +211,10 @@ def use_fake_driver(driver: Path, handlers: Path) -> ctypes.CDLL:
     assert not _native.cuda_missing()  # opens the driver that the environment names
     library, wrapper = fakegpus.opened(driver), ctypes.CDLL(str(handlers))
     wrapper.Wrap.restype = ctypes.c_void_p
-    _streams.extend(library.fakeStreamCreate() for _ in range(8))
+    STREAMS.extend(library.fakeStreamCreate() for _ in range(8))
     wrapper.SetUp(
-        (ctypes.c_void_p * len(_streams))(*_streams),
-        len(_streams),
+        (ctypes.c_void_p * len(STREAMS))(*STREAMS),
+        len(STREAMS),
         library.cuStreamSynchronize,
         library.fakeFinishAll,
         _pointer(_native.handlers(_jax.XLA_INTERFACE)["type"]["type_id"]),

@@ -10,7 +10,7 @@ I32 = jax.ShapeDtypeStruct((), jnp.int32)
 # engine
 class Host:
     def step(self, x):
-        time.sleep(0.01)
+        time.sleep(0.01)  # so that a test meets it in the loop
         print("step", flush=True)
         return x
     def close(self):

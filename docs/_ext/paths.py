@@ -1,7 +1,7 @@
 """The site can be built in a folder with spaces in its path.
 
 sphinx-gallery warns of spaces in the names of programs, and looks at their whole paths.
-Names of the gallery's programs have none (tests/repo/test_gallery.py). The warning has
+Names of the gallery's programs have none (tests/pages/test_gallery.py). The warning has
 a type, by which it could be suppressed, from version 0.22 on only.
 """
 

@@ -4,7 +4,7 @@ They become keywords of the page, by which the search finds it, and a table in f
 _static/scorer.js, by which it is ranked. Codes of errors and public names are words of
 their own pages. Not entries of the index: Sphinx forgets those of pages that it keeps.
 Pages of the design are in no index: they are linked from the page for contributors.
-tests/repo/test_search.py asks the search of a built site.
+tests/pages/test_search.py asks the search of a built site.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""How often a program of `hc.bridge.jax` runs on the other device."""
+"""How often a program of `hc.bridge.jax` runs on the other device, and how long it lives."""
 
 from __future__ import annotations
+
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -52,3 +54,13 @@ def test_a_gradient_in_a_program_is_one_run(runs):
     runs.clear()
     jax.jit(jax.jacrev(lambda x: f(W, x) * x))(X)
     assert sorted(runs) == ["model", "vjp of model"]
+
+
+def test_programs_die_with_jaxs_caches():
+    f = hc.bridge.jax(lambda x: jnp.sin(x).sum())
+    for _ in range(3):
+        jax.jit(jax.grad(f))(jnp.ones(3))
+        assert len(f._programs) == 1
+        jax.clear_caches()
+        gc.collect()
+    assert len(f._programs) == 0

@@ -1,11 +1,11 @@
 """Calls in custom derivatives and remat, and the derivatives they refuse."""
 
-import functools
 import re
 
 import jax
 import numpy as np
 import pytest
+from counting import counted
 from jax import lax
 
 import hostcall as hc
@@ -14,18 +14,6 @@ ROW = np.arange(3, dtype=np.float32)
 EAGER_AND_JIT = pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit], ids=["eager", "jit"]
 )
-
-
-def counted(fn):
-    """Wraps `fn`; its list `seen` grows by (args, kwargs) with each call."""
-
-    @functools.wraps(fn)
-    def wrapper(*args, **kwargs):
-        wrapper.seen.append((args, kwargs))
-        return fn(*args, **kwargs)
-
-    wrapper.seen = []
-    return wrapper
 
 
 def assert_same(got, want):

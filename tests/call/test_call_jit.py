@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counting import counted
 from jax import lax
 
 import hostcall as hc
@@ -51,18 +52,6 @@ class Unhashable:
 
     def __eq__(self, other):
         raise AssertionError("an unhashable leaf is compared by identity")
-
-
-def counted(fn):
-    """Wraps `fn`; its list `seen` grows by (args, kwargs) with each call."""
-
-    @functools.wraps(fn)
-    def wrapper(*args, **kwargs):
-        wrapper.seen.append((args, kwargs))
-        return fn(*args, **kwargs)
-
-    wrapper.seen = []
-    return wrapper
 
 
 def like(value):

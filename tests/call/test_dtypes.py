@@ -4,23 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dtypes import DTYPES, SMALL, WIDE, same, values
+from dtypes import DTYPES, SMALL, same, values
 
 import hostcall as hc
+
+pytestmark = pytest.mark.usefixtures("wide")
 
 # jnp has these names, but a CPU has no such arrays in some or all versions of JAX.
 ABSENT = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
 SHAPES = [(), (7,), (3, 5), (0,), (2, 0, 3)]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def wide(request):
-    """64-bit mode for the tests of 64-bit dtypes."""
-    params = getattr(request.node, "callspec", None)
-    if params is not None and params.params.get("dtype") in WIDE:
-        request.getfixturevalue("x64")
 
 
 def spec(x):

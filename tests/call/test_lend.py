@@ -10,20 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specs import N, ramp, spec
 
 import hostcall as hc
 
 MODES = {"eager": lambda f: f, "jit": jax.jit}
 modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-N = 1000
-
-
-def spec(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def ramp(start=0):
-    return np.arange(start, start + N, dtype=np.float32)
 
 
 def lending(host, *, lend=True, order="pure", result=spec()):

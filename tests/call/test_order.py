@@ -35,7 +35,7 @@ class Log(list):
 
     def host(self, number, *rest):
         if self.wait is not None:
-            time.sleep(self.wait())
+            time.sleep(self.wait())  # upsets an order that nothing enforces
         self.append(self.key(number))
         return np.int32(number)
 

@@ -92,6 +92,27 @@ def all_pairs(kinds):
     return path[::-1]
 
 
+class EachAfterEach:
+    """`do(i)` has host calls in which each kind comes directly after each."""
+
+    PARTS = 6
+
+    def __init__(self, log, kinds, numbers=lambda i: i):
+        self.log, self.numbers = log, numbers
+        self.path = all_pairs(kinds)
+
+    def __call__(self, i, begin=0, end=None):
+        for number, kind in enumerate(self.path[begin:end], begin):
+            emit(self.log, kind, self.numbers(i) + 1000 * number)
+
+    def part(self, k):
+        """`do` with a sixth of the pairs, so that all are in a program of six parts."""
+        size = -(-(len(self.path) - 1) // self.PARTS)
+        begin = k * size
+        # The last kind of a part is the first one of the next.
+        return lambda i: self(i, begin, begin + size + 1)
+
+
 # --- Where they are -------------------------------------------------------------------
 #
 # Each puts a function `do(i)`, which has host calls, into a program of one number.
@@ -147,12 +168,16 @@ def in_jit(do, x):
 
 
 def around_loops(do, x):
-    do(x)
-    x = in_scan(do, x)
-    do(x + 100)
-    x = in_while(do, x * 0)
-    do(x + 200)
-    return in_cond(do, x)
+    """Loops, and host calls between them. The places above have all pairs inside of loops;
+    here they are divided, and each boundary of a loop has other kinds on its sides.
+    """
+    part = getattr(do, "part", lambda k: do)
+    part(0)(x)
+    x = in_scan(part(1), x)
+    part(2)(x + 100)
+    x = in_while(part(3), x * 0)
+    part(4)(x + 200)
+    return in_cond(part(5), x)
 
 
 def in_remat(do, x):
@@ -195,19 +220,19 @@ def compare(program, log):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_each_kind_after_each_in_one_program(place):
-    log, kinds = Log(), all_pairs(KINDS)
-
-    def do(i):
-        for number, kind in enumerate(kinds):
-            emit(log, kind, i + 1000 * number)
-
-    assert len(compare(lambda x: PLACES[place](do, x), log)) >= 2 * len(kinds)
+    log = Log()
+    do = EachAfterEach(log, KINDS)
+    seen = compare(lambda x: PLACES[place](do, x), log)
+    assert len(seen) >= 2 * len(KINDS) ** 2
 
 
 @pytest.mark.parametrize("place", ["scan", "around loops"])
 @pytest.mark.parametrize("first", KINDS)
 def test_pairs_alone(first, place):
-    for second in KINDS:
+    kinds = list(KINDS)
+    if place == "around loops":  # there each comes after the other too
+        kinds = kinds[kinds.index(first) :]
+    for second in kinds:
         log = Log()
 
         def do(i, second=second, log=log):
@@ -222,14 +247,10 @@ def test_rows_of_a_vmap(place):
     """Each call is one in the program, with a row for each row of the batch."""
     log = Log()
     refused = ["ordered io", "unordered io"]  # by JAX, the second inside cond
-    kinds = all_pairs(kind for kind in KINDS if kind not in refused)
+    kinds = [kind for kind in KINDS if kind not in refused]
 
     def row(x, y):
-        def do(i):
-            for number, kind in enumerate(kinds):
-                emit(log, kind, i + y + 1000 * number)
-
-        return PLACES[place](do, x)
+        return PLACES[place](EachAfterEach(log, kinds, lambda i: i + y), x)
 
     compare(lambda x: jax.vmap(row, (None, 0))(x, jnp.array([10, 20])), log)
 
@@ -407,17 +428,12 @@ OVER_SEVERAL = [kind for kind in KINDS if kind != "ordered debug"]  # JAX refuse
 @pytest.mark.parametrize("place", PLACES)
 def test_programs_that_the_compiler_splits(place):
     """One device makes the calls."""
-    log, kinds = Log(), all_pairs(OVER_SEVERAL)
+    log = Log()
+    do = EachAfterEach(log, OVER_SEVERAL)
     sharding = jax.NamedSharding(line(), jax.P("x"))
 
     def program(x):
-        first = x[0]
-
-        def do(i):
-            for number, kind in enumerate(kinds):
-                emit(log, kind, i + 1000 * number)
-
-        return PLACES[place](do, first), x * 2
+        return PLACES[place](do, x[0]), x * 2
 
     with jax.disable_jit():
         program(jnp.zeros(4, np.int32))
@@ -430,7 +446,7 @@ def test_programs_that_the_compiler_splits(place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("manual", ["all axes", "some axes"])
 def test_each_device_of_a_shard_map(place, manual):
-    log, kinds = Log(), all_pairs(OVER_SEVERAL)
+    log, kinds = Log(), OVER_SEVERAL
     if manual == "some axes":  # where JAX refuses drop-ins' io
         kinds = [kind for kind in OVER_SEVERAL if "io" not in kind]
         if jaxlib.version.__version_info__ < (
@@ -445,6 +461,8 @@ def test_each_device_of_a_shard_map(place, manual):
             for number, kind in enumerate(kinds):
                 emit(log, kind, i + 10 * x[0] + 1000 * number)
 
+        if manual == "all axes":
+            do = EachAfterEach(log, kinds, lambda i: i + 10 * x[0])
         return PLACES[place](do, jnp.int32(0)) + x
 
     def of(device, seen):

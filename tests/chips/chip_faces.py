@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import re
 import sys
 
-# Before JAX is imported: no back end of a chip is started.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-4"
-os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+import variables
+
+# Before JAX is imported, and not in tests, which import this file.
+if __name__ == "__main__":
+    variables.start_no_chip()
 
 import jax
 import jax.numpy as jnp

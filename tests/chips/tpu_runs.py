@@ -13,8 +13,12 @@ import json
 import os
 import re
 
-# Before JAX is imported: see chip_faces.py.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import variables
+
+# Before JAX is imported, and not in tests, which import this file.
+if __name__ == "__main__":
+    variables.start_no_chip()
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import chip_faces
 import jax

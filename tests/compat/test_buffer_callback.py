@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.experimental.buffer_callback import buffer_callback
 from meshes import grid, line
+from specs import spec
 
 import hostcall as hc
 
@@ -20,10 +21,6 @@ EFFECTS = {
     "ordered": {"order": "ordered"},
 }
 effects = pytest.mark.parametrize("effect", EFFECTS.values(), ids=EFFECTS)
-
-
-def spec(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def affine(ctx, out, x, y):

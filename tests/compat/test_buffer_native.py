@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specs import spec
 
 import hostcall as hc
 
@@ -59,10 +60,6 @@ def library(tmp_path_factory):
         check=True,
     )
     return ctypes.CDLL(str(folder / "code.so"))
-
-
-def spec(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 MODES = {"eager": lambda f: f, "jit": jax.jit}

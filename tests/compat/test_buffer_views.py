@@ -11,26 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dtypes import DTYPES, SMALL, WIDE, same, values
+from dtypes import DTYPES, SMALL, same, values
 from jax import lax
 from limits import resident_kib
+from specs import spec
 
 import hostcall as hc
 
+pytestmark = pytest.mark.usefixtures("wide")
+
 MODES = {"eager": lambda f: f, "jit": jax.jit}
 modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-
-
-@pytest.fixture(autouse=True)
-def wide(request):
-    """64-bit mode for the tests of 64-bit dtypes."""
-    params = getattr(request.node, "callspec", None)
-    if params is not None and params.params.get("dtype") in WIDE:
-        request.getfixturevalue("x64")
-
-
-def spec(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def like(x):

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from platforms import forget_failed_effects
+from specs import like
 
 import hostcall as hc
 
@@ -29,10 +30,6 @@ JAXS = {
     "ordered": functools.partial(io_callback, ordered=True),
 }
 KINDS = list(OURS)
-
-
-def like(x):
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def outcome(run):

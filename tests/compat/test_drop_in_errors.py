@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specs import like
 
 import hostcall as hc
 
 
 class Broken(Exception):
     pass
-
-
-def like(x):
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 KINDS = {

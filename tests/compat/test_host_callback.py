@@ -614,7 +614,7 @@ def test_pending_taps_are_delivered_at_exit(run_python):
         import time, jax
         import hostcall.host_callback as hcb
         def slow(arg, transforms):
-            time.sleep(0.05)
+            time.sleep(0.05)  # so that the last are still queued at the end
             print(float(arg), flush=True)
         f = jax.jit(lambda x: hcb.id_tap(slow, x))
         for i in range(5):

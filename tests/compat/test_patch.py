@@ -24,6 +24,7 @@ from jax._src import debugging as jax_debugging
 from jax.experimental import buffer_callback as buffers
 from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
+from specs import like
 
 import hostcall as hc
 
@@ -86,10 +87,6 @@ def as_before():
 def patched():
     with hc.patch_jax():
         yield
-
-
-def like(x):
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def text_of(f, *args):

@@ -99,3 +99,16 @@ class Walk:
 
 walk = hc.Object(Walk, methods={"step": jax.ShapeDtypeStruct((), np.float32)})
 feed = hc.register("tests.feed")(hc.feed(lambda: iter(np.arange(9.0)), prefetch=1))
+
+
+# --- What tests do with them ------------------------------------------------------------
+
+
+def travelled(f, *specs, **options):
+    """`f` after it was exported and loaded."""
+    return hc.load(bytes(hc.export(f, **options)(*specs)))
+
+
+def tapped(x):
+    hc.tap(seen, x)
+    return x

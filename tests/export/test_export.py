@@ -10,17 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registered as r
+from registered import travelled
 
 import hostcall as hc
 
 pytest.importorskip("flatbuffers")
 X = jnp.linspace(0.1, 1.0, 4)
 LIKE = jax.ShapeDtypeStruct((), np.float32)
-
-
-def travelled(f, *specs, **options):
-    """`f` after it was exported and loaded."""
-    return hc.load(bytes(hc.export(f, **options)(*specs)))
 
 
 def row(x):

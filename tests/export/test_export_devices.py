@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registered as r
+from registered import tapped
 
 import hostcall as hc
 
@@ -33,11 +34,6 @@ def carried(f, pair):
     got = jax.block_until_ready(jax.jit(loaded.call)(here))
     hc.barrier()
     return got, sorted(r.SEEN)
-
-
-def tapped(x):
-    hc.tap(r.seen, x)
-    return x
 
 
 def masked(x):

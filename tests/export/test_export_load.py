@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registered as r
+from registered import tapped, travelled
 
 import hostcall as hc
 
@@ -19,10 +20,6 @@ from fuzz.stablehlo import packed, unpacked
 X = jnp.linspace(0.1, 1.0, 4)
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 ONE = jnp.float32(1)
-
-
-def travelled(f, *specs, **options):
-    return hc.load(bytes(hc.export(f, **options)(*specs)))
 
 
 def sine(x):
@@ -111,22 +108,6 @@ def test_objects_that_were_closed_are_made_again_by_loading():
             jax.block_until_ready(loaded.call(ONE))
     with pytest.raises(hc.errors.HostcallError, match=r"after close\(\)"):
         hc.export(lambda x: env.step(x))(ONE)  # it was the object of the first load
-
-
-def test_64_bit_objects_where_64_bits_are_off():
-    with jax.enable_x64(True):
-        env = hc.Object(
-            r.Walk,
-            methods={"step": jax.ShapeDtypeStruct((), np.float64), "key": KEY},
-        )
-        data = bytes(hc.export(lambda x: env.step(x))(np.float64(1)))
-    declared = hc.load(data).objects["Walk"]._group.methods
-    assert declared["step"].avals[0].dtype == np.float64
-    assert declared["key"].keys == (KEY.dtype,)
-    assert declared["key"].avals[0].shape == (3, 2)
-
-
-KEY = jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype)
 
 
 # --- What is exported ----------------------------------------------------------------
@@ -223,11 +204,6 @@ def test_bridges():
 
 
 # --- Calling ------------------------------------------------------------------------
-
-
-def tapped(x):
-    hc.tap(r.seen, x)
-    return x
 
 
 @pytest.mark.parametrize(

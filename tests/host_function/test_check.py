@@ -161,7 +161,7 @@ def test_a_function_that_threads_upset():
 
     def upset(x):
         state["x"] = x.copy()
-        time.sleep(1e-3)
+        time.sleep(1e-3)  # another thread comes between the lines around it
         return state["x"] * 2
 
     before = set(threading.enumerate())

@@ -239,7 +239,8 @@ TRANSFORMATIONS = {
     "export": Transformation(_export, lambda op: op(X)),
 }
 
-
+# What test_smoke.py tries of each face, before all else.
+SETTINGS = ("eager", "jit", "vmap", "grad", "scan", "shard_map")
 DEVICES = ("shard_map", "pmap", "jit over shards")
 
 

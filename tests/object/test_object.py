@@ -263,9 +263,10 @@ def test_hooks_that_are_false_as_bools():
     hooks = {"save": lambda w: 3, "restore": lambda w, s: None, "close": Walk.close}
     env = hc.Object(Walk, methods=METHODS, **{k: Hook(f) for k, f in hooks.items()})
     env.step(1.0)
-    (walk,) = (member.value for member in env._group.members.values())
     env.restore(env.save())
     env.close()
+    walk = said[0][0]
+    assert isinstance(walk, Walk)
     assert said == [(walk,), (walk, 3), (walk,)]
 
 
@@ -538,7 +539,7 @@ def test_restoring_by_hooks_keeps_the_objects():
 def test_save_waits_for_what_is_under_way():
     class Slow(Walk):
         def step(self, action):
-            time.sleep(2e-3)
+            time.sleep(2e-3)  # the programs run while the object is saved
             return super().step(action)
 
     with walks(Slow, save="get", restore="set") as env:
@@ -711,7 +712,7 @@ def test_no_two_threads_are_in_an_object_at_once():
 
         def step(self, x):
             self.inside += 1
-            time.sleep(1e-3)
+            time.sleep(1e-3)  # in which another thread might come
             self.entered += 1
             assert self.inside == 1
             self.inside -= 1
@@ -744,7 +745,7 @@ def test_close_waits_for_another_threads_method():
     class Slow(Noted.Member):
         def step(self, x):
             entered.set()
-            time.sleep(0.1)
+            time.sleep(0.1)  # `close` begins meanwhile, and can't say so: it waits
             return super().step(x)
 
     owner = Noted(log)
@@ -1015,37 +1016,3 @@ def test_an_error_has_the_users_line_where_jax_calls_the_method():
     line = test_an_error_has_the_users_line_where_jax_calls_the_method
     number = line.__code__.co_firstlineno + 3
     assert f"called at {__file__}:{number} in {line.__name__})" in str(caught.value)
-
-
-def test_ctrl_c_leaves_no_object_locked(run_python):
-    """An interrupt may come behind any instruction, also where a lock is taken."""
-    run_python(
-        """
-        import signal, threading
-        import numpy as np, jax, jax.numpy as jnp
-        import hostcall as hc
-        class Count:
-            n = 0
-            def step(self):
-                self.n += 1
-                return np.float32(self.n)
-        F32 = jax.ShapeDtypeStruct((), jnp.float32)
-        count = hc.Object(Count, methods={"step": F32})
-        def again(signum, frame):
-            raise KeyboardInterrupt
-        signal.signal(signal.SIGALRM, again)
-        interrupts = 0
-        while interrupts < 500:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + interrupts % 7))
-                while True:
-                    count._group.call(((), ()), "step()", lambda each: each.step())
-            except KeyboardInterrupt:
-                interrupts += 1
-        got = []
-        thread = threading.Thread(target=lambda: got.append(count.step()))
-        thread.start()
-        thread.join(60)
-        assert len(got) == 1
-        """
-    )

@@ -9,9 +9,18 @@ import sys
 import nursery
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    not nursery.serves(os.environ), reason="programs have processes of their own here"
-)
+
+@pytest.fixture(autouse=True)
+def served(pytestconfig):
+    if pytestconfig.getoption("--platform") != "cpu" or not nursery.serves({}, {}):
+        pytest.skip("programs have processes of their own here")
+
+
+def test_no_file_of_tests_changes_what_programs_read_at_their_start():
+    """Else each program of the whole suite imports JAX anew, half a second of a core."""
+    assert nursery.serves(os.environ)
+
+
 PROGRAMS = {
     "prints": "import sys; print(sys.argv, __name__, sorted(globals())); print(1, file=sys.stderr)",
     "raises": "def f():\n    raise ValueError(3)\nf()",

@@ -179,7 +179,7 @@ def test_taps_keep_their_order_and_barrier_waits_for_them():
     seen = []
 
     async def slow(x):
-        await asyncio.sleep(0.01 if x == 0 else 0)
+        await asyncio.sleep(0.01 if x == 0 else 0)  # the second could overtake it
         seen.append(float(x))
 
     @jax.jit

@@ -188,7 +188,7 @@ def test_calls_of_one_object_do_not_overlap():
         async def enter(self, x):
             assert not inside
             inside.append(1)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # in which another call might come
             inside.clear()
             log.append(float(x))
             return x

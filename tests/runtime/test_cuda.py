@@ -126,7 +126,7 @@ def test_the_pools_limit_holds_with_many_calls_in_flight(run):
     run("""
 hc.configure(pinned_bytes=1 << 20)
 def host(x):
-    time.sleep(1e-3)
+    time.sleep(1e-3)  # so that calls overlap
     return x + 1
 f = jax.jit(lambda x: hc.call(host, spec(1 << 16), x))          # 512 KiB each
 wrong = []
@@ -196,7 +196,7 @@ hc.configure(tap_queue_bytes=20_000)
 for when_full in ("block", "drop_newest", "drop_oldest"):
     seen = []
     def host(i, x):
-        time.sleep(1e-3)
+        time.sleep(1e-3)  # the program is faster, so that the queue fills
         seen.append(int(i))
     options = {"when_full": when_full, "tag": when_full}
     f = jax.jit(lambda x: lax.fori_loop(
@@ -243,7 +243,7 @@ def at(interface):
     n = int(np.prod(interface["shape"]))
     return np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
 def host(ctx, out, x):
-    assert ctx.stream in platforms._streams
+    assert ctx.stream in platforms.STREAMS
     assert ctx.__cuda_stream__() == (0, ctx.stream)
     for buffer, writeable in ((x, False), (out, True)):
         interface = buffer.__cuda_array_interface__
@@ -319,7 +319,7 @@ kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 code = kind(lambda outs, ins, stream: seen.append(stream))
 f = jax.jit(hc.buffers.buffer_callback(hc.buffers.native(code), spec()))
 jax.block_until_ready(f(jnp.ones(4)))
-assert seen and seen[0] in platforms._streams
+assert seen and seen[0] in platforms.STREAMS
 """)
 
 
@@ -392,7 +392,7 @@ def test_a_call_on_the_devices_arrays(run):
         + """
 def host(x, name, *, y):
     assert name == "a" and isinstance(x, hc.buffers.Buffer) and not x.writeable
-    assert hc.current().stream in platforms._streams
+    assert hc.current().stream in platforms.STREAMS
     return {"s": made(read(x) + read(y)), "x": x}
 f = jax.jit(lambda x, y: hc.call(host, {"s": x, "x": x}, x, "a", y=y, arrays="cuda"))
 x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
@@ -411,7 +411,7 @@ def test_what_was_made_on_another_stream_is_waited_for(run):
     run(
         ON_DEVICE
         + """
-other, TRUE, ABSENT = platforms._streams[-1], "its own", "no such key"
+other, TRUE, ABSENT = platforms.STREAMS[-1], "its own", "no such key"
 def late(stream):                          # a value that comes later, on that stream
     named = {} if told is ABSENT else {"stream": stream if told is TRUE else told}
     source, value = np.full(4, 7, np.float32), made(np.zeros(4, np.float32), **named)

@@ -28,7 +28,7 @@ def gated(x, folder):
     end = time.monotonic() + 120
     while not Path(folder, "go").exists():
         assert time.monotonic() < end
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the workers have come
     return 2 * x
 
 

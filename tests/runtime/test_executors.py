@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import traceback
 from concurrent import futures
 from multiprocessing.pool import ThreadPool
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from limits import HANG_SECONDS
 
 import hostcall as hc
 
@@ -313,10 +313,10 @@ def test_a_new_pool_of_loky_after_a_worker_has_died(run_python, tmp_path):
 
 
 def test_the_time_limit_holds_for_derivatives():
-    def slow(residual, ct):
-        import time
+    leave = threading.Event()
 
-        time.sleep(0.5)
+    def slow(residual, ct):
+        leave.wait(HANG_SECONDS)
         return (ct,)
 
     for method in ("sequential", "parallel"):
@@ -327,6 +327,7 @@ def test_the_time_limit_holds_for_derivatives():
             hc.reraise(),
         ):
             jax.block_until_ready(jax.jit(jax.vmap(jax.grad(f)))(X))
+    leave.set()
 
 
 def test_an_error_in_a_pool_of_threads_of_multiprocessing():
@@ -346,13 +347,14 @@ def test_an_executor_that_is_shut_down_meanwhile():
             if self.rows == len(X):
                 started.wait(60)
                 self.shutdown(wait=False, cancel_futures=True)
+                shut_down.set()
             return task
 
-    started = threading.Event()
+    started, shut_down = threading.Event(), threading.Event()
 
     def slow(x):
         started.set()
-        time.sleep(0.2)
+        shut_down.wait(60)
         return x
 
     f = jax.jit(jax.vmap(host(slow, Pool(1))))

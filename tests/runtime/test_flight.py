@@ -27,7 +27,7 @@ x = jnp.float32(1)
 spec = jax.ShapeDtypeStruct((), jnp.float32)
 def slow(a):
     print("ready", flush=True)
-    time.sleep(600)
+    time.sleep(600)  # until the test ends the process
     return a
 def quick(a):
     return a
@@ -186,7 +186,7 @@ def test_timeouts_log_what_runs_once(caplog):
         return x
 
     async def waits(x):
-        await asyncio.sleep(60)
+        await asyncio.sleep(60)  # until its limit
         return x
 
     for fn in (slow, slow, waits):

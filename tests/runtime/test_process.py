@@ -31,7 +31,7 @@ def test_what_was_dispatched_with_effects_runs_before_the_end(run_python):
         HEAD
         + """
 def say(a):
-    time.sleep(0.02)
+    time.sleep(0.02)  # so that the last have not begun when the script ends
     print(int(a), flush=True)
 m = jnp.ones((500, 500))
 f = jax.jit(lambda i, m: hc.call(say, None, i + 0 * (m @ m)[0, 0], order="ordered"))
@@ -50,7 +50,7 @@ def test_exit_with_a_call_under_way(run_python):
 entered = threading.Event()
 def slow(a):
     entered.set()
-    time.sleep(0.5)
+    time.sleep(0.5)  # the script ends meanwhile: no event can say so
     print("ended", flush=True)
     return a
 m = jnp.ones((800, 800))  # large enough for XLA to run it on a thread of its own
@@ -291,7 +291,7 @@ def loops(a):
     while True: pass
 def sleeps(a):
     entered.set()
-    time.sleep(30)
+    time.sleep(30)  # until the interrupt
 def interrupt():
     entered.wait()
     time.sleep(0.3)  # the callback is in its sleep: before, the kernel would not end it
@@ -429,7 +429,7 @@ m = jnp.ones((800, 800))
 entered = threading.Event()
 def long(a):
     entered.set()
-    time.sleep(1)
+    time.sleep(1)  # the process goes on ending meanwhile
     return a
 def late():
     jax.jit(lambda m: hc.call(long, m, m @ m))(m)
@@ -523,7 +523,7 @@ def test_no_thread_is_left_when_the_interpreter_ends(run_python):
         + """
 def host(a):
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
+    time.sleep(1)  # the interrupt comes in it
     return a
 hc.tap(lambda v: None, x)
 try:

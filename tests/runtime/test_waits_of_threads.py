@@ -140,7 +140,7 @@ class Worker:
     """A thread that dispatches, says so, and waits when it is told to."""
 
     def __init__(self, way, dispatch):
-        self._dispatched, self._go = threading.Event(), threading.Event()
+        self._dispatched, self.go = threading.Event(), threading.Event()
         self.error = None
         self._thread = threading.Thread(target=self._run, args=(way, dispatch))
         self._thread.start()
@@ -149,7 +149,7 @@ class Worker:
     def _run(self, way, dispatch):
         def until():
             self._dispatched.set()
-            assert self._go.wait(LIMIT)
+            assert self.go.wait(LIMIT)
 
         try:
             way(dispatch, until)
@@ -160,7 +160,7 @@ class Worker:
 
     def waits(self):
         """What its wait raises."""
-        self._go.set()
+        self.go.set()
         self._thread.join(LIMIT)
         assert not self._thread.is_alive()
         return self.error
@@ -203,7 +203,7 @@ def test_a_wait_waits_for_the_threads_own_programs(gate, wait, results):
         seen.extend(log.seen)
 
     worker = Worker(way, lambda: f(gate(7)))
-    worker._go.set()
+    worker.go.set()
     assert seen == []  # it waits for the gate
     gate.open()
     assert worker.waits() is None

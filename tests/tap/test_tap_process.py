@@ -10,7 +10,7 @@ import sys, threading, time
 import jax, jax.numpy as jnp
 import hostcall as hc
 def slow(i):
-    time.sleep(0.02)
+    time.sleep(0.02)  # so that the last are still queued when the script ends
     print(int(i), flush=True)
 f = jax.jit(lambda x: jax.lax.fori_loop(
     0, 20, lambda i, c: (hc.tap(slow, i, order={order!r}), c)[1], x))
@@ -208,7 +208,7 @@ def test_ctrl_c_while_a_program_waits_for_space(interrupted_when_ready, size):
         # After the interrupt nothing blocks any more, and a tap may still be under way.
         while not (hc.monitor.tap_queue().blocked or over): time.sleep(0.001)
         if len(seen) == 1: print("ready", flush=True)
-        time.sleep(0.02)
+        time.sleep(0.02)  # each tap takes its time
     @jax.jit
     def f(x):
         def body(i, c):

@@ -35,10 +35,16 @@ def undelayed(monkeypatch):
 
 
 @pytest.fixture
-def rec(tmp_path):
+def rec_folder(tmp_path):
+    """Where the recorder of a test writes."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def rec(rec_folder):
     """A recorder that is open during the test."""
     pytest.importorskip("pyarrow")
-    with hc.Recorder(tmp_path / "run") as rec:
+    with hc.Recorder(rec_folder) as rec:
         yield rec
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import line
+from recorded import columns
 
 import hostcall as hc
 
@@ -18,10 +19,6 @@ def scanned(body, xs, carry=0.0):
     """A compiled loop that calls `body(carry, x)`."""
     step = lambda c, x: (body(c, x), c)
     return jax.jit(lambda xs: jax.lax.scan(step, carry, xs))(xs)
-
-
-def columns(table, *names):
-    return [np.array(table[name].to_pylist()) for name in names]
 
 
 def test_a_loop(rec):
@@ -173,7 +170,7 @@ def test_shard_map_adds_the_device(rec):
     assert sorted(zip(device, step)) == [(d, s) for d in range(4) for s in range(5)]
 
 
-def test_vmap_in_shard_map(rec):
+def test_vmap_in_shard_map(rec, rec_folder):
     def body(block):
         jax.vmap(lambda v: rec(v=v, big=jnp.full(20, v)))(block)
         return block
@@ -183,7 +180,7 @@ def test_vmap_in_shard_map(rec):
     device, row, v = columns(rec.table(), "device", "row", "v")
     np.testing.assert_array_equal(v, 3 * device + row)
     assert sorted(v) == list(range(12))
-    _, big = hc.tools.read(rec._store.folder).array("big")
+    _, big = hc.tools.read(rec_folder).array("big")
     assert big.shape == (1, 4, 3, 20)
     np.testing.assert_array_equal(big[0, :, :, 7].ravel(), np.arange(12))
 
@@ -281,17 +278,6 @@ def test_results_are_the_same_bits(name, rec, optimized):
     for a, b in zip(run(lambda **_: None), run(rec), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert rec.table().num_rows > 0
-
-
-def test_a_traced_program_is_found_again(rec, compiled_during):
-    """A call with the same names taps the same function, so JAX's cache finds it."""
-    f = lambda: jax.jit(lambda x: rec(x=x))(1.0)
-    f()
-    assert rec.table().num_rows == 1
-    tapped = dict(rec._tapped)
-    jax.clear_caches()
-    f()
-    assert rec._tapped == tapped
 
 
 def test_several_threads_record(rec):

@@ -4,16 +4,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from recorded import columns
 
 import hostcall as hc
 
 pytest.importorskip("pyarrow")
-
-
-def columns(table, *names):
-    return [np.array(table[name].to_pylist()) for name in names]
 
 
 # --- Reading, resuming ------------------------------------------------------------------

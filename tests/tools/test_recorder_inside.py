@@ -1,7 +1,9 @@
-"""hc.Recorder: an interrupt at one moment, and memory and disks of other sizes."""
+"""hc.Recorder: an interrupt at one moment, memory and disks of other sizes, and what it
+keeps of a program."""
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -89,3 +91,14 @@ def test_a_run_that_does_not_fit_into_memory(tmp_path):
     text = "It does not fit into memory, or a file of it was damaged"
     with pytest.raises(hc.errors.HostcallError, match=text), arrow.reading(tmp_path):
         raise MemoryError
+
+
+def test_a_traced_program_is_found_again(rec, compiled_during):
+    """A call with the same names taps the same function, so JAX's cache finds it."""
+    f = lambda: jax.jit(lambda x: rec(x=x))(1.0)
+    f()
+    assert rec.table().num_rows == 1
+    tapped = dict(rec._tapped)
+    jax.clear_caches()
+    f()
+    assert rec._tapped == tapped

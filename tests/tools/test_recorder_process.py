@@ -33,7 +33,7 @@ def record(folder, said):
         run(begin)
         hc.barrier()
         os.write(said, f"{begin + 49} {time.time()}\\n".encode())
-        time.sleep(random.random() / 100)
+        time.sleep(random.random() / 100)  # so that moments to be killed at differ
 
 def begin(number):
     child = os.fork()
@@ -54,7 +54,7 @@ for wave in range(5):
     moments = sorted((random.random() * 1.5, child) for child in children)
     first = time.monotonic()
     for moment, child in moments:
-        time.sleep(max(0, first + moment - time.monotonic()))
+        time.sleep(max(0, first + moment - time.monotonic()))  # any moment
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 """

@@ -92,12 +92,14 @@ class _Known(Guarded):
         kept: the exceptions, by number.
         last: the number of the newest.
         told: the numbers of those that the user has seen, without very old ones.
+        explainers: add to an error what it may follow from; see `explained_by`.
     """
 
     def __init__(self) -> None:
         self.kept: OrderedDict[int, _KeptError] = OrderedDict()
         self.last = 0
         self.told: set[int] = set()
+        self.explainers: list[Callable[[BaseException], object]] = []
         super().__init__()
 
     def keeps_too_many(self, now: float) -> bool:
@@ -109,6 +111,19 @@ class _Known(Guarded):
 
 
 _failures = _Known()
+
+
+def explained_by(fn: Callable[[BaseException], object]) -> None:
+    """From now on `fn(error)` adds to an error of a program the failure of another
+    process that it may follow from.
+    """
+    _failures.explainers.append(fn)
+
+
+def explain(error: BaseException) -> None:
+    """Adds to an error what it may follow from; nothing in a job of one process."""
+    for fn in _failures.explainers.copy():
+        fn(error)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
 from hostcall._core.process import once
-from hostcall._runtime import lifecycle, profiles
+from hostcall._runtime import lifecycle, profiles, watcher
 
 logger = logging.getLogger("hostcall")
 
@@ -57,7 +57,7 @@ def start() -> None:
     _native.set_hook(_native.Hook.PROFILED, profiles.is_taken)
     _native.set_hook(_native.Hook.SHOWN, profiles.Shown)
     _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
-    lifecycle.begin()
+    lifecycle.begin(watcher.start)
 
 
 def _tracing() -> tuple[Any, Any]:

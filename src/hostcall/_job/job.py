@@ -55,6 +55,7 @@ from hostcall._job import answers
 from hostcall._job.after_failure import Failures
 from hostcall._job.mailbox import BOARD, LEFT, Mailbox
 from hostcall._runtime import lifecycle
+from hostcall._runtime.lifecycle import Phase
 from hostcall._runtime.running import ProcessStatus, doing
 
 logger = logging.getLogger("hostcall")
@@ -63,7 +64,7 @@ _HERE = "hostcall/here/"  # a key for each process that has come here
 _END = "hostcall/end/"
 
 
-class Job(lifecycle.JobEnd, Owned):
+class Job(Owned):
     """One process's part in the job.
 
     Attributes:
@@ -283,7 +284,10 @@ class Job(lifecycle.JobEnd, Owned):
 def job() -> Job:
     """The part of this process, in a job of several; begins at the first call."""
     made = Job()
-    lifecycle.leave_by(made)
+    lifecycle.at_end(Phase.SCRIPT, made.script_ended)
+    lifecycle.at_end(Phase.JOB, made.leave)
+    lifecycle.at_ctrl_c(made.interrupted)
+    failures.explained_by(made.explain)
     return made
 
 

@@ -32,7 +32,8 @@ from hostcall._core.errors import HostcallError, counted
 from hostcall._core.process import Owned, starting
 from hostcall._core.source import look, name_of
 from hostcall._core.wait import wait
-from hostcall._runtime import workers
+from hostcall._runtime import lifecycle, workers
+from hostcall._runtime.lifecycle import Phase
 
 logger = logging.getLogger("hostcall")
 
@@ -275,3 +276,13 @@ def take() -> BaseException | None:
         here = f"the errors here are different ones ({len(raised)})"
         text += f"; {here}, and the log counts the rest"
     return BaseExceptionGroup(text, raised)
+
+
+def _call_at_the_end() -> None:
+    call_at_barrier(ending=True)
+
+
+lifecycle.at_end(Phase.TAPS, flush)
+lifecycle.at_end(Phase.CLOSING, _call_at_the_end)
+lifecycle.at_end(Phase.LAST_TAPS, stop)
+lifecycle.at_ctrl_c(flush_streams)

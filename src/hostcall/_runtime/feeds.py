@@ -45,7 +45,8 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.process import Owned, living
 from hostcall._core.wait import ended, over, result_of, wait
 from hostcall._native import FeedFound
-from hostcall._runtime import workers
+from hostcall._runtime import lifecycle, workers
+from hostcall._runtime.lifecycle import Phase
 
 # The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
 CLOSED = "was closed. Make another hc.feed, or close it later"
@@ -151,11 +152,17 @@ def end_all() -> None:
         puller.close(ENDING, max(0.01, until - time.monotonic()))
 
 
+lifecycle.at_end(Phase.SCRIPT, process_ends)
+lifecycle.at_end(Phase.FEEDS, end_all)
+
+
 # --- The thread ----------------------------------------------------------------------
 
 
 class State(enum.Enum):
     """What a feed's thread does. Its values are what monitors show."""
+
+    value: str
 
     OPEN = "open"  # pulls ahead
     ENDED = "ended"  # waits for reset() or restore() after the last item

@@ -7,7 +7,7 @@ no more calls, and only then lets the interpreter go.
 Guarantees
   * Programs with effects have run, those of all threads (with JAX's tokens, those of
     the ending thread); queued taps are delivered.
-  * After ENDED no thread of XLA's enters Python, except as LATE says.
+  * After the last phase no thread of XLA's enters Python, except as LATE says.
   * A handler that was registered with `atexit` may run programs with host code,
     whenever it was registered.
   * What hangs is named in the log and interrupted, after HOSTCALL_EXIT_TIMEOUT and
@@ -17,18 +17,12 @@ Guarantees
     Python every 50 ms; while a program is waited for, the watcher interrupts its
     callbacks.
 
-The steps of `end`
-
-  1. ENDING    wait for programs with effects
-  2. DRAINING  deliver the queued taps
-  3. CLOSED    no call enters Python any more; wait for the running ones
-  4. ENDED     the job's other processes are met, or left behind if one has failed;
-               hostcall's own threads are joined, objects are closed; the interpreter
-               may end
+The phases of `end` are those of `Phase`, in its order. This file knows none of the
+services that end: each says with `at_end` what it does in which phase.
 
 `atexit` runs handlers in reverse order of registration. `end` is registered when
 hostcall is imported, so it runs after every handler that is registered later, and
-before JAX's own. `drain`, the first two steps, is registered when the engine is first
+before JAX's own. `drain`, the phases up to TAPS, is registered when the engine is first
 used: what programs have queued is delivered before an older handler closes a file or a
 connection that the taps write to.
 
@@ -41,8 +35,8 @@ existed before are closed.
 
 How a process can end, and what happens then
 
-    the script ends, sys.exit, an error      atexit runs all four steps
-    a multiprocessing child ends             a Finalize runs all four: children of
+    the script ends, sys.exit, an error      atexit runs all phases
+    a multiprocessing child ends             a Finalize runs them all: children of
                                              fork and forkserver leave by os._exit,
                                              which skips atexit
     SIGTERM without a handler                taps are delivered, then the signal ends
@@ -59,62 +53,89 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import enum
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from hostcall import _jax, _native
 from hostcall._core import dispatched
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import refusal, renew_all, starting
 from hostcall._core.wait import wait
-from hostcall._runtime import delivery, feeds, loop, watcher
 
 logger = logging.getLogger("hostcall")
 
 
-class JobEnd:
-    """What a process does for its job when it fails or ends: nothing if it is alone."""
+class Phase(enum.IntEnum):
+    """What ends at the end of the process, in this order."""
 
-    def explain(self, error: BaseException) -> None: ...
-    def script_ended(self) -> None: ...
-    def interrupted(self) -> None: ...
-    def leave(self) -> None: ...
+    SCRIPT = 1  # the script has ended: others are told, and waits get a limit
+    PROGRAMS = 2  # programs with effects have run
+    TAPS = 3  # what they have queued is delivered
+    CLOSING = 4  # the last that is done while calls may still come
+    # Here the engine is closed: no call enters Python any more, and the running ones
+    # have ended.
+    LAST_TAPS = 5  # a call may still have pushed taps
+    FEEDS = 6  # no program can take items any more
+    JOB = 7  # the job's other processes are met, or left behind if one has failed
+    OBJECTS = 8
+    LOOP = 9  # objects may need it to close
+    WATCHER = 10  # it watches for Ctrl-C, and interrupts what hangs in the waits above
+
+
+_DRAINED = [phase for phase in Phase if phase <= Phase.TAPS]
+_CLOSED = [phase for phase in Phase if phase > Phase.CLOSING]
 
 
 class _End:
     """
     Attributes:
-        begun: the engine is used.
+        watch: starts the thread that watches the process; None before `begin`.
         ender: the thread that has called `end`.
-        last: what is called when no program calls any more.
-        job: the job that the end leaves.
+        at: what services do in each phase.
+        at_ctrl_c: what they do if Ctrl-C ends the process in a phase.
     """
 
     def __init__(self) -> None:
-        self.begun = False
+        self.watch: Callable[[], None] | None = None
         self.ender: int | None = None
-        self.last: list[Callable[[], object]] = []
-        self.job = JobEnd()
+        self.at: dict[Phase, list[Callable[[], object]]]
+        self.at = {phase: [] for phase in Phase}
+        self.at_ctrl_c: list[Callable[[], object]] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether the engine is used."""
+        return self.watch is not None
+
+    def run(self, phases: Iterable[Phase]) -> None:
+        for phase in phases:
+            for fn in self.at[phase].copy():
+                fn()
 
 
 _end = _End()
 
 
-def begin() -> None:
-    """Prepares the process for its end, once, when the engine is first used."""
+def begin(watch: Callable[[], None]) -> None:
+    """Prepares the process for its end, once, when the engine is first used.
+
+    `watch` starts the thread that watches the process, and raises HostcallError if
+    there can be none. In a forked child it is called again.
+    """
     if _end.ender or _end.begun:
         return
     try:
-        watcher.start()
+        watch()
     except HostcallError:
         # A handler of atexit is the first to use the engine, and Python starts no
         # thread any more. Calls and taps need none in the state LATE.
         end()
         return
-    _end.begun = True
+    _end.watch = watch
     atexit.register(drain)
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
@@ -124,35 +145,30 @@ def begin() -> None:
         util.Finalize(None, end, kwargs={"interpreter": False}, exitpriority=-100)
 
 
-def after_the_last_call(fn: Callable[[], object]) -> None:
-    """Calls `fn()` at the end of the process, when no program calls any more.
+def at_end(phase: Phase, fn: Callable[[], object]) -> None:
+    """Calls `fn()` in this phase of the end, behind what was registered before.
 
-    Not at once by `atexit`, whose order would depend on what was imported first. `fn`
-    may use the event loop, and raises nothing.
+    Not by `atexit`, whose order would depend on what was imported first. `fn` raises
+    nothing. What it does up to TAPS, it may be asked to do twice.
     """
-    _end.last.append(fn)
+    _end.at[phase].append(fn)
 
 
-def leave_by(job: JobEnd) -> None:
-    """From now on, the end of the process also leaves its job."""
-    _end.job = job
-
-
-def explain(error: BaseException) -> None:
-    """Adds to an error what has failed in another process of the job before it."""
-    _end.job.explain(error)
+def at_ctrl_c(fn: Callable[[], object]) -> None:
+    """Calls `fn()` if Ctrl-C ends the process in one of the phases."""
+    _end.at_ctrl_c.append(fn)
 
 
 def drain() -> None:
-    """Runs the first two steps. What is done meanwhile is not refused."""
+    """Runs the phases up to TAPS. What is done meanwhile is not refused."""
     if _end.ender or not _end.begun or _native.closed():
         return
     with _ending_by_ctrl_c():
-        _drain()
+        _end.run(_DRAINED)
 
 
 def end(*, interpreter: bool = True) -> None:
-    """Runs the four steps, once.
+    """Runs all phases, once.
 
     Args:
         interpreter: the interpreter shuts down afterwards, which stops daemon threads;
@@ -164,23 +180,12 @@ def end(*, interpreter: bool = True) -> None:
         _end.ender = threading.get_ident()
     with _ending_by_ctrl_c():
         if _end.begun:
-            _drain()
-        delivery.call_at_barrier(ending=True)
+            _end.run(_DRAINED)
+        _end.run([Phase.CLOSING])
         _native.close()
         if _end.begun:
             _wait_for_calls(interpreter)
-        # After the last call, since a call may still have pushed taps.
-        delivery.stop()
-        feeds.end_all()
-        # After the last program, and while Ctrl-C is still watched. After all waits:
-        # other processes may ask what this one waits for.
-        _end.job.leave()
-        for fn in _end.last:
-            fn()
-        # After the objects, which may need the loop to close.
-        loop.stop()
-        # After all waits, since it interrupts what hangs in them.
-        watcher.stop()
+        _end.run(_CLOSED)
         # Releases what dropped programs held; the watcher did so until it ended.
         _native.bury()
         _native.set_hook(_native.Hook.ADMITS_LATE, _in_a_late_handler)
@@ -194,20 +199,19 @@ def _ending_by_ctrl_c() -> Iterator[None]:
     except KeyboardInterrupt:
         # Without the normal exit, which would end the interpreter under running calls.
         try:
-            _end.job.interrupted()
-            delivery.flush_streams()
+            for fn in _end.at_ctrl_c.copy():
+                fn()
         finally:
             os._exit(130)
 
 
-def _drain() -> None:
-    _end.job.script_ended()
-    watcher.watch_the_end()
-    feeds.process_ends()
+def _wait_for_programs() -> None:
     for failure in dispatched.failures_of_all_threads():
         what = str(failure) if isinstance(failure, Exception) else repr(failure)
         logger.error("a program failed while the process was ending: %s", what)
-    delivery.flush()
+
+
+at_end(Phase.PROGRAMS, _wait_for_programs)
 
 
 def _in_a_late_handler() -> bool:
@@ -250,8 +254,8 @@ def _start_anew() -> None:
         _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))
     renew_all()
     if not started:
-        if _end.begun:
-            watcher.start()
+        if _end.watch is not None:
+            _end.watch()
         return
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are

@@ -25,6 +25,8 @@ from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import Owned
 from hostcall._core.wait import over, wait
+from hostcall._runtime import lifecycle
+from hostcall._runtime.lifecycle import Phase
 
 if TYPE_CHECKING:
     import asyncio
@@ -129,3 +131,6 @@ def stop() -> None:
         _state.stopping.clear()
         with _state.lock:
             _state.own = _state.thread = None
+
+
+lifecycle.at_end(Phase.LOOP, stop)

@@ -40,7 +40,6 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures, mistakes
-from hostcall._runtime import lifecycle
 
 # XLA's texts begin with the code of a status. A user's ValueError seldom does.
 _OF_XLA = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
@@ -100,7 +99,7 @@ class reraise(contextlib.ContextDecorator):
             failures.tell(failures.number_in(told))
             text = failures.summary(told).partition(": ")[2]
             if found is None and _OF_XLA.match(text):
-                lifecycle.explain(told)
+                failures.explain(told)
         try:
             if report is not None:
                 raise report

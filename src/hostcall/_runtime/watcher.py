@@ -53,7 +53,8 @@ from hostcall._core.daemon import Service
 from hostcall._core.errors import counted
 from hostcall._core.wait import SLICE
 from hostcall._native import Signal
-from hostcall._runtime import delivery, flights
+from hostcall._runtime import delivery, flights, lifecycle
+from hostcall._runtime.lifecycle import Phase
 
 logger = logging.getLogger("hostcall")
 
@@ -106,6 +107,9 @@ def _watch() -> None:
 
 
 _service = Service("hostcall-watcher", _watch, "the engine")
+
+lifecycle.at_end(Phase.SCRIPT, watch_the_end)
+lifecycle.at_end(Phase.WATCHER, stop)
 
 
 # --- Ctrl-C --------------------------------------------------------------------------

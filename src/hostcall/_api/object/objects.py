@@ -52,6 +52,7 @@ from hostcall._policies.on_loop import settled
 from hostcall._primitives.make import make
 from hostcall._runtime import context, lifecycle, loop, workers
 from hostcall._runtime.context import Current
+from hostcall._runtime.lifecycle import Phase
 
 logger = logging.getLogger("hostcall")
 
@@ -615,7 +616,7 @@ def _at_exit() -> None:
         group.finish()
 
 
-lifecycle.after_the_last_call(_at_exit)
+lifecycle.at_end(Phase.OBJECTS, _at_exit)
 
 
 def _hook(given: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:

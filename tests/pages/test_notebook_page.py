@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from limits import PROGRAM_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "notebooks.md"
 # A cell, and what it shows if the page says so.
@@ -48,52 +47,3 @@ def test_the_cells_show_what_the_page_says(run_python, tmp_path):
         if wanted or "hc.print" not in source:
             assert shown(of_cell) == wanted, source
     assert shown(outputs[0]) == "x is 1.0\n"
-
-
-STUCK = """
-import time, jax, jax.numpy as jnp, hostcall as hc
-def stuck(x):
-    print("ready", flush=True)
-    while True:
-        time.sleep(0.01)
-jax.jit(lambda x: hc.call(stuck, x, x))(1.0).block_until_ready()
-"""
-MANY = """
-def short(x):
-    if x == 100:
-        print("ready", flush=True)
-    return x + 1
-loop = jax.jit(lambda x: jax.lax.fori_loop(0, 10**9, lambda i, c: hc.call(short, c, c), x))
-print(float(loop(0.0)))
-"""
-
-
-@pytest.mark.filterwarnings("ignore")  # of the packages that run the kernel
-def test_the_stop_button(monkeypatch, tmp_path):
-    """It ends a cell in one long call and in many short ones; the kernel lives on."""
-    jupyter = pytest.importorskip("jupyter_client.manager")
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    manager, client = jupyter.start_new_kernel(startup_timeout=PROGRAM_SECONDS)
-
-    def stop(message):
-        if "ready" in message["content"].get("text", ""):
-            manager.interrupt_kernel()
-
-    def run(cell):
-        reply = client.execute_interactive(
-            cell, output_hook=stop, timeout=PROGRAM_SECONDS
-        )
-        return reply["content"]
-
-    try:
-        for _ in range(2):  # the kernel puts Python's handler back for each cell
-            assert run(STUCK)["ename"] == "KeyboardInterrupt"
-        assert run(MANY)["ename"] == "KeyboardInterrupt"
-        assert (
-            run("assert jax.jit(lambda x: hc.call(abs, x, x))(-1.0) == 1")["status"]
-            == "ok"
-        )
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
