@@ -39,6 +39,8 @@
 # make audit   known vulnerabilities of the packages that users and the site need
 # make matrix  write docs/matrix.md from the table of tests/matrix
 # make api     write tests/repo/api.txt, after a change of public names
+# make jax-mutation  takes each private name of JAX's away, and runs 32 programs; writes the
+#               tables of docs/design/jax_boundary.md and docs/what_changes_in_jax.md
 # make wheels  a wheel for each Python (PYTHONS="python3.12 ..." names them) and an sdist,
 #               in dist/, each tried without a compiler under the oldest and newest jax
 # make sdist   the sdist alone
@@ -51,7 +53,7 @@
 #
 # PYTHON=python3.12  which Python makes the environment (3.11 or later)
 # VENV=.venv         where
-# JAX="jax==0.10.2"  which jax; empty for the newest that is supported
+# JAX="jax==0.9.0"  which jax; empty for the newest that is supported
 # TESTS=tests/tap    which tests `make test` runs; empty for all but tests/pages
 # BASE=main          what test-fast compares with; empty for the last merge
 SHELL := /bin/bash
@@ -256,7 +258,7 @@ sdist: $(TOOLS)/.made
 	$(TOOLS)/bin/python scripts/wheels.py sdist
 
 ports: $(TOOLS)/.made
-	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check numpy nanobind jaxlib==0.10.2 ziglang
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check numpy nanobind jaxlib==0.9.0 ziglang
 	scripts/ports.sh $(TOOLS)/bin/python
 
 test-arm: $(TOOLS)/.made
@@ -274,6 +276,9 @@ compat: $(TOOLS)/.made
 	scripts/compiler.sh
 	PYTHONS=$(TOOLS)/bin/python $(TOOLS)/bin/python scripts/wheels.py build
 	$(TOOLS)/bin/python scripts/compat.py
+
+jax-mutation: $(VENV)/.installed
+	$(BIN)/python scripts/jax_mutation/mutants.py
 
 wheels-ci: $(TOOLS)/.made
 	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check "cibuildwheel>=3.1"

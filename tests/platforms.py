@@ -204,7 +204,7 @@ def use_fake_driver(driver: Path, handlers: Path) -> ctypes.CDLL:
         (name, made, platform)
     )
     try:
-        from hostcall import _native
+        from hostcall import _jax, _native
         from hostcall._engine import targets  # noqa: F401  (it registers)
     finally:
         jax.ffi.register_ffi_target = register
@@ -217,7 +217,7 @@ def use_fake_driver(driver: Path, handlers: Path) -> ctypes.CDLL:
         len(STREAMS),
         library.cuStreamSynchronize,
         library.fakeFinishAll,
-        _pointer(_native.handlers()["type"]["type_id"]),
+        _pointer(_native.handlers(_jax.XLA_INTERFACE)["type"]["type_id"]),
     )
     on_cpu = {name: made for name, made, platform in given if platform == "cpu"}
     on_gpu = {name: made for name, made, platform in given if platform == "CUDA"}

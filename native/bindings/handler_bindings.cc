@@ -1,12 +1,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
 #include "bindings/bindings.h"
 #include "buffer/buffer_object.h"
 #include "cuda/staging.h"
+#include "handlers/ffi.h"
 #include "handlers/handlers.h"
 #include "handlers/host_callback.h"
 #include "handlers/plan_state.h"
@@ -61,7 +63,13 @@ nb::object PinnedState(const PinnedPool& pool) {
 }  // namespace
 
 void InitHandlers(nb::module_& m) {
-  m.def("handlers", &Handlers);
+  m.def(
+      "handlers",
+      [](int interface) {
+        g_interface_minor = std::min(interface, XLA_FFI_API_MINOR);
+        return Handlers();
+      },
+      nb::arg("interface"));
   m.def("cuda_missing", &CudaMissing);
   m.def(
       "copy_into",

@@ -46,6 +46,10 @@ inline constexpr char kBufferMismatch[] =
     "hostcall: the program passes a different number of buffers than it was "
     "lowered with";
 
+/// The minor version of XLA's interface that handlers say they were built for: an
+/// older XLA refuses a newer one. Set once, before the handlers are registered.
+inline int g_interface_minor = XLA_FFI_API_MINOR;
+
 /// Answers XLA's question at registration, which interface the handler was built
 /// for. Returns false if the frame is not that question but a call.
 inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
@@ -60,7 +64,7 @@ inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
     XLA_FFI_Metadata* metadata = extension->metadata;
     if (metadata->struct_size < XLA_FFI_Metadata_STRUCT_SIZE) return true;
     metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->api_version.minor_version = g_interface_minor;
     metadata->traits = traits;
     metadata->state_type_id = state_type;  // not in STRUCT_SIZE, in any version
     return true;
@@ -68,8 +72,9 @@ inline bool AnswerMetadata(const XLA_FFI_CallFrame* frame,
   return false;
 }
 
-// The first version that has everything that handlers use (jaxlib 0.10.2).
-static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= 3);
+// The first version that has everything that handlers use (jaxlib 0.9.0), but for
+// the stage of a state, which `StateArgs` adds.
+static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= 2);
 
 /// Throws unless this XLA has the interface that hostcall was built for.
 inline void CheckInterface(const XLA_FFI_CallFrame* frame) {
@@ -131,6 +136,51 @@ template <typename Args>
 Args Ask(XLA_FFI_Error* (*function)(Args*), Args args) {
   if (XLA_FFI_Error* error = function(&args)) throw XlaError{error};
   return args;
+}
+
+/// The arguments of XLA_FFI_State_Set and XLA_FFI_State_Get from interface 0.3
+/// (jaxlib 0.9.1) on. The headers of 0.2 have them without the stage: there a state
+/// belongs to the executable, which is what the stage of instantiation says.
+struct StateArgs {
+  size_t struct_size;
+  void* extension_start;
+  XLA_FFI_ExecutionContext* ctx;
+  XLA_FFI_ExecutionStage stage;
+  XLA_FFI_TypeId* type_id;
+  void* state;
+};
+/// The same in interface 0.2.
+struct StageLessStateArgs {
+  size_t struct_size;
+  void* extension_start;
+  XLA_FFI_ExecutionContext* ctx;
+  XLA_FFI_TypeId* type_id;
+  void* state;
+};
+// XLA counts the members to the end of the last one, without padding behind it.
+static_assert(sizeof(StateArgs) == offsetof(StateArgs, state) + sizeof(void*));
+static_assert(sizeof(StageLessStateArgs) ==
+              offsetof(StageLessStateArgs, state) + sizeof(void*));
+
+/// Calls one of these two functions of XLA's as its version wants it; returns the
+/// state. Throws XlaError.
+///
+/// `function` is declared by the headers that hostcall was built with. XLA's own
+/// has the arguments of its version, whatever these are called there.
+template <typename Args>
+void* AskState(const XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*function)(Args*),
+               XLA_FFI_TypeId* type, void* state) {
+  const auto ask = [&](auto args) {
+    auto* given = reinterpret_cast<Args*>(&args);
+    if (XLA_FFI_Error* error = function(given)) throw XlaError{error};
+    return args.state;
+  };
+  if (frame->api->api_version.minor_version < 3) {
+    return ask(StageLessStateArgs{sizeof(StageLessStateArgs), nullptr, frame->ctx,
+                                  type, state});
+  }
+  return ask(StateArgs{sizeof(StateArgs), nullptr, frame->ctx,
+                       XLA_FFI_ExecutionStage_INSTANTIATE, type, state});
 }
 
 /// The ordinal of the device that the program runs on. Never -1, which the engine

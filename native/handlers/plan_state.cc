@@ -158,9 +158,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
     });
   }
   if (!state) state = StateFor(std::move(plan));
-  Ask(frame->api->XLA_FFI_State_Set,
-      {XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame->ctx,
-       XLA_FFI_ExecutionStage_INSTANTIATE, type, state.get()});
+  AskState(frame, frame->api->XLA_FFI_State_Set, type, state.get());
   (void)state.release();  // XLA owns it now
   return nullptr;
 }
@@ -189,10 +187,7 @@ const XLA_FFI_TypeInfo* PlanTypeInfo() {
 }
 
 const PlanState& FindState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
-  const void* found = Ask(frame->api->XLA_FFI_State_Get,
-                          {XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame->ctx,
-                           XLA_FFI_ExecutionStage_INSTANTIATE, type, nullptr})
-                          .state;
+  const void* found = AskState(frame, frame->api->XLA_FFI_State_Get, type, nullptr);
   const auto& state = *static_cast<const PlanState*>(found);
   return state.plan ? state : Made(state, frame);
 }

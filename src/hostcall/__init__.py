@@ -67,6 +67,7 @@ The page "The house" has a diagram.
 The names here, and those of the modules without a leading underscore, are stable.
 """
 
+import functools as _functools
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,13 @@ from typing import TYPE_CHECKING, Any
 from hostcall._core import interpreter  # noqa: F401  (refuses sub-interpreters, first)
 
 # isort: split
-from hostcall import _native
+from hostcall import _jax, _native
 
 # A program that was exported, or that JAX has kept on disk, may run before anything
 # here is called. It needs the effects by name, the handlers, and the reader of texts.
 # All else is imported when it is first used.
 from hostcall._core import order as _order  # noqa: F401
+from hostcall._core.errors import HostcallError as _HostcallError
 from hostcall._engine import targets as _targets  # noqa: F401
 
 if TYPE_CHECKING:
@@ -205,6 +207,8 @@ def _read_text(*told: Any) -> Any:
 
 
 _native.set_hook(_native.Hook.TEXT_READER, _read_text)
+# From here on, what this JAX has not is refused where it is needed.
+_jax.refuse_by(_functools.partial(_HostcallError, code="hc-jax"))
 
 if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 

@@ -262,7 +262,7 @@ def test_the_command_names_the_nearest_codes(capsys):
     assert out == ""
     assert "there is no code 'hc-escpe'. The nearest are hc-escape" in err
     with pytest.raises(SystemExit, match="2"):
-        main(["explain", "xyz"])
+        main(["explain", "quite-another"])  # of three letters, any is near hc-jax
     assert "The nearest" not in capsys.readouterr().err
 
 

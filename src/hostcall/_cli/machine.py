@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import hostcall as hc
+from hostcall import _jax
 
 
 def heading(text: str) -> None:
@@ -55,6 +56,13 @@ def engine_on(platform: str, devices: Sequence[jax.Device]) -> str:
         return f"BROKEN: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+def replaced() -> None:
+    """Lists what hostcall replaces in JAX, and whether this process has it so far."""
+    heading("replaced in JAX (a call has been tried above)")
+    for patch, state in _jax.states():
+        line(state, patch)
+
+
 def report() -> list[str]:
     """Prints versions and devices; returns the engine's state on each platform."""
     heading("hostcall")
@@ -75,4 +83,5 @@ def report() -> list[str]:
     for kind, state in states.items():
         line(f"engine on {kind}", state)
     line("running calls", len(hc.monitor.status()))
+    replaced()
     return [*states.values()]

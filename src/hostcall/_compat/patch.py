@@ -122,6 +122,7 @@ def patch_jax(arrays: str = "jax") -> Patch:
         SpecError: `arrays` has another value.
     """
     arrays_of(arrays)
+    _jax.need(_jax.Part.DROP_INS)
     with _lock:
         while len(_active) > 1 and all(
             not patch.blocks and patch.arrays == arrays for patch in _active[-2:]

@@ -379,4 +379,5 @@ def reports() -> list[BaseException]:
 
 
 _jax.tell_of_signs(_may_not_have_ended)
-_jax.when_waiting_for_effects(wait, first_owed)
+_jax.handlers.wait = wait
+_jax.handlers.first_failure = first_owed

@@ -147,7 +147,6 @@ def beside_a_failure(what: str) -> Iterator[None]:
 
 @once
 def _watch_reports() -> None:
-    _jax.wrap_reports(_report_is_made)
     _native.monitor_raises()
 
 
@@ -164,6 +163,7 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
     with beside_a_failure("looking for its tracebacks"):
         own = frames.own_tracebacks(exception)
     with beside_a_failure("watching JAX's reports"):
+        _jax.install(_jax.When.FAILURE)
         _watch_reports()
     with mine.lock:
         before = mine.kept.get(mine.last)
@@ -464,3 +464,7 @@ def _noted(text: str) -> BaseException | None:
     if number:
         tell(number)
     return replacement(number)
+
+
+_jax.handlers.quietly = looking
+_jax.handlers.report = _report_is_made

@@ -37,6 +37,8 @@ class CallEffect(_jax.Effect):  # type: ignore[misc]
     _only: ClassVar[dict[type, CallEffect]] = {}
 
     def __new__(cls) -> CallEffect:
+        if cls in cls._only:  # a program with host calls is being loaded
+            _jax.install(_jax.When.CALLS)
         return cls._only.setdefault(cls, super().__new__(cls))
 
     def __str__(self) -> str:
@@ -81,9 +83,7 @@ def _heal(effect: Effect, token: Token | None) -> None:
         logger.error("ordered calls continue after a failed program: %s", said)
 
 
-_jax.keep_order_over_devices(failures.looking)
-_jax.wrap_dispatches()
-_jax.wrap_tokens(_heal)
+_jax.handlers.before_token = _heal
 
 
 EFFECTS: dict[Order, Effect | None] = {
@@ -93,13 +93,27 @@ EFFECTS: dict[Order, Effect | None] = {
 }
 
 
-@functools.cache
 def effects_with(effect: Effect | None) -> frozenset[Effect]:
     """The effects of an equation, given that which puts it in order, if any.
 
     An ordered one has UNORDERED too: JAX runs a program that was compiled ahead of time
     on its fast path, which passes no tokens, unless it has an unordered effect.
+
+    Each host call is asked for them when it is traced. So here JAX gets what such
+    programs need of it, and they are refused if it can't.
     """
+    _jax.install(_jax.When.CALLS)
+    _jax.need(_jax.Part.CALLS)
+    if effect is not None:
+        _jax.need(_jax.Part.SCANS)
+        _jax.need(_jax.Part.LOOPS)
+        if _jax.is_ordered(effect):  # else one that failed would end all later ones
+            _jax.need(_jax.Part.TOKENS)
+    return _effects_with(effect)
+
+
+@functools.cache
+def _effects_with(effect: Effect | None) -> frozenset[Effect]:
     if effect is None:
         return frozenset()
     return frozenset((effect, UNORDERED) if _jax.is_ordered(effect) else (effect,))

@@ -40,6 +40,7 @@ def start() -> None:
 
     Called when a program is lowered or loaded, and at the first eager call.
     """
+    _jax.need(_jax.Part.CALLS)
     inside = _jax.host_callback_handler()
     if inside is None:
         logger.warning(
@@ -90,7 +91,7 @@ def _register() -> None:
     entries for CUDA until its plugin asks for them.
     """
     _native.set_hook(_native.Hook.TRACING, _tracing)
-    handlers = _native.handlers()
+    handlers = _native.handlers(_jax.XLA_INTERFACE)
     for platform, plan_type, kind in (
         ("cpu", "type", ""),
         # The "graph" handler itself tells XLA that it may be recorded into a command

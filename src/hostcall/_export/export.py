@@ -11,7 +11,13 @@ import jax
 
 import hostcall
 from hostcall import _jax
-from hostcall._core.errors import ExportError, LoadError, SpecError, wrong
+from hostcall._core.errors import (
+    ExportError,
+    HostcallError,
+    LoadError,
+    SpecError,
+    wrong,
+)
 from hostcall._core.registered import Name
 from hostcall._export import container, registry
 from hostcall._export.inspection import TARGETS, calls_in, derivatives
@@ -170,6 +176,7 @@ def export(
     """
     if isinstance(vjp_order, bool) or not isinstance(vjp_order, int) or vjp_order < 0:
         raise wrong("vjp_order", "hc.export", "0, 1, 2, ...", vjp_order)
+    _jax.need(_jax.Part.EXPORT)
     # An argument that is not used must stay: see `of`.
     jitted: Any = f if isinstance(f, _JITTED) else jax.jit(f, keep_unused=True)
     make = jax.export.export(
@@ -235,12 +242,13 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             " write hc.load(pathlib.Path(path).read_bytes())",
             code="hc-load",
         )
+    _jax.need(_jax.Part.EXPORT)
     header, behind = container.unpack(bytes(data))
     names = [Name(*name) for name in header.names]
     registry.require(names)
     try:
         exported = jax.export.deserialize(bytearray(behind))
-    except ImportError:
+    except (ImportError, HostcallError):
         raise
     except Exception as error:
         raise LoadError(

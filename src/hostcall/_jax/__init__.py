@@ -2,10 +2,14 @@
 
 Modules outside this folder must not name anything under `jax._src` and must not replace
 any of JAX's functions or attributes (tests/repo/test_layers.py reads the imports). All
-of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
+of these files were read against and run with JAX 0.9.0 to 0.12.0.1.
 
+    needs         the table of what hostcall needs of JAX that JAX does not promise
+    door          JAX's private modules, which are checked against that table
     types         names for what JAX passes to us
-    versions      what the two versions of JAX keep in different places
+    versions      what the versions of JAX keep in different places
+    patches       the table of what hostcall replaces in JAX
+    installing    installs it where it is first needed, and takes it back
     tracing       primitives, effects, rules, and values while a program is traced
     dtypes        typed keys, float0, the x64 setting, symbolic sizes
     lowering_api  how to add lowering rules, and what a rule asks of JAX
@@ -33,24 +37,40 @@ of these files were read against and run with JAX 0.10.2 and 0.12.0.1.
 Other modules write `_jax.name`: every public name of these files is exported here.
 """
 
-from hostcall._jax.callbacks import *  # noqa: F403
-from hostcall._jax.connections import *  # noqa: F403
-from hostcall._jax.coordination import *  # noqa: F403
-from hostcall._jax.device_order import *  # noqa: F403
-from hostcall._jax.devices import *  # noqa: F403
-from hostcall._jax.dispatch import *  # noqa: F403
-from hostcall._jax.dtypes import *  # noqa: F403
-from hostcall._jax.execution import *  # noqa: F403
-from hostcall._jax.exporting import *  # noqa: F403
-from hostcall._jax.fast_dispatch import *  # noqa: F403
-from hostcall._jax.hoisting import *  # noqa: F403
-from hostcall._jax.lowering_api import *  # noqa: F403
-from hostcall._jax.operations import *  # noqa: F403
-from hostcall._jax.program import *  # noqa: F403
-from hostcall._jax.program_order import *  # noqa: F403
-from hostcall._jax.settings import *  # noqa: F403
-from hostcall._jax.signs import *  # noqa: F403
-from hostcall._jax.tracing import *  # noqa: F403
-from hostcall._jax.types import *  # noqa: F403
-from hostcall._jax.versions import *  # noqa: F403
-from hostcall._jax.while_loops import *  # noqa: F403
+from hostcall._jax.door import unfit_for as _unfit_for
+
+try:
+    from hostcall._jax.callbacks import *  # noqa: F403
+    from hostcall._jax.connections import *  # noqa: F403
+    from hostcall._jax.coordination import *  # noqa: F403
+    from hostcall._jax.device_order import *  # noqa: F403
+    from hostcall._jax.devices import *  # noqa: F403
+    from hostcall._jax.dispatch import *  # noqa: F403
+    from hostcall._jax.door import refuse as refuse
+    from hostcall._jax.door import refuse_by as refuse_by
+    from hostcall._jax.dtypes import *  # noqa: F403
+    from hostcall._jax.execution import *  # noqa: F403
+    from hostcall._jax.exporting import *  # noqa: F403
+    from hostcall._jax.fast_dispatch import *  # noqa: F403
+    from hostcall._jax.hoisting import *  # noqa: F403
+    from hostcall._jax.installing import *  # noqa: F403
+    from hostcall._jax.lowering_api import *  # noqa: F403
+    from hostcall._jax.needs import INSTALL as INSTALL
+    from hostcall._jax.needs import NEWEST as NEWEST
+    from hostcall._jax.needs import OLDEST as OLDEST
+    from hostcall._jax.needs import Part as Part
+    from hostcall._jax.operations import *  # noqa: F403
+    from hostcall._jax.patches import *  # noqa: F403
+    from hostcall._jax.program import *  # noqa: F403
+    from hostcall._jax.program_order import *  # noqa: F403
+    from hostcall._jax.settings import *  # noqa: F403
+    from hostcall._jax.signs import *  # noqa: F403
+    from hostcall._jax.tracing import *  # noqa: F403
+    from hostcall._jax.types import *  # noqa: F403
+    from hostcall._jax.versions import *  # noqa: F403
+    from hostcall._jax.while_loops import *  # noqa: F403
+except (AttributeError, ImportError) as error:  # a public name of JAX's has gone
+    _unfit = _unfit_for(error)
+    if _unfit is None:
+        raise
+    raise _unfit from error

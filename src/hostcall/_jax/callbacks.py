@@ -7,20 +7,21 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
-from jax._src import buffer_callback as _buffer_callback
-from jax._src import callback as _callback
-from jax._src import config as _config
-from jax._src import debugging as _debugging
-from jax._src import sharding_impls as _sharding_impls
-from jax._src.interpreters import mlir as _mlir
+from jax.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import buffer_callback as _buffer_callback
+from hostcall._jax.door import callback as _callback
+from hostcall._jax.door import config as _config
+from hostcall._jax.door import debugging as _debugging
+from hostcall._jax.door import mlir as _src_mlir
+from hostcall._jax.needs import MODULES
 from hostcall._jax.program import SERVED, Program, is_served
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS
 
 # Saved at import, before `patch_jax` can replace it, so that hostcall never calls its
 # own replacement.
-emit_python_callback = _callback.emit_python_callback
+emit_python_callback = _mlir.emit_python_callback
 
 
 def place_of_callback(ctx: _t.LoweringContext, sharding: _t.Sharding | None) -> object:
@@ -51,7 +52,7 @@ def caller(
         devices = mesh.devices.flat
     elif sharding is not None:
         devices = sharding.device_set
-    elif isinstance(context, _sharding_impls.ShardingContext):
+    elif isinstance(context, _mlir.ShardingContext):
         devices = context.device_assignment or ()
     return next(iter(devices), None)
 
@@ -73,7 +74,7 @@ def look_at_keys(debug_callback: _t.Primitive) -> None:
     With `jax_debug_key_reuse` a primitive without an entry consumes its keys. JAX
     imports the table when it first checks a program.
     """
-    from jax.experimental.key_reuse import _core as key_reuse
+    from hostcall._jax.door import key_reuse
 
     rules = key_reuse.key_reuse_signatures
     rules[debug_callback] = rules[_debugging.debug_callback_p]
@@ -85,10 +86,11 @@ def share_rooflines(mine: Mapping[str, _t.Primitive]) -> None:
     Under JAX 0.10 `jax.experimental.roofline` needs absl, which JAX does not require.
     So this does nothing in a process that has not imported it.
     """
-    module = sys.modules.get("jax.experimental.roofline.roofline")
-    if module is None:
+    if "jax.experimental.roofline.roofline" not in sys.modules:
         return
-    rules = module._rooflines
+    from hostcall._jax.door import roofline
+
+    rules = roofline._rooflines
     for theirs in (pure_callback_p, io_callback_p, debug_callback_p):
         if theirs in rules:
             rules.setdefault(mine[theirs.name], rules[theirs])
@@ -118,7 +120,7 @@ def parts_of_callback(
     names = getattr(code, "co_freevars", ())
     if names != ("callback", "in_tree", "static_args"):
         return None
-    if flat.__module__ != _debugging.__name__:
+    if flat.__module__ != MODULES["debugging"]:
         return None
     cells = flat.__closure__ or ()
     fn, in_tree, static = [cell.cell_contents for cell in cells]
@@ -145,7 +147,7 @@ def replace_lowering(
     cacheable, so `rule` runs once for each equation, as `register_lowering` arranges
     for hostcall's own primitives.
     """
-    specific = _mlir._platform_specific_lowerings
+    specific = _src_mlir._platform_specific_lowerings
     replaced = []
 
     def either(
@@ -154,7 +156,7 @@ def replace_lowering(
         chosen = rule if is_served(ctx) else theirs
         return chosen(ctx, *xs, **params)
 
-    for table in (_mlir._lowerings, *(specific[p] for p in SERVED)):
+    for table in (_src_mlir._lowerings, *(specific[p] for p in SERVED)):
         if (entry := table.get(primitive)) is not None:
             ours = type(entry)(functools.partial(either, entry.rule), entry.inline)
             table[primitive] = ours
@@ -174,7 +176,7 @@ def replace_lowering(
 
 def print_callback(params: _t.Params) -> Callable[..., None]:
     """The function that JAX's debug_print primitive calls with its arrays."""
-    line = _debugging.partial(
+    line = functools.partial(
         _debugging._format_print_callback,
         params["fmt"],
         dict(params["np_printoptions"]),
@@ -198,4 +200,4 @@ def define_old_flags(flags: dict[str, bool | int], help_text: str) -> None:
         flag(name, env(name.upper(), default), help=help_text)
 
 
-old_flag = _config.config.read
+old_flag = jax.config.read

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import struct
 
-from jax._src import distributed as _distributed
-
 from hostcall import _native
 from hostcall._jax.coordination import job_folder_bytes
+from hostcall._jax.door import distributed as _distributed
 
 _GLOO = "cpu:gloo/"
 _LONGEST_ADDRESS = 4096  # bytes of a text in the store; Gloo's have about 200

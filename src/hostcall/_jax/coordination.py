@@ -9,11 +9,12 @@ What the service can't do raises `jax.errors.JaxRuntimeError`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
-from jax._src import distributed as _distributed
-from jax._src.lib import _jax as _jaxlib
 
 from hostcall import _native
+from hostcall._jax.door import distributed as _distributed
 
 
 def place_in_job() -> tuple[int, int]:
@@ -105,7 +106,7 @@ def leave_job() -> None:
     state.preemption_sync_manager = state.client = state.service = None
 
 
-def _client() -> _jaxlib.DistributedRuntimeClient:
+def _client() -> Any:
     client = _distributed.global_state.client
     if client is None:
         raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: the job was shut down")

@@ -14,7 +14,7 @@ cases, which are put in order here:
 A dispatch in JAX's C++ asks nobody. So long as all ordered programs of the process have
 one CPU device in common, and those without tokens are for that device, none needs to:
 `_Process.is_several` is False. From the first ordered program elsewhere on, JAX
-dispatches ordered programs in Python, whose `__call__` is wrapped here.
+dispatches ordered programs in Python, whose `__call__` is wrapped here (patches.py).
 
 Programs that host code dispatches are left out: they have ended before the call that
 they are in has.
@@ -27,20 +27,20 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-from jax._src import dispatch as _dispatch
-from jax._src import stages as _stages
-from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import _jax as _jaxlib
 
 from hostcall._jax.dispatch import (
     REPORTS,
+    handlers,
     ordered_tokens_of,
     run_nothing,
     wait_for_programs,
 )
+from hostcall._jax.door import dispatch as _dispatch
+from hostcall._jax.door import jaxlib as _jaxlib
+from hostcall._jax.door import stages as _stages
 from hostcall._jax.fast_dispatch import ORDERED_WITHOUT_TOKENS
 from hostcall._jax.types import Device, Executable
 from hostcall._native import current
@@ -141,37 +141,34 @@ def _after(program: Executable) -> None:
                 run_nothing(part.device, part.data)
 
 
-def keep_order_over_devices(
-    quietly: Callable[[], contextlib.AbstractContextManager[None]],
-) -> None:
-    """Keeps ordered programs in order, as this file says.
+# --- What is replaced (patches.py) ----------------------------------------------------
 
-    `quietly`: inside it, errors that JAX makes do not count as told.
-    """
-    plain = _pxla.ExecuteReplicated.__call__
+Call: TypeAlias = Callable[..., list[jax.Array]]
+
+
+def dispatch_in_order(plain: Call) -> Call:
+    """Keeps ordered programs in order, as this file says."""
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
         is_ordered = bool(self.ordered_effects) or _is_without_tokens(self)
         if not is_ordered or current() is not None:
-            return plain(self, *args)  # type: ignore[no-any-return]
-        with quietly():
+            return plain(self, *args)
+        with handlers.quietly():
             _before(self)
-        results: list[jax.Array] = plain(self, *args)
+        results = plain(self, *args)
         # Of a program that has failed already there is nothing to wait for.
-        with quietly(), contextlib.suppress(*REPORTS):
+        with handlers.quietly(), contextlib.suppress(*REPORTS):
             _after(self)
         return results
 
-    _pxla.ExecuteReplicated.__call__ = call
-    _keep_compiled_in_order()
+    return call
 
 
-def _keep_compiled_in_order() -> None:
+def cpp_call_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function (`jax.jit(f).lower().compile()`) has a dispatch in C++ of its
     own, which is given once and asks nothing later.
     """
-    plain = _pxla.MeshExecutable.create_cpp_call
 
     @functools.wraps(plain)
     def create_cpp_call(self: Any, params: _stages.CompiledCallParams) -> object:
@@ -181,9 +178,9 @@ def _keep_compiled_in_order() -> None:
 
         def call(*args: object, **kwargs: object) -> object:
             if _process.is_several:
-                return _stages.Compiled.call(params, *args, **kwargs)[0]
+                return jax.stages.Compiled.call(params, *args, **kwargs)[0]
             return fast(*args, **kwargs)
 
         return call
 
-    _pxla.MeshExecutable.create_cpp_call = create_cpp_call
+    return create_cpp_call

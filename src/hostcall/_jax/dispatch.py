@@ -2,7 +2,8 @@
 waited for.
 
 JAX dispatches in two ways. The first call of a program, and every call of a program
-with tokens, goes through Python (`ExecuteReplicated.__call__`, which is wrapped here).
+with tokens, goes through Python (`ExecuteReplicated.__call__`, which is wrapped here;
+patches.py has all that is).
 Other calls take JAX's fast path in C++, which calls a hook (`POST_HOOK`).
 """
 
@@ -11,21 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import api as _api
-from jax._src import compiler as _compiler
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import dispatch as _dispatch
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall import _native
+from hostcall._jax.devices import explicit_transfer
+from hostcall._jax.door import api as _api
+from hostcall._jax.door import compiler as _compiler
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import dispatch as _dispatch
+from hostcall._jax.door import pxla as _pxla
+from hostcall._jax.door import xla_client as _xla_client
 from hostcall._jax.signs import leaves_sign, take_sign
 from hostcall._jax.types import Device, Effect, Executable, Token
 
@@ -65,13 +66,10 @@ def _compiled(main: str, device: Device) -> _xla_client.LoadedExecutable:
 
 # --- Waits ----------------------------------------------------------------------------
 
-_waits: list[Callable[[], object]] = []  # for the thread's programs without tokens
-
 
 def wait_for_programs() -> None:
     """Waits for the programs without tokens that this thread has dispatched."""
-    for wait in _waits:
-        wait()
+    handlers.wait()
 
 
 def wait_for_all_on(device: Device) -> None:
@@ -218,9 +216,33 @@ def _keeping_tokens(program: Executable) -> Iterator[None]:
 # --- What is wrapped ------------------------------------------------------------------
 
 
-def wrap_dispatches() -> None:
+class _Handlers:
+    """What the functions below call, which other wings set when they are imported.
+
+    Attributes:
+        before_token: gets an effect, and its token if there is one so far, before JAX
+            passes the token to the program that it dispatches.
+        wait: waits for the calling thread's programs without tokens.
+        first_failure: what jax.effects_barrier raises after it has waited.
+        quietly: a block in which errors that JAX makes do not count as told.
+        report: gets the text of each JaxRuntimeError that is made; what it raises
+            replaces the error.
+    """
+
+    before_token: Callable[[Effect, Token | None], object]
+    wait: Callable[[], object]
+    first_failure: Callable[[], BaseException | None]
+    quietly: Callable[[], contextlib.AbstractContextManager[None]]
+    report: Callable[[str], object]
+
+
+handlers = _Handlers()
+
+Plain: TypeAlias = Callable[..., Any]
+
+
+def telling_of_dispatch(plain: Plain) -> Plain:
     """Tells of dispatches that JAX makes in Python."""
-    plain = _pxla.ExecuteReplicated.__call__
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
@@ -236,60 +258,48 @@ def wrap_dispatches() -> None:
         tell_of_dispatch([*results, *hidden], tokens)
         return results
 
-    _pxla.ExecuteReplicated.__call__ = call
+    return call
 
 
-def wrap_tokens(then: Callable[[Effect, Token | None], None]) -> None:
-    """Calls `then(effect, token)` before JAX takes the token of an ordered effect, if
-    there is one so far, and passes it to the program that it dispatches.
-
-    The first token is made by a transfer. JAX makes an implicit one, which a transfer
-    guard refuses; here it is explicit.
+def healing_tokens(plain: Plain) -> Plain:
+    """The first token is made by a transfer. JAX makes an implicit one, which a
+    transfer guard refuses; here it is explicit.
     """
-    plain = _dispatch.RuntimeTokenSet.get_token_input
 
     @functools.wraps(plain)
     def get_token_input(
         self: _dispatch.RuntimeTokenSet, effect: Effect, devices: Sequence[Device]
     ) -> Token:
-        then(effect, self.current_tokens.get(effect))
-        with _config.explicit_device_put_scope():
+        handlers.before_token(effect, self.current_tokens.get(effect))
+        with explicit_transfer("explicit_device_put"):
             return plain(self, effect, devices)
 
-    _dispatch.RuntimeTokenSet.get_token_input = get_token_input
+    return get_token_input
 
 
-def when_waiting_for_effects(
-    wait: Callable[[], object], failure: Callable[[], BaseException | None]
-) -> None:
-    """`wait` waits for the calling thread's programs without tokens, here and in
-    `jax.effects_barrier`, which then raises what `failure` returns.
+def waiting_for_all(plain: Plain) -> Plain:
+    """`jax.effects_barrier` also waits for programs without tokens, and raises what
+    they have failed with.
     """
-    _waits.append(wait)
-    plain = _dispatch.RuntimeTokenSet.block_until_ready
 
     @functools.wraps(plain)
     def block_until_ready(self: _dispatch.RuntimeTokenSet) -> None:
         wait_for_programs()
         plain(self)
-        if (error := failure()) is not None:
+        if (error := handlers.first_failure()) is not None:
             raise error
 
-    _dispatch.RuntimeTokenSet.block_until_ready = block_until_ready
+    return block_until_ready
 
 
-def wrap_reports(then: Callable[[str], None]) -> None:
-    """Calls `then(text)` whenever a JaxRuntimeError is made.
-
-    If `then` raises, that exception replaces the JaxRuntimeError. jaxlib's C++ makes
-    the error on the thread that reads the result, and the constructor of the class is
-    the only Python code that it runs on the way.
+def reporting(plain: Plain) -> Plain:
+    """The C++ of jaxlib makes a JaxRuntimeError on the thread that reads the result,
+    and the constructor of the class is the only Python code that it runs on the way.
     """
-    plain = jax.errors.JaxRuntimeError.__init__
 
     def init(self: jax.errors.JaxRuntimeError, *args: object) -> None:
         plain(self, *args)
         if args and isinstance(args[0], str):
-            then(args[0])
+            handlers.report(args[0])
 
-    jax.errors.JaxRuntimeError.__init__ = init  # type: ignore[method-assign]
+    return init

@@ -7,29 +7,26 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
-from jax._src.random.prng import PRNGKeyArray as _PRNGKeyArray
-from jax._src.state.types import AbstractRef as _AbstractRef
 
+from hostcall._jax.door import core as _core
 from hostcall._jax.types import Aval, Dtype
 
 
 def is_key_dtype(dtype: Dtype) -> bool:
     plain = isinstance(dtype, np.dtype)  # most are
-    return not plain and bool(_dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return not plain and bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-_REFS = (_core.Tracer, jax.Ref)
+_REFS = (jax.core.Tracer, jax.Ref)
 
 
 def is_ref(value: object) -> bool:
     """Whether this is a mutable array (`jax.new_ref`), traced or not."""
-    return isinstance(value, _REFS) and type(value.aval) is _AbstractRef
+    return isinstance(value, _REFS) and type(value.aval) is jax.ref.AbstractRef
 
 
 # The dtype that JAX uses for this one under the current x64 setting.
-canonical_dtype = _dtypes.canonicalize_dtype
+canonical_dtype = jax.dtypes.canonicalize_dtype
 
 
 # The dtypes that JAX makes narrow in 32-bit mode, wherever it takes or makes an array.
@@ -61,7 +58,7 @@ def key_implementation(dtype: Dtype) -> str:
 
 def data_of(array: jax.Array) -> jax.Array:
     """The array itself, or for an array of typed keys the uint32 array behind it."""
-    return array._base_array if isinstance(array, _PRNGKeyArray) else array
+    return array._base_array if is_key_dtype(array.dtype) else array
 
 
 def wrap_key(data: jax.Array | np.ndarray, dtype: Dtype) -> jax.Array:
@@ -74,13 +71,15 @@ def physical_avals(avals: Sequence[Aval]) -> list[Aval]:
     A typed key becomes its uint32 block, and float0 becomes bool.
     """
     return [
-        aval.update(dtype=np.dtype(np.bool_)) if aval.dtype == _dtypes.float0 else aval
+        aval.update(dtype=np.dtype(np.bool_))
+        if aval.dtype == jax.dtypes.float0
+        else aval
         for aval in map(_core.physical_aval, avals)
     ]
 
 
 def is_symbolic(size: object) -> bool:
-    return not _core.is_constant_dim(size) and bool(_core.is_dim(size))
+    return bool(jax.export.is_symbolic_dim(size))
 
 
 def has_symbolic(avals: Sequence[Aval]) -> bool:

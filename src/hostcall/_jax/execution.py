@@ -11,15 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
-from jax._src import compiler as _compiler
-from jax._src import config as _config
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import pxla as _pxla
 
 from hostcall._jax.dispatch import forget_all_tokens
+from hostcall._jax.door import pxla as _pxla
+from hostcall._jax.installing import install
+from hostcall._jax.patches import When
 from hostcall._jax.settings import UNSET
 from hostcall._jax.types import Device, Executable
 
@@ -57,7 +56,7 @@ class ExecutionGuard:
             self._check(() if program is None else program._local_devices)
         before = self.before
         if before is UNSET:
-            before = _config.no_execution.get_global()
+            before = jax.no_execution.get_global()
         if isinstance(before, ExecutionGuard):
             return before.forbids(frame)
         return bool(before)
@@ -103,7 +102,7 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     """
     global _refusal_across
     _refusal_across = refusal
-    for setting in (_config.no_tracing, _config.no_execution):
+    for setting in (jax.no_tracing, jax.no_execution):
         if not isinstance(setting.get_global(), _AcrossGuard):
             setting.set_global(_AcrossGuard(before=setting.get_global()))
 
@@ -124,12 +123,20 @@ def _refuse_across(frame: FrameType) -> None:
 
 # --- A forked child ------------------------------------------------------------------
 
+_refuse: list[Callable[..., NoReturn]] = []
+
+
+def refusing(plain: Callable[..., Any]) -> Callable[..., NoReturn]:
+    """What a forked child has in place of JAX's functions (patches.py)."""
+    del plain
+    return _refuse[0]
+
 
 def refuse_programs(refusal: Callable[[], Exception]) -> None:
     """Refuses lowering, compiling and running in this process; tracing still works.
 
     This is for a forked child, in which they would wait for threads that do not exist
-    there (MLIR's pool and XLA's). JAX's functions are replaced for good.
+    there (MLIR's pool and XLA's).
     """
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
@@ -137,9 +144,9 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
         raise refusal()
 
     forget_all_tokens()
-    _mlir.lower_jaxpr_to_module = refuse
-    _compiler.compile_or_get_cached = refuse
-    setting, guard = _config.no_execution, ExecutionGuard(refuse, before=False)
+    _refuse[:] = [refuse]
+    install(When.FORK)
+    setting, guard = jax.no_execution, ExecutionGuard(refuse, before=False)
     setting.set_global(guard)
     if setting.get_local() is not UNSET:  # a callback's guard: the callback has forked
         setting.set_local(guard)

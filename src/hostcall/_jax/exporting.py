@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax._src import xla_bridge as _xla_bridge
-from jax._src.export import _export
-from jax._src.interpreters import mlir as _mlir
-from jax._src.lib.mlir import ir as _ir
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
+from hostcall._jax.door import export as _export
+from hostcall._jax.door import mlir as _src_mlir
+from hostcall._jax.door import xla_bridge as _xla_bridge
 from hostcall._jax.dtypes import is_symbolic
 from hostcall._jax.types import Attribute, Dtype, Operation, Value
+from hostcall._jax.versions import module_of
 
 # Makes bytes of a node's auxiliary data, and nodes of those and of children.
 ToBytes: TypeAlias = Callable[[Any], bytes]
@@ -128,9 +130,9 @@ def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
         # Else MLIR starts threads, and a process that has some may not fork.
         context.enable_multithreading(False)
         try:  # not printed and parsed, which takes long with large constants
-            exported.mlir_module(serialized=False).operation.walk(look)
+            module_of(exported).operation.walk(look)
         finally:
-            context.set_thread_pool(_mlir.global_thread_pool)
+            context.set_thread_pool(_src_mlir.global_thread_pool)
     return found
 
 

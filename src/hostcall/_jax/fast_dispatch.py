@@ -28,16 +28,17 @@ tokens. Ordered programs over different devices are put in order by device_order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import jaxlib.version as _jaxlib_version
-from jax._src import core as _core
-from jax._src import distributed as _distributed
-from jax._src import util as _util
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import pxla as _pxla
+from jax.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import distributed as _distributed
+from hostcall._jax.door import util as _util
+from hostcall._jax.installing import lost
+from hostcall._jax.needs import Part
 from hostcall._jax.program import is_one_served
 from hostcall._jax.program_order import (
     as_one_equation,
@@ -52,6 +53,7 @@ from hostcall._jax.signs import (
 )
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
 from hostcall._jax.tracing import is_ordered as is_ordered_effect
+from hostcall._jax.versions import COLLECTIVES_NEED_NO_TOKENS
 
 # An ordered program that is lowered without tokens keeps this text alive, by which it
 # is known where it is dispatched (device_order.py).
@@ -99,10 +101,8 @@ def _several_are_sound() -> bool:
     arrived"). Host calls make them longer. Programs of several processes keep their
     tokens too.
     """
-    return _SOUND and _distributed.global_state.num_processes in (None, 1)
-
-
-_SOUND = _jaxlib_version.__version_info__ >= (0, 12, 0)
+    alone = _distributed.global_state.num_processes in (None, 1)
+    return COLLECTIVES_NEED_NO_TOKENS and alone
 
 
 def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
@@ -130,11 +130,10 @@ def is_for_export(options: Mapping[str, object]) -> bool:
     return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
 
 
-def _lower_in_order() -> None:
-    """From now on, the host calls of each program are in one order, and JAX's fast
-    dispatch serves the programs that it can.
+def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The host calls of each program are in one order, and JAX's fast dispatch serves
+    the programs that it can (patches.py).
     """
-    plain = _pxla._cached_lowering_to_hlo
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
@@ -147,7 +146,7 @@ def _lower_in_order() -> None:
         if devices != 1:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
         fast = devices == 1 or (devices > 1 and not is_ordered and _several_are_sound())
-        if not (fast and _are_engine_calls(jaxpr)):
+        if lost(Part.FAST) or not (fast and _are_engine_calls(jaxpr)):
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
@@ -163,8 +162,4 @@ def _lower_in_order() -> None:
         mark = FastProgram(hidden, asks)
         return (module, [*(kept_alive or ()), mark], *rest)
 
-    _pxla._cached_lowering_to_hlo = lowered
-
-
-if hasattr(_pxla, "_cached_lowering_to_hlo"):  # else, in a later JAX, all have tokens
-    _lower_in_order()
+    return lowered  # type: ignore[no-any-return]

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from jax._src import core as _core
-from jax._src import effects as _effects
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.lax.control_flow import loops as _loops
+from jax.interpreters import partial_eval as _pe
 
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import partial_eval as _src_pe
 from hostcall._jax.tracing import own_effects
 from hostcall._jax.types import Jaxpr, JaxprEquation, Trace, Tracer
 from hostcall._jax.versions import changed
@@ -51,11 +52,11 @@ def _stage(trace: Trace, *tracers: Tracer, eqn: JaxprEquation) -> list[Tracer]:
         _pe.JaxprTracer(trace, _pe.PartialVal.unknown(v.aval), None)
         for v in eqn.outvars
     ]
-    recipe = _pe.new_eqn_recipe(
+    recipe = _src_pe.new_eqn_recipe(
         trace, operands, outs, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
     )
     if _effects.partial_eval_kept_effects.filter_in(eqn.effects):
-        trace.effect_handles.append(_pe.EffectHandle(operands, recipe))
+        trace.effect_handles.append(_src_pe.EffectHandle(operands, recipe))
     for out in outs:
         out.recipe = recipe
     return outs
@@ -83,30 +84,37 @@ def _hoisting(yes: bool) -> Iterator[None]:
 class _PartialEval:
     """JAX's module partial_eval as loops.py sees it, with one function replaced."""
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(_pe, name)
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
 
-    @staticmethod
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._plain, name)
+
     def partial_eval_jaxpr_nounits(
-        jaxpr: Jaxpr, *args: object, **kwargs: object
+        self, jaxpr: Jaxpr, *args: object, **kwargs: object
     ) -> object:
         # loops.py also splits the bodies of while loops by this function. There,
         # nothing is hoisted, and a known call must stay known.
         if _hoists.get():
             jaxpr = _disguise(jaxpr)
         with _hoisting(False):
-            return _pe.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
+            return self._plain.partial_eval_jaxpr_nounits(jaxpr, *args, **kwargs)
 
 
-_hoist = _loops._scan_known_hoisting
-_rule = _pe.partial_eval_jaxpr_custom_rules[_loops.scan_p]
+# What is replaced (patches.py).
 
 
-def _partial_eval_custom(*args: object, **kwargs: object) -> object:
-    with _hoisting(True):
-        return _rule(*args, **kwargs)
+def hoisting_no_calls(plain: Callable[..., object]) -> Callable[..., object]:
+    return lambda jaxpr, *args: plain(_disguise(jaxpr), *args)
 
 
-_loops._scan_known_hoisting = lambda jaxpr, *args: _hoist(_disguise(jaxpr), *args)
-_loops.pe = _PartialEval()
-_pe.partial_eval_jaxpr_custom_rules[_loops.scan_p] = _partial_eval_custom
+def partial_eval_in_loops(plain: Any) -> _PartialEval:
+    return _PartialEval(plain)
+
+
+def scan_under_remat(plain: Callable[..., object]) -> Callable[..., object]:
+    def rule(*args: object, **kwargs: object) -> object:
+        with _hoisting(True):
+            return plain(*args, **kwargs)
+
+    return rule

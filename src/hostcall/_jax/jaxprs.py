@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core as _core
-from jax._src import effects as _effects
-from jax._src.array import ArrayImpl as _ArrayImpl
-from jax._src.interpreters import batching as _batching
-from jax._src.sharding_impls import UNSPECIFIED as _UNSPECIFIED
+from jax.interpreters import batching as _batching
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import array as _array
+from hostcall._jax.door import batching as _src_batching
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import sharding_impls as _sharding_impls
 from hostcall._jax.tracing import ENGINE_CALLS
 from hostcall._jax.versions import open_jaxpr
 
@@ -112,7 +113,7 @@ def replaced(
     for key, some in jaxprs.items():
         params[key] = tuple(some) if key == "branches" else some[0]
     longer: dict[str, int | tuple[object, ...]] = {
-        "in_shardings": (_UNSPECIFIED,) * n,
+        "in_shardings": (_sharding_impls.UNSPECIFIED,) * n,
         "in_layouts": (None,) * n,
         "donated_invars": (False,) * n,
         "in_specs": (jax.sharding.PartitionSpec(),) * n,
@@ -126,7 +127,7 @@ def replaced(
         if isinstance(params.get(key), type(x)):
             params[key] += x
     if "ft_in" in params:  # a scan's since 0.12
-        from jax._src import flattree as _ft
+        from hostcall._jax.door import flattree as _ft
 
         consts, carry, xs = params["ft_in"].unpack()
         results, ys = params["ft_out"].unpack()
@@ -156,7 +157,7 @@ def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
 def is_array(atom: _t.Atom) -> bool:
     """Whether a variable is an array of numbers, and no key, Ref, token or float0."""
     aval = atom.aval
-    if not isinstance(aval, _core.ShapedArray) or aval.dtype == jax.dtypes.float0:
+    if not isinstance(aval, jax.core.ShapedArray) or aval.dtype == jax.dtypes.float0:
         return False
     return isinstance(aval.dtype, np.dtype)
 
@@ -175,7 +176,7 @@ def names_shardings(eqn: _t.JaxprEquation) -> bool:
     """Whether a call says where its operands or results are."""
     params = eqn.params
     named = *params.get("in_shardings", ()), *params.get("out_shardings", ())
-    return any(each is not _UNSPECIFIED for each in named)
+    return any(each is not _sharding_impls.UNSPECIFIED for each in named)
 
 
 def is_dropped(var: _t.Var) -> bool:
@@ -193,14 +194,14 @@ def is_elementwise(eqn: _t.JaxprEquation) -> bool:
     JAX has two rules of vmap for such operations, which no others have.
     """
     rule = _batching.fancy_primitive_batchers.get(eqn.primitive)
-    rules = _batching.vectorized_batcher, _batching.broadcast_batcher
+    rules = _src_batching.vectorized_batcher, _src_batching.broadcast_batcher
     return isinstance(rule, functools.partial) and rule.func in rules
 
 
 def is_numpy(x: object) -> bool:
     """Whether it is an array that JAX takes as one of NumPy's."""
     return isinstance(getattr(x, "dtype", None), np.dtype) and not isinstance(
-        x, _core.Tracer
+        x, jax.core.Tracer
     )
 
 
@@ -208,7 +209,9 @@ def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation alone, outside of programs."""
     # A library's primitive may know no arrays but JAX's.
     operands = [
-        x if isinstance(x, _ArrayImpl) or not is_numpy(x) else jax.numpy.asarray(x)
+        x
+        if isinstance(x, _array.ArrayImpl) or not is_numpy(x)
+        else jax.numpy.asarray(x)
         for x in operands
     ]
     found = eqn.primitive.get_bind_params(eqn.params)

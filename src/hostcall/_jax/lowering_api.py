@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
-import jaxlib.version as _jaxlib_version
-from jax._src import core as _core
-from jax._src import dispatch as _dispatch
-from jax._src import effects as _effects
-from jax._src import source_info_util as _source_info_util
-from jax._src.interpreters import mlir as _mlir
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
+import jaxlib
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import dispatch as _dispatch
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import missing_of, version_of
+from hostcall._jax.door import source_info_util as _source_info_util
+from hostcall._jax.door import xla_client as _xla_client
+from hostcall._jax.installing import lost, need
+from hostcall._jax.needs import Part
 from hostcall._jax.program import record_of
 from hostcall._jax.program_order import effects_in, in_order_of_program, joined
 from hostcall._jax.tracing import ENGINE_CALLS
@@ -64,6 +68,8 @@ def in_order(
     effects = effects_in(ctx)
     if not effects and _effects.ordered_effects.contains(effect):
         effects = frozenset([effect])
+    if lost(Part.ORDER) and effects:
+        _check_tokens(ctx, effects)
     if effects:
         before = joined([token for e, token in given.items() if e in effects])
 
@@ -74,7 +80,34 @@ def in_order(
         return before, leave
     record = record_of(ctx, "last token of each block")
     block = _ir.InsertionPoint.current.block
+    if lost(Part.ORDER):
+        _check_chain(ctx, record, block)
     return record.get(block), partial(record.__setitem__, block)
+
+
+# Where JAX has no place for the one order of all host calls (patches.py), two kinds of
+# programs are in order without it: those whose calls have one ordered effect, and those
+# whose calls are unordered and one after another in the program itself, in no loop,
+# branch or function inside.
+
+
+def _check_tokens(ctx: _t.LoweringContext, effects: Iterable[_t.Effect]) -> None:
+    kinds = record_of(ctx, "ordered effects of host calls")
+    kinds.update(dict.fromkeys(effects))
+    if len(kinds) > 1 or record_of(ctx, "last token of each block"):
+        need(Part.ORDER)
+
+
+def _check_chain(
+    ctx: _t.LoweringContext, tokens: dict[Any, Any], block: _ir.Block
+) -> None:
+    owner = block.owner
+    is_program = "sym_name" in owner.attributes and (
+        _ir.StringAttr(owner.attributes["sym_name"]).value == "main"
+    )
+    ordered = record_of(ctx, "ordered effects of host calls")
+    if ordered or not is_program or set(tokens) - {block}:
+        need(Part.ORDER)
 
 
 # The engine answers JAX's handler in the layout that XLA has had in these versions
@@ -89,7 +122,7 @@ def host_callback_handler() -> object | None:
     native/handlers/host_callback.h says what the engine needs it for.
     """
     first, beyond = _KNOWN_LAYOUT
-    if not first <= _jaxlib_version.__version_info__ < beyond:
+    if not first <= version_of(jaxlib.__version__) < beyond:
         return None
     targets = _xla_client.custom_call_targets("cpu")
     handler: object = targets["xla_buffer_python_cpu_callback"]["execute"]
@@ -126,7 +159,7 @@ def name_partitioning(value: _t.Value, name: str) -> None:
     the compilation cache would never find the program.
     """
     # Imported here because it takes 10 ms, which most programs need not pay.
-    from jax._src import custom_partitioning
+    from hostcall._jax.door import custom_partitioning
 
     if isinstance(value.owner, _ir.Block):  # an argument of a block
         return
@@ -145,13 +178,15 @@ def lower_traced(
     values: Sequence[_t.Value],
 ) -> list[_t.Value]:
     """Emits the JAX function `f` on values of these avals; returns its results."""
-    avals = [_core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     inner = ctx.replace(primitive=None, avals_in=avals, avals_out=None)
     return lower_by(inner, f, *values)
 
 
 def line_of(ctx: _t.LoweringContext) -> tuple[str, int, str] | None:
     """(file, line, function) of the user's line behind an equation being lowered."""
+    if missing_of(Part.LINES):
+        return None
     frame = _source_info_util.user_frame(ctx.traceback)
     if frame is None:
         return None

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import jax
 import numpy as np
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import sharding_impls as _sharding_impls
-from jax._src.interpreters import mlir as _mlir
-from jax._src.lib import xla_client as _xc
-from jax._src.lib.mlir import ir as _ir
-from jax._src.lib.mlir.dialects import hlo as _hlo
-from jax._src.lib.mlir.dialects import sdy as _sdy
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
+from jaxlib.mlir.dialects import sdy as _sdy
+from jaxlib.mlir.dialects import stablehlo as _hlo
 
-from hostcall._jax.dtypes import has_symbolic
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import mlir as _src_mlir
+from hostcall._jax.door import sharding_impls as _sharding_impls
+from hostcall._jax.door import xla_client as _xc
+from hostcall._jax.dtypes import has_symbolic, is_symbolic
 from hostcall._jax.program import Program
 from hostcall._jax.types import Aval, Device, Emitted, LoweringContext, Operation, Value
+from hostcall._jax.versions import built, set_sharding
 
 # Token and operands -> what was emitted.
 Emit: TypeAlias = Callable[[Value | None, Sequence[Value]], Emitted]
@@ -61,10 +63,12 @@ def custom_call(
     number, shapes = _ir.IntegerType.get_unsigned(64), None
     if program.is_symbolic and has_symbolic(avals_out):  # XLA wants the sizes as values
         physical = map(_core.physical_aval, avals_out)
-        shapes = [_mlir.eval_dynamic_shape_as_tensor(ctx, x.shape) for x in physical]
+        shapes = [
+            _src_mlir.eval_dynamic_shape_as_tensor(ctx, x.shape) for x in physical
+        ]
     # As `jax.ffi` does it, which takes twice as long.
-    types = _ir_types(ctx, avals_out)
-    op = _mlir.custom_call(
+    types = _ir_types(avals_out)
+    op = _src_mlir.custom_call(
         target,
         result_types=types,
         operands=[*tokens_in, *operands],
@@ -98,9 +102,18 @@ def _rank(of: _ir.Type) -> int:
     return of.rank if isinstance(of, _ir.RankedTensorType) else 0
 
 
-def _ir_types(ctx: LoweringContext, avals: Sequence[Aval]) -> list[_ir.Type]:
-    types = [_mlir._aval_to_ir_types(ctx.module_context, aval) for aval in avals]
-    return list(_mlir.ir_tree_registry.flatten(types)[0])
+def _ir_types(avals: Sequence[Aval]) -> list[_ir.Type]:
+    return [_ir_type(aval) for aval in avals]
+
+
+def _ir_type(aval: Aval) -> _ir.Type:
+    """The type of one array, or of a token: a typed key is its uint32 block."""
+    if aval is _core.abstract_token:
+        return _hlo.TokenType.get()
+    physical = _core.physical_aval(aval)
+    any_size = _ir.ShapedType.get_dynamic_size()
+    sizes = [any_size if is_symbolic(n) else int(n) for n in physical.shape]
+    return _ir.RankedTensorType.get(sizes, _mlir.dtype_to_ir_type(physical.dtype))
 
 
 def named(ctx: LoweringContext, label: str) -> _ir.Location:
@@ -117,8 +130,8 @@ def named(ctx: LoweringContext, label: str) -> _ir.Location:
 def _mark_each_device(ctx: LoweringContext, op: Operation) -> None:
     """Says that each device runs this operation of a manual region for itself."""
     types = [result.type for result in op.results]
-    if _config.use_shardy_partitioner.value:
-        _mlir.set_sharding(ctx.module_context, op, _closed((), types or [None]))
+    if jax.config.jax_use_shardy_partitioner:
+        set_sharding(ctx, op, _closed((), types or [None]))
         return
     # The partitioner wants a tuple of shardings for a tuple of results, and JAX's
     # `set_sharding` can't write one.
@@ -161,20 +174,19 @@ def on_each_device(
     sharding from any other custom call, and then refuses those with a side effect.
     """
     ctx = program.ctx
-    if not _config.use_shardy_partitioner.value:
+    if not jax.config.jax_use_shardy_partitioner:
         return _on_each_device_gspmd(ctx, emit, token, operands)
-    cache = ctx.module_context.sharding_attr_cache
     mesh_shape = (("hostcall", program.size),)
     takes_token = token is not None
     values = [token, *operands] if takes_token else list(operands)
     types_in = [value.type for value in values]
     avals_out = [_core.abstract_token] * returns_token + list(ctx.avals_out)
-    types_out = _ir_types(ctx, avals_out)
+    types_out = _ir_types(avals_out)
     region = _sdy.ManualComputationOp(
         types_out,
         values,
-        _closed(mesh_shape, types_in).build(cache),
-        _closed(mesh_shape, types_out).build(cache),
+        built(ctx, _closed(mesh_shape, types_in)),
+        built(ctx, _closed(mesh_shape, types_out)),
         _sdy.ManualAxesAttr.get([_ir.StringAttr.get("hostcall")]),
     )
     block = _ir.Block.create_at_start(region.body, types_in)
@@ -199,12 +211,12 @@ def _on_each_device_gspmd(
     manual.type = _xc.OpSharding.Type.MANUAL
 
     def enter(value: Value, aval: Aval) -> Value:
-        value = _mlir.wrap_with_sharding_op(ctx, value, aval, whole)
-        return _mlir.wrap_with_full_to_shard_op(ctx, value, aval, manual)
+        value = _src_mlir.wrap_with_sharding_op(ctx, value, aval, whole)
+        return _src_mlir.wrap_with_full_to_shard_op(ctx, value, aval, manual)
 
     def leave(value: Value, aval: Aval) -> Value:
-        value = _mlir.wrap_with_sharding_op(ctx, value, aval, manual)
-        return _mlir.wrap_with_shard_to_full_op(ctx, value, aval, whole)
+        value = _src_mlir.wrap_with_sharding_op(ctx, value, aval, manual)
+        return _src_mlir.wrap_with_shard_to_full_op(ctx, value, aval, whole)
 
     avals_in = map(_core.physical_aval, ctx.avals_in)
     avals_out = map(_core.physical_aval, ctx.avals_out)
@@ -214,6 +226,9 @@ def _on_each_device_gspmd(
 
 # The index, among the program's devices, of the device that runs it.
 partition_id = _hlo.partition_id
+
+
+_FROM_DEVICE_TO_DEVICE = 1  # XLA's type of channel (xla/xla_data.proto)
 
 
 def max_over_devices(ctx: LoweringContext, value: Value, n: int) -> Value:
@@ -227,7 +242,7 @@ def max_over_devices(ctx: LoweringContext, value: Value, n: int) -> Value:
         [value],
         replica_groups=_ir.DenseElementsAttr.get(groups),
         channel_handle=_hlo.ChannelHandle.get(
-            ctx.module_context.new_channel(), _mlir.DEVICE_TO_DEVICE_TYPE
+            ctx.module_context.new_channel(), _FROM_DEVICE_TO_DEVICE
         ),
         use_global_device_ids=_ir.BoolAttr.get(True),
     )
@@ -248,7 +263,7 @@ def mark_place(ctx: LoweringContext, place: object) -> None:
     constant = _hlo.ConstantOp(_ir.DenseElementsAttr.get(np.zeros((), np.int32)))
     if isinstance(place, _sharding_impls.SdyArrayList):
         place = _sharding_impls.SdyArrayList((place.shardings[0],))
-    _mlir.set_sharding(ctx.module_context, constant, place)
+    set_sharding(ctx, constant, place)
 
 
 def device_of(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hostcall._jax import types as _t
 from hostcall._jax.jaxprs import LOOPS
 from hostcall._jax.user_lines import SourceLine, lines_of, transforms_of
+from hostcall._jax.versions import newly_manual_axes
 
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "")
@@ -116,7 +117,7 @@ def meshes_of(
     around: Sequence[_t.JaxprEquation],
 ) -> list[tuple[_t.Mesh, frozenset[str]]]:
     maps = (e.params for e in around if e.primitive.name == "shard_map")
-    return [(each["mesh"], each["newly_manual_axes"]) for each in maps]
+    return [(each["mesh"], newly_manual_axes(each)) for each in maps]
 
 
 def within_shard(around: Sequence[_t.JaxprEquation]) -> list[_t.JaxprEquation]:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jaxlib.version as _jaxlib_version
-from jax._src import sharding_impls as _sharding_impls
-from jax._src.interpreters import mlir as _mlir
-from jax._src.lax import lax as _lax
-from jax._src.lax import slicing as _slicing
-from jax._src.lax import windowed_reductions as _windowed_reductions
-from jax._src.lib.mlir import ir as _ir
+import jaxlib
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
+from hostcall._jax.door import lax as _lax
+from hostcall._jax.door import slicing as _slicing
+from hostcall._jax.door import version_of
+from hostcall._jax.door import windowed_reductions as _windowed_reductions
 from hostcall._jax.types import Client, Device, LoweringContext, Mesh
 
 SERVED = ("cpu", "cuda")  # where the engine has handlers
 # In a shard_map that is manual over some mesh axes only, a token as a program's result
 # aborts the process before (seen in 0.10.2, not in 0.11.2).
-SHARDS_TOKENS_OVER_SOME_AXES = _jaxlib_version.__version_info__ >= (0, 11, 2)
+SHARDS_TOKENS_OVER_SOME_AXES = version_of(jaxlib.__version__) >= (0, 11, 2)
 
 
 class Program(NamedTuple):
@@ -121,13 +121,13 @@ def _over(
     context: object,
 ) -> tuple[Mesh | None, frozenset[object], int, tuple[Device, ...] | None]:
     """(mesh, automatic, size, devices) of a program, as `Program` says."""
-    if isinstance(context, _sharding_impls.SPMDAxisContext):
+    if isinstance(context, _mlir.SPMDAxisContext):
         mesh, size = context.mesh, int(context.mesh.size)
         automatic = frozenset[object](mesh.axis_names) - context.manual_axes
         abstract = isinstance(mesh, jax.sharding.AbstractMesh)
         known = () if abstract or size == 1 else tuple(mesh.devices.flat)
         return mesh, automatic, size, known
-    if not isinstance(context, _sharding_impls.ShardingContext):
+    if not isinstance(context, _mlir.ShardingContext):
         return None, frozenset(), 1, None
     size = int(context.num_devices)
     known = tuple(context.device_assignment or ())
@@ -135,7 +135,7 @@ def _over(
 
 
 def _only_device(context: object) -> Device | None:
-    if not isinstance(context, _sharding_impls.ShardingContext):
+    if not isinstance(context, _mlir.ShardingContext):
         return None
     known = tuple(context.device_assignment or ())
     return known[0] if len(known) == 1 else None

@@ -43,13 +43,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax._src import core as _core
-from jax._src import effects as _effects
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax.interpreters import mlir as _mlir
+from jax.interpreters import partial_eval as _pe
+from jaxlib.mlir.dialects import stablehlo as _hlo
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import effects as _effects
 from hostcall._jax.jaxprs import LOOPS, Inner, inners, within
 from hostcall._jax.program import SHARDS_TOKENS_OVER_SOME_AXES, record_of
 from hostcall._jax.tracing import (
@@ -58,7 +58,7 @@ from hostcall._jax.tracing import (
     hold_weakly_in_caches,
     register_effect,
 )
-from hostcall._jax.versions import changed, open_jaxpr
+from hostcall._jax.versions import changed, lower_jaxpr, newly_manual_axes, open_jaxpr
 
 
 class ProgramOrder(_effects.Effect):  # type: ignore[misc]
@@ -103,7 +103,7 @@ def _parts(eqn: _t.JaxprEquation) -> list[Inner]:
     """The jaxprs of an equation that are in the order of the program."""
     if eqn.primitive.name == "shard_map" and not SHARDS_TOKENS_OVER_SOME_AXES:
         params = eqn.params
-        if set(params["newly_manual_axes"]) != set(params["mesh"].axis_names):
+        if newly_manual_axes(params) != set(params["mesh"].axis_names):
             return []
     return inners(eqn)
 
@@ -367,18 +367,9 @@ def _lower(
         elif effect is IN_ORDER and given:
             tokens[effect] = joined([*given.values()])
         else:
-            tokens[effect] = _mlir.create_token()
-    results, left = _mlir.jaxpr_subcomp(
-        ctx.module_context,
-        inner,
-        ctx.name_stack,
-        _mlir.TokenSet(tokens),
-        [_mlir.ir_constant(const) for const in jaxpr.consts],
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
+            tokens[effect] = _hlo.create_token()
+    consts = [_mlir.ir_constant(const) for const in jaxpr.consts]
+    results, left = lower_jaxpr(ctx, inner, _mlir.TokenSet(tokens), consts, *operands)
     # One of the tokens that are passed out comes after everything, and the others are
     # given back as they came: XLA ends the process if two results turn out to be one
     # value. All results of a program are ready when it has ended.

@@ -13,7 +13,7 @@ stay as they are, and those of a function of the caller's are put between them:
 Not entered are loops over Refs, conditions of while loops whose rows differ, kernels,
 custom calls, and the small functions inside reductions, sorts and scatters.
 
-Whoever imports this file has JAX ask it about each program.
+The first block has JAX ask this file about each program (patches.py).
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import dispatch as _dispatch
-from jax._src import linear_util as _lu
-from jax._src import mesh as _mesh
-from jax._src import shard_map as _shard_map
-from jax._src import sharding_impls as _sharding_impls
-from jax._src import util as _util
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.interpreters import pxla as _pxla
-from jax._src.lib.mlir.dialects import sdy as _sdy
+from jax.interpreters import mlir as _mlir
+from jax.interpreters import partial_eval as _pe
+from jaxlib.mlir.dialects import sdy as _sdy
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
 from hostcall._jax.devices import back_ends_started
+from hostcall._jax.door import config as _config
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import linear_util as _lu
+from hostcall._jax.door import shard_map as _shard_map
+from hostcall._jax.door import util as _util
 from hostcall._jax.execution import ExecutionGuard
 from hostcall._jax.fast_dispatch import is_for_export
+from hostcall._jax.installing import install, lost
 from hostcall._jax.jaxprs import LOOPS
+from hostcall._jax.needs import Part
+from hostcall._jax.patches import When
 from hostcall._jax.places import Place, meshes_of
 from hostcall._jax.versions import changed, open_jaxpr
 
@@ -150,11 +149,11 @@ class Insertion(NamedTuple):
 
 def variable(shape: Sequence[int], dtype: _t.Dtype) -> _t.Var:
     """A new variable for results of insertions, and for what loops keep."""
-    return _core.Var(_core.ShapedArray(tuple(shape), dtype))
+    return _core.Var(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def literal(value: np.ndarray) -> _t.Atom:
-    return _core.Literal(value, _core.ShapedArray(value.shape, value.dtype))
+    return _core.Literal(value, jax.core.ShapedArray(value.shape, value.dtype))
 
 
 class Use(Protocol):
@@ -202,13 +201,13 @@ class _Rewriting(ExecutionGuard):
 
 
 def _here() -> _Rewriting:
-    value = _config.no_execution.get_local()
+    value = jax.no_execution.get_local()
     return value if isinstance(value, _Rewriting) else _Rewriting((), value)
 
 
 def _set_blocks(blocks: _Blocks) -> None:
     before = _here().before
-    _config.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
+    jax.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
 
 
 @contextlib.contextmanager
@@ -218,6 +217,7 @@ def rewritten_by(uses: Mapping[Hashable, Use]) -> Iterator[None]:
 
     Tasks or generators that interleave may leave blocks out of order.
     """
+    install(When.OBSERVE)
     _set_blocks((*_here().blocks, uses))
     try:
         yield
@@ -236,11 +236,7 @@ def not_rewritten() -> Iterator[None]:
         _set_blocks(blocks)
 
 
-def _rewrite_where_lowered() -> None:
-    """Has JAX lower programs as the block around wants them."""
-    needs = _dispatch.jaxpr_has_prim_requiring_devices
-    plain = _pxla._cached_lowering_to_hlo
-
+def requiring_devices(needs: Callable[..., Any]) -> Callable[..., bool]:
     @functools.wraps(needs)
     def needs_devices(jaxpr: _t.Jaxpr) -> bool:
         # What is put into a program may need its devices, which JAX finds out before.
@@ -250,6 +246,12 @@ def _rewrite_where_lowered() -> None:
             return True
         return bool(needs(jaxpr))
 
+    return needs_devices
+
+
+def lowering_rewritten(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Has JAX lower programs as the block around wants them."""
+
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
         uses = _here().uses
@@ -257,12 +259,7 @@ def _rewrite_where_lowered() -> None:
             jaxpr = rewritten(jaxpr, list(uses.values()))
         return plain(jaxpr, *args, **options)
 
-    _dispatch.jaxpr_has_prim_requiring_devices = needs_devices
-    _pxla._cached_lowering_to_hlo = lowered
-
-
-if hasattr(_pxla, "_cached_lowering_to_hlo"):
-    _rewrite_where_lowered()
+    return lowered  # type: ignore[no-any-return]
 
 
 class _Looker:
@@ -282,8 +279,9 @@ def shows_programs() -> bool:
     It is not asked to lower one before it has devices, which the caller may still
     choose. Till then, that it has the function which is replaced has to do.
     """
-    if not back_ends_started():
-        return hasattr(_pxla, "_cached_lowering_to_hlo")
+    install(When.OBSERVE)
+    if lost(Part.OBSERVE) or not back_ends_started():
+        return not lost(Part.OBSERVE)
     return _shows_one()
 
 
@@ -305,7 +303,7 @@ _looked_at_p.def_abstract_eval(lambda aval: aval)
 
 def _lower_looked_at(ctx: _t.LoweringContext, x: _t.Value) -> list[_t.Value]:
     around = ctx.module_context.axis_context
-    is_partitioned = isinstance(around, _sharding_impls.ShardingContext)
+    is_partitioned = isinstance(around, _mlir.ShardingContext)
     if not is_partitioned or around.num_devices == 1:
         return [x]
     forward = _sdy.PropagationDirection.FORWARD
@@ -329,7 +327,7 @@ def _traced(
         given = map(_looked_at_p.bind, arrays) if is_apart else arrays
         return list(fn(*given) or ())
 
-    avals = [_core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
+    avals = [jax.core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
     names = _core.DebugInfo("observe", "hostcall.observe", None, None)
     wrapped = _lu.wrap_init(flat, debug_info=names)
     # A program may be lowered while another one is traced that computes constants
@@ -380,7 +378,7 @@ def _rewritten(level: Level, uses: Sequence[Use]) -> _Level | None:
         for mesh, axes in level.meshes:
             stack.enter_context(_shard_map._extend_axis_env(mesh, axes))
             manual = _shard_map._as_manual_mesh(mesh, axes)
-            stack.enter_context(_mesh.use_abstract_mesh(manual))
+            stack.enter_context(jax.sharding.use_abstract_mesh(manual))
         for each in (i for use in uses for i in use.look(level)):
             at = len(old) - 1 if each.after is None else each.after
             made.kept += each.kept
@@ -439,7 +437,7 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
     eqn = place.eqn
     inners, name = jaxprs.inners(eqn), eqn.primitive.name
     rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
-    step = _core.Var(_core.ShapedArray(rows, np.dtype(np.int32)))
+    step = _core.Var(jax.core.ShapedArray(rows, np.dtype(np.int32)))
     starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
     counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
     kept: list[Kept] = []

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
-from jax._src import config as _config
-from jax._src import mesh as _mesh
 
-from hostcall._jax.versions import MESH_SETTINGS
+from hostcall._jax.door import config as _config
+from hostcall._jax.door import mesh as _mesh
+from hostcall._jax.versions import MESH_SETTINGS, trace_context_names
 from hostcall._native import Ambient
 
-default_device = _config.default_device
+default_device = jax.default_device
+# A setting of JAX's, public or not.
+Setting: TypeAlias = Any
 
 # What `get_local` returns for a setting that the calling thread has not set.
-UNSET = _config.config_ext.unset
+UNSET = jax.default_device.get_local()
 
 # --- Settings that host code has values of its own for --------------------------------
 #
@@ -30,20 +33,17 @@ UNSET = _config.config_ext.unset
 
 _abstract, _concrete = MESH_SETTINGS
 # (kind, setting, value). For DEVICE and GUARD the value comes from the call's plan.
-AMBIENT: tuple[tuple[Ambient, _config.config_ext.Config, object], ...] = (
+AMBIENT: tuple[tuple[Ambient, Setting, object], ...] = (
     (Ambient.DEVICE, default_device, None),
     (Ambient.FIXED, _abstract, _mesh.empty_abstract_mesh),
     # JAX sets this one only together with the one before it, so the engine skips it
     # where that one is not set (native/plan/call_scope.cc).
     (Ambient.WITH, _concrete, _mesh.empty_concrete_mesh),
-    (Ambient.GUARD, _config.no_execution, None),
+    (Ambient.GUARD, jax.no_execution, None),
 )
 # The methods of their class, which the engine calls.
-SWAP_SET_GET = (
-    _config.State.swap_local,
-    _config.State.set_local,
-    _config.State.get_local,
-)
+_State = type(jax.default_device)
+SWAP_SET_GET = _State.swap_local, _State.set_local, _State.get_local
 
 # --- Settings that a trace has of its own ---------------------------------------------
 
@@ -64,7 +64,7 @@ _NOT_TAKEN = frozenset(
 )
 
 
-def _taken() -> dict[str, _config.config_ext.Config]:
+def _taken() -> dict[str, Setting]:
     """The settings by name: those in JAX's trace context, and the other public ones.
 
     Some public ones change what JAX computes and are not in the trace context
@@ -74,7 +74,7 @@ def _taken() -> dict[str, _config.config_ext.Config]:
     interpreted = _config.pallas_tpu_interpret_mode_context_manager
     known["pallas_tpu_interpret_mode_context_manager"] = interpreted
     public = {id(thing) for thing in vars(jax).values()}
-    traced = {*_config.trace_context_names(), "jax_disable_jit"}
+    traced = {*trace_context_names(), "jax_disable_jit"}
     return {
         name: setting
         for name, setting in known.items()
@@ -89,7 +89,7 @@ def _set(name: str, value: object) -> None:
     """Sets a setting on the calling thread."""
     setting = _settings[name]
     setting.swap_local(value)
-    if isinstance(setting, _config.State) and setting._update_thread_local_hook:
+    if isinstance(setting, _State) and setting._update_thread_local_hook:
         setting._update_thread_local_hook(None if value is UNSET else value)
 
 
@@ -160,7 +160,7 @@ def read_traced(told: object) -> Traced | None:
     found = []
     for name, value in told.items():
         setting = _settings.get(name)
-        if not isinstance(setting, _config.State) or setting._parser is None:
+        if not isinstance(setting, _State) or setting._parser is None:
             return None
         if type(value) not in (bool, int, str, type(None)):
             return None

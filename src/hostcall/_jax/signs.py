@@ -27,32 +27,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
-from jax._src import sharding_impls as _sharding_impls
-from jax._src import tree_util as _tree_util
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
-from jax._src.lib.mlir.dialects import func as _func
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
+from jaxlib.mlir.dialects import func as _func
 
 from hostcall import _native
 from hostcall._jax import types as _t
+from hostcall._jax.door import sharding_impls as _sharding_impls
+from hostcall._jax.door import tree_util as _tree_util
+from hostcall._jax.door import xla_client as _xla_client
+from hostcall._jax.installing import install
+from hostcall._jax.patches import When
 
 # The most bytes of a result that is kept until its program has ended. At most 32
 # programs of a device have not. A larger one takes longer to compute than the hidden
 # result costs.
 _SMALL = 2**16
 
-_HIDDEN = _core.ShapedArray((0,), np.dtype(np.bool_))
+_HIDDEN = jax.core.ShapedArray((0,), np.dtype(np.bool_))
 
 
-class FastProgram(NamedTuple):
+@dataclass(frozen=True)
+class FastProgram:
     """A program with host calls that is lowered without effects.
 
     Attributes:
@@ -63,6 +64,15 @@ class FastProgram(NamedTuple):
 
     hidden: bool
     asks_sign: bool
+
+    def __reduce__(self) -> tuple[Callable[..., FastProgram], tuple[bool, bool]]:
+        return _unpickled, (self.hidden, self.asks_sign)
+
+
+def _unpickled(hidden: bool, asks_sign: bool) -> FastProgram:
+    """An executable is being loaded, maybe in a process that has traced no call."""
+    install(When.CALLS)
+    return FastProgram(hidden, asks_sign)
 
 
 def _mark_of(kept_alive: object) -> FastProgram | None:
@@ -77,8 +87,8 @@ def needs_hidden(jaxpr: _t.Jaxpr) -> bool:
 
 
 def _is_small(aval: _t.Aval) -> bool:
-    plain = isinstance(aval, _core.ShapedArray) and isinstance(aval.dtype, np.dtype)
-    if not plain or aval.dtype == _dtypes.float0:  # JAX makes that one of nothing
+    plain = isinstance(aval, jax.core.ShapedArray) and isinstance(aval.dtype, np.dtype)
+    if not plain or aval.dtype == jax.dtypes.float0:  # JAX makes that one of nothing
         return False
     return bool(aval.size * aval.dtype.itemsize <= _SMALL)
 
@@ -148,11 +158,8 @@ def _plans_of(kept_alive: Sequence[object]) -> bytes:
     return b"".join(slot.plan for slot in slots if isinstance(slot, _native.Slot))
 
 
-def _wrap_compilation() -> None:
-    plain_from_hlo = _pxla.UnloadedMeshExecutable.from_hlo
-    plain_load = _pxla.UnloadedMeshExecutable.load
-
-    @functools.wraps(plain_from_hlo)
+def compiling_with_hidden(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
     def from_hlo(*args: Any, **parts: Any) -> Any:
         mark = _mark_of(parts.get("keepalive"))
         if mark is not None and mark.hidden:
@@ -163,11 +170,15 @@ def _wrap_compilation() -> None:
             if (refs := parts["mut"]) is not None:
                 own = [*refs.out_mut, None]
                 parts["mut"] = refs._replace(out_mut=own)
-        return plain_from_hlo(*args, **parts)
+        return plain(*args, **parts)
 
-    @functools.wraps(plain_load)
+    return from_hlo
+
+
+def loading_without_hidden(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
     def load(self: Any) -> Any:
-        program = plain_load(self)
+        program = plain(self)
         mark = _mark_of(self.keepalive)
         if mark is None:
             return program
@@ -182,8 +193,7 @@ def _wrap_compilation() -> None:
         program._dispatch_in_layouts = layouts
         return program
 
-    _pxla.UnloadedMeshExecutable.from_hlo = staticmethod(from_hlo)
-    _pxla.UnloadedMeshExecutable.load = load
+    return load
 
 
 # --- Dispatch in Python ---------------------------------------------------------------
@@ -231,14 +241,21 @@ class _Noted:
     """A node of a tree, by whose making the sign inside it is noted."""
 
 
-_registry = _tree_util.dispatch_registry
-_registry.register_node(_Noted, lambda node: ((), None), _native.dispatched)
-_LEAF: _t.TreeDef = _registry.flatten(0, None)[1]
+@functools.cache
+def _registry() -> _tree_util.pytree.PyTreeRegistry:
+    """JAX's nodes of results, with this one."""
+    registry = _tree_util.dispatch_registry
+    registry.register_node(_Noted, lambda node: ((), None), _native.dispatched)
+    return registry
+
+
+def _leaf() -> _t.TreeDef:
+    return _registry().flatten(0, None)[1]
 
 
 def _node(children: Sequence[_t.TreeDef], data: object) -> _t.TreeDef:
     return jax.tree_util.PyTreeDef.from_node_data_and_children(
-        _registry, data, list(children)
+        _registry(), data, list(children)
     )
 
 
@@ -265,9 +282,7 @@ def _runs_code_of_users(tree: _t.TreeDef) -> bool:
     return any(map(_runs_code_of_users, tree.children()))
 
 
-def _wrap_fast_path() -> None:
-    plain = _pxla.MeshExecutableFastpathData
-
+def fast_path_data(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def data(*args: Any, **named: Any) -> Any:
         made = plain(*args, **named)
@@ -282,13 +297,13 @@ def _wrap_fast_path() -> None:
             tree = _noting(tree, sizes.index(min(sizes)), plans)
             return made._replace(out_pytree_def=tree)
         return made._replace(
-            out_pytree_def=_node([tree, _LEAF], (_Noted, plans)),
+            out_pytree_def=_node([tree, _leaf()], (_Noted, plans)),
             out_avals=[*made.out_avals, _HIDDEN],
             out_shardings=[*made.out_shardings, layouts.sharding],
             out_committed=[*made.out_committed, False],
         )
 
-    _pxla.MeshExecutableFastpathData = data
+    return data
 
 
 def tell_of_signs(tell: Callable[[jax.Array, bool], object]) -> None:
@@ -296,7 +311,3 @@ def tell_of_signs(tell: Callable[[jax.Array, bool], object]) -> None:
     that may not have ended, or that may have failed, by the thread that dispatched it.
     """
     _native.set_hook(_native.Hook.PENDING, tell)
-
-
-_wrap_compilation()
-_wrap_fast_path()

@@ -9,34 +9,38 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import debugging as _debugging
-from jax._src import dispatch as _dispatch
-from jax._src import effects as _effects
-from jax._src import ffi as _ffi
-from jax._src import mesh as _mesh
-from jax._src import pretty_printer as _pretty_printer
-from jax._src import util as _util
-from jax._src.array import ArrayImpl as _ArrayImpl
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.state import discharge as _discharge
+from jax.interpreters import ad as _ad
+from jax.interpreters import batching as _batching
+from jax.interpreters import mlir as _mlir
+from jax.interpreters import partial_eval as _pe
+from jax.interpreters import xla as _xla
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import JAX_VERSION
+from hostcall._jax.door import array as _array
+from hostcall._jax.door import batching as _src_batching
+from hostcall._jax.door import config as _config
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import debugging as _debugging
+from hostcall._jax.door import discharge as _discharge
+from hostcall._jax.door import dispatch as _dispatch
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import ffi as _ffi
+from hostcall._jax.door import pretty_printer as _pretty_printer
+from hostcall._jax.door import util as _util
+from hostcall._jax.versions import axes_of, varying_over
 
 Arrays: TypeAlias = Sequence[jax.Array]
 # For each operand the axis of the batch, or None.
 Dims: TypeAlias = Sequence[int | None]
 
 
-ShapedArray: TypeAlias = _core.ShapedArray
-moveaxis = _batching.moveaxis
+ShapedArray: TypeAlias = jax.core.ShapedArray
+moveaxis = _src_batching.moveaxis
 check_arg = _dispatch.check_arg
 # Compiles one equation and runs it; equal equations share the compiled program.
-apply_primitive = _dispatch.apply_primitive
-aval_of = _core.typeof
+apply_primitive = _xla.apply_primitive
+aval_of = jax.typeof
 
 
 # Whether the calling thread is not tracing. Traced values exist only while it is.
@@ -45,7 +49,7 @@ traces_nothing = _core.trace_state_clean
 
 def are_arrays(operands: Sequence[object]) -> bool:
     """Whether JAX would take these operands as they are, and knows their values."""
-    return all(type(x) is _ArrayImpl for x in operands)
+    return all(type(x) is _array.ArrayImpl for x in operands)
 
 
 def is_staged() -> bool:
@@ -66,7 +70,7 @@ transposes = _ad.primitive_transposes
 
 
 def zero_tangent(primal: jax.Array) -> _t.Zero:
-    return _t.Zero(_core.typeof(primal).to_tangent_aval())
+    return _t.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def is_literal(atom: _t.Atom) -> bool:
@@ -86,7 +90,7 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     """Allows an effect in all of JAX's transformations that hostcall supports."""
     kinds = [
         own_effects,
-        _effects.lowerable_effects,
+        _mlir.lowerable_effects,
         _effects.control_flow_allowed_effects,
         _effects.custom_derivatives_allowed_effects,
         _effects.remat_allowed_effects,
@@ -125,21 +129,18 @@ def result_avals(
     effects can tell shards apart (`hc.current()`), so its results vary over all manual
     axes.
     """
-    mesh = _mesh.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return list(avals)
     varying: frozenset[object] = frozenset()
     if _config._check_vma.value:
         if pure:
             for operand in operands:
-                varying |= frozenset(operand.mat.varying)
+                varying |= axes_of(operand)
         else:
             varying = frozenset(mesh.manual_axes)
-    mat = _core.ManualAxisType(varying=varying)
-    return [
-        aval.update(sharding=_core.get_cur_mesh_sharding(), manual_axis_type=mat)
-        for aval in avals
-    ]
+    sharding = _core.get_cur_mesh_sharding()
+    return [varying_over(aval, varying, sharding=sharding) for aval in avals]
 
 
 def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -149,10 +150,10 @@ def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     of the results; if an operand varies over fewer, the transpose of this cast sums its
     cotangents over the devices that hold copies.
     """
-    mesh = _mesh.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not _config._check_vma.value:
         return list(operands)
-    own = [frozenset(_core.typeof(x).mat.varying) for x in operands]
+    own = [axes_of(jax.typeof(x)) for x in operands]
     everything = frozenset[object]().union(*own)
     return [
         jax.lax.pcast(x, tuple(everything - have), to="varying")
@@ -167,7 +168,7 @@ def shard_alike(value: jax.Array, aval: _t.Aval) -> jax.Array:
     type.
     """
     wanted = aval.sharding
-    if wanted.mesh.empty or _core.typeof(value).sharding == wanted:
+    if wanted.mesh.empty or jax.typeof(value).sharding == wanted:
         return value
     return jax.sharding.reshard(value, wanted)
 
@@ -180,7 +181,7 @@ def rows_sharded_alike(
     """
     pairs = zip(operands, dims, strict=True)
     row, dim = next((x, d) for x, d in pairs if d is not None)
-    sharding = _core.typeof(row).sharding
+    sharding = jax.typeof(row).sharding
     if (axis := sharding.spec[dim]) is None:
         return list(results)
     wanted = jax.NamedSharding(sharding.mesh, jax.P(*(None,) * place, axis))
@@ -189,7 +190,7 @@ def rows_sharded_alike(
 
 def replicated(value: jax.Array) -> jax.Array:
     """`value`, whole on each device, if explicit mesh axes shard it."""
-    sharding = _core.typeof(value).sharding
+    sharding = jax.typeof(value).sharding
     if not any(sharding.spec):
         return value
     everywhere = jax.NamedSharding(sharding.mesh, jax.P())
@@ -255,13 +256,13 @@ def in_pallas_kernel() -> bool:
 
     That is device code, and only JAX's own primitives have lowering rules for it.
     """
-    pallas = sys.modules.get("jax._src.pallas.core")
-    if pallas is None:
+    if "jax._src.pallas.core" not in sys.modules:
         return False
-    try:
-        return pallas._grid_context.value is not None
-    except AttributeError:  # JAX 0.10
+    from hostcall._jax.door import pallas
+
+    if JAX_VERSION < (0, 12):
         return pallas._pallas_tracing_env.grid_context is not None
+    return pallas._grid_context.value is not None
 
 
 def on_first_of(axes: Sequence[object], f: Callable[[], Arrays]) -> Arrays:

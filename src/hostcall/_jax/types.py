@@ -9,19 +9,20 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
-from jax._src import effects as _effects
-from jax._src import pretty_printer as _pretty_printer
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
+from jax.interpreters import ad as _ad
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
+
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import dtypes as _dtypes
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import partial_eval as _src_pe
+from hostcall._jax.door import pretty_printer as _pretty_printer
+from hostcall._jax.door import pxla as _pxla
+from hostcall._jax.door import xla_client as _xla_client
 
 # The shape and dtype of an argument, a result or a variable.
-Aval: TypeAlias = _core.ShapedArray
+Aval: TypeAlias = jax.core.ShapedArray
 # The dtype of a typed PRNG key.
 KeyDtype: TypeAlias = _dtypes.ExtendedDType
 Device: TypeAlias = jax.Device
@@ -47,10 +48,10 @@ JaxprEquation: TypeAlias = _core.JaxprEqn
 Var: TypeAlias = _core.Var
 Atom: TypeAlias = _core.Var | _core.Literal
 Primitive: TypeAlias = _core.Primitive
-Trace: TypeAlias = _core.Trace
+Trace: TypeAlias = jax.core.Trace
 # What partial evaluation gives to a rule.
-JaxprTrace: TypeAlias = _pe.JaxprTrace
-Tracer: TypeAlias = _core.Tracer
+JaxprTrace: TypeAlias = _src_pe.JaxprTrace
+Tracer: TypeAlias = jax.core.Tracer
 # A tangent or cotangent that is known to be zero.
 Zero: TypeAlias = _ad.Zero
 # The parameters of a primitive's equation, by name: each primitive has its own.

@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api as _api
-from jax._src.source_info_util import Transform as _Transform
-from jax._src.source_info_util import is_user_filename as is_users
-from jax._src.source_info_util import raw_frame_to_frame as raw_frame
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import api as _api
+from hostcall._jax.door import source_info_util as _lines
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NUMPY = os.path.dirname(os.path.abspath(np.__file__)) + os.sep
@@ -63,10 +61,10 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
                 differentiates = code.co_name
             elif code.co_name == "vjp" and code.co_filename == _API:
                 differentiates = "vjp"
-        elif not code.co_filename.startswith((_HERE, _NUMPY)) and is_users(
-            code.co_filename
-        ):
-            f = raw_frame(code, at)
+        elif not code.co_filename.startswith(
+            (_HERE, _NUMPY)
+        ) and _lines.is_user_filename(code.co_filename):
+            f = _lines.raw_frame_to_frame(code, at)
             span = f.start_line, f.start_column, f.end_line, f.end_column
             own = differentiates, tuple(inside)
             found.append(SourceLine(f.file_name, f.function_name, *span, *own))
@@ -81,4 +79,4 @@ def transforms_of(eqn: _t.JaxprEquation) -> list[str]:
     The text of its stack of names has those of the user's scopes too.
     """
     names = eqn.source_info.name_stack.stack
-    return [each.name for each in names if isinstance(each, _Transform)]
+    return [each.name for each in names if isinstance(each, _lines.Transform)]

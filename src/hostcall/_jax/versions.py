@@ -1,42 +1,37 @@
-"""What JAX keeps in one place in 0.10.2 and in another in 0.12.0.1.
+"""What JAX keeps in one place in one version and elsewhere in another: 0.9.0 to 0.12.
 
 The other files ask for no version. (Where JAX passes other arguments to a rule, the
-rule takes both.)
+rule takes both.) A branch ends with the last version that needs it, and can go when
+that is out of the range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias
 
 import jax
-from jax._src.core import Jaxpr
-from jax._src.interpreters.partial_eval import (
-    make_jaxpr_effects as _make_jaxpr_effects,
-)
+import jaxlib
+from jax.interpreters import mlir as _mlir
+from jaxlib.mlir import ir as _ir
 
-try:
-    from jax._src.core import ClosedJaxpr
-except ImportError:  # one type with the open jaxpr since 0.12
-    ClosedJaxpr = Jaxpr
-try:
-    from jax._src.mesh import abstract_mesh_context_manager, device_context
-except ImportError:
-    from jax._src.config import abstract_mesh_context_manager, device_context
-try:
-    from jax._src.callback import mesh_lib as _mesh_lib
-except ImportError:
-    _mesh_lib = None
+from hostcall._jax.door import JAX_VERSION, version_of
+from hostcall._jax.door import config as _config
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import export as _export
+from hostcall._jax.door import mesh as _mesh
+from hostcall._jax.door import mlir as _src_mlir
+from hostcall._jax.door import partial_eval as _src_pe
 
-MESH_SETTINGS = abstract_mesh_context_manager, device_context
+# --- Jaxprs ---------------------------------------------------------------------------
 
-# In JAX 0.10 a callback of JAX's own still sees the meshes of the dispatching thread,
-# and Pallas's interpreter, which runs in such callbacks, reads the TPU kind from them.
-CALLBACKS_HIDE_MESHES = _mesh_lib is not None
+Jaxpr: TypeAlias = _core.Jaxpr
+# One type with the open jaxpr since 0.11.
+ClosedJaxpr = _core.ClosedJaxpr if JAX_VERSION < (0, 11) else _core.Jaxpr
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr in a ClosedJaxpr, which JAX has before 0.12; else the jaxpr itself."""
+    """The jaxpr in a ClosedJaxpr, which JAX has before 0.11; else the jaxpr itself."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
@@ -54,8 +49,137 @@ def changed(
     inner = open_jaxpr(jaxpr)
     names = "constvars", "invars", "outvars", "eqns"
     of = [parts.get(name, getattr(inner, name)) for name in names]
-    parts["effects"] = _make_jaxpr_effects(*of)
+    parts["effects"] = _src_pe.make_jaxpr_effects(*of)
     own = {} if consts is None else {"consts": list(consts)}
     if inner is jaxpr:
         return jaxpr.replace(**parts, **own)
     return jaxpr.replace(jaxpr=inner.replace(**parts), **own)
+
+
+# --- Settings -------------------------------------------------------------------------
+
+if JAX_VERSION < (0, 11, 2):
+    _home_of_meshes = _config
+else:
+    _home_of_meshes = _mesh
+MESH_SETTINGS = (
+    _home_of_meshes.abstract_mesh_context_manager,
+    _home_of_meshes.device_context,
+)
+
+# Before JAX 0.12 a callback of JAX's own still sees the meshes of the dispatching
+# thread, and Pallas's interpreter, which runs in such callbacks, reads the TPU kind
+# from them.
+CALLBACKS_HIDE_MESHES = JAX_VERSION >= (0, 12)
+
+# The public settings that are part of JAX's trace context, up to 0.10.1, which does not
+# say which are.
+_IN_OLD_TRACE_CONTEXTS = frozenset(
+    (
+        *("jax_allow_f16_reductions", "jax_check_static_indices", "jax_custom_vjp3"),
+        *("jax_debug_key_reuse", "jax_default_device", "jax_default_matmul_precision"),
+        *("jax_disable_jit", "jax_enable_pgle", "jax_enable_x64"),
+        "jax_error_checking_behavior_divide",
+        *("jax_error_checking_behavior_nan", "jax_error_checking_behavior_oob"),
+        *("jax_explicit_x64_dtypes", "jax_high_dynamic_range_gumbel"),
+        *("jax_hlo_source_file_canonicalization_regex", "jax_mutable_array_checks"),
+        *("jax_no_execution", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"),
+        *("jax_pgle_profiling_runs", "jax_ragged_dot_use_gpu_pallas_triton_lowering"),
+        *("jax_random_seed_offset", "jax_remove_size_one_mesh_axis_from_type"),
+        *("jax_scan3", "jax_softmax_custom_jvp", "jax_threefry_gpu_kernel_lowering"),
+        *("jax_threefry_partitionable", "jax_use_direct_linearize"),
+        *("jax_use_shardy_partitioner", "jax_use_simplified_jaxpr_constants"),
+        *("jax_xla_profile_version", "check_vma", "eager_constant_folding"),
+        "pallas_tpu_interpret_mode_context_manager",
+    )
+)
+
+
+def trace_context_names() -> Collection[str]:
+    """The names of the settings for whose values JAX traces a program once each."""
+    if JAX_VERSION < (0, 10, 2):
+        return _IN_OLD_TRACE_CONTEXTS
+    names: Collection[str] = _config.trace_context_names()
+    return names
+
+
+# --- The mesh axes over which values vary ---------------------------------------------
+
+_SAYS_VMA = JAX_VERSION < (0, 10)
+
+
+def axes_of(aval: Any) -> frozenset[object]:
+    """The mesh axes over which a value varies, inside a shard_map that is checked."""
+    return frozenset(aval.vma if _SAYS_VMA else aval.mat.varying)
+
+
+def varying_over(aval: Any, axes: Collection[object] = (), **parts: Any) -> Any:
+    """The aval of a value that varies over these axes, with these other parts."""
+    if _SAYS_VMA:
+        return aval.update(vma=frozenset(axes), **parts)
+    varying = _core.ManualAxisType(varying=frozenset(axes))
+    return aval.update(manual_axis_type=varying, **parts)
+
+
+def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes over which a shard_map with these parameters is manual."""
+    name = "manual_axes" if JAX_VERSION < (0, 10, 2) else "newly_manual_axes"
+    return frozenset(params[name])
+
+
+# --- Several devices ------------------------------------------------------------------
+
+# Before jaxlib 0.12 programs of JAX's own with collectives may end the process if they
+# follow each other without tokens (fast_dispatch.py).
+COLLECTIVES_NEED_NO_TOKENS = version_of(jaxlib.__version__) >= (0, 12)
+
+
+# --- Lowering -------------------------------------------------------------------------
+
+
+def lower_jaxpr(
+    ctx: Any, jaxpr: Jaxpr, tokens: Any, consts: Any, *operands: Any
+) -> Any:
+    """Emits a jaxpr where an equation is lowered; returns (results, tokens)."""
+    more = {} if JAX_VERSION < (0, 9, 1) else {"outer_traceback": ctx.traceback}
+    return _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr,
+        ctx.name_stack,
+        tokens,
+        consts,
+        *operands,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        **more,
+    )
+
+
+def set_sharding(ctx: Any, op: Any, sharding: Any) -> None:
+    context = () if JAX_VERSION < (0, 10, 1) else (ctx.module_context,)
+    _src_mlir.set_sharding(*context, op, sharding)
+
+
+def built(ctx: Any, shardings: Any) -> Any:
+    """Shardings (SdyArrayList) as an attribute of the program that is lowered."""
+    if JAX_VERSION < (0, 10, 1):
+        return shardings.build()
+    return shardings.build(ctx.module_context.sharding_attr_cache)
+
+
+def module_of(exported: jax.export.Exported) -> _ir.Module:
+    """The program of an exported one, in the MLIR context around."""
+    if JAX_VERSION >= (0, 10):
+        return exported.mlir_module(serialized=False)
+    return _ir.Module.parse(
+        _export.xla_client._xla.mlir.deserialize_portable_artifact(
+            exported.mlir_module_serialized
+        )
+    )
+
+
+# --- XLA's C interface ----------------------------------------------------------------
+
+# The newest minor version of it that this jaxlib and hostcall both know: 0.3 since
+# jaxlib 0.9.1. Later ones (0.5 in 0.12) have more, and serve what has less.
+XLA_INTERFACE = 2 if version_of(jaxlib.__version__) < (0, 9, 1) else 3

@@ -20,27 +20,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from itertools import compress, islice
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import effects as _effects
-from jax._src import util as _util
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.lax import lax as _lax
-from jax._src.lax.control_flow import loops as _loops
+from jax.interpreters import partial_eval as _pe
 
 from hostcall._jax import types as _t
+from hostcall._jax.door import config as _config
+from hostcall._jax.door import core as _core
+from hostcall._jax.door import effects as _effects
+from hostcall._jax.door import partial_eval as _src_pe
 from hostcall._jax.jaxprs import within
 from hostcall._jax.lowering_api import lower_by
 from hostcall._jax.tracing import own_effects
-from hostcall._jax.versions import changed, closed_as, open_jaxpr
+from hostcall._jax.versions import changed, closed_as, open_jaxpr, varying_over
 
-_while_p = _loops.while_p
+_while_p = jax.lax.while_p
 
+T = TypeVar("T")
 Flags: TypeAlias = Sequence[bool]
 Atoms: TypeAlias = Sequence[_t.Atom]
 Error: TypeAlias = Callable[[_t.Params], Exception]
@@ -80,7 +78,7 @@ def in_second_loop(*_: object, **__: object) -> bool:
 
 def passed_on(eqn: _t.JaxprEquation, operands: Atoms) -> _t.JaxprEquation:
     """An equation that only passes these operands on as the results of `eqn`."""
-    barrier = _lax.optimization_barrier_p
+    barrier = jax.lax.optimization_barrier_p
     return eqn.replace(
         primitive=barrier, invars=list(operands), params={}, effects=set()
     )
@@ -93,12 +91,12 @@ def _parted(
     unknown: these and others).
     """
     given = open_jaxpr(jaxpr), list(unknown), True, list(outs), True, in_second_loop
-    known, again, unknown_outs, _, left = _pe.partial_eval_jaxpr_custom(*given)
+    known, again, unknown_outs, _, left = _src_pe.partial_eval_jaxpr_custom(*given)
     own = len(outs) - sum(unknown_outs)
     # What the known part would have to leave comes first in the other one.
     makers = {v: eqn for eqn in known.eqns for v in eqn.outvars}
     missing = [
-        _pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
+        _src_pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
         for v, of in zip(again.invars[:left], known.outvars[own:], strict=True)
     ]
     again = changed(again, invars=again.invars[left:], eqns=[*missing, *again.eqns])
@@ -127,6 +125,17 @@ class _Split(NamedTuple):
     used_outs: list[bool]
 
 
+def _cut(values: Sequence[T], sizes: Sequence[int]) -> tuple[list[T], ...]:
+    """The values in parts of these sizes, and the rest."""
+    rest = iter(values)
+    return *(list(islice(rest, size)) for size in sizes), list(rest)
+
+
+def _without(flags: Flags, values: Sequence[T]) -> list[T]:
+    """The values whose flag is False."""
+    return [x for flag, x in zip(flags, values, strict=True) if not flag]
+
+
 def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
@@ -138,7 +147,7 @@ def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | N
     of another that is split, and whoever does that knows which are needed.
     """
     counts = [params["cond_nconsts"], params["body_nconsts"]]
-    of_cond, of_body, carry = _util.split_list(list(unknown), counts)
+    of_cond, of_body, carry = _cut(unknown, counts)
     while True:  # each round adds to the unknown values
         known_body, body, unknown_outs = _parted(
             params["body_jaxpr"], of_body + carry, carry
@@ -203,6 +212,11 @@ def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list
     return needed, [*of_cond[:n_cond], *of_body[:n_body], *carry], carry
 
 
+def without_dead_code(plain: None) -> Callable[..., object]:
+    del plain
+    return _without_dead_calls
+
+
 def _without_dead_calls(
     used: list[bool], eqn: _t.JaxprEquation
 ) -> tuple[list[bool], _t.JaxprEquation]:
@@ -215,33 +229,38 @@ def _without_dead_calls(
     return used_ins, new
 
 
-_pe.dce_rules.setdefault(_while_p, _without_dead_calls)
+# --- JAX's two rules (patches.py) -----------------------------------------------------
+
+Rule: TypeAlias = Callable[..., Any]
 
 
-# --- JAX's two rules ------------------------------------------------------------------
+def split_by_trace(plain: Rule) -> Rule:
+    return functools.partial(_while_partial_eval, plain)
 
-_by_trace = _pe.custom_partial_eval_rules[_while_p]
-_under_remat = _pe.partial_eval_jaxpr_custom_rules[_while_p]
+
+def split_under_remat(plain: Rule) -> Rule:
+    return functools.partial(_while_partial_eval_custom, plain)
 
 
 def _while_partial_eval(
-    trace: _t.Trace, *tracers: _t.Tracer, **params: object
+    plain: Rule, trace: _t.Trace, *tracers: _t.Tracer, **params: object
 ) -> list[_t.Tracer]:
     split, unknown = None, [not tracer.pval.is_known() for tracer in tracers]
     if any(unknown) and any(map(_runs_once, _eqns_in(params))):
         split = _split(params, unknown)
     if split is None:
-        return _by_trace(trace, *tracers, **params)  # type: ignore[no-any-return]
-    known = [t.pval.get_known() for t in _util.partition_list(split.ins, tracers)[0]]
+        return plain(trace, *tracers, **params)  # type: ignore[no-any-return]
+    known = [t.pval.get_known() for t in _without(split.ins, tracers)]
     first = _while_p.bind(*known, **split.first)
     operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
-    others = compress(second, compress(split.outs, split.used_outs))
-    return _util.merge_lists(split.outs, first, list(others))  # type: ignore[no-any-return]
+    others = iter(compress(second, compress(split.outs, split.used_outs)))
+    known_results = iter(first)
+    return [next(others if is_other else known_results) for is_other in split.outs]
 
 
 def _while_partial_eval_custom(
-    saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
+    plain: Rule, saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
 ) -> object:
     split, inside = None, saveable is in_second_loop
     if any(map(_runs_once, _eqns_in(eqn.params))):
@@ -250,9 +269,9 @@ def _while_partial_eval_custom(
             return eqn, None, none, none, []
         split = _split(eqn.params, unknown, whole=inside)
     if split is None:
-        return _under_remat(saveable, unknown, inst, eqn)
-    known, _ = _util.partition_list(split.ins, eqn.invars)
-    results, _ = _util.partition_list(split.outs, eqn.outvars)
+        return plain(saveable, unknown, inst, eqn)
+    known = _without(split.ins, eqn.invars)
+    results = _without(split.outs, eqn.outvars)
     # The known values that the second loop computes again have names from the first,
     # unless the first is another part of the program around.
     here = [inside] * len(split.outs)
@@ -278,11 +297,7 @@ def _loop(
     """A while loop in the place of this one."""
     _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
     where = eqn.source_info, eqn.ctx
-    return _pe.new_jaxpr_eqn(operands, results, _while_p, params, effects, *where)
-
-
-_pe.custom_partial_eval_rules[_while_p] = _while_partial_eval
-_pe.partial_eval_jaxpr_custom_rules[_while_p] = _while_partial_eval_custom
+    return _src_pe.new_jaxpr_eqn(operands, results, _while_p, params, effects, *where)
 
 
 # --- Conditions with effects ----------------------------------------------------------
@@ -303,17 +318,25 @@ def _is_lowered_here(effects: Collection[_t.Effect]) -> bool:
     return bool(own) and (not ordered or not {*ordered}.isdisjoint(own))
 
 
+def lowering(plain: Any) -> Any:
+    """JAX's entry of its table of lowerings, with this rule."""
+    return type(plain)(functools.partial(_lower, plain.rule), plain.inline)
+
+
 def _lower(
-    ctx: _t.LoweringContext, *xs: _t.Value, cond_jaxpr: _t.Jaxpr, **params: Any
+    plain: Rule,
+    ctx: _t.LoweringContext,
+    *xs: _t.Value,
+    cond_jaxpr: _t.Jaxpr,
+    **params: Any,
 ) -> object:
     if not _is_lowered_here(cond_jaxpr.effects):
-        return _lowering.rule(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
+        return plain(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
     # Inside shard_map, a carry in which some rows have stopped varies over the mesh
     # axes of the condition, and the carry's type may not say so. Lower with the
     # varying-axes check off: JAX checked the program when it was traced.
-    fixed = _core.ManualAxisType()
     avals = [
-        aval if aval is _core.abstract_token else aval.update(manual_axis_type=fixed)
+        aval if aval is _core.abstract_token else varying_over(aval)
         for aval in ctx.avals_in
     ]
     inner = ctx.replace(avals_in=avals)
@@ -323,9 +346,6 @@ def _lower(
     ctx.set_tokens_out(inner.tokens_out)
     return outs
 
-
-_lowering = _mlir._lowerings[_while_p]
-_mlir._lowerings[_while_p] = type(_lowering)(_lower, _lowering.inline)
 
 State: TypeAlias = tuple[jax.Array, list[jax.Array]]
 
@@ -342,9 +362,7 @@ def _with_condition_inside(
     The carry gets one more value: for each row, whether it goes on.
     """
     condition, body = map(_core.jaxpr_as_fun, (cond_jaxpr, body_jaxpr))
-    cond_consts, body_consts, start = _util.split_list(
-        list(operands), [cond_nconsts, body_nconsts]
-    )
+    cond_consts, body_consts, start = _cut(operands, [cond_nconsts, body_nconsts])
 
     def chosen(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         if goes_on.ndim == 0:  # the body runs only if the loop goes on

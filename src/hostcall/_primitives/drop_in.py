@@ -95,6 +95,7 @@ def _abstract_eval(
     *operands: Aval, params: DropInParams
 ) -> tuple[list[Aval], frozenset[Effect]]:
     del operands
+    _jax.need(_jax.Part.DROP_INS)
     return list(params.out_avals), effects_with(params.effect)
 
 

@@ -289,6 +289,8 @@ _thread = _Thread()
 
 
 def _open_block() -> None:
+    _jax.install(_jax.When.CALLS)
+    _jax.need(_jax.Part.FAST)  # by it a block hears of the programs
     _jax.tell_of_dispatches(_dispatched)
     _current.set(_Block(_first_open(_current.get())))
     _thread.open += 1

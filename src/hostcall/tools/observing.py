@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 import hostcall as hc
+from hostcall import _jax
 from hostcall._core.gone import refuse
 from hostcall._core.suggestions import suggests
 from hostcall._jax import rewriting, tracing
@@ -181,13 +182,13 @@ class observe:
 
 
 def _need_programs() -> None:
+    _jax.need(_jax.Part.OBSERVE)
     if not rewriting.shows_programs():
         raise HostcallError(
             "hostcall: hc.observe can't see the programs of this JAX, version"
             f" {jax.__version__}, which does not lower them where hostcall looks."
-            " Install one of the versions that hostcall was made for:"
-            ' pip install "jax>=0.10.2,<0.13"',
-            code="hc-package",
+            f" Install one of the versions that hostcall was made for: {_jax.INSTALL}",
+            code="hc-jax",
         )
 
 

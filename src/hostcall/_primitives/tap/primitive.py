@@ -133,6 +133,7 @@ def _abstract_eval(
     *operands: Aval, params: TapParams
 ) -> tuple[list[Aval], frozenset[Effect]]:
     avals = list(params.arguments(operands)) if params.through else []
+    _jax.need(_jax.Part.LOOPS)  # also without an effect, it is not delivered twice
     return avals, effects_with(params.effect)
 
 

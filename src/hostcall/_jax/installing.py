@@ -1,0 +1,250 @@
+"""Installs what hostcall replaces in JAX (patches.py), where it is first needed.
+
+A replacement that this JAX has no place for is left out, and so are the others of its
+`Part`, since they work only together: then hostcall goes without the part, with a line
+in the log, or refuses what needs it.
+
+How a replacement is checked, where it is installed:
+
+    there       its place is there
+    fits        what stands there takes the arguments that the replacement passes on
+    asked       the code of the JAX module that calls it still names it: a function
+                that JAX defines and does not call any more is no place
+    ours        what stands there afterwards is the replacement
+
+The tests check that each one works, under each JAX of the range.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import jax
+
+from hostcall._jax.door import is_newer_than_tested, missing, refuse, require
+from hostcall._jax.needs import NEWEST, Part
+from hostcall._jax.patches import PATCHES, Patch, When
+
+logger = logging.getLogger("hostcall")
+
+# --- What is installed ----------------------------------------------------------------
+
+
+class _Installed:
+    """
+    Attributes:
+        lock: guards the rest, and all that JAX has in the places of the table. It is
+            held while nothing of JAX runs.
+        uses: those whose replacements are there, which is read without the lock.
+        undo: for each replacement what puts back what stood there, in their order.
+        lost: why a part can't be installed.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler may come here once more
+        self.uses: frozenset[When] = frozenset()
+        self.undo: list[tuple[Patch, Callable[[], None]]] = []
+        self.lost: dict[Part, str] = {}
+
+
+_installed = _Installed()
+
+
+def install(use: When) -> None:
+    """Installs what this use needs, once. Costs 30 ns afterwards."""
+    if use in _installed.uses:
+        return
+    with _installed.lock:
+        if use in _installed.uses:
+            return
+        # A program is put in order as it will run: after what a block puts into it.
+        # The last replacement of a name is asked first.
+        if is_newer_than_tested() and not _installed.uses:
+            said = "jax %s is newer than the newest that hostcall was tested with, %s"
+            logger.warning(said, jax.__version__, NEWEST)
+        before = {When.OBSERVE: {When.CALLS}}.get(use, set[When]()) - _installed.uses
+        for each in (*before, use):
+            _install_all(each)
+        _installed.uses |= {*before, use}
+
+
+def _install_all(use: When) -> None:
+    chosen = [patch for patch in PATCHES if patch.when is use]
+    for part in dict.fromkeys(patch.part for patch in chosen):
+        own = [patch for patch in chosen if patch.part is part]
+        gone = missing(part)
+        why = gone and f"jax {jax.__version__} has no {gone}"
+        why = why or next(filter(None, map(_why_not, own)), "")
+        if not why:
+            for patch in own:
+                _installed.undo.append((patch, _put(patch)))
+        elif part not in _installed.lost:
+            _installed.lost[part] = why
+            then = part.instead or "what needs it is refused"
+            logger.warning("hostcall goes without %s: %s; %s", part.value, why, then)
+
+
+def restore() -> None:
+    """Puts back what stood in JAX before, unless others have replaced it since. The
+    next use installs it again.
+    """
+    with _installed.lock:
+        while _installed.undo:
+            _installed.undo.pop()[1]()
+        _installed.uses = frozenset()
+        _installed.lost.clear()
+
+
+def lost(part: Part) -> str:
+    """Why a part could not be installed; "" if it was, or was not tried yet."""
+    return _installed.lost.get(part, "")
+
+
+def need(part: Part) -> None:
+    """Refuses what needs a part that does not work under this JAX."""
+    require(part)
+    if why := lost(part):
+        refuse(part, f"place for it: {why}")
+
+
+def states() -> list[tuple[Patch, str]]:
+    """Each replacement, and its state in words."""
+    there = {id(patch) for patch, _ in _installed.undo}
+    found = []
+    for patch in PATCHES:
+        state = "installed" if id(patch) in there else "not installed"
+        if state != "installed" and (why := lost(patch.part)):
+            state = f"left out: {why}"
+        elif state == "installed" and patch.if_absent and _has_own(patch):
+            state = "JAX's own"
+        found.append((patch, state))
+    return found
+
+
+# --- One replacement ------------------------------------------------------------------
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    found: Any = importlib.import_module(module)
+    return functools.reduce(getattr, name.split("."), found) if name else found
+
+
+def _has_own(patch: Patch) -> bool:
+    """Whether JAX has an entry that is not hostcall's."""
+    entry = _named(patch.holder).get(_named(patch.name))
+    return not str(getattr(entry, "__module__", "")).startswith("hostcall.")
+
+
+def _why_not(patch: Patch) -> str:
+    """Why this JAX has no place for a replacement; "" if it has."""
+    of = f"jax {jax.__version__}"
+    try:
+        holder = _named(patch.holder)
+        stands = holder[_named(patch.name)] if patch.is_entry else None
+        stands = stands if patch.is_entry else getattr(holder, patch.name)
+    except (ImportError, AttributeError):
+        return f"{of} has no {patch}"
+    except KeyError:
+        return "" if patch.if_absent else f"{of} has no {patch}"
+    if patch.takes and not _takes(stands, patch.takes):
+        return f"{patch} of {of} takes other arguments than {', '.join(patch.takes)}"
+    for name in patch.has:
+        if not hasattr(stands, name):
+            return f"{patch} of {of} has no {name}"
+    if patch.asked_in and not _asks(_named(patch.asked_in), patch.name):
+        return f"{of} does not call {patch} in {patch.asked_in}"
+    return ""
+
+
+def _takes(function: Any, wanted: tuple[str, ...]) -> bool:
+    """Whether a function of JAX has these parameters first. One that is written in C++
+    does not say.
+    """
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return True
+    found = [*code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        found.append(f"*{code.co_varnames[code.co_argcount + code.co_kwonlyargcount]}")
+    return found[: len(wanted)] == [*wanted]
+
+
+def _asks(module: ModuleType, name: str) -> bool:
+    """Whether a function or method of a module names this one."""
+    return any(
+        name in code.co_names
+        for thing in vars(module).values()
+        for code in _codes(thing)
+    )
+
+
+def _codes(thing: Any) -> list[CodeType]:
+    """The codes of a function, or of the methods of a class, with those inside them."""
+    if isinstance(thing, type):
+        return [code for each in vars(thing).values() for code in _codes(each)]
+    thing = getattr(thing, "__func__", thing)
+    thing = getattr(thing, "__wrapped__", thing)
+    found = [thing.__code__] if isinstance(thing, FunctionType) else []
+    for code in found:
+        found += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return found
+
+
+def _put(patch: Patch) -> Callable[[], None]:
+    """Installs a replacement; returns what puts back what stood there."""
+    holder = _named(patch.holder)
+    makers = [_named("hostcall._jax." + by.replace(".", ":")) for by in patch.by]
+    if patch.is_entry:
+        return _put_entry(holder, _named(patch.name), makers, patch.if_absent)
+    # Of a class its own attribute: a static method is there as such, and an inherited
+    # one is not there.
+    absent = object()
+    before = vars(holder).get(patch.name, absent)
+    made = getattr(holder, patch.name)
+    for make in makers:
+        made = make(made)
+    stands = staticmethod(made) if patch.is_static else made
+    setattr(holder, patch.name, stands)
+    assert getattr(holder, patch.name) is made, f"{patch} can't be replaced"
+
+    def restore() -> None:
+        if vars(holder).get(patch.name) is not stands:
+            return  # somebody has replaced it since
+        if before is absent:
+            delattr(holder, patch.name)
+        else:
+            setattr(holder, patch.name, before)
+
+    return restore
+
+
+def _put_entry(
+    table: dict[Any, Any], key: Any, makers: list[Any], if_absent: bool
+) -> Callable[[], None]:
+    before = table.get(key)
+    if if_absent and before is not None:
+        return lambda: None
+    made = before
+    for make in makers:
+        made = make(made)
+    table[key] = made
+
+    def restore() -> None:
+        if table.get(key) is not made:
+            return
+        if before is None:
+            del table[key]
+        else:
+            table[key] = before
+
+    return restore
