@@ -37,9 +37,20 @@ _SETTINGS = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "FAKEGPU_DEVICES": str(DEVICES),
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_experimental_vmm_disabled=true"
-    " --xla_force_host_platform_device_count=4",
 }
+# XLA makes all kernels itself, and gives the driver their text (PTX). So it takes no kernel
+# that its authors compiled, or a library has.
+_FLAGS = (
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_experimental_vmm_disabled=true",
+    "--xla_force_host_platform_device_count=4",
+    "--xla_gpu_enable_libnvptxcompiler=false",
+    "--xla_gpu_enable_libnvjitlink=false",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_gpu_enable_cub_radix_sort=false",
+    # Matrix products of fewer elements are kernels of XLA's, not cuBLAS's.
+    "--xla_gpu_gemm_rewrite_size_threshold=1000000000000",
+)
 
 
 def missing() -> str | None:
@@ -71,18 +82,43 @@ def built(target: str) -> Path:
 def opened(path: Path) -> ctypes.CDLL:
     """Loads the driver. Its functions for tests are in tests/fakegpu/controls.cc."""
     driver = ctypes.CDLL(str(path))
-    driver.fakeTakeFaults.restype = ctypes.c_char_p
+    for name in ("fakeTakeFaults", "fakeMissing"):
+        getattr(driver, name).restype = ctypes.c_char_p
     driver.fakePinnedBytes.restype = ctypes.c_size_t
     driver.fakeStreamCreate.restype = ctypes.c_void_p
-    for name in ("fakeCount", "fakeKernels", "fakeGraphLaunches"):
+    for name in ("fakeCount", "fakeKernels", "fakeLaunches", "fakeGraphLaunches"):
         getattr(driver, name).restype = ctypes.c_long
     return driver
+
+
+def _libdevice() -> Path | None:
+    """NVIDIA's mathematical functions, as code for LLVM: the folder `nvvm` of a toolkit.
+
+    Kernels that call them are not compiled without it.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    found = [Path(path) / "cuda_nvcc" for path in spec.submodule_search_locations] if spec else []
+    found += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    found += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"))]
+    for folder in found:
+        if (folder / "nvvm/libdevice/libdevice.10.bc").exists():
+            return (folder / "nvvm").resolve()
+    return None
 
 
 def start() -> ctypes.CDLL:
     """Starts the driver in this process. Must run before JAX is used."""
     folder = built("all")
+    assembler = folder / "cuda"
     os.environ.update(_SETTINGS)
+    os.environ["PATH"] = f"{assembler / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    data_folder = f'--xla_gpu_cuda_data_dir="{assembler}"'
+    os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, data_folder])
+    if (libdevice := _libdevice()) is not None:
+        link = assembler / "nvvm"
+        if not link.is_symlink() or link.readlink() != libdevice:
+            link.unlink(missing_ok=True)
+            link.symlink_to(libdevice)
     for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
         ctypes.CDLL(str(folder / name))
     driver = opened(folder / "libcuda.so.1")

@@ -35,11 +35,11 @@ EXPORT void __cudaRegisterVar(void**, ...) {}
 
 namespace {
 
-void CountKernel() {
+void CountKernel(const char* what) {
   void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   if (driver == nullptr) return;
-  const auto count = reinterpret_cast<void (*)()>(dlsym(driver, "fakeCountKernel"));
-  if (count != nullptr) count();
+  const auto count = reinterpret_cast<void (*)(const char*)>(dlsym(driver, "fakeCountKernel"));
+  if (count != nullptr) count(what);
 }
 
 }  // namespace
@@ -47,7 +47,7 @@ void CountKernel() {
 /// XLA asks for the text of an error when a function is missing: what it uses of
 /// this library, apart from versions, launches kernels that XLA was built with.
 EXPORT const char* cudaGetErrorString(int) {
-  CountKernel();
+  CountKernel("a kernel that XLA was built with");
   return "an error of no cudart";
 }
 EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
@@ -55,7 +55,7 @@ EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
 /// A product of matrices is a kernel, too: counted and refused.
 EXPORT int cublasCreate_v2(void** handle) {
   *handle = nullptr;
-  return CountKernel(), 1;
+  return CountKernel("cuBLAS"), 1;
 }
 EXPORT const char* cublasGetStatusName(int) {
   return "CUBLAS_STATUS_NOT_INITIALIZED";

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels.h"
 #include "world.h"
 
 struct CUgraphExec_st {
@@ -90,13 +91,31 @@ Op FillOp(const FillNode& node) {
   };
 }
 
+/// CUDA_KERNEL_NODE_PARAMS, as far as it is read.
+struct KernelNode {
+  CUfunc_st* function;
+  unsigned grid[3], block[3];
+  unsigned shared_bytes;
+  void** params;
+
+  KernelLaunch launch() const {
+    return {function,
+            {grid[0], grid[1], grid[2]},
+            {block[0], block[1], block[2]},
+            shared_bytes,
+            params};
+  }
+};
 /// CUgraphNodeParams, as far as it is read.
 struct NodeParams {
   int kind;
   int reserved[3];
-  CUgraph_st* child;
+  union {
+    CUgraph_st* child;
+    KernelNode kernel;
+  };
 };
-constexpr int kChild = 4;
+constexpr int kKernel = 0, kChild = 4;
 
 }  // namespace
 
@@ -150,15 +169,16 @@ EXPORT int cuGraphAddMemsetNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
   ENTER();
   return *node = AddNode(lock, graph, FillOp(*fill)), kSuccess;
 }
-EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st**, CUgraph_st*, void*, size_t,
-                                   void*) {
+EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*,
+                                   size_t, const KernelNode* kernel) {
   ENTER();
-  return ++W().kernels, kNotSupported;
+  Op op;
+  if (const int code = KernelOp(lock, kernel->launch(), op); code != kSuccess) return code;
+  return *node = AddNode(lock, graph, std::move(op)), kSuccess;
 }
-EXPORT int cuGraphAddKernelNode(CUgraphNode_st**, CUgraph_st*, void*, size_t,
-                                void*) {
-  ENTER();
-  return ++W().kernels, kNotSupported;
+EXPORT int cuGraphAddKernelNode(CUgraphNode_st** node, CUgraph_st* graph, void* needs,
+                                size_t count, const KernelNode* kernel) {
+  return cuGraphAddKernelNode_v2(node, graph, needs, count, kernel);
 }
 EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, void*,
                              size_t, const NodeParams* params) {
@@ -166,7 +186,13 @@ EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, vo
   if (params->kind == kChild)
     return *node = AddNode(lock, graph, nullptr, Clone(lock, params->child)),
            kSuccess;
-  return ++W().kernels, kNotSupported;  // a kernel, or what only goes with kernels
+  if (params->kind == kKernel) {
+    Op op;
+    if (const int code = KernelOp(lock, params->kernel.launch(), op); code != kSuccess)
+      return code;
+    return *node = AddNode(lock, graph, std::move(op)), kSuccess;
+  }
+  return Missing(lock, "a graph's node of kind " + std::to_string(params->kind));
 }
 EXPORT int cuGraphGetNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
                            size_t* count) {
@@ -223,6 +249,16 @@ EXPORT int cuGraphExecChildGraphNodeSetParams(CUgraphExec_st* exec,
   ENTER();
   return exec->now[node].child = Clone(lock, child), kSuccess;
 }
+EXPORT int cuGraphExecKernelNodeSetParams_v2(CUgraphExec_st* exec, CUgraphNode_st* node,
+                                             const KernelNode* kernel) {
+  ENTER();
+  return KernelOp(lock, kernel->launch(), exec->now[node].op);
+}
+EXPORT int cuGraphExecKernelNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
+                                          const KernelNode* kernel) {
+  ENTER();
+  return KernelOp(lock, kernel->launch(), exec->now[node].op);
+}
 EXPORT int cuGraphExecMemcpyNodeSetParams(CUgraphExec_st* exec,
                                           CUgraphNode_st* node,
                                           const CopyNode* copy, CUctx_st*) {
@@ -238,6 +274,8 @@ EXPORT int cuGraphExecMemsetNodeSetParams(CUgraphExec_st* exec,
 EXPORT int cuGraphExecNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
                                     const NodeParams* params) {
   ENTER();
+  if (params->kind == kKernel)
+    return KernelOp(lock, params->kernel.launch(), exec->now[node].op);
   if (params->kind != kChild) return kNotSupported;
   return exec->now[node].child = Clone(lock, params->child), kSuccess;
 }

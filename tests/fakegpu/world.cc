@@ -56,6 +56,12 @@ int Fault(Lock&, const std::string& what, int code) {
   return code;
 }
 
+int Missing(Lock&, const std::string& what) {
+  ++W().kernels;
+  ++W().missing[what];
+  return kNotSupported;
+}
+
 namespace {
 
 std::chrono::microseconds Nap(Lock&) {

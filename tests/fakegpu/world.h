@@ -84,7 +84,9 @@ struct World {
   std::map<std::string, int> failures;  // of the next call that is not XLA's
   std::map<std::string, long> counts;   // of calls that are not XLA's
   std::string faults;
-  long kernels = 0;  // that were to be launched
+  long kernels = 0;   // that could not be run
+  long launches = 0;  // of those that can
+  std::map<std::string, long> missing;  // what could not be run, and how often
   long graph_launches = 0;
   std::chrono::microseconds delay{0};  // of each piece of work
   bool reordered = false;              // some work, at random, waits for up to 2 ms
@@ -121,6 +123,9 @@ CUgraph_st* NewGraph(Lock& lock);
 /// Waits for what is queued by now. Returns the code that says how that went.
 int Wait(Lock& lock, CUstream_st* stream);
 int WaitForAll(Lock& lock);
+
+/// Counts a kernel, or work of a library, that can't be run. Returns the code.
+int Missing(Lock& lock, const std::string& what);
 
 /// The block that has the whole range; null if there is none.
 Block* Within(Lock& lock, Blocks& blocks, const void* at, size_t bytes);
