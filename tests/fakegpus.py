@@ -2,28 +2,27 @@
 
 XLA's own runtime for GPUs (the packages jax-cuda12-pjrt and jax-cuda12-plugin) runs over
 tests/fakegpu, a libcuda.so.1 that takes the host's memory for the device's. Copies, events,
-host functions and CUDA graphs are real there. Kernels are not: each is counted and refused,
-so a test whose programs launch one is "not judged". A test that breaks a rule of CUDA fails.
+host functions and CUDA graphs are real there. XLA's kernels are run by an interpreter. What it
+can't run is counted and refused, so a test whose programs launch such a kernel is "not judged".
+A test that breaks a rule of CUDA fails.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax._src import core, hardware_utils
+from jax._src import hardware_utils
 
 DEVICES = 4
 PACKAGES = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
@@ -97,8 +96,16 @@ def _libdevice() -> Path | None:
     Kernels that call them are not compiled without it.
     """
     spec = importlib.util.find_spec("nvidia")
-    found = [Path(path) / "cuda_nvcc" for path in spec.submodule_search_locations] if spec else []
-    found += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    found = (
+        [Path(path) / "cuda_nvcc" for path in spec.submodule_search_locations]
+        if spec
+        else []
+    )
+    found += [
+        Path(os.environ[name])
+        for name in ("CUDA_HOME", "CUDA_PATH")
+        if name in os.environ
+    ]
     found += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"))]
     for folder in found:
         if (folder / "nvvm/libdevice/libdevice.10.bc").exists():
@@ -126,27 +133,6 @@ def start() -> ctypes.CDLL:
     return driver
 
 
-def make_arrays_on_the_host() -> None:
-    """Arrays that tests make outside of programs come from the CPU, by a copy.
-
-    On a GPU each is a kernel's, and the test would not be judged for that alone.
-    """
-    for name in ("arange", "full", "linspace", "ones", "zeros"):
-        setattr(jnp, name, _on_the_host(getattr(jnp, name)))
-
-
-def _on_the_host(make: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> jax.Array:
-        if not core.trace_state_clean():
-            return make(*args, **kwargs)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            value = np.asarray(make(*args, **kwargs))
-        return jnp.asarray(value)
-
-    return made
-
-
 class Rules:
     """Fails each test in which a rule of CUDA was broken, whatever else it found."""
 
@@ -165,20 +151,31 @@ class Rules:
 
 
 class Judge:
-    """Takes the word of no test whose programs launched a kernel."""
+    """Takes the word of no test whose programs launched what can't be run here."""
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self.driver = driver
         self._before = 0
+        self._missing_before: Counter[str] = Counter()
         self._judged = False
+        self._of_workers: Counter[str] = Counter()
+
+    def missing(self) -> Counter[str]:
+        """What could not be run so far: instructions and libraries, with how often."""
+        lines = [
+            line.split(" ", 1)
+            for line in self.driver.fakeMissing().decode().splitlines()
+        ]
+        return Counter({what: int(count) for count, what in lines})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         self._before = self.driver.fakeKernels()
+        self._missing_before = self.missing()
         self._judged = False
 
     def launched(self) -> int:
-        """How many kernels the test's programs launched so far."""
+        """How many kernels the test's programs launched so far that can't be run."""
         return self.driver.fakeKernels() - self._before
 
     @pytest.hookimpl(wrapper=True)
@@ -190,7 +187,8 @@ class Judge:
         if launched and report.when != "teardown":
             if not report.skipped and (report.when == "call" or report.failed):
                 report.outcome, report.not_judged = "skipped", True
-                why = f"its programs launched kernels ({launched})"
+                missing = self.missing() - self._missing_before
+                why = f"not judged: {', '.join(missing)}"
                 report.longrepr = (str(item.path), None, why)
         elif launched and self._judged:
             report.outcome = "failed"
@@ -199,6 +197,19 @@ class Judge:
             report.outcome, report.longrepr = "passed", None
         self._judged |= report.when == "call" and not launched
         return report
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["missing"] = dict(self.missing())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._of_workers.update(getattr(node, "workeroutput", {}).get("missing", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        missing = self.missing() + self._of_workers
+        for what, count in missing.most_common():
+            terminalreporter.write_line(f"can't be run here: {what} ({count} times)")
 
 
 def status(report: Any) -> tuple[str, str, str] | None:

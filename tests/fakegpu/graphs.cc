@@ -106,6 +106,17 @@ struct KernelNode {
             params};
   }
 };
+/// CUDA_MEMCPY_NODE_PARAMS.
+struct CopyNodeInContext {
+  int flags, reserved;
+  CUctx_st* context;
+  CopyNode copy;
+};
+/// CUDA_HOST_NODE_PARAMS.
+struct HostNode {
+  void (*function)(void*);
+  void* data;
+};
 /// CUgraphNodeParams, as far as it is read.
 struct NodeParams {
   int kind;
@@ -113,9 +124,30 @@ struct NodeParams {
   union {
     CUgraph_st* child;
     KernelNode kernel;
+    CopyNodeInContext copy;
+    FillNode fill;
+    HostNode host;
   };
 };
-constexpr int kKernel = 0, kChild = 4;
+constexpr int kKernel = 0, kCopy = 1, kFill = 2, kHost = 3, kChild = 4, kEmpty = 5;
+
+/// The work of a node that has no graph in it.
+int NodeOp(Lock& lock, const NodeParams& params, Op& op) {
+  switch (params.kind) {
+    case kKernel:
+      return KernelOp(lock, params.kernel.launch(), op);
+    case kCopy:
+      return op = CopyOp(params.copy.copy), kSuccess;
+    case kFill:
+      return op = FillOp(params.fill), kSuccess;
+    case kHost:
+      return op = HostOp(params.host.function, params.host.data), kSuccess;
+    case kEmpty:
+      return op = nullptr, kSuccess;
+    default:
+      return Missing(lock, "a graph's node of kind " + std::to_string(params.kind));
+  }
+}
 
 }  // namespace
 
@@ -186,13 +218,9 @@ EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, vo
   if (params->kind == kChild)
     return *node = AddNode(lock, graph, nullptr, Clone(lock, params->child)),
            kSuccess;
-  if (params->kind == kKernel) {
-    Op op;
-    if (const int code = KernelOp(lock, params->kernel.launch(), op); code != kSuccess)
-      return code;
-    return *node = AddNode(lock, graph, std::move(op)), kSuccess;
-  }
-  return Missing(lock, "a graph's node of kind " + std::to_string(params->kind));
+  Op op;
+  if (const int code = NodeOp(lock, *params, op); code != kSuccess) return code;
+  return *node = AddNode(lock, graph, std::move(op)), kSuccess;
 }
 EXPORT int cuGraphGetNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
                            size_t* count) {
@@ -274,9 +302,7 @@ EXPORT int cuGraphExecMemsetNodeSetParams(CUgraphExec_st* exec,
 EXPORT int cuGraphExecNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
                                     const NodeParams* params) {
   ENTER();
-  if (params->kind == kKernel)
-    return KernelOp(lock, params->kernel.launch(), exec->now[node].op);
-  if (params->kind != kChild) return kNotSupported;
+  if (params->kind != kChild) return NodeOp(lock, *params, exec->now[node].op);
   return exec->now[node].child = Clone(lock, params->child), kSuccess;
 }
 EXPORT int cuGraphUpload(CUgraphExec_st*, CUstream_st*) { return kSuccess; }

@@ -56,12 +56,7 @@ EXPORT int cuStreamWaitEvent(CUstream_st* stream_handle, CUevent_st* handle,
 EXPORT int cuLaunchHostFunc(CUstream_st* handle, void (*function)(void*),
                             void* data) {
   ENTER_STREAM(handle);
-  Enqueue(lock, stream, [function, data] {
-    t_in_host_function = true;
-    function(data);
-    t_in_host_function = false;
-  });
-  return kSuccess;
+  return Enqueue(lock, stream, HostOp(function, data)), kSuccess;
 }
 
 EXPORT int cuEventCreate(CUevent_st** event, unsigned) {

@@ -155,6 +155,14 @@ int Wait(Lock& lock, CUstream_st* stream) {
   return w.lost ? kIllegalAddress : kSuccess;
 }
 
+Op HostOp(void (*function)(void*), void* data) {
+  return [function, data] {
+    t_in_host_function = true;
+    function(data);
+    t_in_host_function = false;
+  };
+}
+
 int WaitForAll(Lock& lock) {
   for (CUstream_st* stream : std::set<CUstream_st*>(W().streams)) {
     if (W().streams.count(stream) == 0 || stream->capture != nullptr) continue;

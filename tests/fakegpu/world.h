@@ -117,6 +117,8 @@ std::thread Close(Lock& lock, CUstream_st* stream);
 /// The stream of a handle; null if there is none.
 CUstream_st* Find(Lock& lock, CUstream_st* handle);
 void Enqueue(Lock& lock, CUstream_st* stream, Op op);
+/// A call of a host function.
+Op HostOp(void (*function)(void*), void* data);
 CUgraphNode_st* AddNode(Lock& lock, CUgraph_st* graph, Op op,
                         CUgraph_st* child = nullptr);
 CUgraph_st* NewGraph(Lock& lock);

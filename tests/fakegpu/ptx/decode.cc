@@ -416,13 +416,23 @@ Handler DecodeNeg(Parts& parts, Instr& in) {
   return Wrapping<1>([](auto a) { return decltype(a)(0 - a); }, parts);
 }
 Handler DecodeMin(Parts& parts, Instr& in) {
-  if (!IsFloat(parts)) return Integers<2>([](auto a, auto b) { return std::min(a, b); }, parts);
+  if (!IsFloat(parts)) {
+    if (parts.Take("relu"))
+      return Integers<2>(
+          [](auto a, auto b) { return std::max(std::min(a, b), decltype(a)(0)); }, parts);
+    return Integers<2>([](auto a, auto b) { return std::min(a, b); }, parts);
+  }
   if (parts.Take("NaN"))
     return Floats<2>([](auto a, auto b) { return Min<true>(a, b); }, parts, in);
   return Floats<2>([](auto a, auto b) { return Min<false>(a, b); }, parts, in);
 }
 Handler DecodeMax(Parts& parts, Instr& in) {
-  if (!IsFloat(parts)) return Integers<2>([](auto a, auto b) { return std::max(a, b); }, parts);
+  if (!IsFloat(parts)) {
+    if (parts.Take("relu"))
+      return Integers<2>(
+          [](auto a, auto b) { return std::max(std::max(a, b), decltype(a)(0)); }, parts);
+    return Integers<2>([](auto a, auto b) { return std::max(a, b); }, parts);
+  }
   if (parts.Take("NaN"))
     return Floats<2>([](auto a, auto b) { return Max<true>(a, b); }, parts, in);
   return Floats<2>([](auto a, auto b) { return Max<false>(a, b); }, parts, in);
