@@ -129,6 +129,7 @@ def start() -> ctypes.CDLL:
     for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
         ctypes.CDLL(str(folder / name))
     driver = opened(folder / "libcuda.so.1")
+    ctypes.CDLL(str(folder / "libnccl.so.2"))
     hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files
     return driver
 

@@ -1,8 +1,10 @@
 // What XLA asks of three libraries beside the driver: libnvidia-ml.so.1,
-// libcudart.so.12 and libcublas.so.12. Only versions and errors; a missing function
-// is an error to XLA, and not a crash, unless it returns a text.
+// libcudart.so.12 and libcublas.so.12. Versions, errors, and of libcudart the copies that
+// JAX's own callbacks make; a missing function is an error to XLA, and not a crash, unless it
+// returns a text.
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 
@@ -32,6 +34,38 @@ EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}
 EXPORT void __cudaRegisterFunction(void**, ...) {}
 EXPORT void __cudaRegisterVar(void**, ...) {}
+
+namespace {
+
+/// A function of the driver.
+template <typename F>
+F* Driver(const char* name) {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return driver == nullptr ? nullptr : reinterpret_cast<F*>(dlsym(driver, name));
+}
+
+}  // namespace
+
+/// libcudart's codes are the driver's. It makes the stream's context current.
+EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* stream) {
+  using Address = unsigned long long;
+  static auto* const get = Driver<int(void*, void**)>("cuStreamGetCtx");
+  static auto* const push = Driver<int(void*)>("cuCtxPushCurrent_v2");
+  static auto* const pop = Driver<int(void**)>("cuCtxPopCurrent_v2");
+  static auto* const copy =
+      Driver<int(Address, Address, size_t, void*)>("cuMemcpyAsync");
+  void* context = nullptr;
+  if (const int code = get(stream, &context); code != 0) return code;
+  if (const int code = push(context); code != 0) return code;
+  const int code = copy(reinterpret_cast<Address>(to), reinterpret_cast<Address>(from),
+                        bytes, stream);
+  pop(&context);
+  return code;
+}
+EXPORT int cudaStreamSynchronize(void* stream) {
+  static auto* const wait = Driver<int(void*)>("cuStreamSynchronize");
+  return wait(stream);
+}
 
 namespace {
 

@@ -74,6 +74,8 @@ Op CopyOp(const CopyNode& node) {
       Fault(lock, "a graph has a copy of memory that is gone", 0);
     } else {
       std::memcpy(node.to.at(), node.from.at(), node.width);
+      Touch(lock, node.from.at(), node.width, false, "a graph's copy");
+      Touch(lock, node.to.at(), node.width, true, "a graph's copy");
     }
   };
 }
@@ -88,6 +90,7 @@ Op FillOp(const FillNode& node) {
     auto* const to = static_cast<char*>(Pointer(node.to));
     for (size_t i = 0; i < bytes; i += node.element_size)
       std::memcpy(to + i, &node.value, node.element_size);
+    Touch(lock, to, bytes, true, "a graph's fill");
   };
 }
 

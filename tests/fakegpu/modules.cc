@@ -93,14 +93,30 @@ struct DriverMemory : ptx::Memory {
       --found;
       range.begin = found->first;
       range.end = found->first + found->second.size;
-      if (at >= range.end) continue;
+      range.end_of_word = range.begin + (found->second.size + 3) / 4 * 4;
+      if (at >= range.end_of_word) continue;
       for (char* const argument : arguments) {
         if (argument <= at) range.begin = std::max(range.begin, argument);
-        if (argument > at) range.end = std::min(range.end, argument);
+        if (argument > at && argument < range.end)
+          range.end = range.end_of_word = argument;
       }
       return true;
     }
     return false;
+  }
+  /// Notes what the kernel used, when it is over.
+  void Note(const std::string& kernel) {
+    Lock lock(W().mutex);
+    for (const ptx::Range& range : ranges) {
+      if (range.read_from != nullptr && range.read_from < range.end)
+        Touch(lock, range.read_from,
+              static_cast<size_t>(std::min(range.read_to, range.end) - range.read_from),
+              false, kernel);
+      if (range.written_from != nullptr)
+        Touch(lock, range.written_from,
+              static_cast<size_t>(std::min(range.written_to, range.end) - range.written_from),
+              true, kernel);
+    }
   }
 };
 
@@ -158,6 +174,7 @@ int KernelOp(Lock& lock, const KernelLaunch& launch, Op& op) {
     run.memory = &memory;
     try {
       ptx::Run(run);
+      memory.Note("kernel " + run.kernel->name);
     } catch (const ptx::KernelFault& fault) {
       Lock lock(W().mutex);
       Fault(lock, "kernel " + run.kernel->name + ": " + fault.what(), 0);

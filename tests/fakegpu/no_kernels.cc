@@ -7,3 +7,9 @@ namespace fakegpu {
 int KernelOp(Lock& lock, const KernelLaunch&, Op&) { return Missing(lock, "a kernel"); }
 
 }  // namespace fakegpu
+
+EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned,
+                          unsigned, unsigned, CUstream_st*, void**, void**) {
+  ENTER();
+  return Missing(lock, "a kernel");
+}

@@ -14,7 +14,7 @@ namespace {
 struct Addresses {
   char* at[kLanes];
 
-  Addresses(Warp& warp, const Instr& in, const Operand& base, size_t bytes, bool writes) {
+  Addresses(Warp& warp, const Instr& in, const Operand& base, size_t bytes, Access access) {
     const auto offset = static_cast<uint64_t>(in.offset);
     if (base.at == kNowhere) {
       ForLanes(warp.active, [&](int lane) { at[lane] = reinterpret_cast<char*>(offset); });
@@ -39,9 +39,9 @@ struct Addresses {
     else if (in.space == Space::kParam)
       Within(warp, Params(warp), warp.block->launch->params.size(), 0, bytes);
     else if (in.space == Space::kGlobal)
-      CheckGlobal(warp, bytes, writes);
+      CheckGlobal(warp, bytes, access);
     else
-      CheckGeneric(warp, bytes, writes);
+      CheckGeneric(warp, bytes, access);
   }
 
  private:
@@ -61,7 +61,7 @@ struct Addresses {
     });
     if (is_out) throw KernelFault("uses shared or local memory past its end");
   }
-  void CheckGlobal(Warp& warp, size_t bytes, bool writes) {
+  void CheckGlobal(Warp& warp, size_t bytes, Access access) {
     char* first = reinterpret_cast<char*>(~uintptr_t{0});
     char* last = nullptr;
     ForLanes(warp.active, [&](int lane) {
@@ -69,11 +69,11 @@ struct Addresses {
       last = std::max(last, at[lane]);
     });
     const Range* const range = warp.memory->RangeOf(first);
-    if (range != nullptr && last + bytes <= range->end)
-      return warp.memory->Check(first, last + bytes, writes);
-    ForLanes(warp.active, [&](int lane) { warp.memory->Check(at[lane], at[lane] + bytes, writes); });
+    if (range != nullptr && last + bytes <= (access == Access::kWrite ? range->end : range->end_of_word))
+      return warp.memory->Check(first, last + bytes, access);
+    ForLanes(warp.active, [&](int lane) { warp.memory->Check(at[lane], at[lane] + bytes, access); });
   }
-  void CheckGeneric(Warp& warp, size_t bytes, bool writes) {
+  void CheckGeneric(Warp& warp, size_t bytes, Access access) {
     char* const shared = warp.block->shared.data();
     ForLanes(warp.active, [&](int lane) {
       char* const local = warp.local + size_t{warp.local_bytes} * lane;
@@ -81,15 +81,15 @@ struct Addresses {
         return at[lane] >= memory && at[lane] + bytes <= memory + size;
       };
       if (is_in(shared, SharedBytes(warp)) || is_in(local, warp.local_bytes)) return;
-      if (!writes && is_in(Params(warp), warp.block->launch->params.size())) return;
-      warp.memory->Check(at[lane], at[lane] + bytes, writes);
+      if (access == Access::kRead && is_in(Params(warp), warp.block->launch->params.size())) return;
+      warp.memory->Check(at[lane], at[lane] + bytes, access);
     });
   }
 };
 
 template <typename T>
 void Load(Warp& warp, const Instr& in) {
-  const Addresses from(warp, in, in.ops[in.count], in.count * sizeof(T), false);
+  const Addresses from(warp, in, in.ops[in.count], in.count * sizeof(T), Access::kRead);
   for (int i = 0; i < in.count; ++i) {
     const Operand& to = in.ops[i];
     if (to.at == kNowhere) continue;
@@ -109,7 +109,7 @@ void Load(Warp& warp, const Instr& in) {
 }
 template <typename T>
 void Store(Warp& warp, const Instr& in) {
-  const Addresses to(warp, in, in.ops[0], in.count * sizeof(T), true);
+  const Addresses to(warp, in, in.ops[0], in.count * sizeof(T), Access::kWrite);
   for (int i = 0; i < in.count; ++i) {
     const Operand& from = in.ops[1 + i];
     if (from.bits == 8 * sizeof(T)) {
@@ -130,7 +130,7 @@ void Store(Warp& warp, const Instr& in) {
 template <typename F, typename T, bool kReturns>
 void Atomic(Warp& warp, const Instr& in) {
   const Operand* const ops = in.ops + kReturns;
-  const Addresses to(warp, in, ops[0], sizeof(T), true);
+  const Addresses to(warp, in, ops[0], sizeof(T), Access::kAtomic);
   for (uint32_t left = warp.active; left != 0; left &= left - 1) {
     const int lane = __builtin_ctz(left);
     T before;
@@ -147,7 +147,7 @@ void Atomic(Warp& warp, const Instr& in) {
 /// The same for vectors in braces, which only additions have.
 template <typename T>
 void AddVector(Warp& warp, const Instr& in) {
-  const Addresses to(warp, in, in.ops[0], sizeof(T) * in.count, true);
+  const Addresses to(warp, in, in.ops[0], sizeof(T) * in.count, Access::kAtomic);
   for (uint32_t left = warp.active; left != 0; left &= left - 1) {
     const int lane = __builtin_ctz(left);
     for (int i = 0; i < in.count; ++i) {
@@ -260,21 +260,21 @@ void CopyToShared(Warp& warp, const Instr& in) {
   of_from.space = Space::kGlobal;
   of_from.offset = static_cast<int64_t>(in.target);
   const uint32_t all = warp.active;
-  const Addresses to(warp, of_to, in.ops[0], bytes, true);
+  const Addresses to(warp, of_to, in.ops[0], bytes, Access::kWrite);
   ForLanes(all, [&](int lane) {
     size_t there = bytes;
     if (in.ops[2].at != kNowhere) there = std::min<size_t>(bytes, warp.Value(in.ops[2], lane));
     std::memset(to.at[lane], 0, bytes);
     if (there == 0) return;
     warp.active = 1u << lane;
-    const Addresses from(warp, of_from, in.ops[1], there == bytes ? bytes : 1, false);
+    const Addresses from(warp, of_from, in.ops[1], there == bytes ? bytes : 1, Access::kRead);
     std::memcpy(to.at[lane], from.at[lane], there);
   });
   warp.active = all;
 }
 
 template <bool kStores>
-Handler Access(const Type& type, Instr& in) {
+Handler AccessOf(const Type& type, Instr& in) {
   const bool is_signed = type.kind == 's';
   switch (type.bits) {
     case 8:
@@ -322,7 +322,7 @@ Handler DecodeMemory(Parts& parts, std::string_view op, Instr& in) {
     TakeOrder(parts);
     for (const char* const vector : {"v2", "v4", "v8"}) parts.Take(vector);
     const Type type = parts.type();
-    return parts.End(op == "st" ? Access<true>(type, in) : Access<false>(type, in), true);
+    return parts.End(op == "st" ? AccessOf<true>(type, in) : AccessOf<false>(type, in), true);
   }
   if (op == "atom" || op == "red") {
     TakeSpace(parts, in);

@@ -10,19 +10,19 @@
 
 namespace ptx {
 
-void Memory::Check(const char* from, const char* to, bool writes) {
+void Memory::Check(const char* from, const char* to, Access access) {
+  const bool writes = access != Access::kRead;
   Range* const range = RangeOf(from);
-  if (range == nullptr || to > range->end) {
+  if (range == nullptr)
+    throw KernelFault(std::string(writes ? "writes" : "reads") + " memory that no block has");
+  if (to > (access == Access::kWrite ? range->end : range->end_of_word)) {
     // Arguments cut a block into ranges; an access may begin in one and end in the next.
-    if (range != nullptr && RangeOf(range->end) != nullptr &&
-        RangeOf(range->end)->begin == range->end) {
-      char* const middle = range->end;
-      Check(from, middle, writes);
-      return Check(middle, to, writes);
-    }
-    throw KernelFault(std::string(writes ? "writes" : "reads") +
-                      (range == nullptr ? " memory that no block has"
-                                        : " past the end of a block"));
+    char* const middle = range->end;
+    const Range* const next = from < middle ? RangeOf(middle) : nullptr;
+    if (next == nullptr || next->begin != middle)
+      throw KernelFault(std::string(writes ? "writes" : "reads") + " past the end of a block");
+    Check(from, middle, access);
+    return Check(middle, to, access);
   }
   char*& first = writes ? range->written_from : range->read_from;
   char*& last_byte = writes ? range->written_to : range->read_to;

@@ -18,9 +18,14 @@ struct KernelFault : std::runtime_error {
 /// A piece of memory that a kernel may use, and what it did with it.
 struct Range {
   char *begin, *end;
+  // XLA reads numbers of less than a byte with their neighbours, which there may be none of,
+  // and changes a byte in the word that it is in. Words end where memory does.
+  char* end_of_word;
   char *read_from = nullptr, *read_to = nullptr;
   char *written_from = nullptr, *written_to = nullptr;
 };
+
+enum class Access { kRead, kWrite, kAtomic };
 
 /// The memory that a launch may use. `find` asks the driver for the block that an address
 /// lies in; its answers are kept, since no block is freed while a kernel may use it.
@@ -33,10 +38,11 @@ struct Memory {
   size_t last = 0;
 
   Range* RangeOf(const char* at) {
-    if (last < ranges.size() && at >= ranges[last].begin && at < ranges[last].end)
+    if (last < ranges.size() && at >= ranges[last].begin &&
+        at < ranges[last].end_of_word)
       return &ranges[last];
     for (size_t i = 0; i < ranges.size(); ++i) {
-      if (at < ranges[i].begin || at >= ranges[i].end) continue;
+      if (at < ranges[i].begin || at >= ranges[i].end_of_word) continue;
       last = i;
       return &ranges[i];
     }
@@ -47,7 +53,7 @@ struct Memory {
     return &ranges[last];
   }
   /// Notes an access; throws if it is out of bounds.
-  void Check(const char* from, const char* to, bool writes);
+  void Check(const char* from, const char* to, Access access);
 };
 
 struct Dim {
