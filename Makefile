@@ -62,7 +62,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-releases test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-releases test-staged test-gpu-runtime test-gpu-functions test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -82,8 +82,8 @@ test-releases:
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged
 
-# Files whose programs mostly launch no kernel, so that they are judged.
-GPU_RUNTIME := tests/fakegpu tests/call/test_where.py tests/feed/test_feed.py
+# Tests whose programs run in this process. GPU_RUNTIME=tests/tap: some of them.
+GPU_RUNTIME ?= tests
 test-gpu-runtime: $(VENV)/.installed
 	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
 	if [ $$had -eq 3 ]; then \
@@ -93,6 +93,9 @@ test-gpu-runtime: $(VENV)/.installed
 	else \
 	  PYTHONPATH="$$folder" $(BIN)/python $(PYTEST) --platform fakegpu $(GPU_RUNTIME); \
 	fi
+
+test-gpu-functions: $(VENV)/.installed
+	PYTHONPATH="$$(scripts/xla_cuda.sh $(BIN)/python)" $(BIN)/python tests/fakegpu/functions.py
 
 test-optional: OPTIONAL := .venv-optional
 test-optional:

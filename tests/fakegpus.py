@@ -85,6 +85,7 @@ def opened(path: Path) -> ctypes.CDLL:
         getattr(driver, name).restype = ctypes.c_char_p
     driver.fakePinnedBytes.restype = ctypes.c_size_t
     driver.fakeStreamCreate.restype = ctypes.c_void_p
+    driver.fakeStreamCreateOn.restype = ctypes.c_void_p
     for name in ("fakeCount", "fakeKernels", "fakeLaunches", "fakeGraphLaunches"):
         getattr(driver, name).restype = ctypes.c_long
     return driver

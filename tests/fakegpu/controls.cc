@@ -34,6 +34,12 @@ EXPORT const char* fakeMissing() {
     text += std::to_string(count) + " " + what + "\n";
   return text.c_str();
 }
+/// For tests of that count.
+EXPORT void fakeForgetMissing() {
+  Lock lock(W().mutex);
+  W().kernels = 0;
+  W().missing.clear();
+}
 EXPORT long fakeGraphLaunches() {
   Lock lock(W().mutex);
   return W().graph_launches;

@@ -147,11 +147,12 @@ EXPORT int cuMemAllocManaged(Address* address, size_t bytes, unsigned) {
   ENTER();
   return MakeDevices(lock, address, bytes, xlas);
 }
-/// Waits for all work, as the real one does: nothing that was enqueued before may
-/// still use the memory.
+/// Waits for all work of the device, as the real one does: nothing that was enqueued before
+/// may still use the memory.
 EXPORT int cuMemFree_v2(Address address) {
   ENTER();
-  WaitForAll(lock);
+  const Block* const block = Within(lock, W().device, Pointer(address), 0);
+  WaitForAll(lock, block != nullptr ? block->device : -1);
   return Free(lock, W().device, Pointer(address));
 }
 EXPORT int cuMemHostAlloc(void** data, size_t bytes, unsigned flags) {

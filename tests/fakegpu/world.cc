@@ -223,18 +223,20 @@ int Wait(Lock& lock, CUstream_st* stream) {
 
 Op HostOp(void (*function)(void*), void* data) {
   return [function, data] {
+    {  // It may tell a thread of the host that all before it is over.
+      Lock lock(W().mutex);
+      if (t_running.clock != nullptr) Join(W().host, *t_running.clock);
+    }
     t_in_host_function = true;
     function(data);
     t_in_host_function = false;
-    // It may have told a thread of the host that all before it is over.
-    Lock lock(W().mutex);
-    if (t_running.clock != nullptr) Join(W().host, *t_running.clock);
   };
 }
 
-int WaitForAll(Lock& lock) {
+int WaitForAll(Lock& lock, int device) {
   for (CUstream_st* stream : std::set<CUstream_st*>(W().streams)) {
     if (W().streams.count(stream) == 0 || stream->capture != nullptr) continue;
+    if (device >= 0 && stream->context->device != device) continue;
     if (const int code = Wait(lock, stream); code != kSuccess) return code;
   }
   return kSuccess;

@@ -158,7 +158,8 @@ void Touch(Lock& lock, const void* begin, size_t bytes, bool writes,
            const std::string& who);
 /// Waits for what is queued by now. Returns the code that says how that went.
 int Wait(Lock& lock, CUstream_st* stream);
-int WaitForAll(Lock& lock);
+/// Waits for all streams, or for those of a device.
+int WaitForAll(Lock& lock, int device = -1);
 
 /// Counts a kernel, or work of a library, that can't be run. Returns the code.
 int Missing(Lock& lock, const std::string& what);
