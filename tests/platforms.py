@@ -136,6 +136,8 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
             return _CPU_ONLY[name]
     if item.path.parent.name == "fakegpu":
         return None
+    if platform == "fakegpu" and item.path.name == "test_gspmd.py":
+        return "XLA waits for ever where it prepares its collectives: not understood"
     if "run_python" in item.fixturenames:
         return "runs in a process of its own, on the CPU"
     if platform == "staged" and item.path.name.startswith(_ABOVE_HANDLERS):

@@ -25,17 +25,23 @@ CUgraph_st* Clone(Lock& lock, const CUgraph_st* graph) {
   return clone;
 }
 
-void Collect(const CUgraphNode_st& node, std::vector<Op>& ops) {
-  if (node.op) ops.push_back(node.op);
-  if (node.child == nullptr) return;
-  for (const CUgraphNode_st* inner : node.child->nodes) Collect(*inner, ops);
+/// What a node does in an instance. Nodes of a graph that was moved into another one are the
+/// instance's, too, and may have got other parameters.
+void Collect(const CUgraphExec_st& exec, CUgraphNode_st* node, std::vector<Op>& ops) {
+  const auto found = exec.now.find(node);
+  const CUgraphNode_st& now = found != exec.now.end() ? found->second : *node;
+  if (now.op) ops.push_back(now.op);
+  if (now.child == nullptr) return;
+  for (CUgraphNode_st* inner : now.child->nodes) Collect(exec, inner, ops);
 }
 
 void Take(Lock& lock, CUgraphExec_st* exec, const CUgraph_st* graph) {
   exec->order = graph->nodes;
   exec->now.clear();
   for (CUgraphNode_st* node : graph->nodes) {
-    exec->now[node] = {node->op, node->child ? Clone(lock, node->child) : nullptr};
+    CUgraph_st* child = node->child;
+    if (child != nullptr && !node->moved) child = Clone(lock, child);
+    exec->now[node] = {node->op, child, node->moved};
   }
 }
 
@@ -115,6 +121,11 @@ struct CopyNodeInContext {
   CUctx_st* context;
   CopyNode copy;
 };
+/// CUDA_CHILD_GRAPH_NODE_PARAMS.
+struct ChildNode {
+  CUgraph_st* graph;
+  int ownership;  // 1: the graph is moved, and not copied
+};
 /// CUDA_HOST_NODE_PARAMS.
 struct HostNode {
   void (*function)(void*);
@@ -125,7 +136,7 @@ struct NodeParams {
   int kind;
   int reserved[3];
   union {
-    CUgraph_st* child;
+    ChildNode child;
     KernelNode kernel;
     CopyNodeInContext copy;
     FillNode fill;
@@ -218,9 +229,14 @@ EXPORT int cuGraphAddKernelNode(CUgraphNode_st** node, CUgraph_st* graph, void* 
 EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, void*,
                              size_t, const NodeParams* params) {
   ENTER();
-  if (params->kind == kChild)
-    return *node = AddNode(lock, graph, nullptr, Clone(lock, params->child)),
-           kSuccess;
+  if (params->kind == kChild) {
+    const bool moved = params->child.ownership == 1;
+    CUgraph_st* const child =
+        moved ? params->child.graph : Clone(lock, params->child.graph);
+    *node = AddNode(lock, graph, nullptr, child);
+    (*node)->moved = moved;
+    return kSuccess;
+  }
   Op op;
   if (const int code = NodeOp(lock, *params, op); code != kSuccess) return code;
   return *node = AddNode(lock, graph, std::move(op)), kSuccess;
@@ -306,14 +322,14 @@ EXPORT int cuGraphExecNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
                                     const NodeParams* params) {
   ENTER();
   if (params->kind != kChild) return NodeOp(lock, *params, exec->now[node].op);
-  return exec->now[node].child = Clone(lock, params->child), kSuccess;
+  return exec->now[node].child = Clone(lock, params->child.graph), kSuccess;
 }
 EXPORT int cuGraphUpload(CUgraphExec_st*, CUstream_st*) { return kSuccess; }
 EXPORT int cuGraphLaunch(CUgraphExec_st* exec, CUstream_st* handle) {
   ENTER_STREAM(handle);
   ++W().graph_launches;
   std::vector<Op> ops;  // what the graph does now, whatever is set later
-  for (CUgraphNode_st* node : exec->order) Collect(exec->now[node], ops);
+  for (CUgraphNode_st* node : exec->order) Collect(*exec, node, ops);
   Enqueue(lock, stream, [ops] {
     for (const Op& op : ops) op();
   });

@@ -238,13 +238,14 @@ STORES = MINE + "st.global.u32 [%rd2], 1;"
 @pytest.mark.parametrize(
     ("body", "size", "fault"),
     [
-        (STORES, 31, "writes past the end of a block"),
+        (STORES, 31, "writes memory that no block has"),
+        ("st.global.u64 [%a0+120], %rd1;", 31, "writes past the end of a block"),
         (MINE + "ld.global.u32 %r9, [%rd2+400];", 32, "reads memory that no block has"),
         ("st.global.u32 [%a0+1], 1;", 32, "an address that is not a multiple of 4"),
         ("st.shared.u32 [8], 1;", 32, "shared or local memory past its end"),
         ("trap;", 32, "stops itself (trap)"),
     ],
-    ids=["past the end", "no block", "odd address", "shared", "trap"],
+    ids=["behind", "across the end", "no block", "odd address", "shared", "trap"],
 )
 def test_a_kernel_that_breaks_a_rule_is_named(driver, on_device, body, size, fault):
     out = on_device(np.zeros(size, np.uint32))

@@ -121,7 +121,7 @@ std::thread Close(Lock&, CUstream_st* stream) {
 CUgraph_st* NewGraph(Lock&) { return &W().graphs.emplace_back(); }
 
 CUgraphNode_st* AddNode(Lock&, CUgraph_st* graph, Op op, CUgraph_st* child) {
-  W().nodes.push_back(CUgraphNode_st{std::move(op), child});
+  W().nodes.push_back(CUgraphNode_st{std::move(op), child, false});
   return graph->nodes.emplace_back(&W().nodes.back());
 }
 

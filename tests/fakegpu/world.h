@@ -47,6 +47,7 @@ struct CUevent_st {
 struct CUgraphNode_st {
   Op op;
   struct CUgraph_st* child = nullptr;
+  bool moved = false;  // the child is this node's alone
 };
 struct CUgraph_st {
   std::vector<CUgraphNode_st*> nodes;  // in an order that dependencies allow
