@@ -58,7 +58,7 @@ PYTHON ?=
 JAX ?=
 TESTS ?=
 BIN := $(VENV)/bin
-NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*.cc tests/fakegpu/*.h benchmarks/*.cc)
+NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*.cc tests/fakegpu/*.h tests/fakegpu/ptx/*.cc tests/fakegpu/ptx/*.h benchmarks/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
@@ -82,8 +82,9 @@ test-releases:
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged
 
-# Tests whose programs run in this process. GPU_RUNTIME=tests/tap: some of them.
-GPU_RUNTIME ?= tests
+# GPU_RUNTIME=tests/tap: others.
+GPU_RUNTIME ?= tests/fakegpu $(wildcard tests/call/test_[abc]*.py) tests/call/test_where.py \
+  tests/feed/test_feed.py
 test-gpu-runtime: $(VENV)/.installed
 	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
 	if [ $$had -eq 3 ]; then \

@@ -1,5 +1,5 @@
-// A stand-in for NVIDIA's assembler and linker (ptxas, nvlink): its output is its input, so
-// that the driver is given the text of kernels instead of machine code.
+// A stand-in for NVIDIA's assembler and linker (ptxas, nvlink): its output is its
+// input, so that the driver is given the text of kernels instead of machine code.
 #include <cstring>
 #include <fstream>
 #include <iostream>
@@ -16,7 +16,8 @@ int main(int count, char** arguments) {
     }
     if (argument == "-o" && i + 1 < count)
       to = arguments[++i];
-    else if (argument[0] != '-' && argument.find('/') != std::string::npos && from.empty())
+    else if (argument[0] != '-' && argument.find('/') != std::string::npos &&
+             from.empty())
       from = argument;
   }
   if (from.empty() || to.empty()) return 0;  // asked which versions it knows

@@ -1,7 +1,7 @@
 // What XLA asks of three libraries beside the driver: libnvidia-ml.so.1,
-// libcudart.so.12 and libcublas.so.12. Versions, errors, and of libcudart the copies that
-// JAX's own callbacks make; a missing function is an error to XLA, and not a crash, unless it
-// returns a text.
+// libcudart.so.12 and libcublas.so.12. Versions, errors, and of libcudart the
+// copies that JAX's own callbacks make; a missing function is an error to XLA, and
+// not a crash, unless it returns a text.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -47,7 +47,8 @@ F* Driver(const char* name) {
 }  // namespace
 
 /// libcudart's codes are the driver's. It makes the stream's context current.
-EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* stream) {
+EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int,
+                           void* stream) {
   using Address = unsigned long long;
   static auto* const get = Driver<int(void*, void**)>("cuStreamGetCtx");
   static auto* const push = Driver<int(void*)>("cuCtxPushCurrent_v2");
@@ -57,8 +58,8 @@ EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* 
   void* context = nullptr;
   if (const int code = get(stream, &context); code != 0) return code;
   if (const int code = push(context); code != 0) return code;
-  const int code = copy(reinterpret_cast<Address>(to), reinterpret_cast<Address>(from),
-                        bytes, stream);
+  const int code = copy(reinterpret_cast<Address>(to),
+                        reinterpret_cast<Address>(from), bytes, stream);
   pop(&context);
   return code;
 }
@@ -72,7 +73,8 @@ namespace {
 void CountKernel(const char* what) {
   void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   if (driver == nullptr) return;
-  const auto count = reinterpret_cast<void (*)(const char*)>(dlsym(driver, "fakeCountKernel"));
+  const auto count =
+      reinterpret_cast<void (*)(const char*)>(dlsym(driver, "fakeCountKernel"));
   if (count != nullptr) count(what);
 }
 

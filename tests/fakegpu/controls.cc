@@ -24,8 +24,8 @@ EXPORT void fakeCountKernel(const char* what) {
   Lock lock(W().mutex);
   Missing(lock, what);
 }
-/// What could not be run so far, one a line, with how often. The text is the calling
-/// thread's until its next call.
+/// What could not be run so far, one a line, with how often. The text is the
+/// calling thread's until its next call.
 EXPORT const char* fakeMissing() {
   thread_local std::string text;
   Lock lock(W().mutex);

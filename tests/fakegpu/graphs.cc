@@ -25,9 +25,10 @@ CUgraph_st* Clone(Lock& lock, const CUgraph_st* graph) {
   return clone;
 }
 
-/// What a node does in an instance. Nodes of a graph that was moved into another one are the
-/// instance's, too, and may have got other parameters.
-void Collect(const CUgraphExec_st& exec, CUgraphNode_st* node, std::vector<Op>& ops) {
+/// What a node does in an instance. Nodes of a graph that was moved into another
+/// one are the instance's, too, and may have got other parameters.
+void Collect(const CUgraphExec_st& exec, CUgraphNode_st* node,
+             std::vector<Op>& ops) {
   const auto found = exec.now.find(node);
   const CUgraphNode_st& now = found != exec.now.end() ? found->second : *node;
   if (now.op) ops.push_back(now.op);
@@ -219,11 +220,13 @@ EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st** node, CUgraph_st* graph, voi
                                    size_t, const KernelNode* kernel) {
   ENTER();
   Op op;
-  if (const int code = KernelOp(lock, kernel->launch(), op); code != kSuccess) return code;
+  if (const int code = KernelOp(lock, kernel->launch(), op); code != kSuccess)
+    return code;
   return *node = AddNode(lock, graph, std::move(op)), kSuccess;
 }
-EXPORT int cuGraphAddKernelNode(CUgraphNode_st** node, CUgraph_st* graph, void* needs,
-                                size_t count, const KernelNode* kernel) {
+EXPORT int cuGraphAddKernelNode(CUgraphNode_st** node, CUgraph_st* graph,
+                                void* needs, size_t count,
+                                const KernelNode* kernel) {
   return cuGraphAddKernelNode_v2(node, graph, needs, count, kernel);
 }
 EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, void*,
@@ -296,12 +299,14 @@ EXPORT int cuGraphExecChildGraphNodeSetParams(CUgraphExec_st* exec,
   ENTER();
   return exec->now[node].child = Clone(lock, child), kSuccess;
 }
-EXPORT int cuGraphExecKernelNodeSetParams_v2(CUgraphExec_st* exec, CUgraphNode_st* node,
+EXPORT int cuGraphExecKernelNodeSetParams_v2(CUgraphExec_st* exec,
+                                             CUgraphNode_st* node,
                                              const KernelNode* kernel) {
   ENTER();
   return KernelOp(lock, kernel->launch(), exec->now[node].op);
 }
-EXPORT int cuGraphExecKernelNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
+EXPORT int cuGraphExecKernelNodeSetParams(CUgraphExec_st* exec,
+                                          CUgraphNode_st* node,
                                           const KernelNode* kernel) {
   ENTER();
   return KernelOp(lock, kernel->launch(), exec->now[node].op);

@@ -14,8 +14,8 @@ struct KernelLaunch {
   void** params;
 };
 
-/// The work of a launch, with the values that its arguments have now. Returns an error for a
-/// kernel that can't be run, which is counted.
+/// The work of a launch, with the values that its arguments have now. Returns an
+/// error for a kernel that can't be run, which is counted.
 int KernelOp(Lock& lock, const KernelLaunch& launch, Op& op);
 
 }  // namespace fakegpu

@@ -124,12 +124,11 @@ int Fill(Lock& lock, const char* function, Address to, Number value, size_t coun
   if (!IsDevices(lock, Pointer(to), count * sizeof(Number)))
     return Fault(lock, std::string(function) + ": this is no memory of a device",
                  kInvalidValue);
-  Enqueue(lock, stream,
-          [=] {
-            std::fill_n(static_cast<Number*>(Pointer(to)), count, value);
-            Lock done(W().mutex);
-            Touch(done, Pointer(to), count * sizeof(Number), true, function);
-          });
+  Enqueue(lock, stream, [=] {
+    std::fill_n(static_cast<Number*>(Pointer(to)), count, value);
+    Lock done(W().mutex);
+    Touch(done, Pointer(to), count * sizeof(Number), true, function);
+  });
   return kSuccess;
 }
 
@@ -147,8 +146,8 @@ EXPORT int cuMemAllocManaged(Address* address, size_t bytes, unsigned) {
   ENTER();
   return MakeDevices(lock, address, bytes, xlas);
 }
-/// Waits for all work of the device, as the real one does: nothing that was enqueued before
-/// may still use the memory.
+/// Waits for all work of the device, as the real one does: nothing that was
+/// enqueued before may still use the memory.
 EXPORT int cuMemFree_v2(Address address) {
   ENTER();
   const Block* const block = Within(lock, W().device, Pointer(address), 0);

@@ -1,6 +1,6 @@
-// Modules: compiled code. What is text (PTX) is run, by the interpreter in ptx/. Of machine
-// code the constants are read. A kernel that can't be run is counted, and refused, so that no
-// program goes on with values that nobody computed.
+// Modules: compiled code. What is text (PTX) is run, by the interpreter in ptx/. Of
+// machine code the constants are read. A kernel that can't be run is counted, and
+// refused, so that no program goes on with values that nobody computed.
 #include <elf.h>
 
 #include <algorithm>
@@ -73,13 +73,14 @@ std::pair<Address, size_t> Load(const std::vector<char>& file, const char* name)
   return {0, 0};
 }
 
-/// The memory of a launch's stream: the driver's blocks. The launch's arguments cut them,
-/// since XLA puts arrays that live for one program into one block.
+/// The memory of a launch's stream: the driver's blocks. The launch's arguments cut
+/// them, since XLA puts arrays that live for one program into one block.
 struct DriverMemory : ptx::Memory {
   std::vector<char*> arguments;
 
   explicit DriverMemory(const ptx::Launch& launch) {
-    for (size_t at = 0; at + sizeof(char*) <= launch.params.size(); at += sizeof(char*)) {
+    for (size_t at = 0; at + sizeof(char*) <= launch.params.size();
+         at += sizeof(char*)) {
       char* argument;
       std::memcpy(&argument, launch.params.data() + at, sizeof(argument));
       arguments.push_back(argument);
@@ -110,11 +111,13 @@ struct DriverMemory : ptx::Memory {
     for (const ptx::Range& range : ranges) {
       if (range.read_from != nullptr && range.read_from < range.end)
         Touch(lock, range.read_from,
-              static_cast<size_t>(std::min(range.read_to, range.end) - range.read_from),
+              static_cast<size_t>(std::min(range.read_to, range.end) -
+                                  range.read_from),
               false, kernel);
       if (range.written_from != nullptr)
         Touch(lock, range.written_from,
-              static_cast<size_t>(std::min(range.written_to, range.end) - range.written_from),
+              static_cast<size_t>(std::min(range.written_to, range.end) -
+                                  range.written_from),
               true, kernel);
     }
   }
@@ -124,16 +127,16 @@ CUmod_st* NewModule(const void* data) {
   auto* const module = new CUmod_st{FileAt(data), nullptr, {}};
   if (!module->file.empty() || !ptx::IsText(data)) return module;
   const auto place = [](size_t bytes) { return Allocate(bytes, 0); };
-  module->text = {ptx::Parse(static_cast<const char*>(data), place).release(),
-                  [](ptx::Module* text) {  // not under the lock: the last launch may drop it
-                    {
-                      Lock lock(W().mutex);
-                      for (auto& [name, global] : text->globals)
-                        W().device.erase(global.at);
-                    }
-                    for (auto& [name, global] : text->globals) std::free(global.at);
-                    delete text;
-                  }};
+  module->text = {
+      ptx::Parse(static_cast<const char*>(data), place).release(),
+      [](ptx::Module* text) {  // not under the lock: the last launch may drop it
+        {
+          Lock lock(W().mutex);
+          for (auto& [name, global] : text->globals) W().device.erase(global.at);
+        }
+        for (auto& [name, global] : text->globals) std::free(global.at);
+        delete text;
+      }};
   return module;
 }
 /// Makes the module's variables the device's memory.
@@ -141,7 +144,8 @@ int Loaded(Lock&, CUmod_st* module, CUmod_st** loaded) {
   if (module->text != nullptr) {
     for (const auto& [name, global] : module->text->globals) {
       W().device[global.at] = Block{global.bytes.size(), 0, false};
-      module->globals[name] = {reinterpret_cast<Address>(global.at), global.bytes.size()};
+      module->globals[name] = {reinterpret_cast<Address>(global.at),
+                               global.bytes.size()};
     }
   }
   return *loaded = module, kSuccess;
@@ -153,9 +157,11 @@ namespace fakegpu {
 
 int KernelOp(Lock& lock, const KernelLaunch& launch, Op& op) {
   const CUfunc_st* const function = launch.function;
-  if (function->kernel == nullptr) return Missing(lock, "machine code (" + function->name + ")");
+  if (function->kernel == nullptr)
+    return Missing(lock, "machine code (" + function->name + ")");
   if (!function->kernel->unknown.empty()) {
-    for (const auto& [name, count] : function->kernel->unknown) W().missing[name] += 1;
+    for (const auto& [name, count] : function->kernel->unknown)
+      W().missing[name] += 1;
     return ++W().kernels, kNotSupported;
   }
   auto work = std::make_shared<ptx::Launch>();
@@ -267,8 +273,8 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, voi
 }
 EXPORT int cuLaunchKernel(CUfunc_st* function, unsigned grid_x, unsigned grid_y,
                           unsigned grid_z, unsigned block_x, unsigned block_y,
-                          unsigned block_z, unsigned shared_bytes, CUstream_st* stream,
-                          void** params, void**) {
+                          unsigned block_z, unsigned shared_bytes,
+                          CUstream_st* stream, void** params, void**) {
   ENTER();
   return LaunchOn(lock, stream,
                   {function,
@@ -284,8 +290,8 @@ struct LaunchConfig {
   void* attributes;
   unsigned attribute_count;
 };
-EXPORT int cuLaunchKernelEx(const LaunchConfig* config, CUfunc_st* function, void** params,
-                            void**) {
+EXPORT int cuLaunchKernelEx(const LaunchConfig* config, CUfunc_st* function,
+                            void** params, void**) {
   ENTER();
   KernelLaunch launch{function, {}, {}, config->shared_bytes, params};
   std::copy_n(config->grid, 3, launch.grid);

@@ -1,10 +1,12 @@
-// In place of modules.cc where no kernel is launched: in XLA's CPU runtime, and in the tests
-// of the driver itself.
+// In place of modules.cc where no kernel is launched: in XLA's CPU runtime, and in
+// the tests of the driver itself.
 #include "kernels.h"
 
 namespace fakegpu {
 
-int KernelOp(Lock& lock, const KernelLaunch&, Op&) { return Missing(lock, "a kernel"); }
+int KernelOp(Lock& lock, const KernelLaunch&, Op&) {
+  return Missing(lock, "a kernel");
+}
 
 }  // namespace fakegpu
 

@@ -149,7 +149,8 @@ constexpr size_t kMostUses = 32;  // of a block that are kept
 bool IsOver(const Use& use) {
   const auto stream = static_cast<size_t>(use.stream);
   return use.stream == t_running.stream ||
-         (stream < t_running.clock->size() && (*t_running.clock)[stream] >= use.piece);
+         (stream < t_running.clock->size() &&
+          (*t_running.clock)[stream] >= use.piece);
 }
 /// Adds a use, and drops those that no later one can collide with but for this one.
 void Add(std::vector<Use>& uses, const Use& use) {
@@ -185,7 +186,8 @@ void Touch(Lock& lock, const void* begin, size_t bytes, bool writes,
               " memory that another stream writes, without waiting for it",
           0);
   else if (writes && Collides(block->reads, use))
-    Fault(lock, who + " writes memory that another stream reads, without waiting for it",
+    Fault(lock,
+          who + " writes memory that another stream reads, without waiting for it",
           0);
   Add(writes ? block->writes : block->reads, use);
 }

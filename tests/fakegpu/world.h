@@ -25,8 +25,8 @@ using Op = std::function<void()>;
 using Address =
     unsigned long long;  // of a device's memory, which is the host's here
 
-/// How much of each stream's work, by the streams' numbers, is surely over when a piece of
-/// work begins.
+/// How much of each stream's work, by the streams' numbers, is surely over when a
+/// piece of work begins.
 using Clock = std::vector<long>;
 /// A piece of work that a stream has to do.
 struct Piece {
@@ -42,7 +42,8 @@ struct CUevent_st {
   // Whether its stream has reached the last recording. Each recording has a flag of
   // its own: another stream may wait for an earlier one.
   std::shared_ptr<bool> reached = std::make_shared<bool>(true);
-  Clock clock;  // what was over when it was recorded last, and its stream's work before it
+  Clock clock;  // what was over when it was recorded last, and its stream's work
+                // before it
 };
 struct CUgraphNode_st {
   Op op;
@@ -57,7 +58,7 @@ struct CUstream_st {
   int number = 0;
   std::deque<Piece> queue;
   long enqueued = 0, done = 0;
-  Clock clock;  // of what is enqueued next
+  Clock clock;                    // of what is enqueued next
   CUgraph_st* capture = nullptr;  // what its work is recorded into
   bool spoilt = false;            // something was done that a capture forbids
   bool closed = false;
@@ -79,8 +80,8 @@ struct Use {
 struct Block {
   size_t size;
   int device;
-  bool ours;       // not XLA's
-  int queued = 0;  // queued copies that use it
+  bool ours;                           // not XLA's
+  int queued = 0;                      // queued copies that use it
   std::vector<Use> reads{}, writes{};  // the last ones
 };
 using Blocks = std::map<char*, Block>;
@@ -107,8 +108,8 @@ struct World {
   std::map<std::string, int> failures;  // of the next call that is not XLA's
   std::map<std::string, long> counts;   // of calls that are not XLA's
   std::string faults;
-  long kernels = 0;   // that could not be run
-  long launches = 0;  // of those that can
+  long kernels = 0;                     // that could not be run
+  long launches = 0;                    // of those that can
   std::map<std::string, long> missing;  // what could not be run, and how often
   long graph_launches = 0;
   std::chrono::microseconds delay{0};  // of each piece of work
@@ -152,9 +153,10 @@ CUgraphNode_st* AddNode(Lock& lock, CUgraph_st* graph, Op op,
                         CUgraph_st* child = nullptr);
 CUgraph_st* NewGraph(Lock& lock);
 void Join(Clock& clock, const Clock& other);
-/// Notes that the work which this thread does used memory. Work that used the same memory on
-/// another stream has to be over, unless both only read: events say so, or the host, which
-/// waited for it. If not, the rule is broken, whatever the values are this time.
+/// Notes that the work which this thread does used memory. Work that used the same
+/// memory on another stream has to be over, unless both only read: events say so,
+/// or the host, which waited for it. If not, the rule is broken, whatever the
+/// values are this time.
 void Touch(Lock& lock, const void* begin, size_t bytes, bool writes,
            const std::string& who);
 /// Waits for what is queued by now. Returns the code that says how that went.

@@ -1,17 +1,19 @@
-// The instructions: each opcode with its types becomes a function that does it for a warp.
+// The instructions: each opcode with its types becomes a function that does it for
+// a warp.
 //
-// An opcode is decoded as a whole: one of its parts that is not understood makes it unknown.
-// A wrong value would be worse than none.
+// An opcode is decoded as a whole: one of its parts that is not understood makes it
+// unknown. A wrong value would be worse than none.
+#include "decode.h"
+
 #include <algorithm>
 #include <cfenv>
-
-#include "decode.h"
 
 namespace ptx {
 
 namespace {
 
-// --- Loops over lanes --------------------------------------------------------------
+// --- Loops over lanes
+// --------------------------------------------------------------
 
 template <typename F, typename To, typename... From>
 void Map(Warp& warp, const Instr& in) {
@@ -38,7 +40,9 @@ void Compare(Warp& warp, const Instr& in) {
   if (in.how != kAlone) {
     const uint32_t with = warp.Mask(in.ops[4]);
     is = in.how == kAnd ? is & with : in.how == kOr ? is | with : is ^ with;
-    is_not = in.how == kAnd ? is_not & with : in.how == kOr ? is_not | with : is_not ^ with;
+    is_not = in.how == kAnd  ? is_not & with
+             : in.how == kOr ? is_not | with
+                             : is_not ^ with;
   }
   if (in.ops[0].at != kNowhere) warp.SetMask(in.ops[0], is);
   if (in.ops[1].at != kNowhere) warp.SetMask(in.ops[1], is_not);
@@ -71,7 +75,8 @@ constexpr Handler Same() {
   if constexpr (kCount == 3) return &Map<F, T, T, T, T>;
 }
 
-// --- Changes of a function ---------------------------------------------------------
+// --- Changes of a function
+// ---------------------------------------------------------
 
 template <typename F>
 struct Flushing {
@@ -86,7 +91,9 @@ struct Saturating {
   auto operator()(T... values) const {
     const auto value = F{}(values...);
     using Result = std::decay_t<decltype(value)>;
-    return Result(value >= Result(1.f) ? 1.f : value > Result(0.f) ? float(value) : 0.f);
+    return Result(value >= Result(1.f)  ? 1.f
+                  : value > Result(0.f) ? float(value)
+                                        : 0.f);
   }
 };
 template <typename F>
@@ -181,7 +188,8 @@ bool IsFloat(const Parts& parts) {
   return type[0] == 'f' || type.substr(0, 2) == "bf";
 }
 
-// --- Arithmetic --------------------------------------------------------------------
+// --- Arithmetic
+// --------------------------------------------------------------------
 
 /// Additions with a carry, which each lane has.
 template <typename T, bool kAdds, bool kTakes, bool kGives>
@@ -192,7 +200,8 @@ void Carry(Warp& warp, const Instr& in) {
   const T* const b = warp.Row<const T>(in.ops[2]);
   ForLanes(warp.active, [&](int lane) {
     const Wide one = kTakes ? (warp.carry >> lane) & 1 : 0;
-    const Wide all = kAdds ? Wide{a[lane]} + b[lane] + one : Wide{a[lane]} - b[lane] - one;
+    const Wide all =
+        kAdds ? Wide{a[lane]} + b[lane] + one : Wide{a[lane]} - b[lane] - one;
     to[lane] = static_cast<T>(all);
     if (!kGives) return;
     const uint32_t bit = static_cast<uint32_t>(all >> (8 * sizeof(T))) & 1;
@@ -222,12 +231,16 @@ Handler CarryHandler(Parts& parts, bool adds, bool takes) {
   const Type type = parts.type();
   const auto choose = [&](auto zero) -> Handler {
     using T = decltype(zero);
-    if (adds && takes) return gives ? &Carry<T, true, true, true> : &Carry<T, true, true, false>;
+    if (adds && takes)
+      return gives ? &Carry<T, true, true, true> : &Carry<T, true, true, false>;
     if (adds) return gives ? &Carry<T, true, false, true> : nullptr;
-    if (takes) return gives ? &Carry<T, false, true, true> : &Carry<T, false, true, false>;
+    if (takes)
+      return gives ? &Carry<T, false, true, true> : &Carry<T, false, true, false>;
     return gives ? &Carry<T, false, false, true> : nullptr;
   };
-  return type.bits == 32 ? choose(uint32_t{}) : type.bits == 64 ? choose(uint64_t{}) : nullptr;
+  return type.bits == 32   ? choose(uint32_t{})
+         : type.bits == 64 ? choose(uint64_t{})
+                           : nullptr;
 }
 Handler CarryMadHandler(Parts& parts, bool high, bool takes, bool gives) {
   const Type type = parts.type();
@@ -235,22 +248,45 @@ Handler CarryMadHandler(Parts& parts, bool high, bool takes, bool gives) {
   const auto choose = [&](auto zero) -> Handler {
     using T = decltype(zero);
     if (high && takes)
-      return gives ? &CarryMad<T, true, true, true> : &CarryMad<T, true, true, false>;
+      return gives ? &CarryMad<T, true, true, true>
+                   : &CarryMad<T, true, true, false>;
     if (high) return gives ? &CarryMad<T, true, false, true> : nullptr;
-    if (takes) return gives ? &CarryMad<T, false, true, true> : &CarryMad<T, false, true, false>;
+    if (takes)
+      return gives ? &CarryMad<T, false, true, true>
+                   : &CarryMad<T, false, true, false>;
     return gives ? &CarryMad<T, false, false, true> : nullptr;
   };
-  return type.bits == 32 ? choose(uint32_t{}) : type.bits == 64 ? choose(uint64_t{}) : nullptr;
+  return type.bits == 32   ? choose(uint32_t{})
+         : type.bits == 64 ? choose(uint64_t{})
+                           : nullptr;
 }
 
 template <typename T>
 struct WiderOf;
-template <> struct WiderOf<uint16_t> { using type = uint32_t; };
-template <> struct WiderOf<int16_t> { using type = int32_t; };
-template <> struct WiderOf<uint32_t> { using type = uint64_t; };
-template <> struct WiderOf<int32_t> { using type = int64_t; };
-template <> struct WiderOf<uint64_t> { using type = unsigned __int128; };
-template <> struct WiderOf<int64_t> { using type = __int128; };
+template <>
+struct WiderOf<uint16_t> {
+  using type = uint32_t;
+};
+template <>
+struct WiderOf<int16_t> {
+  using type = int32_t;
+};
+template <>
+struct WiderOf<uint32_t> {
+  using type = uint64_t;
+};
+template <>
+struct WiderOf<int32_t> {
+  using type = int64_t;
+};
+template <>
+struct WiderOf<uint64_t> {
+  using type = unsigned __int128;
+};
+template <>
+struct WiderOf<int64_t> {
+  using type = __int128;
+};
 template <typename T>
 using Wider = typename WiderOf<T>::type;
 
@@ -261,8 +297,9 @@ const auto kHighProduct = [](auto a, auto b) {
 const auto kHighMad = [](auto a, auto b, auto c) {
   using T = decltype(a);
   using U = std::make_unsigned_t<T>;
-  return static_cast<T>(static_cast<U>((Wider<T>{a} * Wider<T>{b}) >> (8 * sizeof(T))) +
-                        static_cast<U>(c));
+  return static_cast<T>(
+      static_cast<U>((Wider<T>{a} * Wider<T>{b}) >> (8 * sizeof(T))) +
+      static_cast<U>(c));
 };
 const auto kWideProduct = [](auto a, auto b) {
   using W = Wider<decltype(a)>;
@@ -272,7 +309,8 @@ const auto kWideProduct = [](auto a, auto b) {
 const auto kWideMad = [](auto a, auto b, auto c) {
   using W = decltype(c);
   using U = std::make_unsigned_t<W>;
-  return static_cast<W>(static_cast<U>(W{a}) * static_cast<U>(W{b}) + static_cast<U>(c));
+  return static_cast<W>(static_cast<U>(W{a}) * static_cast<U>(W{b}) +
+                        static_cast<U>(c));
 };
 
 template <int kCount, typename F>
@@ -284,7 +322,9 @@ Handler Widening(F, Parts& parts) {
     if constexpr (kCount == 3) return &Map<F, Wider<T>, T, T, Wider<T>>;
   };
   if (type.kind == 's')
-    return type.bits == 16 ? choose(int16_t{}) : type.bits == 32 ? choose(int32_t{}) : nullptr;
+    return type.bits == 16   ? choose(int16_t{})
+           : type.bits == 32 ? choose(int32_t{})
+                             : nullptr;
   return type.bits == 16   ? choose(uint16_t{})
          : type.bits == 32 ? choose(uint32_t{})
                            : nullptr;
@@ -324,7 +364,9 @@ Handler DecodeMul(Parts& parts, Instr& in) {
   if (parts.Take("lo")) {
     // Of 16 bits, C++ multiplies signed numbers.
     if (parts.type().bits == 16)
-      return Same<decltype([](uint16_t a, uint16_t b) { return uint16_t(uint32_t{a} * b); }),
+      return Same<decltype([](uint16_t a, uint16_t b) {
+                    return uint16_t(uint32_t{a} * b);
+                  }),
                   uint16_t, 2>();
     return Wrapping<2>(kMul, parts);
   }
@@ -334,7 +376,8 @@ Handler DecodeMul(Parts& parts, Instr& in) {
 }
 Handler DecodeMad(Parts& parts, Instr& in) {
   if (IsFloat(parts))
-    return Floats<3>([](auto a, auto b, auto c) { return Fma(a, b, c); }, parts, in);
+    return Floats<3>([](auto a, auto b, auto c) { return Fma(a, b, c); }, parts,
+                     in);
   const bool gives = parts.Take("cc");
   if (parts.Take("lo")) {
     if (gives) return CarryMadHandler(parts, false, false, true);
@@ -346,7 +389,8 @@ Handler DecodeMad(Parts& parts, Instr& in) {
     return Wrapping<3>(kMad, parts);
   }
   if (parts.Take("hi"))
-    return gives ? CarryMadHandler(parts, true, false, true) : Integers<3>(kHighMad, parts);
+    return gives ? CarryMadHandler(parts, true, false, true)
+                 : Integers<3>(kHighMad, parts);
   if (parts.Take("wide")) return Widening<3>(kWideMad, parts);
   return nullptr;
 }
@@ -361,12 +405,14 @@ Handler DecodeDiv(Parts& parts, Instr& in) {
     parts.Take("full") || parts.Take("approx");
     return Floats<2>([](auto a, auto b) { return decltype(a)(a / b); }, parts, in);
   }
-  // A division by zero has a result of all ones; the smallest number by -1 is itself.
+  // A division by zero has a result of all ones; the smallest number by -1 is
+  // itself.
   return Integers<2>(
       [](auto a, auto b) {
         using T = decltype(a);
         if (b == 0) return T(~T{0});
-        if (std::is_signed_v<T> && b == T(-1)) return T(0 - std::make_unsigned_t<T>(a));
+        if (std::is_signed_v<T> && b == T(-1))
+          return T(0 - std::make_unsigned_t<T>(a));
         return T(a / b);
       },
       parts);
@@ -387,7 +433,8 @@ Handler DecodeAbs(Parts& parts, Instr& in) {
     return Floats<1>(
         [](auto a) {
           using T = decltype(a);
-          if constexpr (std::is_floating_point_v<T>) return std::fabs(a);
+          if constexpr (std::is_floating_point_v<T>)
+            return std::fabs(a);
           else {
             a.bits &= 0x7fff;
             return a;
@@ -406,7 +453,8 @@ Handler DecodeNeg(Parts& parts, Instr& in) {
     return Floats<1>(
         [](auto a) {
           using T = decltype(a);
-          if constexpr (std::is_floating_point_v<T>) return -a;
+          if constexpr (std::is_floating_point_v<T>)
+            return -a;
           else {
             a.bits ^= 0x8000;
             return a;
@@ -419,7 +467,8 @@ Handler DecodeMin(Parts& parts, Instr& in) {
   if (!IsFloat(parts)) {
     if (parts.Take("relu"))
       return Integers<2>(
-          [](auto a, auto b) { return std::max(std::min(a, b), decltype(a)(0)); }, parts);
+          [](auto a, auto b) { return std::max(std::min(a, b), decltype(a)(0)); },
+          parts);
     return Integers<2>([](auto a, auto b) { return std::min(a, b); }, parts);
   }
   if (parts.Take("NaN"))
@@ -430,7 +479,8 @@ Handler DecodeMax(Parts& parts, Instr& in) {
   if (!IsFloat(parts)) {
     if (parts.Take("relu"))
       return Integers<2>(
-          [](auto a, auto b) { return std::max(std::max(a, b), decltype(a)(0)); }, parts);
+          [](auto a, auto b) { return std::max(std::max(a, b), decltype(a)(0)); },
+          parts);
     return Integers<2>([](auto a, auto b) { return std::max(a, b); }, parts);
   }
   if (parts.Take("NaN"))
@@ -449,7 +499,8 @@ Handler DecodeCopysign(Parts& parts, Instr& in) {  // the first operand has the 
       parts, in);
 }
 
-/// Functions that the device approximates, by the exact ones. Of numbers of 16 bits, too.
+/// Functions that the device approximates, by the exact ones. Of numbers of 16
+/// bits, too.
 template <typename F>
 Handler Function(F f, Parts& parts, Instr& in) {
   parts.Take("approx");
@@ -457,29 +508,34 @@ Handler Function(F f, Parts& parts, Instr& in) {
 }
 template <typename T>
 auto Precise(T value) {  // rounded once
-  if constexpr (std::is_same_v<T, double>) return value;
-  else return static_cast<double>(static_cast<float>(value));
+  if constexpr (std::is_same_v<T, double>)
+    return value;
+  else
+    return static_cast<double>(static_cast<float>(value));
 }
-#define PTX_FUNCTION(expression)                          \
-  Function(                                               \
-      [](auto a) {                                        \
-        const double x = Precise(a);                      \
-        return static_cast<decltype(a)>(expression);      \
-      },                                                  \
+#define PTX_FUNCTION(expression)                     \
+  Function(                                          \
+      [](auto a) {                                   \
+        const double x = Precise(a);                 \
+        return static_cast<decltype(a)>(expression); \
+      },                                             \
       parts, in)
 
-/// Of f64, rcp and rsqrt give the upper half of a number; the rest is for the program to find.
+/// Of f64, rcp and rsqrt give the upper half of a number; the rest is for the
+/// program to find.
 template <typename F>
 void UpperHalf(Warp& warp, const Instr& in) {
   double* const to = warp.Row<double>(in.ops[0]);
   const double* const from = warp.Row<const double>(in.ops[1]);
   ForLanes(warp.active, [&](int lane) {
     const auto bits = Bits<uint64_t>(from[lane]) & ~uint64_t{0xffffffff};
-    to[lane] = Bits<double>(Bits<uint64_t>(F{}(Bits<double>(bits))) & ~uint64_t{0xffffffff});
+    to[lane] = Bits<double>(Bits<uint64_t>(F{}(Bits<double>(bits))) &
+                            ~uint64_t{0xffffffff});
   });
 }
 
-// --- Bits --------------------------------------------------------------------------
+// --- Bits
+// --------------------------------------------------------------------------
 
 template <typename F>
 Handler Logic(F, Parts& parts) {
@@ -521,7 +577,8 @@ Handler DecodeShr(Parts& parts, Instr&) {
          : type.bits == 64 ? ShiftOf<uint64_t, F>()
                            : nullptr;
 }
-Handler DecodeShf(Parts& parts, Instr&) {  // two words are shifted, one of them is wanted
+Handler DecodeShf(Parts& parts,
+                  Instr&) {  // two words are shifted, one of them is wanted
   const bool left = parts.Take("l");
   if (!left && !parts.Take("r")) return nullptr;
   const bool wraps = parts.Take("wrap");
@@ -533,14 +590,17 @@ Handler DecodeShf(Parts& parts, Instr&) {  // two words are shifted, one of them
     return static_cast<uint32_t>((uint64_t{b} << 32 | a) >> (c & 31));
   };
   const auto l_clamp = [](uint32_t a, uint32_t b, uint32_t c) {
-    return static_cast<uint32_t>(((uint64_t{b} << 32 | a) << std::min(c, 32u)) >> 32);
+    return static_cast<uint32_t>(((uint64_t{b} << 32 | a) << std::min(c, 32u)) >>
+                                 32);
   };
   const auto r_clamp = [](uint32_t a, uint32_t b, uint32_t c) {
     return static_cast<uint32_t>((uint64_t{b} << 32 | a) >> std::min(c, 32u));
   };
   if (left)
-    return wraps ? Same<decltype(l_wrap), uint32_t, 3>() : Same<decltype(l_clamp), uint32_t, 3>();
-  return wraps ? Same<decltype(r_wrap), uint32_t, 3>() : Same<decltype(r_clamp), uint32_t, 3>();
+    return wraps ? Same<decltype(l_wrap), uint32_t, 3>()
+                 : Same<decltype(l_clamp), uint32_t, 3>();
+  return wraps ? Same<decltype(r_wrap), uint32_t, 3>()
+               : Same<decltype(r_clamp), uint32_t, 3>();
 }
 
 template <typename F>
@@ -554,13 +614,15 @@ Handler DecodeBfind(Parts& parts, Instr&) {
   if (parts.Take("shiftamt"))
     return ToCount(
         [](auto a) {
-          return a == 0 ? ~0u : sizeof(a) == 8 ? __builtin_clzll(a) : __builtin_clz(a);
+          return a == 0           ? ~0u
+                 : sizeof(a) == 8 ? __builtin_clzll(a)
+                                  : __builtin_clz(a);
         },
         parts);
   if (parts.type().kind == 's') return nullptr;
   return ToCount(
       [](auto a) {
-        return a == 0            ? ~0u
+        return a == 0           ? ~0u
                : sizeof(a) == 8 ? 63u - __builtin_clzll(a)
                                 : 31u - __builtin_clz(a);
       },
@@ -585,7 +647,9 @@ T Field(T value, uint32_t from, uint32_t count) {  // bits of it
   const U mask = count >= kBits ? ~U{0} : (U{1} << count) - 1;
   result &= mask;
   // Bits past the number's own are its sign.
-  const U there = from >= kBits ? 0 : from == 0 ? ~U{0} : (U{1} << (kBits - from)) - 1;
+  const U there = from >= kBits ? 0
+                  : from == 0   ? ~U{0}
+                                : (U{1} << (kBits - from)) - 1;
   if (negative) result |= ~(mask & there);
   return static_cast<T>(result);
 }
@@ -635,14 +699,16 @@ void Lop3(Warp& warp, const Instr& in) {  // a truth table of three bits
     uint32_t result = 0;
     for (int i = 0; i < 8; ++i) {
       if (((table >> i) & 1) == 0) continue;
-      result |= ((i & 4) != 0 ? a[lane] : ~a[lane]) & ((i & 2) != 0 ? b[lane] : ~b[lane]) &
+      result |= ((i & 4) != 0 ? a[lane] : ~a[lane]) &
+                ((i & 2) != 0 ? b[lane] : ~b[lane]) &
                 ((i & 1) != 0 ? c[lane] : ~c[lane]);
     }
     to[lane] = result;
   });
 }
 
-// --- Comparisons -------------------------------------------------------------------
+// --- Comparisons
+// -------------------------------------------------------------------
 
 template <typename F>
 Handler Comparing(F, Parts& parts) {
@@ -650,7 +716,8 @@ Handler Comparing(F, Parts& parts) {
   const bool flushes = parts.Take("ftz");
   if (type.kind == 'f') {
     if (type.name == "f32") {
-      using Flush = decltype([](float a, float b) { return F{}(Flushed(a), Flushed(b)); });
+      using Flush =
+          decltype([](float a, float b) { return F{}(Flushed(a), Flushed(b)); });
       return flushes ? &Compare<Flush, float> : &Compare<F, float>;
     }
     if (flushes) return nullptr;
@@ -671,10 +738,15 @@ Handler Comparing(F, Parts& parts) {
 }
 
 Handler DecodeSetp(Parts& parts, Instr& in) {
-  in.how = parts.Take("and") ? kAnd : parts.Take("or") ? kOr : parts.Take("xor") ? kXor : kAlone;
+  in.how = parts.Take("and")   ? kAnd
+           : parts.Take("or")  ? kOr
+           : parts.Take("xor") ? kXor
+                               : kAlone;
   const bool is_float = IsFloat(parts);
-  if (parts.Take("eq")) return Comparing([](auto a, auto b) { return a == b; }, parts);
-  // Of floats, comparisons are false where one is not a number, and those in -u true.
+  if (parts.Take("eq"))
+    return Comparing([](auto a, auto b) { return a == b; }, parts);
+  // Of floats, comparisons are false where one is not a number, and those in -u
+  // true.
   if (parts.Take("ne")) {
     if (!is_float) return Comparing([](auto a, auto b) { return a != b; }, parts);
     return Comparing([](auto a, auto b) { return a < b || a > b; }, parts);
@@ -688,14 +760,22 @@ Handler DecodeSetp(Parts& parts, Instr& in) {
   if (parts.Take("ge") || parts.Take("hs"))
     return Comparing([](auto a, auto b) { return a >= b; }, parts);
   if (!is_float) return nullptr;
-  if (parts.Take("equ")) return Comparing([](auto a, auto b) { return !(a < b || a > b); }, parts);
-  if (parts.Take("neu")) return Comparing([](auto a, auto b) { return !(a == b); }, parts);
-  if (parts.Take("ltu")) return Comparing([](auto a, auto b) { return !(a >= b); }, parts);
-  if (parts.Take("leu")) return Comparing([](auto a, auto b) { return !(a > b); }, parts);
-  if (parts.Take("gtu")) return Comparing([](auto a, auto b) { return !(a <= b); }, parts);
-  if (parts.Take("geu")) return Comparing([](auto a, auto b) { return !(a < b); }, parts);
-  if (parts.Take("num")) return Comparing([](auto a, auto b) { return a == a && b == b; }, parts);
-  if (parts.Take("nan")) return Comparing([](auto a, auto b) { return a != a || b != b; }, parts);
+  if (parts.Take("equ"))
+    return Comparing([](auto a, auto b) { return !(a < b || a > b); }, parts);
+  if (parts.Take("neu"))
+    return Comparing([](auto a, auto b) { return !(a == b); }, parts);
+  if (parts.Take("ltu"))
+    return Comparing([](auto a, auto b) { return !(a >= b); }, parts);
+  if (parts.Take("leu"))
+    return Comparing([](auto a, auto b) { return !(a > b); }, parts);
+  if (parts.Take("gtu"))
+    return Comparing([](auto a, auto b) { return !(a <= b); }, parts);
+  if (parts.Take("geu"))
+    return Comparing([](auto a, auto b) { return !(a < b); }, parts);
+  if (parts.Take("num"))
+    return Comparing([](auto a, auto b) { return a == a && b == b; }, parts);
+  if (parts.Take("nan"))
+    return Comparing([](auto a, auto b) { return a != a || b != b; }, parts);
   return nullptr;
 }
 Handler DecodeSelp(Parts& parts, Instr&) {
@@ -705,7 +785,8 @@ Handler DecodeSelp(Parts& parts, Instr&) {
          : bits == 64 ? &Select<uint64_t>
                       : nullptr;
 }
-// --- Moves and conversions ---------------------------------------------------------
+// --- Moves and conversions
+// ---------------------------------------------------------
 
 template <typename T>
 void Move(Warp& warp, const Instr& in) {
@@ -730,7 +811,9 @@ void Unpack(Warp& warp, const Instr& in) {
       warp.Set(in.ops[i], lane, whole >> (i * from.bits / in.count));
   });
 }
-void MoveMask(Warp& warp, const Instr& in) { warp.SetMask(in.ops[0], warp.Mask(in.ops[1])); }
+void MoveMask(Warp& warp, const Instr& in) {
+  warp.SetMask(in.ops[0], warp.Mask(in.ops[1]));
+}
 
 /// A conversion: of a register of any width, whose lowest bits are the value.
 template <typename From>
@@ -744,7 +827,8 @@ template <typename To>
 uint64_t High(To value) {  // signs fill the register
   if constexpr (std::is_integral_v<To>)
     return static_cast<uint64_t>(static_cast<int64_t>(value)) &
-           (std::is_signed_v<To> ? ~uint64_t{0} : uint64_t{std::make_unsigned_t<To>(~To{0})});
+           (std::is_signed_v<To> ? ~uint64_t{0}
+                                 : uint64_t{std::make_unsigned_t<To>(~To{0})});
   else if constexpr (sizeof(To) == 2)
     return Bits<uint16_t>(value);
   else if constexpr (sizeof(To) == 4)
@@ -772,16 +856,22 @@ struct Whole {
   template <typename To, typename From>
   static To Do(From from) {
     if constexpr (kIsFloat<From> && kIsFloat<To>) {
-      if constexpr (std::is_same_v<From, double>) return To(Of(from));
-      else return To(static_cast<float>(Of(static_cast<double>(static_cast<float>(from)))));
+      if constexpr (std::is_same_v<From, double>)
+        return To(Of(from));
+      else
+        return To(
+            static_cast<float>(Of(static_cast<double>(static_cast<float>(from)))));
     } else if constexpr (kIsFloat<From>) {
       double value;
-      if constexpr (std::is_same_v<From, double>) value = Of(from);
-      else value = Of(static_cast<double>(static_cast<float>(from)));
+      if constexpr (std::is_same_v<From, double>)
+        value = Of(from);
+      else
+        value = Of(static_cast<double>(static_cast<float>(from)));
       using Limits = std::numeric_limits<To>;
       if (value != value) {
         const bool wide = std::is_same_v<From, double> || sizeof(To) == 8;
-        return wide ? To(std::make_unsigned_t<To>(1) << (8 * sizeof(To) - 1)) : To(0);
+        return wide ? To(std::make_unsigned_t<To>(1) << (8 * sizeof(To) - 1))
+                    : To(0);
       }
       if (value <= static_cast<double>(Limits::min())) return Limits::min();
       if (value >= static_cast<double>(Limits::max())) return Limits::max();
@@ -794,12 +884,17 @@ struct Whole {
 struct Plain {
   template <typename To, typename From>
   static To Do(From from) {
-    if constexpr (kIsFloat<From> && !kIsFloat<To>) return To{};
+    if constexpr (kIsFloat<From> && !kIsFloat<To>)
+      return To{};
     else if constexpr (std::is_same_v<To, Half> || std::is_same_v<To, Bfloat>) {
-      if constexpr (std::is_same_v<From, double>) return To(from);
-      else if constexpr (kIsFloat<From>) return To(static_cast<float>(from));
-      else if constexpr (sizeof(From) == 8) return To(ToOddOf(from));
-      else return To(static_cast<double>(from));
+      if constexpr (std::is_same_v<From, double>)
+        return To(from);
+      else if constexpr (kIsFloat<From>)
+        return To(static_cast<float>(from));
+      else if constexpr (sizeof(From) == 8)
+        return To(ToOddOf(from));
+      else
+        return To(static_cast<double>(from));
     } else if constexpr (kIsFloat<From> && !std::is_floating_point_v<From>) {
       return static_cast<To>(static_cast<float>(from));
     } else {
@@ -810,8 +905,10 @@ struct Plain {
   template <typename T>
   static float ToOddOf(T value) {
     const bool negative = value < 0;
-    uint64_t size = negative ? 0 - static_cast<uint64_t>(value) : static_cast<uint64_t>(value);
-    if (size >> 53 != 0) size = (size & ~uint64_t{2047}) | ((size & 2047) != 0 ? 2048 : 0);
+    uint64_t size =
+        negative ? 0 - static_cast<uint64_t>(value) : static_cast<uint64_t>(value);
+    if (size >> 53 != 0)
+      size = (size & ~uint64_t{2047}) | ((size & 2047) != 0 ? 2048 : 0);
     const auto rounded = static_cast<double>(size);
     return ToOdd(negative ? -rounded : rounded);
   }
@@ -827,8 +924,8 @@ struct Clamping {  // .sat: floats to [0, 1], integers to what the result can be
     } else {
       const auto value = static_cast<__int128>(from);
       using Limits = std::numeric_limits<To>;
-      return static_cast<To>(
-          std::clamp<__int128>(value, __int128{Limits::min()}, __int128{Limits::max()}));
+      return static_cast<To>(std::clamp<__int128>(value, __int128{Limits::min()},
+                                                  __int128{Limits::max()}));
     }
   }
 };
@@ -888,7 +985,8 @@ void PackSmall(Warp& warp, const Instr& in) {
 template <int kExponent, int kMantissa>
 void PackSmallHalves(Warp& warp, const Instr& in) {
   ForLanes(warp.active, [&](int lane) {
-    const auto pair = Bits<Pair<Half>>(static_cast<uint32_t>(warp.Value(in.ops[1], lane)));
+    const auto pair =
+        Bits<Pair<Half>>(static_cast<uint32_t>(warp.Value(in.ops[1], lane)));
     const uint32_t both = uint32_t{ToSmall<kExponent, kMantissa>(pair.high)} << 8 |
                           ToSmall<kExponent, kMantissa>(pair.low);
     warp.Set(in.ops[0], lane, both);
@@ -913,20 +1011,25 @@ Handler DecodeCvt(Parts& parts, Instr& in) {
   parts.Take(to);
   if (to == "tf32" && from == "f32" && (parts.Take("rna") || parts.Take("rn")))
     return Same<decltype([](float a) { return Tf32(a); }), float, 1>();
-  if ((to == "e4m3x2" || to == "e5m2x2") && parts.Take("rn") && parts.Take("satfinite")) {
+  if ((to == "e4m3x2" || to == "e5m2x2") && parts.Take("rn") &&
+      parts.Take("satfinite")) {
     if (from == "f32") return to == "e4m3x2" ? &PackSmall<4, 3> : &PackSmall<5, 2>;
-    if (from == "f16x2") return to == "e4m3x2" ? &PackSmallHalves<4, 3> : &PackSmallHalves<5, 2>;
+    if (from == "f16x2")
+      return to == "e4m3x2" ? &PackSmallHalves<4, 3> : &PackSmallHalves<5, 2>;
     return nullptr;
   }
   if (to == "f16x2" && parts.Take("rn")) {
     if (from == "f32") return &PackFloats<Half>;
-    return from == "e4m3x2" ? &UnpackSmall<4, 3> : from == "e5m2x2" ? &UnpackSmall<5, 2> : nullptr;
+    return from == "e4m3x2"   ? &UnpackSmall<4, 3>
+           : from == "e5m2x2" ? &UnpackSmall<5, 2>
+                              : nullptr;
   }
-  if (to == "bf16x2" && parts.Take("rn")) return from == "f32" ? &PackFloats<Bfloat> : nullptr;
+  if (to == "bf16x2" && parts.Take("rn"))
+    return from == "f32" ? &PackFloats<Bfloat> : nullptr;
   for (const char way : {'n', 'z', 'm', 'p'}) {
     if (!parts.Take(std::string("r") + way + "i")) continue;
-    // Whole numbers have no subnormal ones, and what is flushed is 0 in the end, or -1 and 1
-    // where it is rounded away from zero.
+    // Whole numbers have no subnormal ones, and what is flushed is 0 in the end, or
+    // -1 and 1 where it is rounded away from zero.
     if (parts.Has("ftz") && way != 'n' && way != 'z') return nullptr;
     parts.Take("ftz");
     parts.Take("sat");  // to an integer: which all are
@@ -948,7 +1051,8 @@ Handler DecodeCvt(Parts& parts, Instr& in) {
   const bool saturates = parts.Take("sat");
   if (flushes && (saturates || to != "f32" || from != "f32")) {
     // From and to doubles, a subnormal float would be another number.
-    if (!(to == "f16" || to == "bf16" || from == "f16" || from == "bf16")) return nullptr;
+    if (!(to == "f16" || to == "bf16" || from == "f16" || from == "bf16"))
+      return nullptr;
   }
   if (flushes && to == "f32" && from == "f32")
     return Same<decltype([](float a) { return Flushed(a); }), float, 1>();
@@ -965,17 +1069,22 @@ Handler DecodeMov(Parts& parts, Instr& in) {
   if (parts.last() == "pred") return &MoveMask;
   const int bits = parts.type().bits;
   if (bits != in.ops[0].bits || bits != in.ops[1].bits) return nullptr;
-  return bits == 16 ? &Move<uint16_t> : bits == 32 ? &Move<uint32_t> : &Move<uint64_t>;
+  return bits == 16   ? &Move<uint16_t>
+         : bits == 32 ? &Move<uint32_t>
+                      : &Move<uint64_t>;
 }
 
-// --- Lanes of a warp ---------------------------------------------------------------
+// --- Lanes of a warp
+// ---------------------------------------------------------------
 
 enum Shuffle { kUp, kDown, kButterfly, kIndex };
 
 template <Shuffle kHow>
-void Shfl(Warp& warp, const Instr& in) {  // ops: to, whether, from, by, clamp, members
+void Shfl(Warp& warp,
+          const Instr& in) {  // ops: to, whether, from, by, clamp, members
   uint32_t needed = 0;
-  ForLanes(warp.active, [&](int lane) { needed |= warp.Row<uint32_t>(in.ops[5])[lane]; });
+  ForLanes(warp.active,
+           [&](int lane) { needed |= warp.Row<uint32_t>(in.ops[5])[lane]; });
   if (!warp.Gathered(needed)) return;
   const uint32_t* const by = warp.Row<const uint32_t>(in.ops[3]);
   const uint32_t* const how = warp.Row<const uint32_t>(in.ops[4]);
@@ -1010,7 +1119,8 @@ Handler DecodeShfl(Parts& parts, Instr&) {
 
 uint32_t Members(Warp& warp, const Operand& operand) {
   uint32_t needed = 0;
-  ForLanes(warp.active, [&](int lane) { needed |= warp.Row<uint32_t>(operand)[lane]; });
+  ForLanes(warp.active,
+           [&](int lane) { needed |= warp.Row<uint32_t>(operand)[lane]; });
   return needed;
 }
 template <char kHow>
@@ -1023,7 +1133,9 @@ void Vote(Warp& warp, const Instr& in) {  // ops: to, predicate, members
     uint32_t* const to = warp.Row<uint32_t>(in.ops[0]);
     ForLanes(warp.active, [&](int lane) { to[lane] = yes; });
   } else {
-    const bool is = kHow == 'a' ? yes == voters : kHow == 'n' ? yes != 0 : yes == 0 || yes == voters;
+    const bool is = kHow == 'a'   ? yes == voters
+                    : kHow == 'n' ? yes != 0
+                                  : yes == 0 || yes == voters;
     warp.SetMask(in.ops[0], is ? ~0u : 0);
   }
 }
@@ -1040,7 +1152,8 @@ void Match(Warp& warp, const Instr& in) {  // ops: to, whether, value, members
   if (!warp.Gathered(needed)) return;
   const uint32_t voters = needed & warp.active;
   uint64_t values[kLanes];
-  ForLanes(warp.active, [&](int lane) { values[lane] = warp.Value(in.ops[2], lane); });
+  ForLanes(warp.active,
+           [&](int lane) { values[lane] = warp.Value(in.ops[2], lane); });
   uint32_t all = 0;
   ForLanes(warp.active, [&](int lane) {
     uint32_t equal = 0;
@@ -1073,18 +1186,24 @@ Handler DecodeRedux(Parts& parts, Instr&) {
   if (!parts.Take("sync")) return nullptr;
   const auto choose = [&](auto f) -> Handler {
     using F = decltype(f);
-    return parts.last() == "s32"    ? &Redux<F, int32_t>
+    return parts.last() == "s32"     ? &Redux<F, int32_t>
            : parts.type().bits == 32 ? &Redux<F, uint32_t>
                                      : nullptr;
   };
   if (parts.last() == "f32") return nullptr;
   if (parts.Take("add"))
-    return choose([](auto a, auto b) { return decltype(a)(uint32_t(a) + uint32_t(b)); });
-  if (parts.Take("min")) return choose([](auto a, auto b) { return std::min(a, b); });
-  if (parts.Take("max")) return choose([](auto a, auto b) { return std::max(a, b); });
-  if (parts.Take("and")) return choose([](auto a, auto b) { return decltype(a)(a & b); });
-  if (parts.Take("or")) return choose([](auto a, auto b) { return decltype(a)(a | b); });
-  if (parts.Take("xor")) return choose([](auto a, auto b) { return decltype(a)(a ^ b); });
+    return choose(
+        [](auto a, auto b) { return decltype(a)(uint32_t(a) + uint32_t(b)); });
+  if (parts.Take("min"))
+    return choose([](auto a, auto b) { return std::min(a, b); });
+  if (parts.Take("max"))
+    return choose([](auto a, auto b) { return std::max(a, b); });
+  if (parts.Take("and"))
+    return choose([](auto a, auto b) { return decltype(a)(a & b); });
+  if (parts.Take("or"))
+    return choose([](auto a, auto b) { return decltype(a)(a | b); });
+  if (parts.Take("xor"))
+    return choose([](auto a, auto b) { return decltype(a)(a ^ b); });
   return nullptr;
 }
 void ActiveMask(Warp& warp, const Instr& in) {
@@ -1094,19 +1213,23 @@ void Elect(Warp& warp, const Instr& in) {  // ops: to, whether, members
   const uint32_t needed = Members(warp, in.ops[2]);
   if (!warp.Gathered(needed)) return;
   const uint32_t first = warp.active & (0 - warp.active);
-  ForLanes(warp.active, [&](int lane) { warp.Set(in.ops[0], lane, __builtin_ctz(first)); });
+  ForLanes(warp.active,
+           [&](int lane) { warp.Set(in.ops[0], lane, __builtin_ctz(first)); });
   warp.SetMask(in.ops[1], first);
 }
 
-// --- Control -----------------------------------------------------------------------
+// --- Control
+// -----------------------------------------------------------------------
 
 void Nothing(Warp&, const Instr&) {}
 void Branch(Warp& warp, const Instr& in) { warp.Jump(in.target); }
-void BranchIndexed(Warp& warp, const Instr& in) {  // each lane to a place of its own
+void BranchIndexed(Warp& warp,
+                   const Instr& in) {  // each lane to a place of its own
   const uint32_t* const index = warp.Row<const uint32_t>(in.ops[0]);
   const uint32_t first = index[__builtin_ctz(warp.active)];
   uint32_t same = 0;
-  ForLanes(warp.active, [&](int lane) { same |= uint32_t{index[lane] == first} << lane; });
+  ForLanes(warp.active,
+           [&](int lane) { same |= uint32_t{index[lane] == first} << lane; });
   if (first >= in.targets->size()) throw KernelFault("jumps to nowhere");
   if (same != warp.active) {  // the others come here again
     const uint32_t rest = warp.active & ~same;
@@ -1118,12 +1241,14 @@ void BranchIndexed(Warp& warp, const Instr& in) {  // each lane to a place of it
   warp.Jump((*in.targets)[first]);
 }
 void Return(Warp& warp, const Instr&) { warp.End(); }
-/// A function's end: each lane goes on where it was called. ops: the row of these places.
+/// A function's end: each lane goes on where it was called. ops: the row of these
+/// places.
 void ReturnTo(Warp& warp, const Instr& in) {
   const uint32_t* const places = warp.Row<const uint32_t>(in.ops[0]);
   const uint32_t first = places[__builtin_ctz(warp.active)];
   uint32_t same = 0;
-  ForLanes(warp.active, [&](int lane) { same |= uint32_t{places[lane] == first} << lane; });
+  ForLanes(warp.active,
+           [&](int lane) { same |= uint32_t{places[lane] == first} << lane; });
   if (same != warp.active) {
     const uint32_t rest = warp.active & ~same;
     warp.Stop(Group::kReady, warp.at, 0);
@@ -1138,8 +1263,12 @@ void Call(Warp& warp, const Instr& in) {  // ops: the row of places to return to
   ForLanes(warp.active, [&](int lane) { places[lane] = warp.at + 1; });
   warp.Jump(in.target);
 }
-void Barrier(Warp& warp, const Instr&) { warp.Stop(Group::kAtBarrier, warp.at + 1, 0); }
-void WarpBarrier(Warp& warp, const Instr& in) { warp.Gathered(Members(warp, in.ops[0])); }
+void Barrier(Warp& warp, const Instr&) {
+  warp.Stop(Group::kAtBarrier, warp.at + 1, 0);
+}
+void WarpBarrier(Warp& warp, const Instr& in) {
+  warp.Gathered(Members(warp, in.ops[0]));
+}
 void Trap(Warp&, const Instr&) { throw KernelFault("stops itself (trap)"); }
 
 }  // namespace
@@ -1148,7 +1277,8 @@ Handler CopyLocal() {
   return [](Warp& warp, const Instr& in) {  // between parameters of functions
     ForLanes(warp.active, [&](int lane) {
       char* const local = warp.local + size_t{warp.local_bytes} * lane;
-      std::memcpy(local + in.target, local + in.offset, static_cast<size_t>(in.how));
+      std::memcpy(local + in.target, local + in.offset,
+                  static_cast<size_t>(in.how));
     });
   };
 }
@@ -1157,47 +1287,84 @@ Handler Decode(const std::vector<std::string_view>& texts, Instr& in) {
   Parts parts(texts);
   const std::string_view op = texts[0];
   Handler found = nullptr;
-  if (op == "add") found = DecodeAdd(parts, in);
-  else if (op == "sub") found = DecodeSub(parts, in);
-  else if (op == "addc") found = CarryHandler(parts, true, true);
-  else if (op == "subc") found = CarryHandler(parts, false, true);
-  else if (op == "mul") found = DecodeMul(parts, in);
-  else if (op == "mad" || op == "fma") found = DecodeMad(parts, in);
-  else if (op == "madc") found = DecodeMadc(parts, in);
-  else if (op == "div") found = DecodeDiv(parts, in);
-  else if (op == "rem") found = DecodeRem(parts, in);
-  else if (op == "abs") found = DecodeAbs(parts, in);
-  else if (op == "neg") found = DecodeNeg(parts, in);
-  else if (op == "min") found = DecodeMin(parts, in);
-  else if (op == "max") found = DecodeMax(parts, in);
-  else if (op == "copysign") found = DecodeCopysign(parts, in);
-  else if (op == "sqrt") found = PTX_FUNCTION(std::sqrt(x));
+  if (op == "add")
+    found = DecodeAdd(parts, in);
+  else if (op == "sub")
+    found = DecodeSub(parts, in);
+  else if (op == "addc")
+    found = CarryHandler(parts, true, true);
+  else if (op == "subc")
+    found = CarryHandler(parts, false, true);
+  else if (op == "mul")
+    found = DecodeMul(parts, in);
+  else if (op == "mad" || op == "fma")
+    found = DecodeMad(parts, in);
+  else if (op == "madc")
+    found = DecodeMadc(parts, in);
+  else if (op == "div")
+    found = DecodeDiv(parts, in);
+  else if (op == "rem")
+    found = DecodeRem(parts, in);
+  else if (op == "abs")
+    found = DecodeAbs(parts, in);
+  else if (op == "neg")
+    found = DecodeNeg(parts, in);
+  else if (op == "min")
+    found = DecodeMin(parts, in);
+  else if (op == "max")
+    found = DecodeMax(parts, in);
+  else if (op == "copysign")
+    found = DecodeCopysign(parts, in);
+  else if (op == "sqrt")
+    found = PTX_FUNCTION(std::sqrt(x));
   else if (op == "rsqrt" && parts.last() == "f64" && parts.Take("approx")) {
-    found = parts.Take("ftz") ? &UpperHalf<decltype([](double x) { return 1 / std::sqrt(x); })>
-                              : Same<decltype([](double x) { return 1 / std::sqrt(x); }), double, 1>();
-  } else if (op == "rcp" && parts.last() == "f64" && parts.Take("approx") && parts.Take("ftz"))
+    found = parts.Take("ftz")
+                ? &UpperHalf<decltype([](double x) { return 1 / std::sqrt(x); })>
+                : Same<decltype([](double x) { return 1 / std::sqrt(x); }), double,
+                       1>();
+  } else if (op == "rcp" && parts.last() == "f64" && parts.Take("approx") &&
+             parts.Take("ftz"))
     found = &UpperHalf<decltype([](double x) { return 1 / x; })>;
-  else if (op == "rsqrt") found = PTX_FUNCTION(1 / std::sqrt(x));
+  else if (op == "rsqrt")
+    found = PTX_FUNCTION(1 / std::sqrt(x));
   else if (op == "rcp")
-    found = Function([](auto a) { using T = decltype(a); return T(T(1.f) / a); }, parts, in);
-  else if (op == "ex2") found = PTX_FUNCTION(std::exp2(x));
-  else if (op == "lg2") found = PTX_FUNCTION(std::log2(x));
-  else if (op == "sin") found = PTX_FUNCTION(std::sin(x));
-  else if (op == "cos") found = PTX_FUNCTION(std::cos(x));
-  else if (op == "tanh") found = PTX_FUNCTION(std::tanh(x));
-  else if (op == "and") found = Logic([](auto a, auto b) { return decltype(a)(a & b); }, parts);
-  else if (op == "or") found = Logic([](auto a, auto b) { return decltype(a)(a | b); }, parts);
-  else if (op == "xor") found = Logic([](auto a, auto b) { return decltype(a)(a ^ b); }, parts);
+    found = Function(
+        [](auto a) {
+          using T = decltype(a);
+          return T(T(1.f) / a);
+        },
+        parts, in);
+  else if (op == "ex2")
+    found = PTX_FUNCTION(std::exp2(x));
+  else if (op == "lg2")
+    found = PTX_FUNCTION(std::log2(x));
+  else if (op == "sin")
+    found = PTX_FUNCTION(std::sin(x));
+  else if (op == "cos")
+    found = PTX_FUNCTION(std::cos(x));
+  else if (op == "tanh")
+    found = PTX_FUNCTION(std::tanh(x));
+  else if (op == "and")
+    found = Logic([](auto a, auto b) { return decltype(a)(a & b); }, parts);
+  else if (op == "or")
+    found = Logic([](auto a, auto b) { return decltype(a)(a | b); }, parts);
+  else if (op == "xor")
+    found = Logic([](auto a, auto b) { return decltype(a)(a ^ b); }, parts);
   else if (op == "not") {
     const auto f = [](auto a) { return decltype(a)(~a); };
-    found = parts.last() == "pred" ? &OnMasks<decltype(f), 1> : Wrapping<1>(f, parts);
+    found =
+        parts.last() == "pred" ? &OnMasks<decltype(f), 1> : Wrapping<1>(f, parts);
   } else if (op == "cnot")
     found = Wrapping<1>([](auto a) { return decltype(a)(a == 0); }, parts);
-  else if (op == "shl") found = DecodeShl(parts, in);
-  else if (op == "shr") found = DecodeShr(parts, in);
-  else if (op == "shf") found = DecodeShf(parts, in);
+  else if (op == "shl")
+    found = DecodeShl(parts, in);
+  else if (op == "shr")
+    found = DecodeShr(parts, in);
+  else if (op == "shf")
+    found = DecodeShf(parts, in);
   else if (op == "popc")
-    found = ToCount([](auto a) { return uint32_t(__builtin_popcountll(a)); }, parts);
+    found =
+        ToCount([](auto a) { return uint32_t(__builtin_popcountll(a)); }, parts);
   else if (op == "clz")
     found = ToCount(
         [](auto a) {
@@ -1205,24 +1372,41 @@ Handler Decode(const std::vector<std::string_view>& texts, Instr& in) {
           return a == 0 ? kBits : uint32_t(__builtin_clzll(a)) - (64 - kBits);
         },
         parts);
-  else if (op == "bfind") found = DecodeBfind(parts, in);
-  else if (op == "brev") found = Wrapping<1>([](auto a) { return Reversed(a); }, parts);
-  else if (op == "bfe") found = DecodeBfe(parts, in);
-  else if (op == "bfi") found = DecodeBfi(parts, in);
+  else if (op == "bfind")
+    found = DecodeBfind(parts, in);
+  else if (op == "brev")
+    found = Wrapping<1>([](auto a) { return Reversed(a); }, parts);
+  else if (op == "bfe")
+    found = DecodeBfe(parts, in);
+  else if (op == "bfi")
+    found = DecodeBfi(parts, in);
   else if (op == "prmt" && parts.type().bits == 32)
-    found = Same<decltype([](uint32_t a, uint32_t b, uint32_t c) { return Permuted(a, b, c); }),
+    found = Same<decltype([](uint32_t a, uint32_t b, uint32_t c) {
+                   return Permuted(a, b, c);
+                 }),
                  uint32_t, 3>();
-  else if (op == "lop3" && parts.type().bits == 32) found = &Lop3;
-  else if (op == "setp") found = DecodeSetp(parts, in);
-  else if (op == "selp") found = DecodeSelp(parts, in);
-  else if (op == "cvt") found = DecodeCvt(parts, in);
-  else if (op == "mov") found = DecodeMov(parts, in);
-  else if (op == "shfl") found = DecodeShfl(parts, in);
-  else if (op == "vote") found = DecodeVote(parts, in);
-  else if (op == "match") found = DecodeMatch(parts, in);
-  else if (op == "redux") found = DecodeRedux(parts, in);
-  else if (op == "activemask") found = &ActiveMask;
-  else if (op == "elect" && parts.Take("sync")) found = parts.End(&Elect);
+  else if (op == "lop3" && parts.type().bits == 32)
+    found = &Lop3;
+  else if (op == "setp")
+    found = DecodeSetp(parts, in);
+  else if (op == "selp")
+    found = DecodeSelp(parts, in);
+  else if (op == "cvt")
+    found = DecodeCvt(parts, in);
+  else if (op == "mov")
+    found = DecodeMov(parts, in);
+  else if (op == "shfl")
+    found = DecodeShfl(parts, in);
+  else if (op == "vote")
+    found = DecodeVote(parts, in);
+  else if (op == "match")
+    found = DecodeMatch(parts, in);
+  else if (op == "redux")
+    found = DecodeRedux(parts, in);
+  else if (op == "activemask")
+    found = &ActiveMask;
+  else if (op == "elect" && parts.Take("sync"))
+    found = parts.End(&Elect);
   else if (op == "bra") {
     parts.Take("uni");
     return parts.End(&Branch);
@@ -1232,18 +1416,21 @@ Handler Decode(const std::vector<std::string_view>& texts, Instr& in) {
   } else if (op == "ret") {
     parts.Take("uni");
     return parts.End(in.how == kInFunction ? &ReturnTo : &Return);
-  } else if (op == "exit") return parts.End(&Return);
+  } else if (op == "exit")
+    return parts.End(&Return);
   else if (op == "call") {
     parts.Take("uni");
     return parts.End(&Call);
-  } else if (op == "trap") return parts.End(&Trap);
+  } else if (op == "trap")
+    return parts.End(&Trap);
   else if (op == "bar" || op == "barrier") {
     parts.Take("cta");
     parts.Take("aligned");
-    if (parts.Take("warp")) return parts.Take("sync") ? parts.End(&WarpBarrier) : nullptr;
+    if (parts.Take("warp"))
+      return parts.Take("sync") ? parts.End(&WarpBarrier) : nullptr;
     return parts.Take("sync") && in.count == 1 ? parts.End(&Barrier) : nullptr;
-  } else if (op == "griddepcontrol" || op == "membar" || op == "fence" || op == "prefetch" ||
-             op == "nanosleep")
+  } else if (op == "griddepcontrol" || op == "membar" || op == "fence" ||
+             op == "prefetch" || op == "nanosleep")
     return &Nothing;
   else
     return DecodeMemory(parts, op, in);

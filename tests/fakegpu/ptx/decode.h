@@ -20,7 +20,8 @@ inline Type TypeNamed(std::string_view name) {
   if (name == "pred") return Type{name, 'p', 1};
   if (name == "bf16") return Type{name, 'f', 16};
   if (name == "f16x2" || name == "bf16x2") return Type{name, 'f', 32};
-  if (name.size() < 2 || std::string_view("usbf").find(name[0]) == std::string_view::npos)
+  if (name.size() < 2 ||
+      std::string_view("usbf").find(name[0]) == std::string_view::npos)
     return type;
   for (const char digit : name.substr(1)) {
     if (digit < '0' || digit > '9') return Type{name, 0, 0};
@@ -30,7 +31,8 @@ inline Type TypeNamed(std::string_view name) {
   return type;
 }
 
-/// The parts of an opcode after its name, each of which has to be taken by somebody.
+/// The parts of an opcode after its name, each of which has to be taken by
+/// somebody.
 class Parts {
  public:
   explicit Parts(const std::vector<std::string_view>& texts)

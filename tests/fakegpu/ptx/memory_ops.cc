@@ -1,7 +1,7 @@
 // Instructions on memory: loads, stores, atomic operations, addresses.
 //
-// An address in global or generic memory is the host's own. In shared memory and that of a
-// lane it is an offset, until it is made generic.
+// An address in global or generic memory is the host's own. In shared memory and
+// that of a lane it is an offset, until it is made generic.
 #include <algorithm>
 
 #include "decode.h"
@@ -14,24 +14,30 @@ namespace {
 struct Addresses {
   char* at[kLanes];
 
-  Addresses(Warp& warp, const Instr& in, const Operand& base, size_t bytes, Access access) {
+  Addresses(Warp& warp, const Instr& in, const Operand& base, size_t bytes,
+            Access access) {
     const auto offset = static_cast<uint64_t>(in.offset);
     if (base.at == kNowhere) {
-      ForLanes(warp.active, [&](int lane) { at[lane] = reinterpret_cast<char*>(offset); });
+      ForLanes(warp.active,
+               [&](int lane) { at[lane] = reinterpret_cast<char*>(offset); });
     } else if (base.bits == 32) {
       const uint32_t* const from = warp.Row<const uint32_t>(base);
       ForLanes(warp.active, [&](int lane) {
-        at[lane] = reinterpret_cast<char*>(static_cast<uint64_t>(static_cast<uint32_t>(from[lane] + offset)));
+        at[lane] = reinterpret_cast<char*>(
+            static_cast<uint64_t>(static_cast<uint32_t>(from[lane] + offset)));
       });
     } else {
       const uint64_t* const from = warp.Row<const uint64_t>(base);
-      ForLanes(warp.active,
-               [&](int lane) { at[lane] = reinterpret_cast<char*>(from[lane] + offset); });
+      ForLanes(warp.active, [&](int lane) {
+        at[lane] = reinterpret_cast<char*>(from[lane] + offset);
+      });
     }
     uintptr_t odd = 0;
-    ForLanes(warp.active, [&](int lane) { odd |= reinterpret_cast<uintptr_t>(at[lane]); });
+    ForLanes(warp.active,
+             [&](int lane) { odd |= reinterpret_cast<uintptr_t>(at[lane]); });
     if ((odd & (bytes - 1)) != 0)
-      throw KernelFault("uses an address that is not a multiple of " + std::to_string(bytes));
+      throw KernelFault("uses an address that is not a multiple of " +
+                        std::to_string(bytes));
     if (in.space == Space::kShared)
       Within(warp, warp.block->shared.data(), SharedBytes(warp), 0, bytes);
     else if (in.space == Space::kLocal)
@@ -49,7 +55,8 @@ struct Addresses {
     return const_cast<char*>(warp.block->launch->params.data());
   }
   static size_t SharedBytes(Warp& warp) {
-    return warp.block->launch->kernel->shared_bytes + warp.block->launch->dynamic_shared;
+    return warp.block->launch->kernel->shared_bytes +
+           warp.block->launch->dynamic_shared;
   }
   /// Makes offsets in a piece of memory, of which each lane has its own, addresses.
   void Within(Warp& warp, char* memory, size_t size, size_t step, size_t bytes) {
@@ -69,9 +76,13 @@ struct Addresses {
       last = std::max(last, at[lane]);
     });
     const Range* const range = warp.memory->RangeOf(first);
-    if (range != nullptr && last + bytes <= (access == Access::kWrite ? range->end : range->end_of_word))
+    if (range != nullptr &&
+        last + bytes <=
+            (access == Access::kWrite ? range->end : range->end_of_word))
       return warp.memory->Check(first, last + bytes, access);
-    ForLanes(warp.active, [&](int lane) { warp.memory->Check(at[lane], at[lane] + bytes, access); });
+    ForLanes(warp.active, [&](int lane) {
+      warp.memory->Check(at[lane], at[lane] + bytes, access);
+    });
   }
   void CheckGeneric(Warp& warp, size_t bytes, Access access) {
     char* const shared = warp.block->shared.data();
@@ -80,8 +91,11 @@ struct Addresses {
       const auto is_in = [&](char* memory, size_t size) {
         return at[lane] >= memory && at[lane] + bytes <= memory + size;
       };
-      if (is_in(shared, SharedBytes(warp)) || is_in(local, warp.local_bytes)) return;
-      if (access == Access::kRead && is_in(Params(warp), warp.block->launch->params.size())) return;
+      if (is_in(shared, SharedBytes(warp)) || is_in(local, warp.local_bytes))
+        return;
+      if (access == Access::kRead &&
+          is_in(Params(warp), warp.block->launch->params.size()))
+        return;
       warp.memory->Check(at[lane], at[lane] + bytes, access);
     });
   }
@@ -89,7 +103,8 @@ struct Addresses {
 
 template <typename T>
 void Load(Warp& warp, const Instr& in) {
-  const Addresses from(warp, in, in.ops[in.count], in.count * sizeof(T), Access::kRead);
+  const Addresses from(warp, in, in.ops[in.count], in.count * sizeof(T),
+                       Access::kRead);
   for (int i = 0; i < in.count; ++i) {
     const Operand& to = in.ops[i];
     if (to.at == kNowhere) continue;
@@ -137,7 +152,8 @@ void Atomic(Warp& warp, const Instr& in) {
     std::memcpy(&before, to.at[lane], sizeof(T));
     T after;
     if constexpr (std::is_invocable_v<F, T, T, T>)
-      after = F{}(before, warp.Row<const T>(ops[1])[lane], warp.Row<const T>(ops[2])[lane]);
+      after = F{}(before, warp.Row<const T>(ops[1])[lane],
+                  warp.Row<const T>(ops[2])[lane]);
     else
       after = F{}(before, warp.Row<const T>(ops[1])[lane]);
     std::memcpy(to.at[lane], &after, sizeof(T));
@@ -160,8 +176,8 @@ void AddVector(Warp& warp, const Instr& in) {
 }
 
 template <typename F, typename... T>
-Handler AtomicOf(std::string_view type, std::initializer_list<std::string_view> names,
-                 bool returns) {
+Handler AtomicOf(std::string_view type,
+                 std::initializer_list<std::string_view> names, bool returns) {
   Handler found = nullptr;
   size_t i = 0;
   const auto look = [&](auto zero) {
@@ -192,25 +208,28 @@ Handler DecodeAtomic(Parts& parts, Instr& in, bool returns) {
       return P{T(a.low + b.low), T(a.high + b.high)};
     });
     if (type == "f16x2" || type == "bf16x2")
-      return AtomicOf<AddPair, Pair<Half>, Pair<Bfloat>>(type, {"f16x2", "bf16x2"}, returns);
+      return AtomicOf<AddPair, Pair<Half>, Pair<Bfloat>>(type, {"f16x2", "bf16x2"},
+                                                         returns);
     return AtomicOf<Add, uint32_t, uint32_t, uint64_t, float, double, Half, Bfloat>(
         type, {"u32", "s32", "u64", "f32", "f64", "f16", "bf16"}, returns);
   }
   if (parts.Take("min"))
-    return AtomicOf<decltype([](auto a, auto b) { return std::min(a, b); }), uint32_t, int32_t,
-                    uint64_t, int64_t>(type, {"u32", "s32", "u64", "s64"}, returns);
+    return AtomicOf<decltype([](auto a, auto b) { return std::min(a, b); }),
+                    uint32_t, int32_t, uint64_t, int64_t>(
+        type, {"u32", "s32", "u64", "s64"}, returns);
   if (parts.Take("max"))
-    return AtomicOf<decltype([](auto a, auto b) { return std::max(a, b); }), uint32_t, int32_t,
-                    uint64_t, int64_t>(type, {"u32", "s32", "u64", "s64"}, returns);
+    return AtomicOf<decltype([](auto a, auto b) { return std::max(a, b); }),
+                    uint32_t, int32_t, uint64_t, int64_t>(
+        type, {"u32", "s32", "u64", "s64"}, returns);
   if (parts.Take("and"))
-    return AtomicOf<decltype([](auto a, auto b) { return a & b; }), uint32_t, uint64_t>(
-        type, {"b32", "b64"}, returns);
+    return AtomicOf<decltype([](auto a, auto b) { return a & b; }), uint32_t,
+                    uint64_t>(type, {"b32", "b64"}, returns);
   if (parts.Take("or"))
-    return AtomicOf<decltype([](auto a, auto b) { return a | b; }), uint32_t, uint64_t>(
-        type, {"b32", "b64"}, returns);
+    return AtomicOf<decltype([](auto a, auto b) { return a | b; }), uint32_t,
+                    uint64_t>(type, {"b32", "b64"}, returns);
   if (parts.Take("xor"))
-    return AtomicOf<decltype([](auto a, auto b) { return a ^ b; }), uint32_t, uint64_t>(
-        type, {"b32", "b64"}, returns);
+    return AtomicOf<decltype([](auto a, auto b) { return a ^ b; }), uint32_t,
+                    uint64_t>(type, {"b32", "b64"}, returns);
   if (parts.Take("exch"))
     return AtomicOf<decltype([](auto, auto b) { return b; }), uint32_t, uint64_t>(
         type, {"b32", "b64"}, returns);
@@ -218,24 +237,31 @@ Handler DecodeAtomic(Parts& parts, Instr& in, bool returns) {
     return AtomicOf<decltype([](auto a, auto expected, auto wanted) {
                       return a == expected ? wanted : a;
                     }),
-                    uint16_t, uint32_t, uint64_t>(type, {"b16", "b32", "b64"}, returns);
+                    uint16_t, uint32_t, uint64_t>(type, {"b16", "b32", "b64"},
+                                                  returns);
   if (parts.Take("inc"))
-    return AtomicOf<decltype([](auto a, auto b) { return a >= b ? decltype(a)(0) : a + 1; }),
+    return AtomicOf<decltype([](auto a, auto b) {
+                      return a >= b ? decltype(a)(0) : a + 1;
+                    }),
                     uint32_t>(type, {"u32"}, returns);
   if (parts.Take("dec"))
-    return AtomicOf<decltype([](auto a, auto b) { return a == 0 || a > b ? b : a - 1; }),
+    return AtomicOf<decltype([](auto a, auto b) {
+                      return a == 0 || a > b ? b : a - 1;
+                    }),
                     uint32_t>(type, {"u32"}, returns);
   return nullptr;
 }
 
-/// Between offsets in a piece of memory and generic addresses. in.how: 1 to generic ones.
+/// Between offsets in a piece of memory and generic addresses. in.how: 1 to generic
+/// ones.
 void ConvertAddress(Warp& warp, const Instr& in) {
   ForLanes(warp.active, [&](int lane) {
     uintptr_t base = 0;
     if (in.space == Space::kShared)
       base = reinterpret_cast<uintptr_t>(warp.block->shared.data());
     if (in.space == Space::kLocal)
-      base = reinterpret_cast<uintptr_t>(warp.local + size_t{warp.local_bytes} * lane);
+      base =
+          reinterpret_cast<uintptr_t>(warp.local + size_t{warp.local_bytes} * lane);
     if (in.space == Space::kParam)
       base = reinterpret_cast<uintptr_t>(warp.block->launch->params.data());
     const uint64_t from = warp.Value(in.ops[1], lane);
@@ -252,7 +278,8 @@ void IsShared(Warp& warp, const Instr& in) {
   warp.SetMask(in.ops[0], is);
 }
 
-/// cp.async, which is a copy at once. ops: to (shared), from, bytes, bytes that there are.
+/// cp.async, which is a copy at once. ops: to (shared), from, bytes, bytes that
+/// there are.
 void CopyToShared(Warp& warp, const Instr& in) {
   const auto bytes = static_cast<size_t>(in.how);
   Instr of_to = in, of_from = in;
@@ -263,11 +290,13 @@ void CopyToShared(Warp& warp, const Instr& in) {
   const Addresses to(warp, of_to, in.ops[0], bytes, Access::kWrite);
   ForLanes(all, [&](int lane) {
     size_t there = bytes;
-    if (in.ops[2].at != kNowhere) there = std::min<size_t>(bytes, warp.Value(in.ops[2], lane));
+    if (in.ops[2].at != kNowhere)
+      there = std::min<size_t>(bytes, warp.Value(in.ops[2], lane));
     std::memset(to.at[lane], 0, bytes);
     if (there == 0) return;
     warp.active = 1u << lane;
-    const Addresses from(warp, of_from, in.ops[1], there == bytes ? bytes : 1, Access::kRead);
+    const Addresses from(warp, of_from, in.ops[1], there == bytes ? bytes : 1,
+                         Access::kRead);
     std::memcpy(to.at[lane], from.at[lane], there);
   });
   warp.active = all;
@@ -298,7 +327,8 @@ Handler AccessOf(const Type& type, Instr& in) {
 void TakeSpace(Parts& parts, Instr& in) {
   for (const auto& [name, space] :
        {std::pair{"global", Space::kGlobal}, std::pair{"const", Space::kGlobal},
-        std::pair{"shared", Space::kShared}, std::pair{"shared::cta", Space::kShared},
+        std::pair{"shared", Space::kShared},
+        std::pair{"shared::cta", Space::kShared},
         std::pair{"local", Space::kLocal}})
     if (parts.Take(name)) in.space = space;
   // The parser knows whether it is a kernel's parameter or a function's.
@@ -307,8 +337,9 @@ void TakeSpace(Parts& parts, Instr& in) {
 /// How fresh a value has to be, and where it is kept: all is so here.
 void TakeOrder(Parts& parts) {
   for (const char* const word :
-       {"volatile", "relaxed", "acquire", "release", "acq_rel", "weak", "sys", "gpu", "cta",
-        "cluster", "nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "unified", "mmio", "sc"})
+       {"volatile", "relaxed", "acquire", "release", "acq_rel", "weak", "sys",
+        "gpu",      "cta",     "cluster", "nc",      "ca",      "cg",   "cs",
+        "lu",       "cv",      "wb",      "wt",      "unified", "mmio", "sc"})
     parts.Take(word);
   parts.TakeAll("L1::");
   parts.TakeAll("L2::");
@@ -322,7 +353,8 @@ Handler DecodeMemory(Parts& parts, std::string_view op, Instr& in) {
     TakeOrder(parts);
     for (const char* const vector : {"v2", "v4", "v8"}) parts.Take(vector);
     const Type type = parts.type();
-    return parts.End(op == "st" ? AccessOf<true>(type, in) : AccessOf<false>(type, in), true);
+    return parts.End(
+        op == "st" ? AccessOf<true>(type, in) : AccessOf<false>(type, in), true);
   }
   if (op == "atom" || op == "red") {
     TakeSpace(parts, in);
@@ -337,12 +369,15 @@ Handler DecodeMemory(Parts& parts, std::string_view op, Instr& in) {
     return parts.End(&ConvertAddress, true);
   }
   if (op == "isspacep")
-    return parts.Take("shared") || parts.Take("shared::cta") ? parts.End(&IsShared) : nullptr;
+    return parts.Take("shared") || parts.Take("shared::cta") ? parts.End(&IsShared)
+                                                             : nullptr;
   if (op == "cp" && parts.Take("async")) {
-    if (parts.Take("commit_group") || parts.Take("wait_group") || parts.Take("wait_all"))
+    if (parts.Take("commit_group") || parts.Take("wait_group") ||
+        parts.Take("wait_all"))
       return parts.End([](Warp&, const Instr&) {});
     TakeOrder(parts);
-    if (!(parts.Take("shared") || parts.Take("shared::cta")) || !parts.Take("global"))
+    if (!(parts.Take("shared") || parts.Take("shared::cta")) ||
+        !parts.Take("global"))
       return nullptr;
     return parts.End(&CopyToShared);
   }

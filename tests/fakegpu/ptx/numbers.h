@@ -1,4 +1,5 @@
-// Numbers of 16 bits, which C++ has no types for, and what arithmetic of PTX asks of numbers.
+// Numbers of 16 bits, which C++ has no types for, and what arithmetic of PTX asks
+// of numbers.
 #pragma once
 
 #include <cmath>
@@ -17,11 +18,12 @@ inline To Bits(From from) {
   return to;
 }
 
-/// Rounds a double to a float so that rounding the float again, to fewer bits, is exact:
-/// a result between two floats becomes the one whose last bit is odd.
+/// Rounds a double to a float so that rounding the float again, to fewer bits, is
+/// exact: a result between two floats becomes the one whose last bit is odd.
 inline float ToOdd(double value) {
   const float nearest = static_cast<float>(value);
-  if (static_cast<double>(nearest) == value || value != value || std::isinf(nearest))
+  if (static_cast<double>(nearest) == value || value != value ||
+      std::isinf(nearest))
     return nearest;
   const auto bits = Bits<uint32_t>(nearest);
   if ((bits & 1) != 0) return nearest;
@@ -73,8 +75,9 @@ inline Bfloat Fma(Bfloat a, Bfloat b, Bfloat c) {
 }
 
 inline float Flushed(float value) {
-  return std::fabs(value) < std::numeric_limits<float>::min() ? std::copysign(0.f, value)
-                                                              : value;
+  return std::fabs(value) < std::numeric_limits<float>::min()
+             ? std::copysign(0.f, value)
+             : value;
 }
 inline double Flushed(double value) { return value; }
 
@@ -82,7 +85,8 @@ inline double Flushed(double value) { return value; }
 template <typename T>
 inline T Nan() {
   if constexpr (std::is_same_v<T, float>) return Bits<float>(0x7fffffffu);
-  if constexpr (std::is_same_v<T, double>) return Bits<double>(0x7fffffffffffffffull);
+  if constexpr (std::is_same_v<T, double>)
+    return Bits<double>(0x7fffffffffffffffull);
   if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, Bfloat>) {
     T value;
     value.bits = 0x7fff;
@@ -98,8 +102,8 @@ inline bool SignOf(T value) {
     return std::signbit(value);
 }
 
-/// The smaller number; -0 is smaller than 0. `nan`: what is not a number wins, and loses
-/// otherwise.
+/// The smaller number; -0 is smaller than 0. `nan`: what is not a number wins, and
+/// loses otherwise.
 template <bool nan, typename T>
 inline T Min(T a, T b) {
   if (a != a) return nan ? Nan<T>() : b != b ? Nan<T>() : b;
@@ -124,12 +128,16 @@ inline float FromSmall(uint8_t bits) {
   const float sign = (bits & 0x80) != 0 ? -1.f : 1.f;
   if (kExponent == 4 && (bits & 0x7f) == 0x7f) return Nan<float>();
   if (kExponent == 5 && exponent == 31)
-    return mantissa != 0 ? Nan<float>() : sign * std::numeric_limits<float>::infinity();
-  if (exponent == 0) return sign * std::ldexp(float(mantissa), 1 - kBias - kMantissa);
-  return sign * std::ldexp(1.f + std::ldexp(float(mantissa), -kMantissa), exponent - kBias);
+    return mantissa != 0 ? Nan<float>()
+                         : sign * std::numeric_limits<float>::infinity();
+  if (exponent == 0)
+    return sign * std::ldexp(float(mantissa), 1 - kBias - kMantissa);
+  return sign * std::ldexp(1.f + std::ldexp(float(mantissa), -kMantissa),
+                           exponent - kBias);
 }
 template <int kExponent, int kMantissa>
-inline uint8_t ToSmall(float value) {  // what is too great becomes the greatest number
+inline uint8_t ToSmall(
+    float value) {  // what is too great becomes the greatest number
   constexpr int kBias = (1 << (kExponent - 1)) - 1;
   constexpr uint8_t kGreatest = kExponent == 4 ? 0x7e : 0x7b;
   if (value != value) return 0x7f;

@@ -1,5 +1,5 @@
-// Reads the text of a module. Each kernel becomes one array of instructions: the functions
-// that it calls, each once, and then its own.
+// Reads the text of a module. Each kernel becomes one array of instructions: the
+// functions that it calls, each once, and then its own.
 #include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
@@ -19,7 +19,9 @@ Text Trimmed(Text text) {
   while (!text.empty() && IsSpace(text.back())) text.remove_suffix(1);
   return text;
 }
-bool StartsWith(Text text, Text begin) { return text.substr(0, begin.size()) == begin; }
+bool StartsWith(Text text, Text begin) {
+  return text.substr(0, begin.size()) == begin;
+}
 
 std::vector<Text> Split(Text text, char at) {  // outside of brackets
   std::vector<Text> parts;
@@ -84,9 +86,11 @@ Declared Declaration(Text text) {
   const std::vector<Text> words = Words(text);
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i] == ".align") {
-      const auto align = static_cast<size_t>(std::atoi(std::string(words[i + 1]).c_str()));
+      const auto align =
+          static_cast<size_t>(std::atoi(std::string(words[i + 1]).c_str()));
       // That of what a pointer points to comes after its type.
-      if (i == 0 || words[i - 1] != ".ptr") found.align = std::max(found.align, align);
+      if (i == 0 || words[i - 1] != ".ptr")
+        found.align = std::max(found.align, align);
       ++i;
       continue;
     }
@@ -118,8 +122,8 @@ struct Function {
 
 struct Symbol {
   enum Kind { kRegister, kRegisters, kLocal, kParam, kShared, kGlobal } kind;
-  int bits = 0;         // of registers
-  uint64_t at = 0;      // an offset, or an address
+  int bits = 0;                // of registers
+  uint64_t at = 0;             // an offset, or an address
   std::vector<uint32_t> rows;  // of numbered registers, once they are used
 };
 
@@ -131,17 +135,28 @@ struct ModuleText {
 };
 
 const std::pair<Text, Special> kSpecials[] = {
-    {"%tid.x", Special::kTidX},       {"%tid.y", Special::kTidY},
-    {"%tid.z", Special::kTidZ},       {"%ntid.x", Special::kNtidX},
-    {"%ntid.y", Special::kNtidY},     {"%ntid.z", Special::kNtidZ},
-    {"%ctaid.x", Special::kCtaidX},   {"%ctaid.y", Special::kCtaidY},
-    {"%ctaid.z", Special::kCtaidZ},   {"%nctaid.x", Special::kNctaidX},
-    {"%nctaid.y", Special::kNctaidY}, {"%nctaid.z", Special::kNctaidZ},
-    {"%laneid", Special::kLaneid},    {"%warpid", Special::kWarpid},
-    {"%nwarpid", Special::kNwarpid},  {"%lanemask_eq", Special::kLanemaskEq},
-    {"%lanemask_lt", Special::kLanemaskLt}, {"%lanemask_le", Special::kLanemaskLe},
-    {"%lanemask_gt", Special::kLanemaskGt}, {"%lanemask_ge", Special::kLanemaskGe},
-    {"%clock", Special::kClock},      {"%dynamic_smem_size", Special::kDynamicShared}};
+    {"%tid.x", Special::kTidX},
+    {"%tid.y", Special::kTidY},
+    {"%tid.z", Special::kTidZ},
+    {"%ntid.x", Special::kNtidX},
+    {"%ntid.y", Special::kNtidY},
+    {"%ntid.z", Special::kNtidZ},
+    {"%ctaid.x", Special::kCtaidX},
+    {"%ctaid.y", Special::kCtaidY},
+    {"%ctaid.z", Special::kCtaidZ},
+    {"%nctaid.x", Special::kNctaidX},
+    {"%nctaid.y", Special::kNctaidY},
+    {"%nctaid.z", Special::kNctaidZ},
+    {"%laneid", Special::kLaneid},
+    {"%warpid", Special::kWarpid},
+    {"%nwarpid", Special::kNwarpid},
+    {"%lanemask_eq", Special::kLanemaskEq},
+    {"%lanemask_lt", Special::kLanemaskLt},
+    {"%lanemask_le", Special::kLanemaskLe},
+    {"%lanemask_gt", Special::kLanemaskGt},
+    {"%lanemask_ge", Special::kLanemaskGe},
+    {"%clock", Special::kClock},
+    {"%dynamic_smem_size", Special::kDynamicShared}};
 
 struct Unknown : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -149,7 +164,8 @@ struct Unknown : std::runtime_error {
 
 struct Callee;
 
-/// The instructions of a kernel or of a function, before they have their place in the kernel's.
+/// The instructions of a kernel or of a function, before they have their place in
+/// the kernel's.
 struct Unit {
   std::vector<Instr> code;
   std::vector<std::pair<size_t, Callee*>> calls;
@@ -176,8 +192,10 @@ class Compiler {
   void Compile(const Function& entry) {
     for (const Declared& param : entry.params) {
       uint32_t& end = kernel_->param_bytes;
-      end = static_cast<uint32_t>((end + param.align - 1) / param.align * param.align);
-      kernel_->params.push_back(Param{param.name, end, static_cast<uint32_t>(param.bytes)});
+      end = static_cast<uint32_t>((end + param.align - 1) / param.align *
+                                  param.align);
+      kernel_->params.push_back(
+          Param{param.name, end, static_cast<uint32_t>(param.bytes)});
       end += static_cast<uint32_t>(param.bytes);
     }
     for (const auto& [name, shared] : text_.shared) {
@@ -196,8 +214,8 @@ class Compiler {
     Body(entry);
     scopes_.clear();
     for (size_t i = 0; i < called_.size(); ++i) CompileFunction(*called_[i]);
-    // Functions come first: lanes that are in one are at the lowest place, and so run until
-    // they are back where the others wait.
+    // Functions come first: lanes that are in one are at the lowest place, and so
+    // run until they are back where the others wait.
     for (const auto& callee : called_) Append(callee->unit);
     kernel_->entry = static_cast<uint32_t>(kernel_->code.size());
     Append(main);
@@ -208,7 +226,8 @@ class Compiler {
  private:
   template <typename Size>
   static uint32_t Allocate(Size& end, const Declared& what) {
-    const auto at = static_cast<uint32_t>((end + what.align - 1) / what.align * what.align);
+    const auto at =
+        static_cast<uint32_t>((end + what.align - 1) / what.align * what.align);
     end = static_cast<Size>(at + what.bytes);
     return at;
   }
@@ -221,7 +240,8 @@ class Compiler {
 
   uint32_t NewRow(int bits) {
     const uint32_t at = kernel_->register_bytes;
-    kernel_->register_bytes += bits == 1 ? 8 : static_cast<uint32_t>(bits / 8 * kLanes);
+    kernel_->register_bytes +=
+        bits == 1 ? 8 : static_cast<uint32_t>(bits / 8 * kLanes);
     return at;
   }
   Operand Constant(uint64_t value, int bits) {
@@ -264,13 +284,16 @@ class Compiler {
     number = 0;
     const std::string whole(name);
     size_t digits = name.size();
-    while (digits > 0 && name[digits - 1] >= '0' && name[digits - 1] <= '9') --digits;
+    while (digits > 0 && name[digits - 1] >= '0' && name[digits - 1] <= '9')
+      --digits;
     const std::string prefix(name.substr(0, digits));
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
-      if (const auto found = scope->find(whole); found != scope->end()) return &found->second;
+      if (const auto found = scope->find(whole); found != scope->end())
+        return &found->second;
       if (digits == name.size()) continue;
       const auto found = scope->find(prefix);
-      if (found == scope->end() || found->second.kind != Symbol::kRegisters) continue;
+      if (found == scope->end() || found->second.kind != Symbol::kRegisters)
+        continue;
       number = std::strtoull(std::string(name.substr(digits)).c_str(), nullptr, 10);
       return &found->second;
     }
@@ -289,12 +312,15 @@ class Compiler {
   /// The value of a number or of a symbol's address, maybe with an offset.
   uint64_t ValueOf(Text text, int bits, bool is_float) {
     if (StartsWith(text, "0f") || StartsWith(text, "0F")) {
-      const uint64_t value = std::strtoull(std::string(text.substr(2)).c_str(), nullptr, 16);
+      const uint64_t value =
+          std::strtoull(std::string(text.substr(2)).c_str(), nullptr, 16);
       if (bits != 64) return value;
-      return Bits<uint64_t>(static_cast<double>(Bits<float>(static_cast<uint32_t>(value))));
+      return Bits<uint64_t>(
+          static_cast<double>(Bits<float>(static_cast<uint32_t>(value))));
     }
     if (StartsWith(text, "0d") || StartsWith(text, "0D")) {
-      const uint64_t value = std::strtoull(std::string(text.substr(2)).c_str(), nullptr, 16);
+      const uint64_t value =
+          std::strtoull(std::string(text.substr(2)).c_str(), nullptr, 16);
       if (bits != 32) return value;
       return Bits<uint32_t>(static_cast<float>(Bits<double>(value)));
     }
@@ -305,7 +331,8 @@ class Compiler {
         const double value = std::strtod(number.c_str(), nullptr);
         if (bits == 64) return Bits<uint64_t>(value);
         if (bits == 32) return Bits<uint32_t>(static_cast<float>(value));
-        if (number.find('.') != std::string::npos) throw Unknown("a number of 16 bits");
+        if (number.find('.') != std::string::npos)
+          throw Unknown("a number of 16 bits");
       }
       if (first == '-')
         return static_cast<uint64_t>(std::strtoll(number.c_str(), nullptr, 0));
@@ -362,10 +389,12 @@ class Compiler {
         (symbol->kind == Symbol::kRegister || symbol->kind == Symbol::kRegisters))
       return Checked(RegisterOf(*symbol, number), wanted, exact, text);
     if (text[0] == '%') throw Unknown(std::string(text));
-    return Constant(ValueOf(text, wanted, is_float), std::max(wanted, wanted == 1 ? 1 : 16));
+    return Constant(ValueOf(text, wanted, is_float),
+                    std::max(wanted, wanted == 1 ? 1 : 16));
   }
   static Operand Checked(Operand operand, int wanted, bool exact, Text) {
-    if (exact && operand.bits != wanted) throw Unknown("a register of another width");
+    if (exact && operand.bits != wanted)
+      throw Unknown("a register of another width");
     return operand;
   }
 
@@ -375,8 +404,10 @@ class Compiler {
   void Statement(Text statement, int line);
   void Declare(Text statement);
   void Instruction(Text opcode, Text rest, const Operand& guard, int line);
-  void Operands(const std::vector<Text>& parts, const std::vector<Text>& args, Instr& in);
-  void Memory(const std::vector<Text>& parts, const std::vector<Text>& args, Instr& in);
+  void Operands(const std::vector<Text>& parts, const std::vector<Text>& args,
+                Instr& in);
+  void Memory(const std::vector<Text>& parts, const std::vector<Text>& args,
+              Instr& in);
   void Address(Text text, Instr& in, Operand& base, int64_t& offset);
   void CallOf(Text rest, Instr in);
   Instr& Emit(Instr in) { return unit_->code.emplace_back(in); }
@@ -404,8 +435,10 @@ void Compiler::Append(Unit& unit) {
     unit.code[at].target = base + found->second;
   }
   for (const auto& [table, labels] : unit.tables)
-    for (const std::string& label : labels) table->push_back(base + unit.labels[label]);
-  for (const auto& [at, callee] : unit.calls) calls_.emplace_back(base + at, callee);
+    for (const std::string& label : labels)
+      table->push_back(base + unit.labels[label]);
+  for (const auto& [at, callee] : unit.calls)
+    calls_.emplace_back(base + at, callee);
   kernel_->code.insert(kernel_->code.end(), unit.code.begin(), unit.code.end());
 }
 
@@ -433,9 +466,11 @@ void Compiler::CompileFunction(Callee& callee) {
   scopes_.emplace_back();
   const Function& function = *callee.function;
   for (size_t i = 0; i < function.params.size(); ++i)
-    scopes_[0][function.params[i].name] = Symbol{Symbol::kLocal, 0, callee.params[i], {}};
+    scopes_[0][function.params[i].name] =
+        Symbol{Symbol::kLocal, 0, callee.params[i], {}};
   for (size_t i = 0; i < function.results.size(); ++i)
-    scopes_[0][function.results[i].name] = Symbol{Symbol::kLocal, 0, callee.results[i], {}};
+    scopes_[0][function.results[i].name] =
+        Symbol{Symbol::kLocal, 0, callee.results[i], {}};
   Body(function);
 }
 
@@ -456,7 +491,8 @@ void Compiler::Body(const Function& function) {
     } else {
       size_t end = i;
       while (end < body.size() && body[end] != ';' && body[end] != ':') ++end;
-      if (end < body.size() && body[end] == ':' && (end + 1 >= body.size() || body[end + 1] != ':') &&
+      if (end < body.size() && body[end] == ':' &&
+          (end + 1 >= body.size() || body[end + 1] != ':') &&
           body.substr(i, end - i).find_first_of(" \t\n") == Text::npos) {
         const Text label = body.substr(i, end - i);
         // A table of places to jump to is declared like a label.
@@ -465,7 +501,8 @@ void Compiler::Body(const Function& function) {
         if (StartsWith(rest, ".branchtargets")) {
           auto table = std::make_unique<std::vector<uint32_t>>();
           std::vector<std::string> labels;
-          for (const Text target : Split(rest.substr(14), ',')) labels.emplace_back(target);
+          for (const Text target : Split(rest.substr(14), ','))
+            labels.emplace_back(target);
           unit_->tables.emplace_back(table.get(), std::move(labels));
           Symbol symbol{Symbol::kGlobal, 0, kernel_->tables.size(), {}};
           scopes_.back()[std::string(label)] = symbol;
@@ -473,7 +510,8 @@ void Compiler::Body(const Function& function) {
           i = stop + 1;
           continue;
         }
-        unit_->labels[std::string(label)] = static_cast<uint32_t>(unit_->code.size());
+        unit_->labels[std::string(label)] =
+            static_cast<uint32_t>(unit_->code.size());
         i = end + 1;
         continue;
       }
@@ -481,7 +519,8 @@ void Compiler::Body(const Function& function) {
       if (end == Text::npos) end = body.size();
       const Text statement = Trimmed(body.substr(i, end - i));
       Statement(statement, line);
-      line += static_cast<int>(std::count(statement.begin(), statement.end(), '\n'));
+      line +=
+          static_cast<int>(std::count(statement.begin(), statement.end(), '\n'));
       i = end + 1;
     }
   }
@@ -489,7 +528,8 @@ void Compiler::Body(const Function& function) {
   // Where nothing says so, the end is one.
   Instr end;
   end.guard = Nowhere();
-  if (unit_->callee != nullptr) end.how = kInFunction, end.ops[0] = unit_->callee->returns;
+  if (unit_->callee != nullptr)
+    end.how = kInFunction, end.ops[0] = unit_->callee->returns;
   end.run = Decode({"ret"}, end);
   Emit(end);
 }
@@ -501,15 +541,21 @@ void Compiler::Declare(Text statement) {
     int bits = type.bits;
     if (bits == 8) bits = 16;
     if (type.kind == 0 || bits > 64) throw Unknown(std::string(words[1]));
-    const size_t after = static_cast<size_t>(words[1].data() + words[1].size() - statement.data());
+    const size_t after =
+        static_cast<size_t>(words[1].data() + words[1].size() - statement.data());
     for (const Text name : Split(statement.substr(after), ',')) {
       const size_t angle = name.find('<');
-      Symbol symbol{angle == Text::npos ? Symbol::kRegister : Symbol::kRegisters, bits, 0, {}};
-      scopes_.back()[std::string(Trimmed(name.substr(0, angle)))] = std::move(symbol);
+      Symbol symbol{angle == Text::npos ? Symbol::kRegister : Symbol::kRegisters,
+                    bits,
+                    0,
+                    {}};
+      scopes_.back()[std::string(Trimmed(name.substr(0, angle)))] =
+          std::move(symbol);
     }
     return;
   }
-  const size_t after = static_cast<size_t>(words[0].data() + words[0].size() - statement.data());
+  const size_t after =
+      static_cast<size_t>(words[0].data() + words[0].size() - statement.data());
   const Declared declared = Declaration(statement.substr(after));
   if (words[0] == ".local" || words[0] == ".param") {
     scopes_.back()[declared.name] =
@@ -528,7 +574,9 @@ void Compiler::Statement(Text statement, int line) {
   try {
     if (statement[0] == '.') {
       name = std::string(Words(statement)[0]);
-      if (name == ".loc" || name == ".pragma" || name == ".file" || name == ".alias") return;
+      if (name == ".loc" || name == ".pragma" || name == ".file" ||
+          name == ".alias")
+        return;
       return Declare(statement);
     }
     Operand guard = Nowhere();
@@ -544,11 +592,14 @@ void Compiler::Statement(Text statement, int line) {
     name = std::string(opcode);
     Instruction(opcode, Trimmed(statement.substr(end)), guard, line);
   } catch (const Unknown& unknown) {
-    ++kernel_->unknown[name + (unit_ == nullptr ? "" : " (" + std::string(unknown.what()) + ")")];
+    ++kernel_->unknown[name + (unit_ == nullptr
+                                   ? ""
+                                   : " (" + std::string(unknown.what()) + ")")];
   }
 }
 
-/// How many bits operand `index` of an instruction has, if it is a number or has to fit.
+/// How many bits operand `index` of an instruction has, if it is a number or has to
+/// fit.
 int Wanted(const std::vector<Text>& parts, size_t index) {
   const Text op = parts[0];
   const auto has = [&](Text part) {
@@ -568,7 +619,8 @@ int Wanted(const std::vector<Text>& parts, size_t index) {
   if (op == "match") return index == 1 ? 1 : index == 2 ? bits : 32;
   if (op == "elect") return index == 1 ? 1 : 32;
   if (op == "isspacep") return index == 0 ? 1 : 64;
-  if (op == "bar" || op == "barrier" || op == "redux" || op == "activemask" || op == "nanosleep")
+  if (op == "bar" || op == "barrier" || op == "redux" || op == "activemask" ||
+      op == "nanosleep")
     return 32;
   if (bits == 0) return 32;
   return bits;
@@ -589,7 +641,8 @@ void Compiler::Instruction(Text opcode, Text rest, const Operand& guard, int lin
   for (Operand& operand : in.ops) operand = Nowhere();
   const Text op = parts[0];
   if (op == "call") return CallOf(rest, in);
-  const std::vector<Text> args = rest.empty() ? std::vector<Text>{} : Split(rest, ',');
+  const std::vector<Text> args =
+      rest.empty() ? std::vector<Text>{} : Split(rest, ',');
   std::string wait_for;
   if (op == "bra") {
     wait_for = std::string(args.at(0));
@@ -602,7 +655,8 @@ void Compiler::Instruction(Text opcode, Text rest, const Operand& guard, int lin
   } else if (op == "ret" && unit_->callee != nullptr) {
     in.how = kInFunction;
     in.ops[0] = unit_->callee->returns;
-  } else if (op == "ld" || op == "ldu" || op == "st" || op == "atom" || op == "red" || op == "cp") {
+  } else if (op == "ld" || op == "ldu" || op == "st" || op == "atom" ||
+             op == "red" || op == "cp") {
     Memory(parts, args, in);
   } else {
     Operands(parts, args, in);
@@ -618,16 +672,20 @@ void Compiler::Instruction(Text opcode, Text rest, const Operand& guard, int lin
   Emit(in);
 }
 
-void Compiler::Operands(const std::vector<Text>& parts, const std::vector<Text>& args, Instr& in) {
+void Compiler::Operands(const std::vector<Text>& parts,
+                        const std::vector<Text>& args, Instr& in) {
   const Text op = parts[0];
   const Type type = TypeNamed(parts.back());
   const bool is_float = type.kind == 'f';
   const bool exact = op != "cvt" && op != "mov" && op != "cvta";
-  const auto elements = [&](Text vector) { return Split(vector.substr(1, vector.size() - 2), ','); };
+  const auto elements = [&](Text vector) {
+    return Split(vector.substr(1, vector.size() - 2), ',');
+  };
   if (op == "mov" && args.at(0)[0] == '{') {
     in.how = kUnpacks;
     size_t i = 0;
-    for (const Text element : elements(args[0])) in.ops[i++] = OperandOf(element, 32, false, false);
+    for (const Text element : elements(args[0]))
+      in.ops[i++] = OperandOf(element, 32, false, false);
     in.count = static_cast<uint8_t>(i);
     in.ops[i] = OperandOf(args.at(1), type.bits, false, false);
     return;
@@ -638,22 +696,24 @@ void Compiler::Operands(const std::vector<Text>& parts, const std::vector<Text>&
     size_t i = 1;
     const std::vector<Text> values = elements(args[1]);
     for (const Text value : values)
-      in.ops[i++] =
-          OperandOf(value, type.bits / static_cast<int>(values.size()), is_float, false);
+      in.ops[i++] = OperandOf(value, type.bits / static_cast<int>(values.size()),
+                              is_float, false);
     in.count = static_cast<uint8_t>(i - 1);
     return;
   }
-  // Two results, where an instruction may have them: to|whether. Other operands keep their
-  // numbers.
+  // Two results, where an instruction may have them: to|whether. Other operands
+  // keep their numbers.
   size_t i = 0;
   in.count = static_cast<uint8_t>(args.size());
   const bool two = op == "setp" || op == "shfl" || op == "match" || op == "elect";
   for (size_t k = 0; k < args.size(); ++k) {
     if (k == 0 && two) {
       const size_t bar = args[0].find('|');
-      in.ops[0] = OperandOf(Trimmed(args[0].substr(0, bar)), Wanted(parts, 0), false, exact);
+      in.ops[0] = OperandOf(Trimmed(args[0].substr(0, bar)), Wanted(parts, 0),
+                            false, exact);
       if (bar != Text::npos)
-        in.ops[1] = OperandOf(Trimmed(args[0].substr(bar + 1)), Wanted(parts, 1), false, exact);
+        in.ops[1] = OperandOf(Trimmed(args[0].substr(bar + 1)), Wanted(parts, 1),
+                              false, exact);
       i = 2;
       continue;
     }
@@ -671,7 +731,8 @@ void Compiler::Address(Text text, Instr& in, Operand& base, int64_t& offset) {
   text = Trimmed(text.substr(1, text.find(']') - 1));
   offset = 0;
   if (const size_t plus = text.find('+'); plus != Text::npos) {
-    offset = std::strtoll(std::string(Trimmed(text.substr(plus + 1))).c_str(), nullptr, 0);
+    offset = std::strtoll(std::string(Trimmed(text.substr(plus + 1))).c_str(),
+                          nullptr, 0);
     text = Trimmed(text.substr(0, plus));
   }
   size_t number;
@@ -691,18 +752,21 @@ void Compiler::Address(Text text, Instr& in, Operand& base, int64_t& offset) {
   in.space = space;
 }
 
-void Compiler::Memory(const std::vector<Text>& parts, const std::vector<Text>& args, Instr& in) {
+void Compiler::Memory(const std::vector<Text>& parts, const std::vector<Text>& args,
+                      Instr& in) {
   const Text op = parts[0];
   const Type type = TypeNamed(parts.back());
   const bool is_float = type.kind == 'f';
   const int bits = type.bits == 8 ? 16 : type.bits;
   const auto elements = [&](Text text) {
-    return text[0] == '{' ? Split(text.substr(1, text.size() - 2), ',') : std::vector<Text>{text};
+    return text[0] == '{' ? Split(text.substr(1, text.size() - 2), ',')
+                          : std::vector<Text>{text};
   };
   in.count = 1;
   if (op == "ld" || op == "ldu") {
     size_t i = 0;
-    for (const Text to : elements(args.at(0))) in.ops[i++] = OperandOf(to, bits, is_float, false);
+    for (const Text to : elements(args.at(0)))
+      in.ops[i++] = OperandOf(to, bits, is_float, false);
     in.count = static_cast<uint8_t>(i);
     Address(args.at(1), in, in.ops[i], in.offset);
     return;
@@ -719,7 +783,8 @@ void Compiler::Memory(const std::vector<Text>& parts, const std::vector<Text>& a
     if (args.at(0)[0] == '{') throw Unknown("a vector");
     in.ops[0] = OperandOf(args[0], bits, is_float, true);
     Address(args.at(1), in, in.ops[1], in.offset);
-    for (size_t i = 2; i < args.size(); ++i) in.ops[i] = OperandOf(args[i], bits, is_float, true);
+    for (size_t i = 2; i < args.size(); ++i)
+      in.ops[i] = OperandOf(args[i], bits, is_float, true);
     return;
   }
   if (args.size() < 3) return;  // cp.async's groups
@@ -757,20 +822,24 @@ void Compiler::CallOf(Text rest, Instr in) {
     copies.run = CopyLocal();
     Emit(copies);
   };
-  if (params.size() != callee->params.size() || results.size() != callee->results.size())
+  if (params.size() != callee->params.size() ||
+      results.size() != callee->results.size())
     throw Unknown("a call with other parameters");
   Space space;
   for (size_t k = 0; k < params.size(); ++k)
-    copy(callee->params[k], AddressOf(params[k], space), callee->function->params[k].bytes);
+    copy(callee->params[k], AddressOf(params[k], space),
+         callee->function->params[k].bytes);
   in.ops[0] = callee->returns;
   in.run = Decode({"call"}, in);
   unit_->calls.emplace_back(unit_->code.size(), callee);
   Emit(in);
   for (size_t k = 0; k < results.size(); ++k)
-    copy(AddressOf(results[k], space), callee->results[k], callee->function->results[k].bytes);
+    copy(AddressOf(results[k], space), callee->results[k],
+         callee->function->results[k].bytes);
 }
 
-// --- Modules -----------------------------------------------------------------------
+// --- Modules
+// -----------------------------------------------------------------------
 
 void ReadVariable(Text text, ModuleText& module) {
   Text values;
@@ -790,20 +859,26 @@ void ReadVariable(Text text, ModuleText& module) {
   }
   Variable& variable = module.module->globals[declared.name];
   variable.name = declared.name;
-  if (!values.empty() && values[0] == '{') values = values.substr(1, values.rfind('}') - 1);
+  if (!values.empty() && values[0] == '{')
+    values = values.substr(1, values.rfind('}') - 1);
   size_t at = 0;
   variable.bytes.resize(declared.bytes);
   if (Trimmed(values).empty()) return;
   for (Text value : Split(values, ',')) {
     while (!value.empty() && (value[0] == '{' || value.back() == '}'))
-      value = Trimmed(value[0] == '{' ? value.substr(1) : value.substr(0, value.size() - 1));
+      value = Trimmed(value[0] == '{' ? value.substr(1)
+                                      : value.substr(0, value.size() - 1));
     if (StartsWith(value, "generic(")) value = value.substr(8, value.size() - 9);
     uint64_t number = 0;
-    if (StartsWith(value, "0f") || StartsWith(value, "0d") || StartsWith(value, "0F"))
+    if (StartsWith(value, "0f") || StartsWith(value, "0d") ||
+        StartsWith(value, "0F"))
       number = std::strtoull(std::string(value.substr(2)).c_str(), nullptr, 16);
-    else if (!value.empty() && (value[0] == '-' || (value[0] >= '0' && value[0] <= '9')))
-      number = value[0] == '-' ? static_cast<uint64_t>(std::strtoll(std::string(value).c_str(), nullptr, 0))
-                               : std::strtoull(std::string(value).c_str(), nullptr, 0);
+    else if (!value.empty() &&
+             (value[0] == '-' || (value[0] >= '0' && value[0] <= '9')))
+      number = value[0] == '-'
+                   ? static_cast<uint64_t>(
+                         std::strtoll(std::string(value).c_str(), nullptr, 0))
+                   : std::strtoull(std::string(value).c_str(), nullptr, 0);
     else
       variable.addresses.emplace_back(at, std::string(value));
     const auto size = static_cast<size_t>(declared.element);
@@ -813,7 +888,8 @@ void ReadVariable(Text text, ModuleText& module) {
   }
 }
 
-void ReadFunction(Text header, Text body, int line, ModuleText& module, std::vector<std::string>& entries) {
+void ReadFunction(Text header, Text body, int line, ModuleText& module,
+                  std::vector<std::string>& entries) {
   Function function;
   const auto params = [](Text list) {
     std::vector<Declared> found;
@@ -873,15 +949,18 @@ std::unique_ptr<Module> Parse(const char* source, char* (*place)(size_t bytes)) 
       continue;
     }
     const size_t brace = text.find('{', i), stop = text.find(';', i);
-    const bool is_code = rest.substr(0, std::min(brace, stop) - i).find(".entry") != Text::npos ||
-                         rest.substr(0, std::min(brace, stop) - i).find(".func") != Text::npos;
+    const bool is_code =
+        rest.substr(0, std::min(brace, stop) - i).find(".entry") != Text::npos ||
+        rest.substr(0, std::min(brace, stop) - i).find(".func") != Text::npos;
     if (StartsWith(rest, ".section") || (is_code && brace < stop)) {
       size_t end = brace + 1;
       for (int depth = 1; end < text.size() && depth != 0; ++end)
         depth += text[end] == '{' ? 1 : text[end] == '}' ? -1 : 0;
       if (is_code)
-        ReadFunction(text.substr(i, brace - i), text.substr(brace + 1, end - brace - 2),
-                     1 + static_cast<int>(std::count(text.begin(), text.begin() + brace, '\n')),
+        ReadFunction(text.substr(i, brace - i),
+                     text.substr(brace + 1, end - brace - 2),
+                     1 + static_cast<int>(
+                             std::count(text.begin(), text.begin() + brace, '\n')),
                      read, entries);
       i = end;
       continue;
@@ -892,7 +971,8 @@ std::unique_ptr<Module> Parse(const char* source, char* (*place)(size_t bytes)) 
       ReadFunction(statement, {}, 0, read, entries);
     else if (!statement.empty() && statement.find_first_of("[=") != Text::npos)
       ReadVariable(statement, read);
-    else if (StartsWith(statement, ".global") || statement.find(" .global ") != Text::npos ||
+    else if (StartsWith(statement, ".global") ||
+             statement.find(" .global ") != Text::npos ||
              statement.find(".shared") != Text::npos)
       ReadVariable(statement, read);
     i = stop + 1;

@@ -1,9 +1,11 @@
-// What the interpreter makes of PTX, NVIDIA's text of machine instructions: each kernel is an
-// array of instructions whose operands are places in the registers of a warp.
+// What the interpreter makes of PTX, NVIDIA's text of machine instructions: each
+// kernel is an array of instructions whose operands are places in the registers of
+// a warp.
 //
-// A warp is 32 threads ("lanes") that run together. A register is a row: one value of each
-// lane, side by side, so that an instruction is one loop over 32 values, which the compiler
-// turns into vector instructions. A predicate is a mask of 32 bits.
+// A warp is 32 threads ("lanes") that run together. A register is a row: one value
+// of each lane, side by side, so that an instruction is one loop over 32 values,
+// which the compiler turns into vector instructions. A predicate is a mask of 32
+// bits.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +25,8 @@ using Handler = void (*)(Warp&, const Instr&);
 
 /// Where an operand is. Immediates are rows of constants, which all warps share.
 struct Operand {
-  uint32_t at = 0;       // of the row, in bytes
-  uint8_t bits = 0;      // of a value in the row; 1: a predicate
+  uint32_t at = 0;   // of the row, in bytes
+  uint8_t bits = 0;  // of a value in the row; 1: a predicate
   bool constant = false;
   bool negated = false;  // a predicate that is read as its opposite
 };
@@ -40,19 +42,38 @@ struct Instr {
   Operand ops[10];
   uint8_t count = 0;  // of operands; of a vector's elements, for memory
   Space space = Space::kGeneric;
-  uint8_t bytes = 0;        // of a value in memory
+  uint8_t bytes = 0;  // of a value in memory
   bool is_signed = false;
   int how = 0;
-  int64_t offset = 0;       // of an address
-  uint32_t target = 0;      // of a jump
+  int64_t offset = 0;   // of an address
+  uint32_t target = 0;  // of a jump
   const std::vector<uint32_t>* targets = nullptr;
-  int line = 0;             // in the module's text
+  int line = 0;  // in the module's text
 };
 
 enum class Special : uint8_t {
-  kTidX, kTidY, kTidZ, kNtidX, kNtidY, kNtidZ, kCtaidX, kCtaidY, kCtaidZ,
-  kNctaidX, kNctaidY, kNctaidZ, kLaneid, kWarpid, kNwarpid,
-  kLanemaskEq, kLanemaskLt, kLanemaskLe, kLanemaskGt, kLanemaskGe, kClock, kZero,
+  kTidX,
+  kTidY,
+  kTidZ,
+  kNtidX,
+  kNtidY,
+  kNtidZ,
+  kCtaidX,
+  kCtaidY,
+  kCtaidZ,
+  kNctaidX,
+  kNctaidY,
+  kNctaidZ,
+  kLaneid,
+  kWarpid,
+  kNwarpid,
+  kLanemaskEq,
+  kLanemaskLt,
+  kLanemaskLe,
+  kLanemaskGt,
+  kLanemaskGe,
+  kClock,
+  kZero,
   kDynamicShared
 };
 
@@ -68,13 +89,15 @@ struct Kernel {
   std::vector<Param> params;
   uint32_t param_bytes = 0;
   std::vector<char> constants;  // rows
-  std::vector<std::pair<Special, uint32_t>> specials;  // rows that a warp begins with
+  std::vector<std::pair<Special, uint32_t>>
+      specials;  // rows that a warp begins with
   uint32_t register_bytes = 0;
   uint32_t shared_bytes = 0;  // without what the launch adds
   uint32_t local_bytes = 0;   // of a lane
   bool has_barrier = false;
   std::vector<std::unique_ptr<std::vector<uint32_t>>> tables;  // of indirect jumps
-  /// Instructions that the interpreter does not know, with how often they stand there.
+  /// Instructions that the interpreter does not know, with how often they stand
+  /// there.
   std::map<std::string, int> unknown;
 };
 
@@ -97,8 +120,9 @@ bool IsText(const void* data);
 /// Reads a module. `place` returns memory for a variable of so many bytes.
 std::unique_ptr<Module> Parse(const char* text, char* (*place)(size_t bytes));
 
-/// The handler of an instruction, whose operands are known; null if there is none. It sets
-/// what of the instruction the opcode says. `parts` is the opcode, split at dots.
+/// The handler of an instruction, whose operands are known; null if there is none.
+/// It sets what of the instruction the opcode says. `parts` is the opcode, split at
+/// dots.
 Handler Decode(const std::vector<std::string_view>& parts, Instr& in);
 
 }  // namespace ptx

@@ -1,9 +1,9 @@
-// Runs kernels: blocks one after the other, the warps of a block from barrier to barrier, the
-// lanes of a warp together while they are at the same place.
+// Runs kernels: blocks one after the other, the warps of a block from barrier to
+// barrier, the lanes of a warp together while they are at the same place.
 //
-// Where lanes take different ways, those at the lowest place in the code run, until they come
-// to where others wait. Compilers put code that lanes share behind what leads to it, so that
-// lanes meet again soon.
+// Where lanes take different ways, those at the lowest place in the code run, until
+// they come to where others wait. Compilers put code that lanes share behind what
+// leads to it, so that lanes meet again soon.
 #include <algorithm>
 
 #include "warp.h"
@@ -14,13 +14,16 @@ void Memory::Check(const char* from, const char* to, Access access) {
   const bool writes = access != Access::kRead;
   Range* const range = RangeOf(from);
   if (range == nullptr)
-    throw KernelFault(std::string(writes ? "writes" : "reads") + " memory that no block has");
+    throw KernelFault(std::string(writes ? "writes" : "reads") +
+                      " memory that no block has");
   if (to > (access == Access::kWrite ? range->end : range->end_of_word)) {
-    // Arguments cut a block into ranges; an access may begin in one and end in the next.
+    // Arguments cut a block into ranges; an access may begin in one and end in the
+    // next.
     char* const middle = range->end;
     const Range* const next = from < middle ? RangeOf(middle) : nullptr;
     if (next == nullptr || next->begin != middle)
-      throw KernelFault(std::string(writes ? "writes" : "reads") + " past the end of a block");
+      throw KernelFault(std::string(writes ? "writes" : "reads") +
+                        " past the end of a block");
     Check(from, middle, access);
     return Check(middle, to, access);
   }
@@ -47,29 +50,72 @@ void Warp::Begin(Block* its_block, unsigned its_number) {
       const unsigned thread = first + lane;
       uint32_t value = 0;
       switch (special) {
-        case Special::kTidX: value = thread % launch.block.x; break;
-        case Special::kTidY: value = thread / launch.block.x % launch.block.y; break;
-        case Special::kTidZ: value = thread / launch.block.x / launch.block.y; break;
-        case Special::kNtidX: value = launch.block.x; break;
-        case Special::kNtidY: value = launch.block.y; break;
-        case Special::kNtidZ: value = launch.block.z; break;
-        case Special::kCtaidX: value = block->index.x; break;
-        case Special::kCtaidY: value = block->index.y; break;
-        case Special::kCtaidZ: value = block->index.z; break;
-        case Special::kNctaidX: value = launch.grid.x; break;
-        case Special::kNctaidY: value = launch.grid.y; break;
-        case Special::kNctaidZ: value = launch.grid.z; break;
-        case Special::kLaneid: value = lane; break;
-        case Special::kWarpid: value = number; break;
-        case Special::kNwarpid: value = (size + kLanes - 1) / kLanes; break;
-        case Special::kLanemaskEq: value = 1u << lane; break;
-        case Special::kLanemaskLt: value = (1u << lane) - 1; break;
-        case Special::kLanemaskLe: value = ((1u << lane) - 1) | (1u << lane); break;
-        case Special::kLanemaskGe: value = ~((1u << lane) - 1); break;
-        case Special::kLanemaskGt: value = ~(((1u << lane) - 1) | (1u << lane)); break;
-        case Special::kDynamicShared: value = launch.dynamic_shared; break;
+        case Special::kTidX:
+          value = thread % launch.block.x;
+          break;
+        case Special::kTidY:
+          value = thread / launch.block.x % launch.block.y;
+          break;
+        case Special::kTidZ:
+          value = thread / launch.block.x / launch.block.y;
+          break;
+        case Special::kNtidX:
+          value = launch.block.x;
+          break;
+        case Special::kNtidY:
+          value = launch.block.y;
+          break;
+        case Special::kNtidZ:
+          value = launch.block.z;
+          break;
+        case Special::kCtaidX:
+          value = block->index.x;
+          break;
+        case Special::kCtaidY:
+          value = block->index.y;
+          break;
+        case Special::kCtaidZ:
+          value = block->index.z;
+          break;
+        case Special::kNctaidX:
+          value = launch.grid.x;
+          break;
+        case Special::kNctaidY:
+          value = launch.grid.y;
+          break;
+        case Special::kNctaidZ:
+          value = launch.grid.z;
+          break;
+        case Special::kLaneid:
+          value = lane;
+          break;
+        case Special::kWarpid:
+          value = number;
+          break;
+        case Special::kNwarpid:
+          value = (size + kLanes - 1) / kLanes;
+          break;
+        case Special::kLanemaskEq:
+          value = 1u << lane;
+          break;
+        case Special::kLanemaskLt:
+          value = (1u << lane) - 1;
+          break;
+        case Special::kLanemaskLe:
+          value = ((1u << lane) - 1) | (1u << lane);
+          break;
+        case Special::kLanemaskGe:
+          value = ~((1u << lane) - 1);
+          break;
+        case Special::kLanemaskGt:
+          value = ~(((1u << lane) - 1) | (1u << lane));
+          break;
+        case Special::kDynamicShared:
+          value = launch.dynamic_shared;
+          break;
         case Special::kClock:
-        case Special::kZero: break;
+        case Special::kZero:
+          break;
       }
       values[lane] = value;
     }
@@ -131,7 +177,8 @@ void Warp::PassBarrier() {
 bool Warp::Choose() {
   if (mask != 0) groups.push_back(Group{mask, at, 0, Group::kReady});
   mask = 0;
-  // Lanes at one place are one group. Those that waited for others may go on with them.
+  // Lanes at one place are one group. Those that waited for others may go on with
+  // them.
   size_t count = 0;
   for (const Group& group : groups) {
     size_t same = 0;

@@ -18,8 +18,9 @@ struct KernelFault : std::runtime_error {
 /// A piece of memory that a kernel may use, and what it did with it.
 struct Range {
   char *begin, *end;
-  // XLA reads numbers of less than a byte with their neighbours, which there may be none of,
-  // and changes a byte in the word that it is in. Words end where memory does.
+  // XLA reads numbers of less than a byte with their neighbours, which there may be
+  // none of, and changes a byte in the word that it is in. Words end where memory
+  // does.
   char* end_of_word;
   char *read_from = nullptr, *read_to = nullptr;
   char *written_from = nullptr, *written_to = nullptr;
@@ -27,8 +28,9 @@ struct Range {
 
 enum class Access { kRead, kWrite, kAtomic };
 
-/// The memory that a launch may use. `find` asks the driver for the block that an address
-/// lies in; its answers are kept, since no block is freed while a kernel may use it.
+/// The memory that a launch may use. `find` asks the driver for the block that an
+/// address lies in; its answers are kept, since no block is freed while a kernel
+/// may use it.
 struct Memory {
   virtual ~Memory() = default;
   /// False if the address is in no block.
@@ -83,7 +85,7 @@ struct Group {
 };
 
 struct Warp {
-  char* rows[2];  // registers, constants
+  char* rows[2];    // registers, constants
   uint32_t active;  // lanes for which the instruction runs
   uint32_t mask;    // lanes at this place
   uint32_t live;    // lanes that have not ended
