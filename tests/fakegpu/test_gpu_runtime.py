@@ -454,15 +454,6 @@ def test_a_buffer_callback_that_does_not_wait_is_found(driver):
     assert "without waiting for it" in driver.fakeTakeFaults().decode()
 
 
-def test_a_sum_over_four_gpus_around_calls(mode):
-    def f(x):
-        y = hc.call(lambda v: v * 2, jax.ShapeDtypeStruct((2,), np.float32), x)
-        return x + jax.lax.psum(y.sum(), "x")
-
-    g, x = shard_map(f)
-    np.testing.assert_array_equal(g(x), X + 2 * X.sum())
-
-
 # --- The end -----------------------------------------------------------------------
 
 PROGRAM = """
