@@ -34,7 +34,8 @@ from benchmarks.rows_call import SCALAR, same
 # --- Dispatch -------------------------------------------------------------------------
 
 
-# The least that a function pays for which an argument is made a jax.Array.
+# The least that a function pays for which an argument is made a jax.Array: jaxlib makes
+# one of a NumPy array, which is read once.
 WITH_ARRAY = "jit(x + 1) and a jax.Array"
 
 
@@ -47,7 +48,7 @@ def with_array() -> Callable[[Any], Any]:
 
     def run(x: Any) -> Any:
         y = f(x)
-        put(aval, sharding, [value], [device], True)
+        np.asarray(put(aval, sharding, [value], [device], True))
         return y
 
     return run
@@ -83,6 +84,25 @@ def dispatch_with_effect(ordered: bool) -> Callable[[bool], dict[str, Case]]:
         return made | {WITH_ARRAY: dispatch_time(with_array(), x, repeat=repeat)}
 
     return cases
+
+
+def dispatch_debug(quick: bool) -> dict[str, Case]:
+    x, repeat = jnp.float32(1), 64 if quick else 256
+
+    def nothing(x: Any) -> None:
+        pass
+
+    def step(callback: Callable[..., Any], **more: Any) -> Callable[[Any], Any]:
+        return lambda x: (callback(nothing, x, **more), x + 1)[1]
+
+    fs = {
+        "hostcall": step(hc.debug.callback),
+        'arrays="numpy"': step(hc.debug.callback, arrays="numpy"),
+        "jit(x + 1)": lambda x: x + 1,
+        "JAX": step(jax.debug.callback),
+    }
+    made = {n: dispatch_time(jax.jit(f), x, repeat=repeat) for n, f in fs.items()}
+    return made | {WITH_ARRAY: dispatch_time(with_array(), x, repeat=repeat)}
 
 
 # --- Fresh functions ------------------------------------------------------------------
@@ -202,7 +222,7 @@ def program_size(quick: bool) -> dict[str, Case]:
 EFFECTS = (
     at_most(1.5, "jit(x + 1)"),
     at_most(2.5, "jit(x + 1)", ours="drop-in"),
-    at_most(3, WITH_ARRAY, ours="drop-in, jax.Arrays"),
+    at_most(1.7, WITH_ARRAY, ours="drop-in, jax.Arrays"),
 )
 
 ROWS = (
@@ -220,6 +240,14 @@ ROWS = (
         "dispatch, one ordered call",
         EFFECTS,
         dispatch_with_effect(True),
+    ),
+    Row(
+        "dispatch, one debug.callback",
+        (
+            at_most(1.5, WITH_ARRAY),
+            at_most(1.5, "jit(x + 1)", ours='arrays="numpy"'),
+        ),
+        dispatch_debug,
     ),
     Row("eager call of a fresh lambda", (at_most(100, None),), fresh_time, rounds=3),
     Row(

@@ -18,8 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import debug, lax, pure_callback  # before the patch, as most libraries
+from jax._src import buffer_callback as jax_buffer_callback
+from jax._src import callback as jax_callback
+from jax._src import debugging as jax_debugging
 from jax.experimental import buffer_callback as buffers
 from jax.experimental import io_callback
+from jax.extend.core import jaxpr_as_fun
 
 import hostcall as hc
 
@@ -35,31 +39,40 @@ LATE = {
     "debug": lambda *args, **kw: jax.debug.callback(*args, **kw),
     "print": lambda *args, **kw: jax.debug.print(*args, **kw),
 }
-ORIGINALS = [
-    jax.pure_callback,
-    jax.experimental.io_callback,
-    jax.debug.callback,
-    jax.debug.print,
-    jax.effects_barrier,
-    jax.interpreters.mlir.emit_python_callback,
-    buffers.buffer_callback,
-    buffers.Buffer,
-    buffers.ExecutionContext,
-]
+JAXS_BUFFER_CALLBACK = buffers.buffer_callback
 
 
 def in_place():
+    """What a patch replaces, as it is now: the functions stay JAX's own."""
+    primitives = [
+        jax_callback.pure_callback_p,
+        jax_callback.io_callback_p,
+        jax_debugging.debug_callback_p,
+        jax_debugging.debug_print_p,
+        jax_buffer_callback.buffer_callback_p,
+    ]
+    return [
+        *(primitive.bind for primitive in primitives),
+        jax.effects_barrier,
+        jax_callback.emit_python_callback,
+        jax.interpreters.mlir.emit_python_callback,
+        buffers.Buffer,
+        buffers.ExecutionContext,
+    ]
+
+
+def functions():
     return [
         jax.pure_callback,
         jax.experimental.io_callback,
         jax.debug.callback,
         jax.debug.print,
-        jax.effects_barrier,
-        jax.interpreters.mlir.emit_python_callback,
         buffers.buffer_callback,
-        buffers.Buffer,
-        buffers.ExecutionContext,
     ]
+
+
+ORIGINALS = in_place()
+FUNCTIONS = functions()
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +138,161 @@ def test_transformed(bound, patched):
     np.testing.assert_allclose(out, np.cos(x) + 1, rtol=1e-6)
 
 
+def test_rows_of_code_that_was_bound_before_are_one_call_of_the_program(patched):
+    """Not a loop of the program, which JAX's rules make."""
+    x = jnp.arange(6.0)
+    seen = []
+
+    def f(x):
+        debug.callback(lambda v: seen.append(float(v)), x)
+        y = pure_callback(np.cos, like(x), x, vmap_method="sequential")
+        return io_callback(lambda v: np.asarray(v) + 1, like(x), y)
+
+    text = text_of(jax.vmap(f), x)
+    assert text.count("@hostcall_call") == 3
+    assert "while" not in text
+    np.testing.assert_allclose(jax.jit(jax.vmap(f))(x), np.cos(x) + 1, rtol=1e-6)
+    jax.effects_barrier()
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_eager_callback_that_was_bound_before_compiles_nothing(patched, monkeypatch):
+    x, shape = jnp.float32(1), jax.ShapeDtypeStruct((), jnp.float32)
+    compiled = []
+    monkeypatch.setattr(
+        jax._src.compiler,
+        "backend_compile_and_load",
+        lambda *args, **kwargs: compiled.append(args),
+    )
+    out = pure_callback(lambda x: np.asarray(x) + 1, shape, x)
+    assert compiled == []
+    assert float(out) == 2
+
+
+def as_a_function(f, x):
+    """Its outermost equations are bound again."""
+    return jax.jit(jaxpr_as_fun(jax.make_jaxpr(f)(x))).trace
+
+
+# Ways to keep a program that was traced before the patch.
+TRACED = {
+    "traced": lambda f, x: lambda x, traced=jax.jit(f).trace(x): traced,
+    "jaxpr": as_a_function,
+    "jaxpr of a jitted function": lambda f, x: as_a_function(jax.jit(f), x),
+}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("way", TRACED)
+def test_programs_that_were_traced_before(way, ordered, capsys):
+    """Their equations are JAX's; some of them in a loop, which is bound as a whole."""
+    seen = []
+
+    def host(x):
+        seen.append((type(x), hc.current() is not None))
+        return np.asarray(x) + 1
+
+    def fill(ctx, out, x):
+        seen.append((type(out), hc.current() is not None))
+        np.asarray(out)[...] = np.asarray(x) * 2
+
+    def step(x, _):
+        y = jax.pure_callback(host, like(x), x)
+        y = jax.experimental.io_callback(host, like(x), y, ordered=ordered)
+        y = buffers.buffer_callback(fill, like(x))(y)
+        jax.debug.callback(host, y, ordered=ordered)
+        jax.debug.print("y = {}", y, ordered=ordered)
+        return y, None
+
+    def f(x):
+        return lax.scan(step, step(x, None)[0], None, 1)[0]
+
+    x = jnp.ones(())
+    trace = TRACED[way](f, x)
+    with hc.patch_jax(arrays="numpy"):
+        lowered = trace(x).lower()
+        assert "python_cpu_callback" not in lowered.as_text()
+        out = jax.tree.leaves(lowered.compile()(x))
+        jax.effects_barrier()
+    assert out == [16]
+    kinds = [np.ndarray, np.ndarray, hc.buffers.Buffer, np.ndarray]
+    assert seen == [(kind, True) for kind in kinds * 2]
+    assert capsys.readouterr().out == "y = 6.0\ny = 16.0\n"
+
+
+def test_a_pullback_that_was_traced_before(patched):
+    hc.testing.unpatch_jax()
+    seen = []
+
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    def backward(_, ct):
+        debug.callback(lambda v: seen.append((float(v), hc.current() is not None)), ct)
+        return (ct,)
+
+    f.defvjp(lambda x: (x, None), backward)
+    _, pullback = jax.vjp(jax.jit(f), 1.0)
+    hc.patch_jax()
+    assert pullback(3.0) == (3.0,)
+    jax.effects_barrier()
+    assert seen == [(3.0, True)]
+
+
+def test_a_debug_callback_with_an_effect_of_its_own_keeps_it(patched):
+    """As a library may bind it, with rules for that effect."""
+    from jax._src import effects
+
+    class Own(effects.Effect):
+        pass
+
+    effects.lowerable_effects.add_type(Own)
+    own, seen = Own(), []
+
+    def f(x):
+        jax_debugging.debug_callback_p.bind(
+            x,
+            callback=lambda v: seen.append(hc.current() is not None) or (),
+            effect=own,
+            partitioned=False,
+        )
+        return x
+
+    assert jax.make_jaxpr(f)(1.0).effects == {own}
+    jax.jit(f)(1.0)
+    jax.effects_barrier()
+    assert seen == [True]
+
+
+def test_jaxs_log_is_logged(patched, caplog):
+    caplog.set_level("INFO", logger="jax._src.debugging")
+
+    @jax.jit
+    def f(x):
+        debug.log("x is {}", x)
+        return x
+
+    assert "@hostcall_call" in f.lower(1.0).as_text()
+    f(1.0)
+    jax.effects_barrier()
+    assert "x is 1.0" in caplog.text
+
+
+def test_a_coroutine_function_is_refused(patched):
+    async def host(x):
+        return x
+
+    binds = [
+        lambda: pure_callback(host, like(1.0), 1.0),
+        lambda: io_callback(host, like(1.0), 1.0),
+        lambda: debug.callback(host, 1.0),
+    ]
+    for bind in binds:
+        with pytest.raises(hc.errors.SpecError, match="is a coroutine function"):
+            bind()
+
+
 @pytest.mark.parametrize("bound", [EARLY, LATE], ids=["early", "late"])
 def test_errors(bound, patched):
     error = ValueError("no")
@@ -153,8 +321,7 @@ def test_buffer_callbacks(bound, effect, patched):
         assert ctx.stage == buffers.ExecutionStage.EXECUTE
         np.asarray(out["y"])[...] = np.asarray(tree[0]) * np.asarray(k)
 
-    early = ORIGINALS[-3]
-    function = early if bound == "early" else buffers.buffer_callback
+    function = JAXS_BUFFER_CALLBACK if bound == "early" else buffers.buffer_callback
     x = jnp.arange(4.0)
     f = function(host, {"y": like(x)}, has_side_effect=effect, vmap_method="sequential")
     assert "@hostcall_buffer(" in text_of(lambda x: f((x,), k=3.0), x)
@@ -414,9 +581,10 @@ def test_inside_a_pallas_kernel_prints_stay_jaxs(patched):
 # --- Patching and unpatching ------------------------------------------------------------------
 
 
-def test_the_patch_replaces_and_restores_names():
+def test_the_patch_replaces_and_restores():
     hc.patch_jax()
     assert not set(in_place()) & set(ORIGINALS)
+    assert functions() == FUNCTIONS
     hc.patch_jax()  # again, with no effect
     hc.testing.unpatch_jax()
     assert in_place() == ORIGINALS
@@ -429,10 +597,8 @@ def test_context_managers_nest():
     assert repr(plain) == "<hostcall.patch_jax(arrays='jax')>"
     hc.testing.unpatch_jax()
     with hc.patch_jax():
-        inner = jax.pure_callback
         with hc.patch_jax(arrays="numpy"):
             assert type_that_comes() is np.ndarray
-        assert jax.pure_callback is inner
         assert type_that_comes() is not np.ndarray
     assert in_place() == ORIGINALS
 
@@ -489,7 +655,7 @@ def test_our_own_wrapper_is_not_taken_for_jaxs():
         ours()
         hc.testing.unpatch_jax()
     finally:
-        jax.effects_barrier = ORIGINALS[4]
+        jax.effects_barrier = ORIGINALS[5]
 
 
 def test_programs_compiled_before_are_compiled_again():
@@ -508,17 +674,22 @@ def test_programs_compiled_before_are_compiled_again():
 
 
 def test_who_patched_after_us_stays():
-    other = lambda *args: None
+    primitive = jax_callback.pure_callback_p
     hc.patch_jax()
-    jax.debug.print = other
+    ours = primitive.bind
+    seen = []
+
+    def others(*args, **params):
+        seen.append(args)
+        return ours(*args, **params)
+
+    primitive.bind = others
     try:
         hc.testing.unpatch_jax()
-        assert jax.debug.print is other
+        assert pure_callback(np.negative, like(1.0), 1.0) == -1
+        assert seen == [(1.0,)]
     finally:
-        jax.debug.print = debug_print
-
-
-debug_print = jax.debug.print
+        del primitive.bind
 
 
 def test_from_many_threads():
@@ -593,7 +764,7 @@ x = jnp.float32(2)
 host = lambda v: v * 3
 assert "x" not in sys.argv or sys.path[0]
 print(sys.argv[1:], __name__, jax.jit(lambda x: pure_callback(host, x, x))(x))
-print(jax.pure_callback.__module__)
+print(jax.effects_barrier.__module__)
 assert jax.numpy.arange(3.0).dtype == "float64"  # what was set before counts
 """
 
@@ -673,8 +844,8 @@ AUTOPATCH = Path(__file__).parents[2] / "src"
         ("1", "jax", "hostcall._compat.patch"),
         ("1", "hostcall", "hostcall._compat.patch"),
         ("numpy", "jax", "hostcall._compat.patch"),
-        ("0", "jax", "jax._src.callback"),
-        ("", "hostcall", "jax._src.callback"),
+        ("0", "jax", "jax._src.api"),
+        ("", "hostcall", "jax._src.api"),
     ],
 )
 def test_from_the_environment(value, first, home, run_python):
@@ -690,7 +861,7 @@ def test_from_the_environment(value, first, home, run_python):
         host = lambda v: seen.append(type(v).__name__) or v
         jax.jit(lambda x: jax.pure_callback(host, x, x))(jnp.float32(1))
         jax.effects_barrier()
-        print(jax.pure_callback.__module__, *seen)
+        print(jax.effects_barrier.__module__, *seen)
         """,
         env={"HOSTCALL_PATCH": value},
     )

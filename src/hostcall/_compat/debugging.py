@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,12 +13,17 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._api.print_format import parsed
-from hostcall._compat.pure_and_io import OPTIONS
 from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import refuse_coroutines
+from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
-from hostcall._engine.params.drop_in import PRINT, arrays_of, make_params
+from hostcall._engine.params.drop_in import (
+    PRINT,
+    DropInParams,
+    arrays_of,
+    make_params,
+)
 from hostcall._primitives.drop_in import bind
 
 __all__ = ["callback", "print"]
@@ -63,20 +68,11 @@ def callback(
 
     Source: JAX's guide "External callbacks".
     """
-    options = {"ordered": ordered, "partitioned": partitioned}
-    return call_back(arrays, callback, *args, **options, **kwargs)
-
-
-def call_back(
-    arrays: str,
-    /,
-    callback: Callable[..., None] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Callable[..., None] | None:
-    """With JAX's signature: all keywords but its own are the callback's."""
-    given: Kwargs = {key: kwargs.pop(key, False) for key in OPTIONS["debug"]}
-    given["arrays"] = arrays_of(arrays)
+    given = {
+        "ordered": ordered,
+        "partitioned": partitioned,
+        "arrays": arrays_of(arrays),
+    }
 
     def call(callback: Callable[..., None], /, *args: object, **kwargs: object) -> None:
         if not callable(callback):
@@ -85,7 +81,9 @@ def call_back(
                 f" object of type {type(callback)}"
             )
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
-        _bind(callback, given, args, kwargs)
+        in_tree, operands, static = _jax.split_callback_args(args, kwargs)
+        trees = template_of(in_tree, static), Results.flat(())
+        bind(*operands, params=make_params("debug", callback, trees, given))
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 
@@ -123,19 +121,14 @@ def print(
     Cost: 1 us for the call, plus the formatting; JAX's takes 50.
     """
 
+    given = {"ordered": ordered, "partitioned": partitioned}
+
     def call(fmt: str, /, *args: object, **kwargs: object) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)
-        has_fields = _has_fields(fmt)
-        if kwargs and not has_fields:  # else they would be left out without a word
-            raise ValueError(
-                f"the format {fmt!r} has no fields for the keyword arguments"
-                f" {sorted(kwargs)} of jax.debug.print"
-            )
-        line = PrintLine(fmt, has_fields, tuple(np.get_printoptions().items()))
-        arrays = arrays_of("numpy" if _is_plain(fmt, args, kwargs) else "jax")
-        given = {"ordered": ordered, "partitioned": partitioned, "arrays": arrays}
-        _bind(line, given, args, kwargs)
+        in_tree, operands, static = _jax.split_callback_args(args, kwargs)
+        options = np.get_printoptions().items()
+        bind(*operands, params=print_params(fmt, in_tree, static, options, given))
 
     return _now_or_later("debug_print", call, fmt, args, kwargs)
 
@@ -155,16 +148,36 @@ def _now_or_later(
     return call
 
 
-def _bind(
-    fn: Callable[..., None], given: Mapping[str, object], args: Args, kwargs: Kwargs
-) -> None:
-    """Traceable leaves become operands; the others stay in the template as they are."""
-    leaves, treedef = _jax.flatten_with_refs((args, kwargs))
-    marks = tuple(None if _jax.is_traceable(x) else Static(x) for x in leaves)
-    trees = Template(treedef, marks), Results(jax.tree.structure(None), (), ())
-    params = make_params("debug", fn, trees, given)
-    operands = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
-    bind(*operands, params=params)
+def template_of(in_tree: _jax.TreeDef, static: Mapping[int, object]) -> Template:
+    """How to rebuild (args, kwargs), in which the leaves of these numbers are static:
+    the callback gets them as they are.
+    """
+    numbers = range(in_tree.num_leaves)
+    marks = [Static(static[i]) if i in static else None for i in numbers]
+    return Template(in_tree, tuple(marks))
+
+
+def print_params(
+    fmt: str,
+    in_tree: _jax.TreeDef,
+    static: Mapping[int, object],
+    print_options: Iterable[tuple[str, Any]],
+    given: Mapping[str, object],
+    place: Place | None = None,
+) -> DropInParams:
+    """The parameters of an equation that prints `fmt` with arguments of this tree."""
+    has_fields = _has_fields(fmt)
+    names = in_tree.children()[1].node_data()[1]
+    if names and not has_fields:  # else they would be left out without a word
+        raise ValueError(
+            f"the format {fmt!r} has no fields for the keyword arguments {names} of"
+            " jax.debug.print"
+        )
+    line = PrintLine(fmt, has_fields, tuple(print_options))
+    is_plain = has_fields and _is_plain(fmt, in_tree)
+    options = {**given, "arrays": "numpy" if is_plain else "free"}
+    trees = template_of(in_tree, static), Results.flat(())
+    return make_params("debug", line, trees, options, place)
 
 
 @dataclass(frozen=True)
@@ -219,15 +232,14 @@ def _has_fields(fmt: str) -> bool:
     return any(field is not None for _, field, *_ in string.Formatter().parse(fmt))
 
 
-def _is_plain(fmt: str, args: Args, kwargs: Kwargs) -> bool:
+def _is_plain(fmt: str, in_tree: _jax.TreeDef) -> bool:
     """Whether NumPy arrays would be formatted just as JAX's are.
 
     They are if all arguments are bare arrays, in fields without a conversion, an
     attribute or an index.
     """
-    _, treedef = _jax.flatten_with_refs((args, kwargs))
-    bare = jax.tree.structure(((0,) * len(args), dict.fromkeys(kwargs, 0)))
-    if treedef != bare or not _has_fields(fmt):
+    leaf = jax.tree.structure(0)
+    if any(arg != leaf for part in in_tree.children() for arg in part.children()):
         return False
     try:
         return all(

@@ -1,13 +1,9 @@
 """`hc.patch_jax`: runs every program's callbacks on hostcall's engine.
 
-The idea: callbacks reach a program in three ways, and each is redirected where it
-passes.
-
-  * Functions looked up under JAX's names at the time of the call. The functions of
-    `_REPLACEMENTS` stand there while a patch is active.
-  * JAX's primitives, bound by code that imported JAX's functions before the patch, and
-    `emit_python_callback`. `lowerings` replaces how they are lowered.
-  * Programs that were compiled before. Their caches are dropped at each change.
+The idea: JAX's functions for callbacks stay what they are. What they all come to is
+replaced (`redirects`): what JAX's primitives do when they are bound, and how they are
+lowered. So it does not matter when a program took a function. Programs that were
+compiled before are in caches, which are dropped at each change.
 
 Patches nest: the last active one says which arrays callbacks get. When none is left,
 everything that still bears the patch is put back.
@@ -15,83 +11,45 @@ everything that still bears the patch is put back.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.experimental
+from jax.experimental import buffer_callback as buffers
 
 from hostcall import _jax
-from hostcall._compat import debugging, lowerings, pure_and_io
-from hostcall._compat.buffer_callback import buffer_callback
+from hostcall._compat import redirects
 from hostcall._core.suggestions import suggests
 from hostcall._engine.params import buffer
 from hostcall._engine.params.drop_in import arrays_of
 from hostcall._runtime import delivery
 
-# --- What stands under JAX's names ----------------------------------------------------
+# --- What is replaced -----------------------------------------------------------------
+
+_effects_barrier_of_jax = jax.effects_barrier
 
 
-def _drop_in(name: str, function: Callable[..., object]) -> Callable[..., object]:
-    """What stands under JAX's name. `function` gets what callbacks get, and the rest.
-
-    In Pallas kernels, jax.debug's functions are JAX's own.
-    """
-    kernels = not name.startswith("jax.debug.")
-    original = _get(name)
-
-    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
-    def drop_in(*args: object, **kwargs: object) -> object:
-        if not kernels and _jax.in_pallas_kernel():
-            return original(*args, **kwargs)
-        return function(lowerings.chosen or "jax", *args, **kwargs)
-
-    return drop_in
-
-
-def _print(_: str, /, *args: Any, _use_logging: bool = False, **kwargs: Any) -> object:
-    """A format takes either kind of arrays."""
-    if _use_logging:
-        return _print_of_jax(*args, _use_logging=True, **kwargs)  # type: ignore[no-any-return]
-    return debugging.print(*args, **kwargs)
-
-
-def _effects_barrier(_: str, /) -> None:
+def _effects_barrier() -> None:
     """Also waits until queued taps are delivered."""
     _effects_barrier_of_jax()
     delivery.refuse_inside_a_tap("jax.effects_barrier()")
     delivery.flush()
 
 
-def _get(name: str) -> Callable[..., object]:
-    module, attribute = name.rsplit(".", 1)
-    found: Callable[..., object] = getattr(importlib.import_module(module), attribute)
-    return found
-
-
-# Saved once at import, so that no replacement wraps another one.
-_print_of_jax, _effects_barrier_of_jax = jax.debug.print, jax.effects_barrier
-_BUFFERS = "jax.experimental.buffer_callback"
-_DROP_INS: dict[str, Callable[..., object]] = {
-    "jax.pure_callback": functools.partial(pure_and_io.call_back, "pure"),
-    "jax.experimental.io_callback": functools.partial(pure_and_io.call_back, "io"),
-    "jax.debug.callback": debugging.call_back,
-    "jax.debug.print": _print,
-    "jax.effects_barrier": _effects_barrier,
-}
-_REPLACEMENTS: dict[str, object] = {
-    **{name: _drop_in(name, function) for name, function in _DROP_INS.items()},
-    f"{_BUFFERS}.buffer_callback": buffer_callback,
-    f"{_BUFFERS}.Buffer": buffer.Buffer,
-    f"{_BUFFERS}.ExecutionContext": buffer.ExecutionContext,
+# (an object of JAX's, the name of its attribute) -> what stands there in a patch.
+REPLACEMENTS: dict[tuple[object, str], object] = {
+    **{(each.primitive, "bind"): each.bind for each in redirects.REDIRECTS},
     **{
-        f"{module}.emit_python_callback": lowerings.emit_python_callback
+        (module, "emit_python_callback"): redirects.emit_python_callback
         for module in _jax.MODULES_WITH_EMIT
     },
+    (jax, "effects_barrier"): _effects_barrier,
+    # Names by which programs annotate and recognize what their callbacks get.
+    (buffers, "Buffer"): buffer.Buffer,
+    (buffers, "ExecutionContext"): buffer.ExecutionContext,
 }
 
 
@@ -136,13 +94,13 @@ class Patch:
 def patch_jax(arrays: str = "jax") -> Patch:
     """Runs every program's callbacks on hostcall's engine.
 
-    `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback`,
-    `jax.debug.print`, `jax.experimental.buffer_callback` and `jax.effects_barrier`
-    become hostcall's. Callbacks of code that imported JAX's functions before, and JAX's
-    own callbacks (Pallas in interpret mode, checkify), are redirected when their
-    programs are lowered. On platforms that the engine does not serve, and inside Pallas
-    kernels, callbacks stay JAX's. `jax.experimental.host_callback`, which JAX has
-    removed, can be imported again (`hostcall.host_callback`).
+    The calls of `jax.pure_callback`, `jax.experimental.io_callback`,
+    `jax.debug.callback`, `jax.debug.print` and `jax.experimental.buffer_callback`
+    become hostcall's, whenever a program took these functions, and so do JAX's own
+    callbacks (Pallas in interpret mode, checkify). On platforms that the engine does
+    not serve, and inside Pallas kernels, callbacks stay JAX's. `jax.effects_barrier`
+    waits for taps too. `jax.experimental.host_callback`, which JAX has removed, can be
+    imported again (`hostcall.host_callback`).
 
     Patch before the first program is traced, if you can. If a back end runs already,
     JAX's caches are cleared, so that programs are compiled again; an executable that
@@ -184,14 +142,15 @@ def unpatch_jax() -> None:
 
 def _apply() -> None:
     """Makes JAX as the last active patch says. The caller holds the lock."""
-    before, choice = lowerings.chosen, _active[-1].arrays if _active else None
+    before, choice = redirects.chosen, _active[-1].arrays if _active else None
     if choice == before:
         return
-    lowerings.chosen = choice
+    redirects.chosen = choice
     if before is None:
-        for primitive, rule in lowerings.LOWERINGS.items():
-            _undo.append(_jax.replace_lowering(primitive, rule))
-        _undo.extend(_replace(*each) for each in _REPLACEMENTS.items())
+        for each in redirects.REDIRECTS:
+            _undo.append(_jax.replace_lowering(each.primitive, each.lower))
+        for (holder, name), new in REPLACEMENTS.items():
+            _undo.append(_replace(holder, name, new))
         _undo.append(_revive())
     elif choice is None:
         while _undo:
@@ -216,14 +175,19 @@ def _revive() -> Callable[[], None]:
     return end
 
 
-def _replace(name: str, function: object) -> Callable[[], None]:
-    """Puts `function` under `name`; returns what puts the old one back."""
-    module, attribute = name.rsplit(".", 1)
-    home, before = importlib.import_module(module), _get(name)
-    setattr(home, attribute, function)
+def _replace(holder: object, name: str, new: object) -> Callable[[], None]:
+    """Puts `new` under this name; returns what puts back what was there."""
+    attributes = vars(holder)
+    is_own = name in attributes  # else it is an attribute of the holder's class
+    before = getattr(holder, name)
+    setattr(holder, name, new)
 
     def restore() -> None:
-        if _get(name) is function:  # else replaced again since the patch
-            setattr(home, attribute, before)
+        if attributes.get(name) is not new:  # replaced again since the patch
+            return
+        if is_own:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
 
     return restore

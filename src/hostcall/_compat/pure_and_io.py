@@ -75,8 +75,8 @@ def pure_callback(
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
     method = "sequential" if vmap_method is None else vmap_method
-    options = {"sharding": sharding, "vmap_method": method, **kwargs}
-    return call_back("pure", arrays, callback, result_shape_dtypes, *args, **options)
+    given = {"sharding": sharding, "vmap_method": method, "arrays": arrays_of(arrays)}
+    return _call("pure", callback, result_shape_dtypes, (args, kwargs), given)
 
 
 def io_callback(
@@ -120,40 +120,26 @@ def io_callback(
 
     Source: JAX's guide "External callbacks".
     """
-    options = {"sharding": sharding, "ordered": ordered, **kwargs}
-    return call_back("io", arrays, callback, result_shape_dtypes, *args, **options)
+    given = {"sharding": sharding, "ordered": ordered, "arrays": arrays_of(arrays)}
+    return _call("io", callback, result_shape_dtypes, (args, kwargs), given)
 
 
-# The options of each kind: those of JAX's function and of its primitive.
-OPTIONS: dict[Kind, tuple[str, ...]] = {
-    "pure": ("sharding", "vmap_method"),
-    "io": ("sharding", "ordered"),
-    "debug": ("ordered", "partitioned"),
-}
-
-
-def call_back(
+def _call(
     kind: Kind,
-    arrays: str,
-    /,
     callback: Callable[..., object],
     result_shape_dtypes: Any,
-    *args: object,
-    **kwargs: Any,
+    args_and_kwargs: object,
+    given: dict[str, Any],
 ) -> Any:
-    """With JAX's signature: all keywords but its own are the callback's."""
-    options = {key: kwargs.pop(key) for key in OPTIONS[kind] if key in kwargs}
-    check_vmap_method(options.get("vmap_method"))
+    check_vmap_method(given.get("vmap_method"))
     check_callable(
         callback, f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
     )
     refuse_coroutines(callback)
-    leaves, in_tree = jax.tree.flatten((args, kwargs))
+    leaves, in_tree = jax.tree.flatten(args_and_kwargs)
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     trees = trees_of(in_tree, out_tree, tuple(map(result_aval, described)))
-    params = make_params(
-        kind, callback, trees, {**options, "arrays": arrays_of(arrays)}
-    )
+    params = make_params(kind, callback, trees, given)
     return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
 
 

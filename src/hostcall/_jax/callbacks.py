@@ -10,10 +10,8 @@ import jax
 from jax._src import buffer_callback as _buffer_callback
 from jax._src import callback as _callback
 from jax._src import config as _config
-from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import tree_util as _tree_util
 from jax._src.interpreters import mlir as _mlir
 
 from hostcall._jax import types as _t
@@ -102,31 +100,39 @@ callback_logger = _callback.logger
 debug_logger = _debugging.logger
 print_checker = _debugging.formatter  # refuses arguments that a format does not use
 
-FlatCallback = _callback._FlatCallback  # the `callback` parameter of JAX's primitives
+# (args, kwargs) of a debug callback -> their tree, the arrays among their leaves, and
+# the other leaves by their numbers.
+split_callback_args = _debugging._split_callback_args
 
 
-# Flattens a tree as JAX flattens the arguments of debug callbacks: views of Refs are
-# nodes.
-flatten_with_refs = _tree_util.tracing_registry.flatten
+def parts_of_callback(
+    flat: Callable[..., object],
+) -> tuple[Callable[..., object], _t.TreeDef, Mapping[int, object]] | None:
+    """(the user's function, the tree of its arguments, the leaves of these that are no
+    arrays by their numbers) in the `callback` parameter of JAX's primitives; None if
+    something else than JAX's functions made that.
+    """
+    if isinstance(flat, _callback._FlatCallback):
+        return flat.callback_func, flat.in_tree, {}
+    code = getattr(flat, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    if names != ("callback", "in_tree", "static_args"):
+        return None
+    if flat.__module__ != _debugging.__name__:
+        return None
+    cells = flat.__closure__ or ()
+    fn, in_tree, static = [cell.cell_contents for cell in cells]
+    return fn, in_tree, dict(static)
 
 
-def is_traceable(leaf: object) -> bool:
-    """Whether JAX's debug callbacks treat this leaf as an array, not as static."""
-    try:
-        _core.shaped_abstractify(leaf)
-    except (AssertionError, TypeError):
-        return False
-    return True
-
-
-# --- What `patch_jax` replaces: _compat/patch.py, _compat/lowerings.py ---------------
+# --- What `patch_jax` replaces: _compat/patch.py, _compat/redirects.py ---------------
 
 pure_callback_p = _callback.pure_callback_p
 io_callback_p = _callback.io_callback_p
 debug_callback_p = _debugging.debug_callback_p
 debug_print_p = _debugging.debug_print_p
 buffer_callback_p = _buffer_callback.buffer_callback_p
-MODULES_WITH_EMIT = ("jax._src.callback", "jax.interpreters.mlir")
+MODULES_WITH_EMIT = (_callback, jax.interpreters.mlir)
 
 
 def replace_lowering(

@@ -27,10 +27,10 @@ Most programs need none of this, and are left as they are: those whose calls all
 one ordered effect, and those whose unordered calls are in one jaxpr, where each takes
 the token of the one before it (`in_order` in lowering_api.py).
 
-So are programs whose calls are all callbacks of JAX's own, which the patch serves, if
-only unordered ones would be put in order. JAX promises no order there, and code leans
-on that: Pallas' interpreter of TPU kernels has callbacks that must run after another
-one has failed, or a device waits for ever for what they send.
+So are programs whose calls all call back JAX's own code, which the patch serves, if
+only unordered ones would be put in order. JAX promises no order there, and leans on
+that: Pallas' interpreter of TPU kernels has callbacks that must run after another one
+has failed, or a device waits for ever for what they send.
 
 Not entered are loops over Refs, kernels, custom calls, and the small functions inside
 reductions, sorts and scatters; and before jaxlib 0.11.2, where XLA ends the process for
@@ -116,7 +116,7 @@ class _Finder:
     """Looks through a program whose host calls these rules lower.
 
     Attributes:
-        has_own: whether it has found a call that is no callback of JAX's own.
+        has_own: whether it has found a call of a function that is not JAX's own code.
     """
 
     def __init__(self, rules: Rules, ordered_alone: bool = False) -> None:
@@ -139,7 +139,8 @@ class _Finder:
     def _eqn(self, eqn: _t.JaxprEquation) -> _Found:
         ordered = _ordered(eqn.effects)
         if eqn.primitive in self._rules:
-            self.has_own |= eqn.primitive not in JAXS_CALLS
+            call = eqn.params.get("params")
+            self.has_own |= not getattr(call, "is_jaxs_own", False)
             if self._ordered_alone and not ordered:
                 return _Found()
             return _Found(own=ordered or frozenset([None]), is_call=True)

@@ -105,7 +105,7 @@ call.refuse_derivatives_as_jax(
 
 
 def lower(ctx: LoweringContext, *operands: Value, params: BufferParams) -> list[Value]:
-    """The lowering of our primitive, and of JAX's (_compat/lowerings.py)."""
+    """The lowering of our primitive, and of JAX's (_compat/redirects.py)."""
     program = begin(ctx)
     for platform in program.platforms:
         if platform not in _jax.SERVED:

@@ -1,0 +1,206 @@
+"""What stands for JAX's callback primitives, and for `emit_python_callback`.
+
+All of JAX's functions for callbacks bind one of five primitives, whenever a program
+took the function. While JAX is patched, binding such a primitive binds one of
+hostcall's, with the same call in its parameters. So programs are traced with
+hostcall's equations, and have its batching, eager calls and printing.
+
+Equations of JAX's primitives that are in programs already (a jaxpr that was traced
+before the patch, a Pallas kernel) are redirected where they are lowered, with the same
+translation of their parameters; what happens before that stays JAX's. And a few
+programs emit a callback themselves, below all primitives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hostcall import _jax
+from hostcall._compat.buffer_callback import make_params as buffer_params
+from hostcall._compat.debugging import print_params, template_of
+from hostcall._compat.pure_and_io import raw_keys, trees_of
+from hostcall._core.host_code import HostCode
+from hostcall._core.mistakes import refuse_coroutines
+from hostcall._core.options import CallOptions
+from hostcall._core.order import Order
+from hostcall._core.source import Place, users_place
+from hostcall._core.spec import Results, Template
+from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
+from hostcall._engine.params.equation import CallParams
+from hostcall._primitives import buffer, call, drop_in
+from hostcall._primitives.lowering import begin
+
+# What callbacks get, as the newest patch says; None if JAX is not patched. The patch
+# writes it under its lock. Redirects read it once each, without a lock.
+chosen: str | None = None
+
+
+# --- Primitives -----------------------------------------------------------------------
+
+# (the line that called, number of operands, parameters of JAX's primitive) ->
+# parameters of hostcall's. Without a line it is that of the user's which runs now.
+_Translation = Callable[[Place | None, int, _jax.Params], CallParams]
+
+
+class Redirect(NamedTuple):
+    """One of JAX's primitives, whose calls hostcall's primitive makes.
+
+    Attributes:
+        primitive: JAX's.
+        ours: the module of hostcall's, which binds and lowers it.
+        translation: makes the parameters of hostcall's.
+    """
+
+    primitive: _jax.Primitive
+    ours: ModuleType
+    translation: _Translation
+
+    def bind(self, *operands: object, **given: Any) -> object:
+        if self.primitive not in _DEBUG:  # which get typed keys, if they run at once
+            operands = tuple(map(raw_keys, operands))
+        # In a Pallas kernel it is device code, with rules for GPU and TPU. And a
+        # library may have an effect of its own, on whose rules it relies.
+        elif given.get("effect", _jax.DEBUG_EFFECT) not in _DEBUG_EFFECTS or (
+            _jax.in_pallas_kernel()
+        ):
+            return _DEBUG[self.primitive](*operands, **given)
+        params = self.translation(None, len(operands), given)
+        return self.ours.bind(*operands, params=params)
+
+    def lower(
+        self, ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
+    ) -> list[_jax.Value]:
+        params = self.translation(_place(ctx), len(operands), given)
+        return self.ours.lower(ctx, *operands, params=params)  # type: ignore[no-any-return]
+
+
+# How they are bound without a patch.
+_DEBUG = {each: each.bind for each in (_jax.debug_callback_p, _jax.debug_print_p)}
+_DEBUG_EFFECTS = (_jax.DEBUG_EFFECT, _jax.ORDERED_DEBUG_EFFECT)
+
+
+def _place(ctx: _jax.LoweringContext) -> Place | None:
+    """The line that called; None if JAX does not know it."""
+    line = _jax.line_of(ctx)
+    return None if line is None else Place(*line)
+
+
+def _call_back(
+    kind: Kind, place: Place | None, operands: int, given: _jax.Params
+) -> CallParams:
+    # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
+    # the wrapped function, with flat arguments.
+    fn, template = given["callback"], Template.flat(*(None,) * operands)
+    if (parts := _jax.parts_of_callback(fn)) is not None:
+        fn, in_tree, static = parts
+        template = template_of(in_tree, static)
+    refuse_coroutines(fn)  # a debug callback would drop the coroutine without a word
+    options = {
+        "ordered": given.get("effect") == _jax.ORDERED_DEBUG_EFFECT,
+        **given,
+        "arrays": arrays_of(chosen or "jax"),
+    }
+    trees = template, Results.flat(given.get("result_avals", ()))
+    return make_params(kind, fn, trees, options, place)
+
+
+def _print(place: Place | None, operands: int, given: _jax.Params) -> CallParams:
+    if given["logging_record"] is not None:
+        logged = {**given, "callback": _jax.print_callback(given)}
+        return _call_back("debug", place, operands, logged)
+    return print_params(
+        given["fmt"],
+        given["in_tree"],
+        dict(given["static_args"]),
+        given["np_printoptions"],
+        given,
+        place,
+    )
+
+
+def _buffer(place: Place | None, operands: int, given: _jax.Params) -> CallParams:
+    del operands
+    order: Order = "unordered" if given["has_side_effect"] else "pure"
+    return buffer_params(
+        given["callback"],
+        trees_of(given["in_tree"], given["out_tree"], given["result_avals"]),
+        place or users_place(),
+        CallOptions(order=order, vmap_method=given["vmap_method"]),
+        aliases=tuple(given["input_output_aliases"]),
+        command_buffer=given["command_buffer_compatible"],
+    )
+
+
+REDIRECTS = (
+    Redirect(_jax.pure_callback_p, drop_in, functools.partial(_call_back, "pure")),
+    Redirect(_jax.io_callback_p, drop_in, functools.partial(_call_back, "io")),
+    Redirect(_jax.debug_callback_p, drop_in, functools.partial(_call_back, "debug")),
+    Redirect(_jax.debug_print_p, drop_in, _print),
+    Redirect(_jax.buffer_callback_p, buffer, _buffer),
+)
+
+
+# --- emit_python_callback -------------------------------------------------------------
+
+
+def emit_python_callback(
+    ctx: _jax.LoweringContext,
+    callback: Callable[..., Sequence[object]],
+    token: _jax.Value | None,
+    operands: Sequence[_jax.Value],
+    operand_avals: Sequence[_jax.Aval],
+    result_avals: Sequence[_jax.Aval],
+    *,
+    has_side_effect: bool,
+    sharding: Any = None,
+    **options: bool,
+) -> tuple[Sequence[_jax.Value], _jax.Value | None, object]:
+    """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
+    if not _jax.is_served(ctx) or options.get("partitioned"):
+        given = ctx, callback, token, operands, operand_avals, result_avals
+        options |= {"has_side_effect": has_side_effect, "sharding": sharding}
+        return _jax.emit_python_callback(*given, **options)  # type: ignore[no-any-return]
+    avals = _jax.physical_avals(result_avals)
+    params = make_params(
+        "io" if has_side_effect else "pure",
+        _Sequence(callback, len(avals)),
+        (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
+        {"arrays": "numpy"},
+        _place(ctx),
+    )
+    program = begin(
+        ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+    )
+    made = call.prepare(
+        program,
+        params,
+        _jax.physical_avals(operand_avals),
+        _jax.device_of(program, sharding),
+    )
+    with _jax.named(ctx, params.callback.label):
+        results, token_out = made.emit_with(token, operands, token is not None)
+    return results, token_out, None
+
+
+class _Sequence(HostCode):
+    """A callback that returns a sequence with one value per result."""
+
+    def __init__(self, callback: Callable[..., Sequence[object]], results: int) -> None:
+        self._callback, self._results = callback, results
+
+    def inside(self) -> Callable[..., object]:
+        return self._callback
+
+    def __call__(self, *args: np.ndarray) -> tuple[np.ndarray, ...]:
+        out = self._callback(*args)
+        if len(out) != self._results:
+            raise RuntimeError(
+                "Mismatched number of outputs from callback. Expected:"
+                f" {self._results}, Actual: {len(out)}"
+            )
+        return tuple(map(np.asarray, out))
