@@ -65,11 +65,11 @@ PYTHON ?=
 JAX ?=
 TESTS ?=
 BIN := $(VENV)/bin
-NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*.cc tests/fakegpu/*.h benchmarks/*.cc)
+NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*.cc tests/fakegpu/*.h tests/fakegpu/ptx/*.cc tests/fakegpu/ptx/*.h benchmarks/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-fast test-map test-releases test-staged test-gpu-runtime test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-fast test-map test-releases test-staged test-gpu-runtime test-gpu-functions test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -109,8 +109,9 @@ test-releases:
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged $(ALL)
 
-# Files whose programs mostly launch no kernel, so that they are judged.
-GPU_RUNTIME := tests/fakegpu tests/call/test_where.py tests/feed/test_feed.py
+# GPU_RUNTIME=tests/tap: others.
+GPU_RUNTIME ?= tests/fakegpu $(wildcard tests/call/test_[abc]*.py) tests/call/test_where.py \
+  tests/feed/test_feed.py
 test-gpu-runtime: $(VENV)/.installed
 	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
 	if [ $$had -eq 3 ]; then \
@@ -120,6 +121,9 @@ test-gpu-runtime: $(VENV)/.installed
 	else \
 	  PYTHONPATH="$$folder" $(BIN)/python $(PYTEST) --platform fakegpu $(GPU_RUNTIME); \
 	fi
+
+test-gpu-functions: $(VENV)/.installed
+	PYTHONPATH="$$(scripts/xla_cuda.sh $(BIN)/python)" $(BIN)/python tests/fakegpu/functions.py
 
 test-optional: OPTIONAL := .venv-optional
 test-optional:

@@ -18,6 +18,11 @@ if [ ! -d "$folder" ]; then
     grep -q "No matching distribution found for jax-cuda12" "$part.log" && exit 3
     exit 1
   fi
+  # NVIDIA's mathematical functions as code for LLVM (libdevice), which kernels of sin or pow
+  # need. Without it such programs are not compiled, and their tests not judged.
+  "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" \
+    "nvidia-cuda-nvcc-cu12==12.*" >"$part.log" 2>&1 ||
+    echo "xla_cuda.sh: no nvidia-cuda-nvcc-cu12: $(tail -1 "$part.log")" >&2
   mv "$part" "$folder" || exit 1
 fi
 echo "$folder"

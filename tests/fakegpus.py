@@ -2,28 +2,27 @@
 
 XLA's own runtime for GPUs (the packages jax-cuda12-pjrt and jax-cuda12-plugin) runs over
 tests/fakegpu, a libcuda.so.1 that takes the host's memory for the device's. Copies, events,
-host functions and CUDA graphs are real there. Kernels are not: each is counted and refused,
-so a test whose programs launch one is "not judged". A test that breaks a rule of CUDA fails.
+host functions and CUDA graphs are real there. XLA's kernels are run by an interpreter. What it
+can't run is counted and refused, so a test whose programs launch such a kernel is "not judged".
+A test that breaks a rule of CUDA fails.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax._src import core, hardware_utils
+from jax._src import hardware_utils
 
 DEVICES = 4
 PACKAGES = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
@@ -37,9 +36,20 @@ _SETTINGS = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "FAKEGPU_DEVICES": str(DEVICES),
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_experimental_vmm_disabled=true"
-    " --xla_force_host_platform_device_count=4",
 }
+# XLA makes all kernels itself, and gives the driver their text (PTX). So it takes no kernel
+# that its authors compiled, or a library has.
+_FLAGS = (
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_experimental_vmm_disabled=true",
+    "--xla_force_host_platform_device_count=4",
+    "--xla_gpu_enable_libnvptxcompiler=false",
+    "--xla_gpu_enable_libnvjitlink=false",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_gpu_enable_cub_radix_sort=false",
+    # Matrix products of fewer elements are kernels of XLA's, not cuBLAS's.
+    "--xla_gpu_gemm_rewrite_size_threshold=1000000000000",
+)
 
 
 def missing() -> str | None:
@@ -71,44 +81,58 @@ def built(target: str) -> Path:
 def opened(path: Path) -> ctypes.CDLL:
     """Loads the driver. Its functions for tests are in tests/fakegpu/controls.cc."""
     driver = ctypes.CDLL(str(path))
-    driver.fakeTakeFaults.restype = ctypes.c_char_p
+    for name in ("fakeTakeFaults", "fakeMissing"):
+        getattr(driver, name).restype = ctypes.c_char_p
     driver.fakePinnedBytes.restype = ctypes.c_size_t
     driver.fakeStreamCreate.restype = ctypes.c_void_p
-    for name in ("fakeCount", "fakeKernels", "fakeGraphLaunches"):
+    driver.fakeStreamCreateOn.restype = ctypes.c_void_p
+    for name in ("fakeCount", "fakeKernels", "fakeLaunches", "fakeGraphLaunches"):
         getattr(driver, name).restype = ctypes.c_long
     return driver
+
+
+def _libdevice() -> Path | None:
+    """NVIDIA's mathematical functions, as code for LLVM: the folder `nvvm` of a toolkit.
+
+    Kernels that call them are not compiled without it.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    found = (
+        [Path(path) / "cuda_nvcc" for path in spec.submodule_search_locations]
+        if spec
+        else []
+    )
+    found += [
+        Path(os.environ[name])
+        for name in ("CUDA_HOME", "CUDA_PATH")
+        if name in os.environ
+    ]
+    found += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"))]
+    for folder in found:
+        if (folder / "nvvm/libdevice/libdevice.10.bc").exists():
+            return (folder / "nvvm").resolve()
+    return None
 
 
 def start() -> ctypes.CDLL:
     """Starts the driver in this process. Must run before JAX is used."""
     folder = built("all")
+    assembler = folder / "cuda"
     os.environ.update(_SETTINGS)
+    os.environ["PATH"] = f"{assembler / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    data_folder = f'--xla_gpu_cuda_data_dir="{assembler}"'
+    os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, data_folder])
+    if (libdevice := _libdevice()) is not None:
+        link = assembler / "nvvm"
+        if not link.is_symlink() or link.readlink() != libdevice:
+            link.unlink(missing_ok=True)
+            link.symlink_to(libdevice)
     for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
         ctypes.CDLL(str(folder / name))
     driver = opened(folder / "libcuda.so.1")
+    ctypes.CDLL(str(folder / "libnccl.so.2"))
     hardware_utils.has_visible_nvidia_gpu = lambda: True  # JAX looks for device files
     return driver
-
-
-def make_arrays_on_the_host() -> None:
-    """Arrays that tests make outside of programs come from the CPU, by a copy.
-
-    On a GPU each is a kernel's, and the test would not be judged for that alone.
-    """
-    for name in ("arange", "full", "linspace", "ones", "zeros"):
-        setattr(jnp, name, _on_the_host(getattr(jnp, name)))
-
-
-def _on_the_host(make: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> jax.Array:
-        if not core.trace_state_clean():
-            return make(*args, **kwargs)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            value = np.asarray(make(*args, **kwargs))
-        return jnp.asarray(value)
-
-    return made
 
 
 class Rules:
@@ -129,20 +153,31 @@ class Rules:
 
 
 class Judge:
-    """Takes the word of no test whose programs launched a kernel."""
+    """Takes the word of no test whose programs launched what can't be run here."""
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self.driver = driver
         self._before = 0
+        self._missing_before: Counter[str] = Counter()
         self._judged = False
+        self._of_workers: Counter[str] = Counter()
+
+    def missing(self) -> Counter[str]:
+        """What could not be run so far: instructions and libraries, with how often."""
+        lines = [
+            line.split(" ", 1)
+            for line in self.driver.fakeMissing().decode().splitlines()
+        ]
+        return Counter({what: int(count) for count, what in lines})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         self._before = self.driver.fakeKernels()
+        self._missing_before = self.missing()
         self._judged = False
 
     def launched(self) -> int:
-        """How many kernels the test's programs launched so far."""
+        """How many kernels the test's programs launched so far that can't be run."""
         return self.driver.fakeKernels() - self._before
 
     @pytest.hookimpl(wrapper=True)
@@ -154,7 +189,8 @@ class Judge:
         if launched and report.when != "teardown":
             if not report.skipped and (report.when == "call" or report.failed):
                 report.outcome, report.not_judged = "skipped", True
-                why = f"its programs launched kernels ({launched})"
+                missing = self.missing() - self._missing_before
+                why = f"not judged: {', '.join(missing)}"
                 report.longrepr = (str(item.path), None, why)
         elif launched and self._judged:
             report.outcome = "failed"
@@ -163,6 +199,19 @@ class Judge:
             report.outcome, report.longrepr = "passed", None
         self._judged |= report.when == "call" and not launched
         return report
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["missing"] = dict(self.missing())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._of_workers.update(getattr(node, "workeroutput", {}).get("missing", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        missing = self.missing() + self._of_workers
+        for what, count in missing.most_common():
+            terminalreporter.write_line(f"can't be run here: {what} ({count} times)")
 
 
 def status(report: Any) -> tuple[str, str, str] | None:

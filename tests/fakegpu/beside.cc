@@ -1,8 +1,10 @@
 // What XLA asks of three libraries beside the driver: libnvidia-ml.so.1,
-// libcudart.so.12 and libcublas.so.12. Only versions and errors; a missing function
-// is an error to XLA, and not a crash, unless it returns a text.
+// libcudart.so.12 and libcublas.so.12. Versions, errors, and of libcudart the
+// copies that JAX's own callbacks make; a missing function is an error to XLA, and
+// not a crash, unless it returns a text.
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 
@@ -35,11 +37,45 @@ EXPORT void __cudaRegisterVar(void**, ...) {}
 
 namespace {
 
-void CountKernel() {
+/// A function of the driver.
+template <typename F>
+F* Driver(const char* name) {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return driver == nullptr ? nullptr : reinterpret_cast<F*>(dlsym(driver, name));
+}
+
+}  // namespace
+
+/// libcudart's codes are the driver's. It makes the stream's context current.
+EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int,
+                           void* stream) {
+  using Address = unsigned long long;
+  static auto* const get = Driver<int(void*, void**)>("cuStreamGetCtx");
+  static auto* const push = Driver<int(void*)>("cuCtxPushCurrent_v2");
+  static auto* const pop = Driver<int(void**)>("cuCtxPopCurrent_v2");
+  static auto* const copy =
+      Driver<int(Address, Address, size_t, void*)>("cuMemcpyAsync");
+  void* context = nullptr;
+  if (const int code = get(stream, &context); code != 0) return code;
+  if (const int code = push(context); code != 0) return code;
+  const int code = copy(reinterpret_cast<Address>(to),
+                        reinterpret_cast<Address>(from), bytes, stream);
+  pop(&context);
+  return code;
+}
+EXPORT int cudaStreamSynchronize(void* stream) {
+  static auto* const wait = Driver<int(void*)>("cuStreamSynchronize");
+  return wait(stream);
+}
+
+namespace {
+
+void CountKernel(const char* what) {
   void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   if (driver == nullptr) return;
-  const auto count = reinterpret_cast<void (*)()>(dlsym(driver, "fakeCountKernel"));
-  if (count != nullptr) count();
+  const auto count =
+      reinterpret_cast<void (*)(const char*)>(dlsym(driver, "fakeCountKernel"));
+  if (count != nullptr) count(what);
 }
 
 }  // namespace
@@ -47,7 +83,7 @@ void CountKernel() {
 /// XLA asks for the text of an error when a function is missing: what it uses of
 /// this library, apart from versions, launches kernels that XLA was built with.
 EXPORT const char* cudaGetErrorString(int) {
-  CountKernel();
+  CountKernel("a kernel that XLA was built with");
   return "an error of no cudart";
 }
 EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
@@ -55,7 +91,7 @@ EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
 /// A product of matrices is a kernel, too: counted and refused.
 EXPORT int cublasCreate_v2(void** handle) {
   *handle = nullptr;
-  return CountKernel(), 1;
+  return CountKernel("cuBLAS"), 1;
 }
 EXPORT const char* cublasGetStatusName(int) {
   return "CUBLAS_STATUS_NOT_INITIALIZED";

@@ -10,14 +10,35 @@ EXPORT long fakeCount(const char* function) {
   Lock lock(W().mutex);
   return W().counts[function];
 }
-/// Kernels that were to be launched. None is run.
+/// Kernels that could not be run.
 EXPORT long fakeKernels() {
   Lock lock(W().mutex);
   return W().kernels;
 }
-EXPORT void fakeCountKernel() {
+/// Kernels that were.
+EXPORT long fakeLaunches() {
   Lock lock(W().mutex);
-  ++W().kernels;
+  return W().launches;
+}
+EXPORT void fakeCountKernel(const char* what) {
+  Lock lock(W().mutex);
+  Missing(lock, what);
+}
+/// What could not be run so far, one a line, with how often. The text is the
+/// calling thread's until its next call.
+EXPORT const char* fakeMissing() {
+  thread_local std::string text;
+  Lock lock(W().mutex);
+  text.clear();
+  for (const auto& [what, count] : W().missing)
+    text += std::to_string(count) + " " + what + "\n";
+  return text.c_str();
+}
+/// For tests of that count.
+EXPORT void fakeForgetMissing() {
+  Lock lock(W().mutex);
+  W().kernels = 0;
+  W().missing.clear();
 }
 EXPORT long fakeGraphLaunches() {
   Lock lock(W().mutex);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels.h"
 #include "world.h"
 
 struct CUgraphExec_st {
@@ -24,17 +25,24 @@ CUgraph_st* Clone(Lock& lock, const CUgraph_st* graph) {
   return clone;
 }
 
-void Collect(const CUgraphNode_st& node, std::vector<Op>& ops) {
-  if (node.op) ops.push_back(node.op);
-  if (node.child == nullptr) return;
-  for (const CUgraphNode_st* inner : node.child->nodes) Collect(*inner, ops);
+/// What a node does in an instance. Nodes of a graph that was moved into another
+/// one are the instance's, too, and may have got other parameters.
+void Collect(const CUgraphExec_st& exec, CUgraphNode_st* node,
+             std::vector<Op>& ops) {
+  const auto found = exec.now.find(node);
+  const CUgraphNode_st& now = found != exec.now.end() ? found->second : *node;
+  if (now.op) ops.push_back(now.op);
+  if (now.child == nullptr) return;
+  for (CUgraphNode_st* inner : now.child->nodes) Collect(exec, inner, ops);
 }
 
 void Take(Lock& lock, CUgraphExec_st* exec, const CUgraph_st* graph) {
   exec->order = graph->nodes;
   exec->now.clear();
   for (CUgraphNode_st* node : graph->nodes) {
-    exec->now[node] = {node->op, node->child ? Clone(lock, node->child) : nullptr};
+    CUgraph_st* child = node->child;
+    if (child != nullptr && !node->moved) child = Clone(lock, child);
+    exec->now[node] = {node->op, child, node->moved};
   }
 }
 
@@ -73,6 +81,8 @@ Op CopyOp(const CopyNode& node) {
       Fault(lock, "a graph has a copy of memory that is gone", 0);
     } else {
       std::memcpy(node.to.at(), node.from.at(), node.width);
+      Touch(lock, node.from.at(), node.width, false, "a graph's copy");
+      Touch(lock, node.to.at(), node.width, true, "a graph's copy");
     }
   };
 }
@@ -87,16 +97,72 @@ Op FillOp(const FillNode& node) {
     auto* const to = static_cast<char*>(Pointer(node.to));
     for (size_t i = 0; i < bytes; i += node.element_size)
       std::memcpy(to + i, &node.value, node.element_size);
+    Touch(lock, to, bytes, true, "a graph's fill");
   };
 }
 
+/// CUDA_KERNEL_NODE_PARAMS, as far as it is read.
+struct KernelNode {
+  CUfunc_st* function;
+  unsigned grid[3], block[3];
+  unsigned shared_bytes;
+  void** params;
+
+  KernelLaunch launch() const {
+    return {function,
+            {grid[0], grid[1], grid[2]},
+            {block[0], block[1], block[2]},
+            shared_bytes,
+            params};
+  }
+};
+/// CUDA_MEMCPY_NODE_PARAMS.
+struct CopyNodeInContext {
+  int flags, reserved;
+  CUctx_st* context;
+  CopyNode copy;
+};
+/// CUDA_CHILD_GRAPH_NODE_PARAMS.
+struct ChildNode {
+  CUgraph_st* graph;
+  int ownership;  // 1: the graph is moved, and not copied
+};
+/// CUDA_HOST_NODE_PARAMS.
+struct HostNode {
+  void (*function)(void*);
+  void* data;
+};
 /// CUgraphNodeParams, as far as it is read.
 struct NodeParams {
   int kind;
   int reserved[3];
-  CUgraph_st* child;
+  union {
+    ChildNode child;
+    KernelNode kernel;
+    CopyNodeInContext copy;
+    FillNode fill;
+    HostNode host;
+  };
 };
-constexpr int kChild = 4;
+constexpr int kKernel = 0, kCopy = 1, kFill = 2, kHost = 3, kChild = 4, kEmpty = 5;
+
+/// The work of a node that has no graph in it.
+int NodeOp(Lock& lock, const NodeParams& params, Op& op) {
+  switch (params.kind) {
+    case kKernel:
+      return KernelOp(lock, params.kernel.launch(), op);
+    case kCopy:
+      return op = CopyOp(params.copy.copy), kSuccess;
+    case kFill:
+      return op = FillOp(params.fill), kSuccess;
+    case kHost:
+      return op = HostOp(params.host.function, params.host.data), kSuccess;
+    case kEmpty:
+      return op = nullptr, kSuccess;
+    default:
+      return Missing(lock, "a graph's node of kind " + std::to_string(params.kind));
+  }
+}
 
 }  // namespace
 
@@ -150,23 +216,33 @@ EXPORT int cuGraphAddMemsetNode(CUgraphNode_st** node, CUgraph_st* graph, void*,
   ENTER();
   return *node = AddNode(lock, graph, FillOp(*fill)), kSuccess;
 }
-EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st**, CUgraph_st*, void*, size_t,
-                                   void*) {
+EXPORT int cuGraphAddKernelNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*,
+                                   size_t, const KernelNode* kernel) {
   ENTER();
-  return ++W().kernels, kNotSupported;
+  Op op;
+  if (const int code = KernelOp(lock, kernel->launch(), op); code != kSuccess)
+    return code;
+  return *node = AddNode(lock, graph, std::move(op)), kSuccess;
 }
-EXPORT int cuGraphAddKernelNode(CUgraphNode_st**, CUgraph_st*, void*, size_t,
-                                void*) {
-  ENTER();
-  return ++W().kernels, kNotSupported;
+EXPORT int cuGraphAddKernelNode(CUgraphNode_st** node, CUgraph_st* graph,
+                                void* needs, size_t count,
+                                const KernelNode* kernel) {
+  return cuGraphAddKernelNode_v2(node, graph, needs, count, kernel);
 }
 EXPORT int cuGraphAddNode_v2(CUgraphNode_st** node, CUgraph_st* graph, void*, void*,
                              size_t, const NodeParams* params) {
   ENTER();
-  if (params->kind == kChild)
-    return *node = AddNode(lock, graph, nullptr, Clone(lock, params->child)),
-           kSuccess;
-  return ++W().kernels, kNotSupported;  // a kernel, or what only goes with kernels
+  if (params->kind == kChild) {
+    const bool moved = params->child.ownership == 1;
+    CUgraph_st* const child =
+        moved ? params->child.graph : Clone(lock, params->child.graph);
+    *node = AddNode(lock, graph, nullptr, child);
+    (*node)->moved = moved;
+    return kSuccess;
+  }
+  Op op;
+  if (const int code = NodeOp(lock, *params, op); code != kSuccess) return code;
+  return *node = AddNode(lock, graph, std::move(op)), kSuccess;
 }
 EXPORT int cuGraphGetNodes(CUgraph_st* graph, CUgraphNode_st** nodes,
                            size_t* count) {
@@ -223,6 +299,18 @@ EXPORT int cuGraphExecChildGraphNodeSetParams(CUgraphExec_st* exec,
   ENTER();
   return exec->now[node].child = Clone(lock, child), kSuccess;
 }
+EXPORT int cuGraphExecKernelNodeSetParams_v2(CUgraphExec_st* exec,
+                                             CUgraphNode_st* node,
+                                             const KernelNode* kernel) {
+  ENTER();
+  return KernelOp(lock, kernel->launch(), exec->now[node].op);
+}
+EXPORT int cuGraphExecKernelNodeSetParams(CUgraphExec_st* exec,
+                                          CUgraphNode_st* node,
+                                          const KernelNode* kernel) {
+  ENTER();
+  return KernelOp(lock, kernel->launch(), exec->now[node].op);
+}
 EXPORT int cuGraphExecMemcpyNodeSetParams(CUgraphExec_st* exec,
                                           CUgraphNode_st* node,
                                           const CopyNode* copy, CUctx_st*) {
@@ -238,15 +326,15 @@ EXPORT int cuGraphExecMemsetNodeSetParams(CUgraphExec_st* exec,
 EXPORT int cuGraphExecNodeSetParams(CUgraphExec_st* exec, CUgraphNode_st* node,
                                     const NodeParams* params) {
   ENTER();
-  if (params->kind != kChild) return kNotSupported;
-  return exec->now[node].child = Clone(lock, params->child), kSuccess;
+  if (params->kind != kChild) return NodeOp(lock, *params, exec->now[node].op);
+  return exec->now[node].child = Clone(lock, params->child.graph), kSuccess;
 }
 EXPORT int cuGraphUpload(CUgraphExec_st*, CUstream_st*) { return kSuccess; }
 EXPORT int cuGraphLaunch(CUgraphExec_st* exec, CUstream_st* handle) {
   ENTER_STREAM(handle);
   ++W().graph_launches;
   std::vector<Op> ops;  // what the graph does now, whatever is set later
-  for (CUgraphNode_st* node : exec->order) Collect(exec->now[node], ops);
+  for (CUgraphNode_st* node : exec->order) Collect(*exec, node, ops);
   Enqueue(lock, stream, [ops] {
     for (const Op& op : ops) op();
   });

@@ -48,6 +48,7 @@ struct Copy {
   int Enqueue(Lock& lock, CUstream_st* handle) const {
     CUstream_st* const stream = Find(lock, handle);
     if (stream == nullptr) return Broken(lock, "no such stream", kInvalidHandle);
+    if (bytes == 0) return kSuccess;  // wherever it would be from and to
     if (to == nullptr || from == nullptr) return kInvalidValue;
     if (t_current.empty() || t_current.back() != stream->context)
       return Broken(lock, "another context is current", kInvalidContext);
@@ -66,9 +67,15 @@ struct Copy {
     fakegpu::Enqueue(lock, stream, [copy = *this, pinned] {
       std::memcpy(copy.to, copy.from, copy.bytes);
       Lock done(W().mutex);
+      copy.Note(done);
       if (pinned != nullptr) --pinned->queued;
     });
     return kSuccess;
+  }
+
+  void Note(Lock& lock) const {
+    Touch(lock, from, bytes, false, function);
+    Touch(lock, to, bytes, true, function);
   }
 
  private:
@@ -84,6 +91,7 @@ struct Copy {
         copy.Broken(lock, "a graph has a copy of memory that is gone", 0);
       } else {
         std::memcpy(copy.to, copy.from, copy.bytes);
+        copy.Note(lock);
       }
     });
   }
@@ -92,6 +100,8 @@ struct Copy {
     if (to_side == kHosts) {
       fakegpu::Enqueue(lock, stream, [copy = *this] {
         std::memcpy(copy.to, copy.from, copy.bytes);
+        Lock done(W().mutex);
+        Touch(done, copy.from, copy.bytes, false, copy.function);
       });
       return Wait(lock, stream);
     }
@@ -99,6 +109,8 @@ struct Copy {
     auto kept = std::make_shared<std::vector<char>>(begin, begin + bytes);
     fakegpu::Enqueue(lock, stream, [copy = *this, kept] {
       std::memcpy(copy.to, kept->data(), copy.bytes);
+      Lock done(W().mutex);
+      Touch(done, copy.to, copy.bytes, true, copy.function);
     });
     return kSuccess;
   }
@@ -112,8 +124,11 @@ int Fill(Lock& lock, const char* function, Address to, Number value, size_t coun
   if (!IsDevices(lock, Pointer(to), count * sizeof(Number)))
     return Fault(lock, std::string(function) + ": this is no memory of a device",
                  kInvalidValue);
-  Enqueue(lock, stream,
-          [=] { std::fill_n(static_cast<Number*>(Pointer(to)), count, value); });
+  Enqueue(lock, stream, [=] {
+    std::fill_n(static_cast<Number*>(Pointer(to)), count, value);
+    Lock done(W().mutex);
+    Touch(done, Pointer(to), count * sizeof(Number), true, function);
+  });
   return kSuccess;
 }
 
@@ -131,11 +146,12 @@ EXPORT int cuMemAllocManaged(Address* address, size_t bytes, unsigned) {
   ENTER();
   return MakeDevices(lock, address, bytes, xlas);
 }
-/// Waits for all work, as the real one does: nothing that was enqueued before may
-/// still use the memory.
+/// Waits for all work of the device, as the real one does: nothing that was
+/// enqueued before may still use the memory.
 EXPORT int cuMemFree_v2(Address address) {
   ENTER();
-  WaitForAll(lock);
+  const Block* const block = Within(lock, W().device, Pointer(address), 0);
+  WaitForAll(lock, block != nullptr ? block->device : -1);
   return Free(lock, W().device, Pointer(address));
 }
 EXPORT int cuMemHostAlloc(void** data, size_t bytes, unsigned flags) {

@@ -26,7 +26,8 @@ EXPORT int cuStreamSynchronize(CUstream_st* handle) {
 EXPORT int cuStreamQuery(CUstream_st* handle) {
   ENTER_STREAM(handle);
   if (stream->capture != nullptr) return kCaptureUnsupported;
-  return stream->done == stream->enqueued ? kSuccess : kNotReady;
+  if (stream->done != stream->enqueued) return kNotReady;
+  return Join(W().host, stream->clock), kSuccess;
 }
 EXPORT int cuStreamGetCtx(CUstream_st* handle, CUctx_st** context) {
   ENTER_STREAM(handle);
@@ -47,6 +48,7 @@ EXPORT int cuStreamWaitEvent(CUstream_st* stream_handle, CUevent_st* handle,
   ENTER_EVENT(handle);
   CUstream_st* const stream = Find(lock, stream_handle);
   if (stream == nullptr) return Fault(lock, "no such stream", kInvalidHandle);
+  if (stream->capture == nullptr) Join(stream->clock, event->clock);
   Enqueue(lock, stream, [reached = event->reached] {
     Lock waits(W().mutex);
     W().changed.wait(waits, [&] { return *reached || W().lost; });
@@ -56,12 +58,7 @@ EXPORT int cuStreamWaitEvent(CUstream_st* stream_handle, CUevent_st* handle,
 EXPORT int cuLaunchHostFunc(CUstream_st* handle, void (*function)(void*),
                             void* data) {
   ENTER_STREAM(handle);
-  Enqueue(lock, stream, [function, data] {
-    t_in_host_function = true;
-    function(data);
-    t_in_host_function = false;
-  });
-  return kSuccess;
+  return Enqueue(lock, stream, HostOp(function, data)), kSuccess;
 }
 
 EXPORT int cuEventCreate(CUevent_st** event, unsigned) {
@@ -85,16 +82,20 @@ EXPORT int cuEventRecord(CUevent_st* handle, CUstream_st* stream_handle) {
     *reached = true;
     W().changed.notify_all();
   });
+  event->clock = stream->clock;
   return kSuccess;
 }
 EXPORT int cuEventQuery(CUevent_st* handle) {
   ENTER_EVENT(handle);
-  return *event->reached ? kSuccess : kNotReady;
+  if (!*event->reached) return kNotReady;
+  return Join(W().host, event->clock), kSuccess;
 }
 EXPORT int cuEventSynchronize(CUevent_st* handle) {
   ENTER_EVENT(handle);
+  const Clock clock = event->clock;
   W().changed.wait(lock,
                    [reached = event->reached] { return *reached || W().lost; });
+  Join(W().host, clock);
   return W().lost ? kIllegalAddress : kSuccess;
 }
 EXPORT int cuEventElapsedTime(float* milliseconds, CUevent_st*, CUevent_st*) {

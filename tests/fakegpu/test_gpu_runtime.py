@@ -1,7 +1,4 @@
-"""hostcall's CUDA handlers in XLA's CUDA runtime, on a driver that is made hostile.
-
-Programs here launch no kernel: arguments are NumPy's, and functions compute on the host.
-"""
+"""hostcall's CUDA handlers in XLA's CUDA runtime, on a driver that is made hostile."""
 
 from __future__ import annotations
 
@@ -341,6 +338,120 @@ def test_one_gpu_that_can_not_get_its_operand(driver):
         with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA_ERROR_OUT_OF_MEM"):
             f(x).block_until_ready()
         np.testing.assert_array_equal(f(x), X + 1)
+
+
+# --- Loops, whose conditions and steps are kernels ---------------------------------
+
+
+@pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
+def test_a_call_in_each_step_of_a_scan(mode, order):
+    called = []
+
+    def host(v):
+        called.append(float(v))
+        return v * np.float32(10)
+
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+
+    @jax.jit
+    def f(x):
+        step = lambda c, a: (c + hc.call(host, scalar, a + 1, order=order), c)
+        return jax.lax.scan(step, np.float32(0), x)
+
+    total, before = f(X[:4])
+    assert float(total) == 100
+    np.testing.assert_array_equal(before, [0, 10, 30, 60])
+    assert sorted(called) == [1, 2, 3, 4]
+    if order == "ordered":
+        assert called == [1, 2, 3, 4]
+
+
+def test_taps_in_a_while_loop_come_in_order(mode):
+    seen = []
+
+    def step(i):
+        hc.tap(lambda v: seen.append(int(v)), i, order="ordered")
+        return i + 1
+
+    f = jax.jit(lambda n: jax.lax.while_loop(lambda i: i < n, step, np.int32(0)))
+    assert int(f(np.int32(30))) == 30
+    hc.barrier()
+    assert seen == list(range(30))
+
+
+def test_a_branch_that_calls(mode):
+    f = jax.jit(
+        lambda p, x: jax.lax.cond(
+            p, lambda x: hc.call(lambda v: v + 1, SPEC, x) * 2, lambda x: x * 3, x
+        )
+    )
+    np.testing.assert_array_equal(f(np.bool_(True), X), (X + 1) * 2)
+    np.testing.assert_array_equal(f(np.bool_(False), X), X * 3)
+
+
+def test_the_gradient_of_a_host_function_in_a_scan(mode):
+    cube = hc.host(lambda v: v**3, result=hc.results.like(0))
+    cube.defvjp(lambda v: (v**3, v), lambda v, c: (3 * v**2 * c,))
+
+    def total(w, x):
+        return jax.lax.scan(lambda c, a: (c + cube(w * a), None), np.float32(0), x)[0]
+
+    got = jax.jit(jax.grad(total))(np.float32(2), X[:4])
+    np.testing.assert_allclose(got, 3 * 2**2 * (X[:4] ** 3).sum(), rtol=1e-6)
+
+
+def test_a_driver_that_fails_in_the_middle_of_a_loop(driver):
+    """The program fails, in the step that it failed in, and the next run is right."""
+    fails_at = [3]
+    called = []
+
+    def host(i):
+        called.append(int(i))
+        if int(i) == fails_at[0]:
+            driver.fakeFailNext(b"cuMemcpyHtoDAsync_v2", 2)
+        return i + 1
+
+    scalar = jax.ShapeDtypeStruct((), np.int32)
+    step = lambda i, c: hc.call(host, scalar, c, order="ordered")
+    f = jax.jit(lambda x: jax.lax.fori_loop(0, 6, step, x))
+    for _ in range(3):
+        called.clear()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA_ERROR_OUT_OF_MEM"):
+            f(np.int32(0)).block_until_ready()
+        assert called == [0, 1, 2, 3]
+    fails_at[0] = -1
+    assert int(f(np.int32(0))) == 6
+    assert hc.monitor.pinned_memory()["calls"].in_use == 0
+
+
+def test_random_numbers_around_a_call_are_the_cpus(mode):
+    def f(data):
+        key = jax.random.wrap_key_data(data)
+        x = jax.random.normal(key, (8,))
+        y = hc.call(lambda v: v[::-1].copy(), SPEC, x)
+        return jax.numpy.sort(y + jax.random.uniform(key, (8,)))
+
+    data = np.array([1, 2], np.uint32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = jax.jit(f)(data)
+    np.testing.assert_allclose(jax.jit(f)(data), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_buffer_callback_that_does_not_wait_is_found(driver):
+    """Its copy is on a stream of its own; the kernel after it reads what it writes."""
+    own = ctypes.c_void_p(driver.fakeStreamCreateOn(0))
+
+    def host(ctx, out, x):
+        class OtherStream:
+            stream = own.value
+
+        copied(OtherStream, out, x)
+
+    f = jax.jit(lambda x: hc.buffers.buffer_callback(host, SPEC)(x * 2) + 1)
+    f(X).block_until_ready()
+    assert driver.cuStreamSynchronize(own) == 0
+    driver.fakeStreamDestroy(own)
+    assert "without waiting for it" in driver.fakeTakeFaults().decode()
 
 
 # --- The end -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +12,7 @@ namespace fakegpu {
 
 thread_local std::vector<CUctx_st*> t_current;
 thread_local bool t_in_host_function = false;
+thread_local Running t_running{-1, nullptr};
 
 World& W() {
   static World* const world = [] {
@@ -29,7 +31,9 @@ bool IsXlas(const void* code) {
   Dl_info info;
   if (is_new && dladdr(code, &info) != 0 && info.dli_fname != nullptr) {
     at->second = std::strstr(info.dli_fname, "jax_plugins") != nullptr ||
-                 std::strstr(info.dli_fname, "jax_cuda") != nullptr;
+                 std::strstr(info.dli_fname, "jax_cuda") != nullptr ||
+                 std::strstr(info.dli_fname, "libcudart") != nullptr ||
+                 std::strstr(info.dli_fname, "libnccl") != nullptr;
   }
   return at->second;
 }
@@ -56,6 +60,12 @@ int Fault(Lock&, const std::string& what, int code) {
   return code;
 }
 
+int Missing(Lock&, const std::string& what) {
+  ++W().kernels;
+  ++W().missing[what];
+  return kNotSupported;
+}
+
 namespace {
 
 std::chrono::microseconds Nap(Lock&) {
@@ -70,16 +80,18 @@ void Work(CUstream_st* stream) {
   for (;;) {
     w.changed.wait(lock, [&] { return stream->closed || !stream->queue.empty(); });
     if (stream->queue.empty()) break;
-    Op op = std::move(stream->queue.front());
+    Piece piece = std::move(stream->queue.front());
     stream->queue.pop_front();
+    t_running = {stream->number, &piece.clock};
     const std::chrono::microseconds nap = Nap(lock);
     const bool lost = w.lost;
     lock.unlock();
     if (!lost) {
       if (nap.count() != 0) std::this_thread::sleep_for(nap);
-      op();
+      piece.op();
     }
-    op = nullptr;
+    piece.op = nullptr;
+    t_running = {-1, nullptr};
     lock.lock();
     ++stream->done;
     w.changed.notify_all();
@@ -92,6 +104,7 @@ void Work(CUstream_st* stream) {
 CUstream_st* NewStream(Lock&, CUctx_st* context) {
   auto* stream = new CUstream_st{};
   stream->context = context;
+  stream->number = W().numbered++;
   W().streams.insert(stream);
   stream->thread = std::thread(Work, stream);
   return stream;
@@ -108,7 +121,7 @@ std::thread Close(Lock&, CUstream_st* stream) {
 CUgraph_st* NewGraph(Lock&) { return &W().graphs.emplace_back(); }
 
 CUgraphNode_st* AddNode(Lock&, CUgraph_st* graph, Op op, CUgraph_st* child) {
-  W().nodes.push_back(CUgraphNode_st{std::move(op), child});
+  W().nodes.push_back(CUgraphNode_st{std::move(op), child, false});
   return graph->nodes.emplace_back(&W().nodes.back());
 }
 
@@ -124,13 +137,72 @@ CUstream_st* Find(Lock& lock, CUstream_st* handle) {
   return found;
 }
 
+void Join(Clock& clock, const Clock& other) {
+  if (clock.size() < other.size()) clock.resize(other.size());
+  for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+namespace {
+
+constexpr size_t kMostUses = 32;  // of a block that are kept
+
+bool IsOver(const Use& use) {
+  const auto stream = static_cast<size_t>(use.stream);
+  return use.stream == t_running.stream ||
+         (stream < t_running.clock->size() &&
+          (*t_running.clock)[stream] >= use.piece);
+}
+/// Adds a use, and drops those that no later one can collide with but for this one.
+void Add(std::vector<Use>& uses, const Use& use) {
+  uses.erase(std::remove_if(uses.begin(), uses.end(),
+                            [&](const Use& old) {
+                              return old.begin >= use.begin && old.end <= use.end &&
+                                     IsOver(old);
+                            }),
+             uses.end());
+  if (uses.size() == kMostUses) uses.erase(uses.begin());
+  uses.push_back(use);
+}
+bool Collides(const std::vector<Use>& uses, const Use& use) {
+  for (const Use& old : uses)
+    if (old.begin < use.end && use.begin < old.end && !IsOver(old)) return true;
+  return false;
+}
+
+}  // namespace
+
+void Touch(Lock& lock, const void* begin, size_t bytes, bool writes,
+           const std::string& who) {
+  if (t_running.clock == nullptr || bytes == 0) return;
+  Block* block = Within(lock, W().device, begin, bytes);
+  if (block == nullptr) block = Within(lock, W().pinned, begin, bytes);
+  if (block == nullptr) return;
+  const auto* const from = static_cast<const char*>(begin);
+  const Use use{from, from + bytes, t_running.stream,
+                (*t_running.clock)[static_cast<size_t>(t_running.stream)]};
+  if (Collides(block->writes, use))
+    Fault(lock,
+          who + (writes ? " writes" : " reads") +
+              " memory that another stream writes, without waiting for it",
+          0);
+  else if (writes && Collides(block->reads, use))
+    Fault(lock,
+          who + " writes memory that another stream reads, without waiting for it",
+          0);
+  Add(writes ? block->writes : block->reads, use);
+}
+
 void Enqueue(Lock& lock, CUstream_st* stream, Op op) {
   if (stream->capture != nullptr) {
     AddNode(lock, stream->capture, std::move(op));
     return;
   }
-  stream->queue.push_back(std::move(op));
   ++stream->enqueued;
+  Join(stream->clock, W().host);
+  const auto number = static_cast<size_t>(stream->number);
+  if (stream->clock.size() <= number) stream->clock.resize(number + 1);
+  stream->clock[number] = stream->enqueued;
+  stream->queue.push_back(Piece{std::move(op), stream->clock});
   W().changed.notify_all();
 }
 
@@ -145,13 +217,28 @@ int Wait(Lock& lock, CUstream_st* stream) {
       [&] {  // a stream that was destroyed meanwhile has done its work
         return w.streams.count(stream) == 0 || stream->done >= number;
       };
+  const Clock clock = stream->clock;
   w.changed.wait(lock, over);
+  Join(w.host, clock);
   return w.lost ? kIllegalAddress : kSuccess;
 }
 
-int WaitForAll(Lock& lock) {
+Op HostOp(void (*function)(void*), void* data) {
+  return [function, data] {
+    {  // It may tell a thread of the host that all before it is over.
+      Lock lock(W().mutex);
+      if (t_running.clock != nullptr) Join(W().host, *t_running.clock);
+    }
+    t_in_host_function = true;
+    function(data);
+    t_in_host_function = false;
+  };
+}
+
+int WaitForAll(Lock& lock, int device) {
   for (CUstream_st* stream : std::set<CUstream_st*>(W().streams)) {
     if (W().streams.count(stream) == 0 || stream->capture != nullptr) continue;
+    if (device >= 0 && stream->context->device != device) continue;
     if (const int code = Wait(lock, stream); code != kSuccess) return code;
   }
   return kSuccess;

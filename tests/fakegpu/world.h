@@ -25,6 +25,15 @@ using Op = std::function<void()>;
 using Address =
     unsigned long long;  // of a device's memory, which is the host's here
 
+/// How much of each stream's work, by the streams' numbers, is surely over when a
+/// piece of work begins.
+using Clock = std::vector<long>;
+/// A piece of work that a stream has to do.
+struct Piece {
+  Op op;
+  Clock clock;
+};
+
 struct CUctx_st {
   int device = 0;
 };
@@ -33,18 +42,23 @@ struct CUevent_st {
   // Whether its stream has reached the last recording. Each recording has a flag of
   // its own: another stream may wait for an earlier one.
   std::shared_ptr<bool> reached = std::make_shared<bool>(true);
+  Clock clock;  // what was over when it was recorded last, and its stream's work
+                // before it
 };
 struct CUgraphNode_st {
   Op op;
   struct CUgraph_st* child = nullptr;
+  bool moved = false;  // the child is this node's alone
 };
 struct CUgraph_st {
   std::vector<CUgraphNode_st*> nodes;  // in an order that dependencies allow
 };
 struct CUstream_st {
   CUctx_st* context;
-  std::deque<Op> queue;
+  int number = 0;
+  std::deque<Piece> queue;
   long enqueued = 0, done = 0;
+  Clock clock;                    // of what is enqueued next
   CUgraph_st* capture = nullptr;  // what its work is recorded into
   bool spoilt = false;            // something was done that a capture forbids
   bool closed = false;
@@ -55,12 +69,20 @@ namespace fakegpu {
 
 constexpr int kMostDevices = 8;
 
+/// A use of memory by a piece of work.
+struct Use {
+  const char *begin, *end;
+  int stream;
+  long piece;
+};
+
 /// A piece of device or pinned memory.
 struct Block {
   size_t size;
   int device;
-  bool ours;       // not XLA's
-  int queued = 0;  // queued copies that use it
+  bool ours;                           // not XLA's
+  int queued = 0;                      // queued copies that use it
+  std::vector<Use> reads{}, writes{};  // the last ones
 };
 using Blocks = std::map<char*, Block>;
 
@@ -73,6 +95,8 @@ struct World {
   CUctx_st contexts[kMostDevices];
   CUstream_st* default_streams[kMostDevices] = {};
   std::set<CUstream_st*> streams;
+  int numbered = 0;
+  Clock host;  // what the host has waited for, in any thread
   std::map<CUevent_st*, std::shared_ptr<CUevent_st>> events;
   // Kept when they are destroyed: nodes and child graphs are known by address.
   std::deque<CUgraph_st> graphs;
@@ -84,7 +108,9 @@ struct World {
   std::map<std::string, int> failures;  // of the next call that is not XLA's
   std::map<std::string, long> counts;   // of calls that are not XLA's
   std::string faults;
-  long kernels = 0;  // that were to be launched
+  long kernels = 0;                     // that could not be run
+  long launches = 0;                    // of those that can
+  std::map<std::string, long> missing;  // what could not be run, and how often
   long graph_launches = 0;
   std::chrono::microseconds delay{0};  // of each piece of work
   bool reordered = false;              // some work, at random, waits for up to 2 ms
@@ -98,6 +124,12 @@ World& W();
 
 extern thread_local std::vector<CUctx_st*> t_current;
 extern thread_local bool t_in_host_function;
+/// What this thread, which is a stream's, does.
+struct Running {
+  int stream;
+  const Clock* clock;
+};
+extern thread_local Running t_running;
 
 /// Whether the code at an address is XLA's or JAX's plugin.
 bool IsXlas(const void* code);
@@ -115,12 +147,25 @@ std::thread Close(Lock& lock, CUstream_st* stream);
 /// The stream of a handle; null if there is none.
 CUstream_st* Find(Lock& lock, CUstream_st* handle);
 void Enqueue(Lock& lock, CUstream_st* stream, Op op);
+/// A call of a host function.
+Op HostOp(void (*function)(void*), void* data);
 CUgraphNode_st* AddNode(Lock& lock, CUgraph_st* graph, Op op,
                         CUgraph_st* child = nullptr);
 CUgraph_st* NewGraph(Lock& lock);
+void Join(Clock& clock, const Clock& other);
+/// Notes that the work which this thread does used memory. Work that used the same
+/// memory on another stream has to be over, unless both only read: events say so,
+/// or the host, which waited for it. If not, the rule is broken, whatever the
+/// values are this time.
+void Touch(Lock& lock, const void* begin, size_t bytes, bool writes,
+           const std::string& who);
 /// Waits for what is queued by now. Returns the code that says how that went.
 int Wait(Lock& lock, CUstream_st* stream);
-int WaitForAll(Lock& lock);
+/// Waits for all streams, or for those of a device.
+int WaitForAll(Lock& lock, int device = -1);
+
+/// Counts a kernel, or work of a library, that can't be run. Returns the code.
+int Missing(Lock& lock, const std::string& what);
 
 /// The block that has the whole range; null if there is none.
 Block* Within(Lock& lock, Blocks& blocks, const void* at, size_t bytes);
