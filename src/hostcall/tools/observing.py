@@ -25,8 +25,8 @@ from hostcall._core.gone import refuse
 from hostcall._core.suggestions import suggests
 from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
+from hostcall.tools._observe.bad_values import BadRecord as BadRecord
 from hostcall.tools._observe.loops import Loops
-from hostcall.tools._observe.nans import BadRecord as BadRecord
 from hostcall.tools._observe.nans import Nans
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
@@ -173,7 +173,7 @@ class observe:
         if "progress" in self._uses:
             hc.progress.close()
         if self._nans is not None:
-            self._nans.report()
+            self._nans.reports.report()
         if error is None:
             if self._values is not None:
                 self._values.warn()
