@@ -235,7 +235,10 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
         step: jax.Array, next_step: jax.Array, happened: jax.Array, *values: jax.Array
     ) -> Sequence[jax.Array]:
         given = iter(values)
-        take = lambda count: [next(given) for _ in range(count)]  # noqa: E731
+
+        def take(count: int) -> list[jax.Array]:
+            return [next(given) for _ in range(count)]
+
         is_scan = loop.length is not None
         row = next_step + 1 if loop.is_reverse else next_step - 1
         return pause.fn(

@@ -60,6 +60,7 @@ from hostcall.tools._observe.verdicts import (
     Judge,
     StepsSincePause,
 )
+from hostcall.tools._observe.where import Where
 
 _UPDATES = {  # operand 0 may be changed in place; the index of the operand that is new
     "dynamic_update_slice": 1,
@@ -73,11 +74,12 @@ class Nans:
 
     Attributes:
         infs: whether infinities are bad.
+        where: at which lines they are.
         reports: what is done with what they find.
     """
 
-    def __init__(self, infs: bool = True, on_bad: OnBad = "raise") -> None:
-        self.infs = infs
+    def __init__(self, infs: bool, on_bad: OnBad, where: Where) -> None:
+        self.infs, self.where = infs, where
         self.reports = Reports(on_bad)
 
     def look(self, level: Level) -> Iterator[Insertion | Pause]:
@@ -88,6 +90,9 @@ class Nans:
             for index, eqn in enumerate(level.jaxpr.eqns):
                 start = [x for x in eqn.invars if jaxprs.is_float(x) and x in made]
                 if start and _has_loop(eqn):
+                    # What buffers are filled with is innocent.
+                    fills = {x: _fill_of(level.jaxpr, x) for x in start}
+                    start = [x for x, fill in fills.items() if not _is_number(fill)]
                     yield from self._results(level, start, upto=index)
                 made |= set(eqn.outvars)
         is_outermost = level.kind in jaxprs.LOOPS and len(level.loops) == 1
@@ -119,6 +124,7 @@ class Nans:
         judge = Equations(
             level=level,
             infs=self.infs,
+            where=self.where,
             reports=self.reports,
             looked_at=tuple(looked_at),
             at_hand=tuple(looked_at),
@@ -238,6 +244,7 @@ class _PausingLoop:
         judge = StepsSincePause(
             level=level,
             infs=infs,
+            where=self.nans.where,
             reports=self.nans.reports,
             looked_at=(*small, *large),
             at_hand=tuple(x for x in (*small, *large) if x in level.jaxpr.outvars),
@@ -247,7 +254,7 @@ class _PausingLoop:
         )
         digests = _Digests(level, len(small), infs)
         before, floor = digests.kept(NUMBERS), digests.kept(COUNTS, len(found))
-        of_large = digests.kept(NUMBERS, len(large))
+        of_large = digests.kept(COUNTS, len(large))
         event = digests.flag()
         condition = level.running[1] if level.running else []
         operands = list(dict.fromkeys([*small, *condition]))
@@ -264,21 +271,22 @@ class _PausingLoop:
         kept = [
             digests.start(before, after),
             digests.start(floor, floor),
-            digests.start(of_large, of_large),
+            digests.start(of_large, of_large, self._first_counts(large, digests)),
         ]
         yield Insertion(check, [before, floor, *operands], None, [after, event], kept)
 
         def pause(here: Pausing) -> list[jax.Array]:
             digest, floor, last_of_large = here.kept
             now = [here.now[results.index(x)] for x in large]
-            new_of_large = digests.of(now, None)
+            new_of_large = digests.of(now, None, numbers=COUNTS)
             floor_of_large = floor[..., len(small) :, :]
             is_more = _is_more(new_of_large, last_of_large, floor_of_large).any()
 
             def ask() -> jax.Array:
                 begin, next_turn = here.turns
                 at_hand = [self._last(here, x) for x in judge.at_hand]
-                all_digests = jnp.concatenate([digest, new_of_large], axis=-2)
+                digest_of_large = digests.of(now, None)
+                all_digests = jnp.concatenate([digest, digest_of_large], axis=-2)
                 sent = [begin, next_turn - 1, *here.before, *here.outer, *at_hand]
                 return _asked(judge, all_digests, sent, floor)
 
@@ -293,6 +301,23 @@ class _PausingLoop:
             kept=[before, floor, of_large],
             outer=self.outer,
         )
+
+    def _first_counts(self, large: Sequence[Atom], digests: _Digests) -> np.ndarray:
+        """How many NaNs and infinities large values have before the first step, as far
+        as their fills say.
+        """
+        level = self.level.outer
+        assert level is not None
+        assert self.level.inside is not None
+        starts = self.level.inside.eqn.invars[self.first :]
+        counts = np.zeros((*digests.rows, len(large), COUNTS), np.int32)
+        for n, x in enumerate(large):
+            start = starts[self.level.jaxpr.outvars.index(x)]
+            fill = _fill_of(level.jaxpr, start)
+            if fill is not None and np.isinf(fill):
+                elements = math.prod(x.aval.shape[len(digests.rows) :])
+                counts[..., n, 1] = elements
+        return counts
 
     def _last(self, here: Pausing, x: Atom) -> jax.Array:
         """The value of a result of the last step."""
@@ -390,6 +415,33 @@ def _buffers(
     return buffers, updates, read
 
 
+def _is_number(fill: float | None) -> bool:
+    return fill is not None and not np.isnan(fill)
+
+
+_FILLS = "broadcast_in_dim", "convert_element_type", "reshape", "copy"
+
+
+def _fill_of(jaxpr: Jaxpr, atom: Atom) -> float | None:
+    """The real number that all elements of a value are, if the program says so."""
+    if tracing.is_literal(atom):
+        is_real = np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val)
+        return float(atom.val) if is_real else None
+    eqn = next((e for e in jaxpr.eqns if atom in e.outvars), None)
+    if eqn is None:
+        return None
+    if eqn.primitive.name in _FILLS:
+        return _fill_of(jaxpr, eqn.invars[0])
+    if eqn.primitive.name not in jaxprs.CALLS:
+        return None
+    (inner,) = jaxprs.inners(eqn)
+    result = inner.old.outvars[eqn.outvars.index(atom)]
+    found = _fill_of(inner.old, result)
+    if found is None and result in inner.old.invars:
+        return _fill_of(jaxpr, eqn.invars[inner.old.invars.index(result)])
+    return found
+
+
 # --- On the device --------------------------------------------------------------------
 
 
@@ -413,9 +465,10 @@ class _Digests:
     def flag(self) -> Var:
         return fragments.variable(self.rows, np.dtype(bool))
 
-    def start(self, var: Var, after: Var) -> Kept:
-        zeros = np.zeros(var.aval.shape, np.int32)
-        return Kept(var, fragments.literal(zeros), after)
+    def start(self, var: Var, after: Var, at_first: np.ndarray | None = None) -> Kept:
+        if at_first is None:
+            at_first = np.zeros(var.aval.shape, np.int32)
+        return Kept(var, fragments.literal(at_first), after)
 
     def running(self, known: dict[Atom, jax.Array]) -> jax.Array | None:
         """Which rows still run; None: all do."""
@@ -425,17 +478,25 @@ class _Digests:
         (goes_on,) = jaxprs.inlined(condition, [known[x] for x in operands])
         return goes_on
 
-    def of(self, values: Sequence[jax.Array], goes_on: jax.Array | None) -> jax.Array:
-        """The digest of these values; zeros, at little cost, if none is bad."""
-        n_axes = len(self.rows)
+    def of(
+        self,
+        values: Sequence[jax.Array],
+        goes_on: jax.Array | None,
+        numbers: int = NUMBERS,
+    ) -> jax.Array:
+        """The digest of these values, or its first numbers; zeros, at little cost, if
+        none is bad.
+        """
+        none = np.zeros((*self.rows, len(values), numbers), np.int32)
         if not values:
-            return jnp.zeros((*self.rows, 0, NUMBERS), jnp.int32)
-        none = np.zeros((*self.rows, len(values), NUMBERS), np.int32)
-        return jax.lax.cond(
-            _any_bad(values, self.infs, goes_on),
-            lambda: _digest(values, self.infs, goes_on, n_axes),
-            lambda: jnp.asarray(none),
-        )
+            return jnp.asarray(none)
+
+        def digest() -> jax.Array:
+            n_axes = len(self.rows)
+            return _digest(values, self.infs, goes_on, n_axes)[..., :numbers]
+
+        is_bad = _any_bad(values, self.infs, goes_on)
+        return jax.lax.cond(is_bad, digest, lambda: jnp.asarray(none))
 
 
 def _any_bad(

@@ -26,11 +26,13 @@ from hostcall.tools._observe.bad_values import Reports
 from hostcall.tools._observe.replay import (
     Frame,
     Search,
+    Steps,
     Value,
     kinds_of,
     runs_again,
     worst,
 )
+from hostcall.tools._observe.where import Where
 
 NUMBERS = 4  # of a value in a digest: NaNs, infinities, where these are, and those
 COUNTS = 2  # of them are counts
@@ -54,6 +56,7 @@ class Judge(HostCode):
 
     level: Level
     infs: bool
+    where: Where
     reports: Reports
     looked_at: tuple[Atom, ...]
     at_hand: tuple[Atom, ...]
@@ -75,6 +78,9 @@ class Judge(HostCode):
     def ask(self) -> Ask:
         """The function of the call that is made first."""
         return Ask(self)
+
+    def is_ignored(self, place: Place) -> bool:
+        return not self.where.has(place)
 
     def is_innocent(self, digest: np.ndarray) -> bool:
         """Whether bad values are known to be innocent, or were told of."""
@@ -134,6 +140,10 @@ class Judge(HostCode):
                 self.told.append(name)
         return bool(chains)
 
+    def not_again(self, place: Place, steps: Steps, search: Search) -> None:
+        if not self.is_ignored(place):
+            self.reports.not_again(place, steps, search)
+
 
 def _counts(digest: np.ndarray) -> np.ndarray:
     """How many NaNs and infinities each value has, in the row that has most of them."""
@@ -165,7 +175,7 @@ class Ask(HostCode):
         if not self.judge.is_innocent(digest):
             return floor, np.True_
         here = hc.current()
-        run = 0 if here is None else here.run
+        run = 0 if here is None else here.run or 0
         is_same_run = run == self.asks[0]
         self.asks[:] = run, self.asks[1] + 1 if is_same_run else 1
         if self.asks[1] > _ASKS_MOST:  # innocent ones come and go
@@ -194,7 +204,7 @@ class Equations(Judge):
         self, known: dict[Any, Value], digest: np.ndarray, flags: np.ndarray
     ) -> None:
         del digest
-        search = Search(self.infs)
+        search = Search(self.infs, self.is_ignored)
         pairs = zip(self.collectives, flags, strict=bool(flags.size))
         sent = [eqn for eqn, is_bad in pairs if is_bad]
         from_others = [v for eqn in sent for v in eqn.outvars]
@@ -220,7 +230,7 @@ class Equations(Judge):
             return
         if bad and not any(search.is_bad(frame.value(v)) for v in bad):
             at = next(p for p in self.level.places if bad[0] in p.eqn.outvars)
-            self.reports.not_again(at, steps, search)
+            self.not_again(at, steps, search)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +265,7 @@ class StepsSincePause(Judge):
         del flags
         assert self.level.outer is not None
         assert self.level.inside is not None
-        search = Search(self.infs)
+        search = Search(self.infs, self.is_ignored)
         level, loop = self.level.outer, self.level.inside
         frame = Frame(level.jaxpr, loop.outer, (), search, dict(known))
         for v in self.outer:
@@ -274,7 +284,7 @@ class StepsSincePause(Judge):
             bad = next(itertools.compress(self.looked_at, are_bad))
             body = Place(loop.eqn, loop)
             at = next((p for p in self.level.places if bad in p.eqn.outvars), body)
-            self.reports.not_again(at, (end,), search)
+            self.not_again(at, (end,), search)
 
 
 def _is_constant(level: Level, atom: Atom) -> bool:
