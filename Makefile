@@ -15,7 +15,7 @@
 # make docs-links  after that: ask the hosts of the site's external links
 # make pictures  draw the pictures of docs/ from runs of the programs there
 # make bench   print the table of targets, and write docs/benchmarks.md; measure the
-#               sweeps, draw them in docs/pictures/, and write the tables of docs/speed.md.
+#               sweeps, and draw them in docs/pictures/.
 # make bench-packages bench VENV=.venv-bench  with all packages that rows compare with (6 GB);
 #               without one of them, its rows are left out
 # make check   format, lint, types, layers, rows of the benchmark run once, tests

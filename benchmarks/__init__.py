@@ -27,6 +27,6 @@ And the pictures of docs/speed.md, `python -m benchmarks --pictures docs/picture
 sweeps.py          what is measured, over which sizes, and speed.json
 sweep_parts.py     programs: a call, a tap, a row, and what a call consists of
 sweep_sizes.py     programs over bytes, leaves, rows, devices and threads
-sweep_texts.py     titles, captions, and the tables of docs/speed.md
+sweep_texts.py     titles, captions, and tables at the end of docs/benchmarks.md
 sweep_pictures.py  the drawing
 """

@@ -66,13 +66,13 @@ ROWS = (
 
 
 def draw(folder: Path) -> None:
-    """Draws speed.json of a folder, and puts its tables into speed.md beside it."""
+    """Draws speed.json of a folder, and writes its tables into benchmarks.md above."""
     known = sweeps.load(folder)
     if not known:
         raise FileNotFoundError(f"{folder} has no {sweeps.FILE}: measure it first")
     for path in sweep_pictures.draw(known, folder):
         print(f"drew {path}", file=sys.stderr)
-    page = folder.parent / "speed.md"
+    page = folder.parent / "benchmarks.md"
     if page.exists():
         sweep_texts.write(page, known)
 
@@ -152,7 +152,10 @@ def main() -> int:
         print(*(f"{k} {v}" for k, v in render.machine().items()), sep=", ")
         if options.write:
             options.write.parent.mkdir(parents=True, exist_ok=True)
-            options.write.write_text(render.document(results, seconds))
+            text = f"{render.document(results, seconds)}\n{sweep_texts.places()}"
+            options.write.write_text(text)
+            pictures = options.pictures or options.write.parent / "pictures"
+            sweep_texts.write(options.write, sweeps.load(pictures))
         if options.json:
             made = json.dumps(render.as_json(results), indent=1)
             options.json.write_text(made + "\n")

@@ -23,8 +23,10 @@ from hostcall._core import mistakes, signatures, source, spec
 from hostcall._core.callback import Callback
 from hostcall._core.options import CallOptions
 from hostcall._engine.counters import costs
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
+from hostcall._engine.place_numbers import places
+from hostcall._engine.placement import Placement
 from hostcall._primitives.lowering import KeptAlive
 
 SCALAR = core.ShapedArray((), np.dtype(np.float32))
@@ -59,7 +61,8 @@ def _leaf() -> _native.Leaf:
 
 def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
     program = _jax.program_of(ctx)
-    info = CallInfo(params, program.by_ordinal, program.mesh)
+    placement = Placement(devices=program.by_ordinal, mesh=program.mesh)
+    hooks = CallHooks(params, placement)
     native = params.native
     plan = _native.Plan(
         **native,
@@ -70,14 +73,15 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
         results=[_leaf()],
         grid=(),
         mask=None,
-        info=info,
+        hooks=hooks,
+        plan_of_block=None,
         device=None,
         enter=None,
         leave=None,
         counters=costs.note(params, native["lend"]),
-        place=info.number,
-        tells=False,
-        elsewhere=False,
+        place=places.number_of(params.callback),
+        returns_outcome=False,
+        called_by_other_process=False,
         team=None,
         guard=None,
         inside=_native.Inside.NEVER,
@@ -86,7 +90,7 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
         text="",
     )
     key = params.key((SCALAR,), program.name)
-    kept = KeptAlive(_native.Slot(plan, key, False), info.name, "")
+    kept = KeptAlive(_native.Slot(plan, key, False), hooks.name, "")
     ctx.module_context.add_keepalive(kept)
     number = ir.IntegerType.get_unsigned(64)
     attributes = {"key": key, "count": kept.slot.count}

@@ -120,14 +120,15 @@ docs/benchmarks.md`, beside the packages that its rows compare with); edits are 
 [Where a microsecond goes](speed.md) has pictures, and explains them.
 
 The cases of a row run in turn, in one process. Figures are medians of the rounds, and
-ratios are medians of the rounds' ratios. "JAX" is JAX's own callback doing the same
+ratios are medians of the rounds' ratios. **FAIL** marks a bound that was missed in the
+run shown here. "JAX" is JAX's own callback doing the same
 work: `jax.pure_callback` for calls, `jax.debug.callback` or `debug.print` for taps, and
 `jax.experimental.io_callback` where a line says so. The bounds are the project's aims;
-a line without a bound is there for comparison. Three bounds put an aim into numbers:
-"resident memory flat" is 0.1 KiB per call, "program size independent of the batch"
-counts lines, and 1 MiB lent is judged in a program of 32 calls, since a program's
-buffers take fresh memory, which costs some 150 us per run whatever it calls. The rows
-of 1 MiB vary most from run to run.
+a line without a bound is there for comparison. Three bounds need a word: "resident
+memory flat" means 0.1 KiB per call at most; "program size independent of the batch"
+counts lines of the program's text; and 1 MiB lent is judged in a program of 32 calls,
+since a run costs some 150 us for the fresh memory of its buffers, whatever it calls.
+The rows of 1 MiB vary most from run to run.
 
 A row "on the device" shows what a tap adds to a step of a compiled loop, including
 XLA's entry into the handler; the row "kept back by where=False" shows little more than

@@ -1,4 +1,4 @@
-"""The words around sweeps: titles, axes, captions, and the tables of docs/speed.md."""
+"""The words around sweeps: titles, axes, captions, tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -67,6 +67,10 @@ TEXTS = {
         "µs for a call, all threads together",
     ),
 }
+INTRO = """The figures behind the pictures of [where a microsecond goes](speed.md). That
+page says what each line is. "(100x)" after a time means that the median of its ratios
+to hostcall's time in the same round is 100.
+"""
 NOTES = {
     "cost": "floor: for a call, a handler that only calls an empty Python function;"
     " for a tap, one that where= holds back;"
@@ -116,6 +120,15 @@ def _rows(name: str, figures: dict[str, Any]) -> str:
 
 def table(name: str, figures: dict[str, Any]) -> str:
     return f"{_rows(name, figures)}\n\n({caption(figures)})"
+
+
+def places() -> str:
+    """The end of docs/benchmarks.md: a section for each sweep, still without tables."""
+    sections = (
+        f"### {text.title}\n\n<!-- figures: {name} -->\n\n<!-- end -->\n"
+        for name, text in TEXTS.items()
+    )
+    return "\n".join(("## By size\n", INTRO, *sections))
 
 
 def write(page: Path, known: dict[str, Any]) -> None:

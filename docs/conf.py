@@ -29,6 +29,7 @@ extensions = [
     "sphinx_copybutton",
     "docstrings",
     "head",
+    "moved",
     "offline",
     "paths",
     "pictures",

@@ -1,1 +1,1 @@
-"""Fuzzers of the code that reads foreign data: `make fuzz`, docs/design/quality.md."""
+"""Fuzzers of the code that reads foreign data: `make fuzz`, CONTRIBUTING.md."""

@@ -20,9 +20,10 @@ from hostcall._core.callback import Callback
 from hostcall._core.options import Policy
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, parse_result
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams, Equation
 from hostcall._engine.params.tap import TapParams
+from hostcall._engine.placement import Placement
 from hostcall._engine.plans import direct
 from hostcall._native import ResultForm
 from hostcall._policies.layer import Choices
@@ -67,7 +68,7 @@ def choices_of(
     equation = kind(callback=callback, masked=False, avals=avals, **levels)
     return Choices(
         callback=callback,
-        results=CallInfo(equation, {}, None),
+        results=CallHooks(equation, Placement(devices={})),
         device=host_device.above(None),
         avals=avals,
         **{"converters": [None] * len(callback.template.keys), **options},

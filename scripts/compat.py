@@ -4,7 +4,7 @@
 
 The versions of jaxlib are those that pip finds for this Python and that pyproject.toml
 allows. All get the same wheel, since one binary has to serve all of XLA's interfaces
-(docs/releasing.md: a new jax).
+(CONTRIBUTING.md: a new jax).
 """
 
 from __future__ import annotations

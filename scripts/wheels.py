@@ -6,7 +6,7 @@
                        compiler, and runs `python -m hostcall` under the oldest jax
                        and the newest
 
-docs/releasing.md says which glibc the wheels need, and why. Each wheel is built in a
+CONTRIBUTING.md says which glibc the wheels need, and why. Each wheel is built in a
 folder of its own, since two builds in one checkout would share build/.
 
 PYTHONS="python3.12 /path/to/python3.14t" names the Pythons. Without it, PATH and pyenv

@@ -21,7 +21,7 @@ MADE = ("gallery/", "reference/hostcall.")
 def description(doctree: nodes.document) -> str:
     for paragraph in doctree.findall(nodes.paragraph):
         if isinstance(paragraph.parent, nodes.section | addnodes.desc_content):
-            text = paragraph.astext().removeprefix("What happened. ")  # of an error
+            text = paragraph.astext()
             text = textwrap.shorten(text, 200, placeholder=" ...")
             return text.removesuffix(":") + "." * text.endswith(":")
     return ""

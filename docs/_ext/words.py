@@ -16,6 +16,8 @@ from typing import Any
 
 from docutils import nodes
 
+ROOT = Path(__file__).parents[1]
+
 ABOUT = {
     "benchmarks": "benchmark, timings, figures",
     "bridges": "torch, pytorch, autograd, sympy, tensorflow",
@@ -23,16 +25,17 @@ ABOUT = {
     "calling": "scipy, simulator, solver, float64, precision, vmap, batch, order",
     "changelog": "release notes, what's new, history, versions",
     "choosing": "overview, which function",
-    "clients": "compatibility, supported libraries",
-    "comparison": "alternatives, compare",
-    "dependencies": "requirements, packages",
+    "comparison": "alternatives, compare, jax-tqdm, checkify, torch2jax, tesseract,"
+    " migration",
+    "contributing": "requirements, packages, dependencies, wheels, macos, publish,"
+    " releasing",
     "derivatives": "gradient, grad, jacobian, custom_vjp, custom_jvp, autodiff",
     "errors": "exception, traceback, error codes, catch, JaxRuntimeError",
-    "errors/hc-result": "shape mismatch, wrong shape, wrong structure",
-    "errors/hc-result-dtype": "dtype mismatch, wrong dtype, overflow, rounding",
-    "errors/hc-traced": "UnexpectedTracerError, tracer, leaked tracer, closure",
+    "errors/arguments": "UnexpectedTracerError, tracer, leaked tracer, closure",
+    "errors/results": "shape mismatch, wrong shape, wrong structure, dtype mismatch,"
+    " wrong dtype, overflow, rounding",
     "exporting": "export, serialize, save a program, deploy, jax.export",
-    "failures_over_processes": "crash, abort, fault tolerance",
+    "external_callbacks": "compatibility, supported libraries, patch",
     "faq": "faq, cache, memoize, lru_cache, print in jit, unknown shape, dynamic shape,"
     " thread safety, twice, hang, hangs, stuck, freeze, retry, try again, mypy,"
     " pyright, type checker",
@@ -40,23 +43,23 @@ ABOUT = {
     "gpu": "cuda, nvidia, tpu, rocm, amd, accelerator",
     "index": "install, pip, getting started, platforms, macos, windows, license",
     "matrix": "supported transformations, dtypes",
-    "migrating/host_callback": "host_callback, id_tap, id_print, deprecated, removed",
-    "migrating/others": "jax-tqdm, checkify, torch2jax, tesseract, migration",
-    "monitoring": "profile, profiler, perfetto, flight recorder, timeline",
+    "host_callback": "host_callback, id_tap, id_print, deprecated, removed",
     "notebooks": "jupyter, ipython, colab",
     "nutshell": "tutorial, quickstart, introduction, mistakes",
     "objects": "gymnasium, environment, stateful, state, simulator",
-    "pools": "dask, ray, joblib, multiprocessing, parallel, cluster, workers",
-    "processes": "distributed, multi host, sharding, shard_map, mesh, slurm",
+    "processes": "distributed, multi host, sharding, shard_map, mesh, slurm, crash,"
+    " abort, fault tolerance",
     "progress": "progress bar, tqdm, eta",
     "recording": "tensorboard, wandb, mlflow, csv, metrics, logging",
-    "reference/counts": "hc.monitor.stats, hc.monitor.feeds, hc.monitor.tap_queue",
-    "releasing": "wheels, macos, publish",
+    "reference/monitor": "hc.monitor.stats, hc.monitor.feeds, hc.monitor.tap_queue",
+    "running": "dask, ray, joblib, multiprocessing, parallel, cluster, workers, pool,"
+    " async, await, asyncio, timeout, http, server, requests",
     "speed": "performance, slow, fast, overhead, latency, dispatch, cost",
     "stopping": "early stopping, stop, break, cancel, interrupt, abort, patience",
     "taps": "log, logging, print, every, when_full",
     "testing": "test, tests, unit test, pytest, mock, fake, testing, collect, check",
-    "waiting": "async, await, asyncio, timeout, http, server, requests",
+    "watching": "profile, profiler, perfetto, flight recorder, timeline, monitoring,"
+    " tracing",
     "watches": "debug, debugger, breakpoint, pdb, nan, inf, jax_debug_nans",
 }
 
@@ -68,7 +71,8 @@ def words(page: str) -> list[str]:
     about = ABOUT[page].split(", ") if page in ABOUT else []
     folder, _, name = page.partition("/")
     if folder == "errors" and name:
-        about.append(name)
+        text = (ROOT / f"{page}.md").read_text()
+        about += re.findall(r"^## (hc-\S+)$", text, re.M)
     if folder == "reference" and name not in ("", "index"):
         name = name.removeprefix("hostcall.")
         about += [f"hc.{name}", f"hostcall.{name}", name.rpartition(".")[2]]

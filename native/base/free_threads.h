@@ -25,6 +25,12 @@
 namespace hostcall {
 
 #ifdef Py_GIL_DISABLED
+// Merge and DropIfLast write an object's reference counts as the interpreter does.
+// That is no part of Python's interface. Before a newer version is let in, compare
+// them with its Include/refcount.h and Objects/object.c
+// (_Py_MergeZeroLocalRefcount).
+static_assert(PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x03100000,
+              "hostcall knows how Python 3.13t to 3.15t count references");
 inline constexpr bool kFreeThreads = true;
 #else
 inline constexpr bool kFreeThreads = false;

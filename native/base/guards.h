@@ -120,7 +120,7 @@ enum class Hook {
   kPending,   ///< (sign, is_hidden): the thread's newest program may not have ended
   kProfiled,  ///< () -> whether JAX takes a profile (profile.h)
   kReport,    ///< (error) -> what is raised in its place, or None (report.h)
-  kShown,     ///< (info, tap, waited) -> what a profile shows (profile.h)
+  kShown,     ///< (hooks, tap, waited) -> what a profile shows (profile.h)
   kStage,     ///< ExecutionStage.EXECUTE
   kStreamError,  ///< raised for `stream` on a CPU, as JAX does
   kTextReader,   ///< (text, on_cuda, buffers) -> a plan, or None (plan_state.cc)

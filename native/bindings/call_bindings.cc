@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -39,7 +41,7 @@ nb::object NumbersOf(const TapEvent* event, size_t count) {
   return bytes;
 }
 
-/// The calling thread's innermost call: (info, ordinal, row, run, step, stream,
+/// The calling thread's innermost call: (hooks, ordinal, row, run, step, stream,
 /// events, execution), or None. `events` are the runs and steps of a run of taps
 /// (NumbersOf), else None. `execution` is how many executions came before in this
 /// run, of a call that counts them, else None. It can't end meanwhile, since this
@@ -60,11 +62,20 @@ nb::object Current() {
   if (call->taps != 0) events = NumbersOf(call->tap, call->taps);
   nb::object execution = nb::none();
   if (call->execution >= 0) execution = nb::int_(call->execution);
-  return nb::make_tuple(nb::borrow(call->plan->info.get()), call->device_ordinal,
+  return nb::make_tuple(nb::borrow(call->plan->hooks.get()), call->device_ordinal,
                         row, run, step, stream, events, execution);
 }
 
-/// All calls under way: a list of (info, thread, seconds, row).
+/// Notes which row of the calling thread's innermost call failed. A layer that runs
+/// rows together says it here, since the engine handed it all of them at once.
+void NoteFailedRow(std::vector<int64_t> row) {
+  ActiveCall* call = CurrentCall();
+  if (call == nullptr)
+    throw std::logic_error("no call is under way on this thread");
+  call->failed_row = std::move(row);
+}
+
+/// All calls under way: a list of (hooks, thread, seconds, row).
 nb::list Active() {
   // Everything is copied from the list before the first Python object is made. With
   // a GIL, which guards the list:
@@ -73,7 +84,7 @@ nb::list Active() {
   //   2. collector:    runs a finalizer, which releases the GIL
   //   3. other thread: ends its call, whose ActiveCall was on its stack
   struct Seen {
-    nb::object info;
+    nb::object hooks;
     unsigned long thread;
     int64_t start;
     std::optional<std::vector<int64_t>> row;
@@ -81,7 +92,7 @@ nb::list Active() {
   std::vector<Seen> seen;
   ForEachCall([&seen](const ActiveCall& call) {
     seen.push_back(
-        {nb::borrow(call.plan->info.get()), call.thread_id, call.start, {}});
+        {nb::borrow(call.plan->hooks.get()), call.thread_id, call.start, {}});
     if (call.row != nullptr) seen.back().row = RowWalker::Copy(*call.row);
   });
   nb::list calls;
@@ -89,7 +100,7 @@ nb::list Active() {
   for (const Seen& call : seen) {
     nb::object row = nb::none();
     if (call.row) row = IndexOf(*call.row);
-    calls.append(nb::make_tuple(call.info, call.thread,
+    calls.append(nb::make_tuple(call.hooks, call.thread,
                                 TicksToSeconds(now - call.start), row));
   }
   return calls;
@@ -118,6 +129,7 @@ void InitCalls(nb::module_& m) {
   nb::class_<Counters>(m, "Counters").def(nb::init<>()).def("read", &CostsOf);
   m.def("current", &Current);
   m.def("active", &Active);
+  m.def("failed_row", &NoteFailedRow, nb::arg("row"));
   m.def("only_on_threads", &OnlyOnThreads, nb::arg("threads"));
   m.def("interrupt_calls", &InterruptCalls, nb::arg("calls") = true,
         nb::arg("taps") = false);

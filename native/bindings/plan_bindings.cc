@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/engine.h"
 #include "base/flight.h"
 #include "base/no_copy.h"
@@ -35,16 +36,16 @@ bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
 PlanHandle MakePlan(PlanFields fields) {
   fields.counters = nb::cast<Counters*>(nb::handle(fields.counters_owner.get()));
   auto plan = Counted<Plan>::Adopt(new Plan(std::move(fields)));
-  const nb::handle info = plan->info.get();
-  plan->flatten = Ref::Steal(nb::object(info.attr("flatten")).release().ptr());
-  plan->coerce = Ref::Steal(nb::object(info.attr("coerce")).release().ptr());
+  const nb::handle hooks = plan->hooks.get();
+  plan->flatten = Ref::Steal(nb::object(hooks.attr("flatten")).release().ptr());
+  plan->coerce = Ref::Steal(nb::object(hooks.attr("coerce")).release().ptr());
   return {plan};
 }
 
 Counted<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
+  if (!whole.plan_of_block) throw std::runtime_error("its plan has no blocks");
   const nb::object made =
-      nb::handle(whole.info.get())
-          .attr("plan_of_block")(nb::str(block.data(), block.size()));
+      nb::handle(whole.plan_of_block.get())(nb::str(block.data(), block.size()));
   return nb::cast<PlanHandle&>(made).plan;
 }
 
@@ -105,7 +106,7 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     // The result takes the place of the argument's memory, which stays unchanged.
     if (plan.buffers.Aliases(targets.size())) {
       const int arg = plan.buffers.aliases[targets.size()];
-      std::memcpy(data, in[arg], plan.args[arg].buffer_bytes());
+      CopyBytes(data, in[arg], plan.args[arg].buffer_bytes());
       in[arg] = data;
     }
     targets.push_back(data);
@@ -215,14 +216,16 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::lend>("lend")
           .Object<&PlanFields::runner, PyCallable_Check>("runner", kOrNone)
           .Object<&PlanFields::out_tree, PyCallable_Check>("out_tree", kOrNone)
-          .Object<&PlanFields::info, IsAny>("info")
+          .Object<&PlanFields::hooks, IsAny>("hooks")
+          .Object<&PlanFields::plan_of_block, PyCallable_Check>("plan_of_block",
+                                                                kOrNone)
           .Object<&PlanFields::device, IsAny>("device")
           .Object<&PlanFields::enter, PyCallable_Check>("enter", kOrNone)
           .Object<&PlanFields::leave, PyCallable_Check>("leave", kOrNone)
           .Object<&PlanFields::counters_owner, IsCounters>("counters")
           .Field<&PlanFields::place>("place")
-          .Field<&PlanFields::tells>("tells")
-          .Field<&PlanFields::elsewhere>("elsewhere")
+          .Field<&PlanFields::returns_outcome>("returns_outcome")
+          .Field<&PlanFields::called_by_other_process>("called_by_other_process")
           .Field<&PlanFields::sends>("sends")
           .Field<&PlanFields::team>("team")
           .Object<&PlanFields::guard, IsAny>("guard", kOrNone)

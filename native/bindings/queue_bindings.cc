@@ -18,6 +18,8 @@
 
 namespace nb = nanobind;
 
+#include "base/bytes.h"
+
 namespace hostcall {
 
 namespace {
@@ -61,7 +63,7 @@ bool Push(FeedRing& ring, nb::list arrays) {
   GilRelease unlocked;
   for (size_t i = 0; i < from.size(); ++i) {
     const size_t bytes = ring.leaves()[i % n];
-    if (bytes != 0) std::memcpy(ring.Target(i / n, i % n), from[i], bytes);
+    CopyBytes(ring.Target(i / n, i % n), from[i], bytes);
   }
   return ring.Commit();
 }

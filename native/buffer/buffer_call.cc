@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/code.h"
 #include "buffer/buffer_object.h"
 #include "buffer/marks.h"
@@ -16,7 +17,7 @@ namespace {
 
 /// Sets the Python error for an input that was written to: `on_changed` raises.
 void RaiseChanged(const Plan& plan, size_t arg) {
-  Ask(plan.info, "on_changed", Ref::Steal(PyLong_FromSize_t(arg)));
+  Ask(plan.hooks, "on_changed", Ref::Steal(PyLong_FromSize_t(arg)));
 }
 
 /// The context and the Buffers of one row, in the order of the function's
@@ -115,7 +116,7 @@ class Watch {
       const int64_t bytes = leaf.row_bytes;
       marks_.emplace_back();
       if (plan.buffers.Aliases(i)) continue;  // it holds an argument's values
-      std::memset(targets[i], bytes < 4 ? 0 : 0xE5, static_cast<size_t>(bytes));
+      FillBytes(targets[i], bytes < 4 ? 0 : 0xE5, static_cast<size_t>(bytes));
       const bool floats =
           leaf.descr()->kind == 'f' && PyDataType_ELSIZE(leaf.descr()) == 4;
       marks_[i] = Marks(targets[i], bytes, floats || bytes < 8 ? 4 : 8, bytes);
@@ -134,7 +135,7 @@ class Watch {
       const std::vector<char>& was = before_[i];
       if (was.empty() || std::memcmp(args_[i], was.data(), was.size()) == 0)
         continue;
-      std::memcpy(args_[i], was.data(), was.size());
+      CopyBytes(args_[i], was.data(), was.size());
       found.changed = static_cast<int>(i);
       return found;
     }
@@ -160,7 +161,7 @@ std::unique_ptr<Watch> Prepare(const Plan& plan, char* const* args,
   for (size_t i = 0; i < plan.results.size(); ++i) {
     const Leaf& leaf = plan.results[i];
     if (leaf.row_bytes > kZeroBytes || plan.buffers.Aliases(i)) continue;
-    std::memset(targets[i], 0, static_cast<size_t>(leaf.row_bytes));
+    FillBytes(targets[i], 0, static_cast<size_t>(leaf.row_bytes));
   }
   return nullptr;
 }
@@ -226,7 +227,7 @@ void RaiseStatus(const Plan& plan, const NativeStatus& status) {
     row += (row.empty() ? " in row (" : ", ") + std::to_string(index);
   }
   if (!row.empty()) row += ")";
-  Ask(plan.info, "on_status", Ref::Steal(PyLong_FromLong(status.number)),
+  Ask(plan.hooks, "on_status", Ref::Steal(PyLong_FromLong(status.number)),
       Ref::Steal(PyUnicode_FromString(row.c_str())));
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/bytes.h"
 #include "base/code.h"
 #include "cuda/cuda_driver.h"
 #include "plan/arrays.h"
@@ -45,10 +46,10 @@ auto During(Get get) {
 /// asked after the use.
 template <typename T>
 nb::object DeviceOf(T& self) {
-  const auto [info, ordinal] = During<T>([](T&, const ActiveCall& call) {
-    return std::pair(nb::borrow(call.plan->info.get()), call.device_ordinal);
+  const auto [hooks, ordinal] = During<T>([](T&, const ActiveCall& call) {
+    return std::pair(nb::borrow(call.plan->hooks.get()), call.device_ordinal);
   })(self);
-  return Asked(info, "device_at", ordinal);
+  return Asked(hooks, "device_at", ordinal);
 }
 
 uintptr_t StreamOfGpu(ContextObject&, const ActiveCall& call) {
@@ -210,7 +211,7 @@ void KeepBefore(BufferObject& b, const ActiveCall& call) {
 bool WasChanged(BufferObject* b) {
   if (b->before.empty()) return false;
   const bool same = std::memcmp(b->data, b->before.data(), b->before.size()) == 0;
-  if (!same) std::memcpy(b->data, b->before.data(), b->before.size());
+  if (!same) CopyBytes(b->data, b->before.data(), b->before.size());
   b->before.clear();
   return !same;
 }

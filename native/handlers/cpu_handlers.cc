@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/bytes.h"
 #include "base/engine.h"
 #include "base/guards.h"
 #include "base/report.h"
@@ -51,7 +52,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
     const void* in = operands[i + (plan.masked ? 1 : 0)];
     // XLA mostly gives a result the memory of its operand, since the custom call
     // declares them as aliases.
-    if (out != in) std::memcpy(out, in, plan.args[i].buffer_bytes());
+    if (out != in) CopyBytes(out, in, plan.args[i].buffer_bytes());
   }
   if (tap.linked) std::memset(work.results[0], 0, sizeof(int32_t));
   // If all devices tap, a masked execution does not ask XLA for its device.

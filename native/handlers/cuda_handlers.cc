@@ -73,7 +73,8 @@ XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, CudaStream stream) {
       Driver().Synchronize(stream);
     }
   } catch (const std::exception& e) {
-    if (work.plan.tells) return TellThatNoneWasMade(work, stream, e.what());
+    if (work.plan.returns_outcome)
+      return TellThatNoneWasMade(work, stream, e.what());
     if (!work.state.team) throw;
     // The team's other devices would wait for this one.
     return FailWithTeam(work, e.what());

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -150,19 +151,37 @@ inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
       .run_id;
 }
 
-/// Bits of one element; 0 for a type that no call takes.
+/// Bits of one element of each of XLA's types, by XLA's numbers; 0 for a type that
+/// no call takes. XLA has no number for its types of 6 bits, which take a byte
+/// each.
+inline constexpr uint8_t kBitsOfTypes[] = {
+    8, 8, 8, 16, 32, 64, 8, 16, 32, 64,  // (none), PRED, S8..S64, U8..U64
+    16, 32, 64, 0, 0, 64,                // F16..F64, 13, 14, C64
+    16, 0, 128, 8, 8, 4, 4, 8,           // BF16, token, C128, F8E5M2, F8E4M3FN, S4,
+                                         // U4, F8E4M3B11FNUZ
+    8, 8, 2, 2, 8, 8, 1, 1,              // F8E5M2FNUZ, F8E4M3FNUZ, S2, U2, F8E4M3,
+                                         // F8E3M4, S1, U1
+    4, 8};                               // F4E2M1FN, F8E8M0FNU
+
+/// Whether the type is older than hostcall's table of them.
+inline bool IsKnown(XLA_FFI_DataType type) {
+  return static_cast<size_t>(type) < sizeof kBitsOfTypes;
+}
+
+/// Bits of one element; 0 for a type that no call takes, and for an unknown one.
 inline int64_t BitsOf(XLA_FFI_DataType type) {
-  // By XLA's numbers. It has none for its types of 6 bits, which take a byte each.
-  static constexpr uint8_t kBits[] = {
-      8, 8, 8, 16, 32, 64, 8, 16, 32, 64,  // (none), PRED, S8..S64, U8..U64
-      16, 32, 64, 0, 0, 64,                // F16..F64, 13, 14, C64
-      16, 0, 128, 8, 8, 4, 4, 8,  // BF16, token, C128, F8E5M2, F8E4M3FN, S4,
-                                  // U4, F8E4M3B11FNUZ
-      8, 8, 2, 2, 8, 8, 1, 1,     // F8E5M2FNUZ, F8E4M3FNUZ, S2, U2, F8E4M3,
-                                  // F8E3M4, S1, U1
-      4, 8};                      // F4E2M1FN, F8E8M0FNU
-  const auto number = static_cast<size_t>(type);
-  return number < sizeof kBits ? kBits[number] : 0;
+  return IsKnown(type) ? kBitsOfTypes[static_cast<size_t>(type)] : 0;
+}
+
+/// The first unknown type among the buffers of a list, or nothing.
+template <typename List>
+std::optional<int> UnknownType(const List& list, void* const* items) {
+  for (int64_t i = 0; i < list.size; ++i) {
+    const XLA_FFI_DataType type =
+        static_cast<const XLA_FFI_Buffer*>(items[i])->dtype;
+    if (!IsKnown(type)) return static_cast<int>(type);
+  }
+  return std::nullopt;
 }
 
 /// Bytes of a buffer in XLA's layout.

@@ -1,5 +1,7 @@
 #include "handlers/plan_state.h"
 
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "base/code.h"
@@ -75,6 +77,17 @@ void CheckFit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
   if (Fit(plan.InputSizes(&Leaf::xlas_bytes), frame->args, frame->args.args) &&
       Fit(plan.OutputSizes(&Leaf::xlas_bytes), frame->rets, frame->rets.rets)) {
     return;
+  }
+  std::optional<int> unknown = UnknownType(frame->args, frame->args.args);
+  if (!unknown) unknown = UnknownType(frame->rets, frame->rets.rets);
+  if (unknown) {
+    throw XlaError{MakeError(
+        frame->api,
+        "hostcall: a call has an array of XLA's type " + std::to_string(*unknown) +
+            ", which is newer than this hostcall. Install a hostcall that was made "
+            "for this jaxlib, or convert the array before the call" HOSTCALL_CODE(
+                "hc-device"),
+        XLA_FFI_Error_Code_FAILED_PRECONDITION)};
   }
   throw XlaError{MakeError(
       frame->api,

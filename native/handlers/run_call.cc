@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/engine.h"
 #include "base/flight.h"
 #include "base/report.h"
@@ -49,7 +50,7 @@ class DeviceCall final : public Team::Member {
     if (!fault_.empty()) return;
     void* const* from = static_cast<const DeviceCall&>(leader).results_;
     for (size_t i = 0; i < plan_.results.size(); ++i) {
-      std::memcpy(results_[i], from[i], plan_.results[i].buffer_bytes());
+      CopyBytes(results_[i], from[i], plan_.results[i].buffer_bytes());
     }
   }
   void FailsAlone(const Team::Error& error) override {
@@ -93,7 +94,7 @@ Team::Error DeviceCall::Call() {
 /// the engine, and does not hold the GIL.
 std::string DeviceCall::Run(int64_t execution) {
   NativeStatus native;
-  if (plan_.buffers.address != 0 && !plan_.elsewhere) {
+  if (plan_.buffers.address != 0 && !plan_.called_by_other_process) {
     native = RunNative(plan_, operands_, results_, stream_);
     if (native.ok()) return "";
   }
@@ -115,7 +116,7 @@ std::string DeviceCall::Run(int64_t execution) {
   flight.Entered(attached);
   Annotation annotation;
   if (IsProfiled(attached)) {
-    annotation.Begin(plan_.info, -1, TicksToSeconds(attached - start));
+    annotation.Begin(plan_.hooks, -1, TicksToSeconds(attached - start));
   }
   Signals::Keep(attached);  // the thread that dispatched may wait for this call
   std::string text;
@@ -175,13 +176,13 @@ void DeviceCall::MakeInside(const Once& once) {
 XLA_FFI_Error* Ended(const Work& work, int64_t run, const std::string& error,
                      void* const* results) {
   const Plan& plan = work.plan;
-  if (!plan.tells) {
+  if (!plan.returns_outcome) {
     return error.empty() ? nullptr : MakeError(work.frame->api, error);
   }
   if (!error.empty()) {
     plan.failures.Note(run, error);
     for (size_t i = 0; i < plan.results.size(); ++i) {
-      std::memset(results[i], 0, plan.results[i].buffer_bytes());
+      FillBytes(results[i], 0, plan.results[i].buffer_bytes());
     }
   }
   WriteOutcome(error, results[plan.results.size()]);
@@ -193,10 +194,10 @@ XLA_FFI_Error* Ended(const Work& work, int64_t run, const std::string& error,
 std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_ours) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
-  Ref error = Ask(plan.info, "on_verdict", text, is_ours ? Py_True : Py_False);
+  Ref error = Ask(plan.hooks, "on_verdict", text, is_ours ? Py_True : Py_False);
   const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
   if (utf8 != nullptr) return utf8;
-  PyErr_WriteUnraisable(plan.info.get());  // the caller can't raise
+  PyErr_WriteUnraisable(plan.hooks.get());  // the caller can't raise
   return said;
 }
 
@@ -205,7 +206,7 @@ std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_our
 const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan) {
   const auto wanted = static_cast<int64_t>(plan.outputs());
   const int64_t size = frame->args.size;
-  if (plan.tells && (size == wanted || size == wanted + 1)) {
+  if (plan.returns_outcome && (size == wanted || size == wanted + 1)) {
     const auto* told =
         static_cast<const XLA_FFI_Buffer*>(frame->args.args[size - wanted]);
     if (BytesOf(*told) == kOutcomeBytes) return told;

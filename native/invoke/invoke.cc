@@ -16,6 +16,8 @@
 
 namespace nb = nanobind;
 
+#include "base/bytes.h"
+
 namespace hostcall {
 namespace {
 
@@ -51,7 +53,7 @@ bool RunCopied(const Plan& plan, char* const* args, char* const* targets) {
 Marks MarksIn(const Leaf& leaf, char* data) {
   const int64_t bytes = leaf.row_bytes, size = PyDataType_ELSIZE(leaf.descr());
   const bool small = bytes <= kZeroBytes;
-  if (small) std::memset(data, 0, static_cast<size_t>(bytes));
+  if (small) FillBytes(data, 0, static_cast<size_t>(bytes));
   // Elements of less than 4 bytes can't be told from marks one by one.
   if (bytes < 8 || (size < 4 && small)) return Marks();
   return Marks(data, bytes, size == 4 ? 4 : 8, Marks::kSome);
@@ -154,7 +156,7 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, Rows& rows) {
       // A row of a tap that fails does not stop the rows after it, since no program
       // fails. Ctrl-C stops them.
       if (plan.tap && !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
-        call.failed_row = rows.index();
+        call.FailedAt(rows.index());
         TakeError(plan, call);
       } else {
         ok = false;
@@ -163,7 +165,7 @@ bool RunInOrder(const Plan& plan, ActiveCall& call, Rows& rows) {
       ok = false;
     }
   } while (ok && rows.Next());
-  if (!ok) call.failed_row = rows.index();
+  if (!ok) call.FailedAt(rows.index());
   return ok;
 }
 
@@ -178,9 +180,42 @@ bool IsShared(const Plan& plan, const Leaf& leaf) {
          !leaf.convert;
 }
 
+/// The arguments of one row as a tuple. `shared` has those that all rows get. Null
+/// with a Python error set.
+Ref TupleOfRow(const Plan& plan, char* const* args, std::vector<Ref>& shared) {
+  Ref row = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(plan.args.size())));
+  for (size_t i = 0; row && i < plan.args.size(); ++i) {
+    const Leaf& leaf = plan.args[i];
+    Ref array = shared[i];
+    if (!array) array = Converted(leaf, OwnedArray(leaf, args[i]));
+    if (!array) return Ref();
+    if (IsShared(plan, leaf)) shared[i] = array;
+    PyTuple_SET_ITEM(row.get(), static_cast<Py_ssize_t>(i), array.release());
+  }
+  return row;
+}
+
+/// The position of a row as a tuple. Null with a Python error set.
+Ref TupleOfIndex(const std::vector<int64_t>& index) {
+  Ref tuple = Ref::Steal(PyTuple_New(static_cast<Py_ssize_t>(index.size())));
+  for (size_t i = 0; tuple && i < index.size(); ++i) {
+    PyObject* number = PyLong_FromLongLong(index[i]);
+    if (number == nullptr) return Ref();
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), number);
+  }
+  return tuple;
+}
+
+/// False with a Python error set, also if there is no item.
+bool Append(const Ref& list, const Ref& item) {
+  return item && PyList_Append(list.get(), item.get()) == 0;
+}
+
 /// Hands all rows to the plan's runner at once. False with a Python error set.
-bool RunTogether(const Plan& plan, Rows& walk) try {
-  nb::list rows, indices;
+bool RunTogether(const Plan& plan, Rows& walk) {
+  const Ref rows = Ref::Steal(PyList_New(0));
+  const Ref indices = Ref::Steal(PyList_New(0));
+  if (!rows || !indices) return false;
   // For each wanted row, where its results go.
   std::vector<std::vector<char*>> targets;
   std::vector<Ref> shared(plan.args.size());
@@ -190,25 +225,15 @@ bool RunTogether(const Plan& plan, Rows& walk) try {
       walk.Fill();
       continue;
     }
-    nb::list row;
-    char* const* args = walk.args();
-    for (size_t i = 0; i < plan.args.size(); ++i) {
-      const Leaf& leaf = plan.args[i];
-      Ref array = shared[i];
-      if (!array) array = Converted(leaf, OwnedArray(leaf, args[i]));
-      if (!array) return false;
-      if (IsShared(plan, leaf)) shared[i] = array;
-      row.append(nb::steal(array.release()));
-    }
-    rows.append(nb::tuple(row));
-    indices.append(nb::tuple(nb::cast(walk.index())));
+    if (!Append(rows, TupleOfRow(plan, walk.args(), shared))) return false;
+    if (!Append(indices, TupleOfIndex(walk.index()))) return false;
     char* const* out = walk.targets();
     targets.emplace_back(out, out + plan.results.size());
     counters.calls.Add(1);
     counters.bytes_in.Add(plan.bytes_in);
   } while (walk.Next());
   if (targets.empty()) return true;
-  const Ref values = Call(plan.runner.get(), rows.ptr(), indices.ptr());
+  const Ref values = Call(plan.runner.get(), rows, indices);
   if (!values) return false;
   if (!PyList_CheckExact(values.get()) ||
       static_cast<size_t>(PyList_GET_SIZE(values.get())) != targets.size()) {
@@ -217,14 +242,12 @@ bool RunTogether(const Plan& plan, Rows& walk) try {
     return false;
   }
   for (size_t i = 0; i < targets.size(); ++i) {
-    Ref value = Ref::Borrow(PyList_GET_ITEM(values.get(), i));
+    Ref value =
+        Ref::Borrow(PyList_GET_ITEM(values.get(), static_cast<Py_ssize_t>(i)));
     if (!StoreResults(plan, value.get(), targets[i].data())) return false;
     counters.bytes_out.Add(plan.bytes_out);
   }
   return true;
-} catch (nb::python_error& error) {
-  error.restore();
-  return false;
 }
 
 /// Takes the items of a feed. While there is none, runs the plan's function, which
@@ -238,7 +261,7 @@ bool TakeItems(const Plan& plan, ActiveCall& call) {
     }
     const Ref lane = Ref::Steal(PyLong_FromSize_t(take.lane()));
     if (!Call(plan.function.get(), lane)) {
-      call.failed_row = take.row();
+      call.FailedAt(take.row());
       return false;
     }
   }
@@ -265,7 +288,7 @@ void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
     each([](char* row, const char* value) { std::memcpy(row, value, 8); });
   } else {
     const auto bytes = static_cast<size_t>(leaf.row_bytes);
-    each([bytes](char* row, const char* value) { std::memcpy(row, value, bytes); });
+    each([bytes](char* row, const char* value) { CopyBytes(row, value, bytes); });
   }
 }
 
@@ -303,7 +326,7 @@ bool Invoke(const Plan& plan, ActiveCall& call, const void* const* operands,
             void* const* results) {
   Graveyard::Get().Bury();  // the GIL is held, as destroying plans requires
   if (plan.rows == 0) return true;
-  if (plan.elsewhere) {  // another process fills the results
+  if (plan.called_by_other_process) {  // another process fills the results
     return static_cast<bool>(Call(plan.function.get()));
   }
   if (plan.feed) return TakeItems(plan, call);
@@ -369,7 +392,7 @@ Ref TakeRaised() {
 /// set, which goes to sys.unraisablehook. It needs no Python code of hostcall's:
 /// the report may have failed because the stack is full (RecursionError).
 std::string TextWithoutHelp(const Plan& plan, const Ref& raised) {
-  PyErr_WriteUnraisable(plan.info.get());
+  PyErr_WriteUnraisable(plan.hooks.get());
   std::string said = Py_TYPE(raised.get())->tp_name;
   const Ref message = Ref::Steal(PyObject_Str(raised.get()));
   const char* utf8 = message ? PyUnicode_AsUTF8(message.get()) : nullptr;
@@ -385,7 +408,7 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
   const Ref raised = TakeRaised();
   if (!raised) return "hostcall: a call failed without an error message";
   const nb::object row = nb::tuple(nb::cast(call.failed_row));
-  Ref text = Ask(plan.info, "on_error", raised, plan.info, row.ptr());
+  Ref text = Ask(plan.hooks, "on_error", raised, row.ptr());
   // Ctrl-C and SystemExit may come while a failure is reported, and the exception's
   // own methods run then. Only these are reported in its place: nothing else that
   // fails here may hide what the function raised.
@@ -395,7 +418,7 @@ std::string TakeError(const Plan& plan, const ActiveCall& call) {
       if (!before && newer.get() != raised.get()) {
         PyException_SetContext(newer.get(), Py_NewRef(raised.get()));
       }
-      text = Ask(plan.info, "on_error", newer, plan.info, row.ptr());
+      text = Ask(plan.hooks, "on_error", newer, row.ptr());
     }
   }
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
@@ -406,8 +429,8 @@ void WarnOfLoneFailure(const Plan& plan, int ordinal, const std::string& error) 
   Ref device = Ref::Steal(PyLong_FromLong(ordinal));
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
       error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
-  if (!Ask(plan.info, "on_lone_failure", device, text)) {
-    PyErr_WriteUnraisable(plan.info.get());
+  if (!Ask(plan.hooks, "on_lone_failure", device, text)) {
+    PyErr_WriteUnraisable(plan.hooks.get());
   }
 }
 

@@ -38,12 +38,12 @@ class Annotation : NoCopy {
     if (shown_ && !Ask(shown_, "end")) PyErr_Clear();
   }
 
-  /// `info` is the plan's; `tap` is the number of the delivered tap, or -1;
+  /// `hooks` are the plan's; `tap` is the number of the delivered tap, or -1;
   /// `waited` says for how many seconds a call has waited for the GIL.
-  void Begin(const Ref& info, int64_t tap, double waited) {
+  void Begin(const Ref& hooks, int64_t tap, double waited) {
     const Ref number = Ref::Steal(PyLong_FromLongLong(tap));
     const Ref microseconds = Ref::Steal(PyFloat_FromDouble(1e6 * waited));
-    shown_ = CallHook(Hook::kShown, info, number, microseconds);
+    shown_ = CallHook(Hook::kShown, hooks, number, microseconds);
     if (!shown_) PyErr_Clear();
   }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/bytes.h"
 #include "invoke/invoke.h"
 #include "plan/arrays.h"
 
@@ -51,7 +52,7 @@ bool StoreFast(const Leaf& leaf, bool literals, PyObject* value, char* target) {
       // The caller owns a reference to the array, so its memory stays without the
       // GIL.
       GilRelease release(leaf.row_bytes >= kReleaseBytes);
-      std::memcpy(target, source, static_cast<size_t>(leaf.row_bytes));
+      CopyBytes(target, source, static_cast<size_t>(leaf.row_bytes));
     }
     return true;
   }

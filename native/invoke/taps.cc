@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/clock.h"
 #include "base/few.h"
 #include "base/flight.h"
@@ -55,7 +56,7 @@ int64_t Deliver(TapEvent& event, size_t count) {
   made.bytes *= static_cast<int64_t>(std::max<size_t>(count, 1));
   Flight flight(made);
   Annotation annotation;
-  if (IsProfiled(start)) annotation.Begin(plan.info, event.sequence, 0);
+  if (IsProfiled(start)) annotation.Begin(plan.hooks, event.sequence, 0);
   bool ok;
   {
     ActiveCall active(plan, event.device, -1, start);
@@ -96,10 +97,10 @@ bool Push(const Plan& plan, int device, int64_t run, const void* const* operands
         // Only copies, since this may run under a lock of the queue.
         size_t i = 0;
         if (plan.masked) {
-          std::memcpy(to, operands[i++], static_cast<size_t>(plan.mask_rows));
+          CopyBytes(to, operands[i++], static_cast<size_t>(plan.mask_rows));
         }
         for (const Leaf& leaf : plan.args) {
-          std::memcpy(to + layout.offsets[i], operands[i], leaf.buffer_bytes());
+          CopyBytes(to + layout.offsets[i], operands[i], leaf.buffer_bytes());
           ++i;
         }
       });

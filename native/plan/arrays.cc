@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/bytes.h"
+
 namespace hostcall {
 namespace {
 
@@ -49,8 +51,8 @@ void Disown(PyObject* array, const Leaf& leaf) {
   PyObject* copy = PyBytes_FromStringAndSize(nullptr, leaf.row_bytes);
   PyErr_Restore(type, value, trace);
   if (copy == nullptr) return;
-  std::memcpy(PyBytes_AS_STRING(copy), fields->data,
-              static_cast<size_t>(leaf.row_bytes));
+  CopyBytes(PyBytes_AS_STRING(copy), fields->data,
+            static_cast<size_t>(leaf.row_bytes));
   fields->data = PyBytes_AS_STRING(copy);
   // The base was None; from now on the copy dies with the array. Nobody else writes
   // into these bytes, or reads them as bytes.
@@ -75,7 +77,7 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
     auto* target = reinterpret_cast<PyArrayObject*>(array.get());
     // Safe without the GIL: nobody else has a reference to the array yet.
     GilRelease release(leaf.row_bytes >= kReleaseBytes);
-    std::memcpy(PyArray_DATA(target), data, static_cast<size_t>(leaf.row_bytes));
+    CopyBytes(PyArray_DATA(target), data, static_cast<size_t>(leaf.row_bytes));
   }
   return array;
 }
@@ -101,7 +103,7 @@ bool AllReturned(const Plan& plan,
   bool goes_on = true;
   for (long step = 0; ok && goes_on; ++step) {
     const Ref number = Ref::Steal(PyLong_FromLong(step));
-    const Ref answer = Ask(plan.info, "on_view_left", number, error);
+    const Ref answer = Ask(plan.hooks, "on_view_left", number, error);
     ok = static_cast<bool>(answer);
     goes_on = answer.get() == Py_True && any_is_held();
   }
@@ -116,7 +118,7 @@ bool AllReturned(const Plan& plan,
     ok = item && PyList_Append(held.get(), item.get()) == 0;
   }
   if (ok && PyList_GET_SIZE(held.get()) != 0) {
-    ok = static_cast<bool>(Ask(plan.info, "on_escape", held, error));  // it raises
+    ok = static_cast<bool>(Ask(plan.hooks, "on_escape", held, error));  // it raises
   }
   if (ok) {
     PyErr_Restore(type, value, trace);

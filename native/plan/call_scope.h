@@ -33,11 +33,14 @@ struct ActiveCall {
   /// called one by one. Points into the walk over the rows, on the same stack. Set
   /// by RowMark.
   const std::vector<int64_t>* row = nullptr;
-  std::vector<int64_t> failed_row;  ///< the position of the row that failed
-  int device_ordinal;               ///< -1 if no program runs (an eager call)
-  int64_t run;                      ///< XLA's number of the execution; -1 if none
-  int64_t start;                    ///< when it began, in ticks (clock.h)
-  unsigned long thread_id = 0;      ///< Python's identifier of the thread
+  /// The position of the row that failed; empty if no row has one. Written by the
+  /// calling thread: by the walk over the rows, or, where rows run together, by the
+  /// layer that runs them (_native.failed_row), which alone knows the row.
+  std::vector<int64_t> failed_row;
+  int device_ordinal;             ///< -1 if no program runs (an eager call)
+  int64_t run;                    ///< XLA's number of the execution; -1 if none
+  int64_t start;                  ///< when it began, in ticks (clock.h)
+  unsigned long thread_id = 0;    ///< Python's identifier of the thread
   void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
@@ -54,6 +57,11 @@ struct ActiveCall {
   ActiveCall* prev = nullptr;   ///< the next newer call of the group, or null
   ActiveCall* next = nullptr;   ///< the next older call of the group, or null
 
+  /// Notes the row at which the walk ended. A walk over one row has no position,
+  /// and leaves what a layer has noted.
+  void FailedAt(const std::vector<int64_t>& index) {
+    if (!index.empty()) failed_row = index;
+  }
   /// Whether the operands and results are in a GPU's memory.
   bool on_gpu() const { return stream != nullptr; }
 };

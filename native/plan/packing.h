@@ -8,6 +8,8 @@
 #include <cstring>
 #include <vector>
 
+#include "base/bytes.h"
+
 namespace hostcall {
 
 /// Unpacks `count` elements of 1, 2 or 4 bits into one byte each. XLA packs them,
@@ -34,10 +36,9 @@ inline void UnpackBits(const void* from, void* to, int64_t count, int bits,
 inline void PackBits(const void* from, void* to, int64_t count, int bits) {
   const auto* bytes = static_cast<const uint8_t*>(from);
   auto* packed = static_cast<uint8_t*>(to);
-  if (count == 0) return;  // both may be null then, which memset must not get
   const int per_byte = 8 / bits;
   const uint8_t mask = static_cast<uint8_t>((1u << bits) - 1);
-  std::memset(packed, 0, static_cast<size_t>((count + per_byte - 1) / per_byte));
+  FillBytes(packed, 0, static_cast<size_t>((count + per_byte - 1) / per_byte));
   for (int64_t i = 0; i < count; ++i) {
     packed[i / per_byte] = static_cast<uint8_t>(
         packed[i / per_byte] | ((bytes[i] & mask) << (bits * (i % per_byte))));

@@ -181,19 +181,22 @@ struct PlanFields {
   Lend lend = Lend::kCopy;
   Ref runner;  ///< (rows, indices) -> list of values, for all rows at once; or null
   Ref out_tree;  ///< (list of result arrays) -> the `out` argument; or null
-  Ref info;      ///< Python's description of the call, which answers questions
-  Ref device;    ///< the device that host code finds as its default
-  Ref enter;     ///< () -> the former values: sets JAX's settings of the
-                 ///< trace; null if those were the process's own
-  Ref leave;     ///< (the former values): sets them; null if `enter` is
-  Ref counters_owner;            ///< the Python object that `counters` points into
+  Ref hooks;     ///< Python's CallHooks, which answer questions about the call
+  /// (text of a block) -> the plan of the device that has it; null if the devices
+  /// share this plan.
+  Ref plan_of_block;
+  Ref device;          ///< the device that host code finds as its default
+  Ref enter;           ///< () -> the former values: sets JAX's settings of the
+                       ///< trace; null if those were the process's own
+  Ref leave;           ///< (the former values): sets them; null if `enter` is
+  Ref counters_owner;  ///< the Python object that `counters` points into
   Counters* counters = nullptr;  ///< alive as long as `counters_owner`
   uint32_t place = 0;            ///< the number of the call's place (base/places.h)
   /// One more result, the outcome, tells all processes whether the call failed.
-  bool tells = false;
+  bool returns_outcome = false;
   /// Another process makes the call. Here `function` takes no arguments, and only
   /// raises if the program may not go on.
-  bool elsewhere = false;
+  bool called_by_other_process = false;
   bool sends = false;  ///< whether the runner sends rows to other processes
   std::optional<TeamSettings> team;  ///< null: each device calls alone
   /// Examines the programs that host code starts: with a team, refuses those that
@@ -216,7 +219,7 @@ class Plan : public TapOwner, public PlanFields {
   /// contradict each other. The GIL is held.
   explicit Plan(PlanFields fields);
 
-  // `info` is asked for these once, as looking up a method takes longer than a
+  // `hooks` are asked for these once, as looking up a method takes longer than a
   // small call. For what happens only after a failure it is asked then.
   Ref flatten;  ///< (value) -> list of leaves; raises for a wrong structure
   Ref coerce;   ///< (leaf number, value) -> array of the leaf's dtype and shape
@@ -234,7 +237,8 @@ class Plan : public TapOwner, public PlanFields {
   std::unique_ptr<DeviceRunCounts> executions;  ///< null unless `counted`
   /// Whether a call has asked. Relaxed: a call that misses it asks again.
   mutable std::atomic<bool> asked{false};
-  mutable Failures failures;  ///< errors of recent runs; used only if `tells`
+  mutable Failures
+      failures;  ///< errors of recent runs; used only if `returns_outcome`
 
   /// Operands with data that XLA passes: the mask, if any, and the arguments.
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
@@ -244,7 +248,7 @@ class Plan : public TapOwner, public PlanFields {
   /// its arguments, or the number that says that it ran.
   size_t outputs() const {
     return (tap && tap->through ? args : results).size() +
-           (tells || (tap && tap->linked) ? 1 : 0);
+           (returns_outcome || (tap && tap->linked) ? 1 : 0);
   }
 
   /// Bytes of a leaf's buffer: those that the engine copies, or those of XLA's.
@@ -262,7 +266,7 @@ class Plan : public TapOwner, public PlanFields {
     for (const Leaf& leaf : tap && tap->through ? args : results) {
       sizes.push_back((leaf.*bytes)());
     }
-    if (tells) sizes.push_back(kOutcomeBytes);
+    if (returns_outcome) sizes.push_back(kOutcomeBytes);
     if (tap && tap->linked) sizes.push_back(sizeof(int32_t));
     return sizes;
   }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/few.h"
 #include "base/no_copy.h"
 #include "plan/packing.h"
@@ -21,8 +22,10 @@ class RowArrays : NoCopy {
   explicit RowArrays(size_t n) : n_(n + 2), all_(n_) {
     std::fill_n(all_.data(), n_, nullptr);
   }
-  ~RowArrays() {
-    for (size_t i = 0; i < n_; ++i) Py_XDECREF(all_.data()[i]);
+  ~RowArrays() {  // as ~Ref: an array may die, and a finalizer may run Python code
+    OrPark([this] {
+      for (size_t i = 0; i < n_; ++i) Py_XDECREF(all_.data()[i]);
+    });
   }
   /// The first argument. There is a free place before it, which a vectorcall with
   /// PY_VECTORCALL_ARGUMENTS_OFFSET may use for `self`.
@@ -43,10 +46,10 @@ class RowArrays : NoCopy {
 /// value, or zeros.
 inline void FillRow(const Leaf& leaf, char* target) {
   if (leaf.fill) {
-    std::memcpy(target, PyBytes_AS_STRING(leaf.fill.get()),
-                static_cast<size_t>(leaf.row_bytes));
+    CopyBytes(target, PyBytes_AS_STRING(leaf.fill.get()),
+              static_cast<size_t>(leaf.row_bytes));
   } else {
-    std::memset(target, 0, static_cast<size_t>(leaf.row_bytes));
+    FillBytes(target, 0, static_cast<size_t>(leaf.row_bytes));
   }
 }
 

@@ -53,6 +53,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/clock.h"
 #include "base/layout.h"
 #include "base/no_copy.h"
@@ -255,9 +256,7 @@ class FeedRing : NoCopy {
     const bool unlocks = layout_.bytes > 1024;
     if (unlocks) lock.unlock();
     for (size_t i = 0; i < leaves_.size(); ++i) {
-      // A leaf without elements may have no address.
-      if (leaves_[i] != 0)
-        std::memcpy(targets[i], from + layout_.offsets[i], leaves_[i]);
+      CopyBytes(targets[i], from + layout_.offsets[i], leaves_[i]);
     }
     if (unlocks) lock.lock();
     Copied(item);

@@ -171,10 +171,10 @@ _GONE = {
     "recover": "a restart: after a failure, end all processes of the job, and restart"
     " them from the last checkpoint",
     "retrying": "a pool of loky's: loky.get_reusable_executor makes a new one after a"
-    " worker has died (the page 'Pools and clusters' shows how)",
+    " worker has died (the page 'How a function is run' shows how)",
     "same_tree": "hostcall.results.same_tree",
     "trace": "jax.profiler.trace(folder), which shows calls, taps and deliveries with"
-    " their names and lines (the page 'Monitoring')",
+    " their names and lines (the page 'Watching a program')",
     "unpatch_jax": "hostcall.testing.unpatch_jax",
 }
 

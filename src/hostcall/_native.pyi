@@ -130,14 +130,15 @@ class Plan:
         lend: Lend,
         runner: Callable[..., Any] | None,
         out_tree: Callable[..., Any] | None,
-        info: Any,
+        hooks: Any,
+        plan_of_block: Callable[[str], Plan] | None,
         device: Any,
         enter: Callable[[], Any] | None,
         leave: Callable[[Any], None] | None,
         counters: Counters,
         place: int,
-        tells: bool,
-        elsewhere: bool,
+        returns_outcome: bool,
+        called_by_other_process: bool,
         sends: bool,
         team: TeamSettings | None,
         guard: Any | None,
@@ -282,6 +283,7 @@ def current() -> (
     | None
 ): ...
 def active() -> list[tuple[Any, int, float, tuple[int, ...] | None]]: ...
+def failed_row(row: Sequence[int]) -> None: ...
 def live_slots() -> int: ...
 def bury() -> None: ...
 def in_flight() -> int: ...

@@ -27,7 +27,7 @@ the exception itself. A WatchError needs neither: it is raised in place of the
 JaxRuntimeError, with the values that were bad.
 
 Each has a `code`, which ends its message: `python -m hostcall explain hc-escape` prints
-the page of that code. `python -m hostcall explain` lists all codes.
+what that code means. `python -m hostcall explain` lists all codes.
 """
 
 from hostcall._core.errors import (

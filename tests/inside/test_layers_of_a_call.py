@@ -19,6 +19,7 @@ import pytest
 from limits import HANG_SECONDS
 
 import hostcall as hc
+from hostcall import _native
 from hostcall._core.options import Policy
 from hostcall._core.spec import Static, Template
 from hostcall._engine import plans
@@ -80,14 +81,12 @@ def at(*numbers):
     return Site([(n,) for n in numbers])
 
 
-class Told:
-    """Notes which rows failed."""
-
-    def __init__(self):
-        self.rows = []
-
-    def failed(self, row):
-        self.rows.append(row)
+@pytest.fixture
+def failed_rows(monkeypatch):
+    """The rows that a layer names to the engine, outside of any call of the engine's."""
+    rows = []
+    monkeypatch.setattr(_native, "failed_row", rows.append)
+    return rows
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_results_are_in_row_order(kind, count, in_a_call):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_first_row_that_fails_is_named(kind):
+def test_the_first_row_that_fails_is_named(kind, failed_rows):
     """By row order: on an executor the second one fails first."""
     late = threading.Event()
 
@@ -127,15 +126,15 @@ def test_the_first_row_that_fails_is_named(kind):
         if x:
             raise Bad(x)
 
-    runs, told = RUNS[kind](form_of(kind, fn), None), Told()
+    runs = RUNS[kind](form_of(kind, fn), None)
     with pytest.raises(Bad) as caught:
-        runs.rows(rows_of(0, 1, 2), at(5, 6, 7)._replace(results=told))
+        runs.rows(rows_of(0, 1, 2), at(5, 6, 7))
     assert caught.value.args == (1,)
     # Only what runs rows at the same time is given those of a batch.
-    assert told.rows == ([] if kind in ("here", "thread") else [(6,)])
+    assert failed_rows == ([] if kind in ("here", "thread") else [(6,)])
 
 
-def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch):
+def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch, failed_rows):
     """As of a future that both await: each call says which of its own rows that was."""
     bad, wait = Bad(), on_loop.wait
 
@@ -144,14 +143,13 @@ def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch):
             raise bad
 
     def number_of_the_first_that_fails(*xs):
-        told = Told()
         with pytest.raises(Bad):
-            OnLoop(bound(fn)).rows(rows_of(*xs), Site([0, 1, 2], told))
-        return told.rows[0]
+            OnLoop(bound(fn)).rows(rows_of(*xs), Site([0, 1, 2]))
+        return failed_rows.pop()
 
     def wait_for_another(*args):
         done = wait(*args)
-        monkeypatch.undo()
+        monkeypatch.setattr(on_loop, "wait", wait)
         assert number_of_the_first_that_fails(0, 0, 1) == 2
         return done
 

@@ -45,8 +45,8 @@ The programs are written like this:
   scan, cond and shard_map in turn: each of these with each dtype, but not with all orders. Other
   transformations do not look at dtypes, or need a derivative, which few dtypes have.
 - An order that is not in the first table does not exist: methods of an `hc.Object` and taps have
-  effects, so none of them is pure; `hc.feed` is ordered; `hc.tap_through` is kept by the use of its
-  value.
+  effects, so none of them is pure; `hc.feed` is ordered; `hc.tap_through` has no `order=`: it runs if the
+  program uses its value.
 - `hostcall.host_callback` is not in the tables: its functions are calls and taps, and
   `tests/compat/test_host_callback.py` has their programs.
 - Dtypes of 64 bits need `jax_enable_x64`. `key<fry>` is the dtype of `jax.random.key`.

@@ -232,6 +232,24 @@ void NothingThrownReachesXla() {
   assert(g_errors == 0);
 }
 
+void ATypeNewerThanTheTableIsFound() {
+  int64_t dims[] = {3};
+  XLA_FFI_Buffer known = {}, newer = {};
+  known.dtype = XLA_FFI_DataType_F32;
+  newer.dtype = static_cast<XLA_FFI_DataType>(sizeof kBitsOfTypes);
+  known.rank = newer.rank = 1;
+  known.dims = newer.dims = dims;
+  void* items[] = {&known, &newer};
+  XLA_FFI_Args args = {};
+  args.size = 1;
+  assert(!UnknownType(args, items));
+  args.size = 2;
+  assert(UnknownType(args, items) == static_cast<int>(sizeof kBitsOfTypes));
+  assert(BytesOf(known) == 12 && BytesOf(newer) == 0);
+  const auto last = XLA_FFI_DataType_F8E8M0FNU;
+  assert(IsKnown(last) && !IsKnown(static_cast<XLA_FFI_DataType>(last + 1)));
+}
+
 bool g_unwound = false, g_went_on = false;
 
 void* Ends(void*) {
@@ -266,6 +284,7 @@ int main() {
   ALaterMajorVersionIsRefused();
   OrdinalsAndRuns();
   NothingThrownReachesXla();
+  ATypeNewerThanTheTableIsFound();
   AThreadThatEndsItselfIsLetGo();
   std::printf("ffi: all held, of version %d.%d\n", XLA_FFI_API_MAJOR,
               XLA_FFI_API_MINOR);

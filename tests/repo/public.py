@@ -16,6 +16,7 @@ from typing import Any
 
 import hostcall as hc
 import hostcall.host_callback
+from hostcall._cli import explain
 
 HERE = Path(__file__).parent
 SNAPSHOT = HERE / "api.txt"
@@ -39,8 +40,7 @@ def lines() -> list[str]:
     # This module is imported as JAX's was: it is no name of the front page.
     modules = [*_modules(hc), hostcall.host_callback]
     found = [line for module in modules for line in _of_module(module, told)]
-    pages = Path(hc.__file__).parent / "explain"
-    return found + [f"code {page.stem}" for page in sorted(pages.glob("*.md"))]
+    return found + [f"code {code}" for code in explain.sections()]
 
 
 def _modules(module: ModuleType) -> Iterator[ModuleType]:

@@ -170,8 +170,8 @@ def folder(tmp_path_factory):
     folder = docs / "pictures"
     for sweep in sweeps.SWEEPS:
         sweeps.save(folder, sweep.name, made_up(sweep.name))
-    marks = "".join(f"<!-- figures: {name} -->\nold\n<!-- end -->\n" for name in SMALL)
-    (docs / "speed.md").write_text(f"before\n{marks}after\n")
+    marks = sweep_texts.places().replace(" -->\n\n<", " -->\nold\n<")
+    (docs / "benchmarks.md").write_text(f"before\n{marks}after\n")
     for _ in range(2):  # a second time changes nothing
         done = drawn(folder)
         assert done.returncode == 0, done.stderr
@@ -214,7 +214,7 @@ def test_a_phone_shows_all_bars_of_a_picture(folder):
 
 
 def test_the_page_has_a_table_of_each_sweep(folder):
-    text = (folder.parent / "speed.md").read_text()
+    text = (folder.parent / "benchmarks.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
@@ -260,7 +260,7 @@ def test_drawing_needs_figures(tmp_path):
 def test_the_pictures_of_the_docs_are_of_the_figures_beside_them():
     pictures = pytest.importorskip("benchmarks.sweep_pictures")
     folder = ROOT / "docs" / "pictures"
-    page = (ROOT / "docs" / "speed.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
     known = sweeps.load(folder)
     assert set(known) == set(SMALL)
     for name, figures in known.items():

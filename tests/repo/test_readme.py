@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXPLAINED = sorted((ROOT / "docs" / "errors").glob("*.md"))
+CODE = re.compile(r"^## (hc-\S+)$", re.M)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # "```python torch": a program that needs a package of the optional ones.
 BLOCKS = [
@@ -28,10 +29,11 @@ def test_block_runs(page, needs, block):
         pytest.importorskip(package)
     names = {"__name__": "__main__"}
     exec(compile(block, "<documentation>", "exec"), names)
-    if page in EXPLAINED:  # what the program has caught has the code of the page
+    if page in EXPLAINED:  # what the program has caught has the code of its section
+        section = CODE.findall(page.read_text().partition(block)[0])[-1]
         # Taken out: its traceback leads to a compiled program, which is not garbage while
         # the function that it calls, whose globals these are, leads to it.
-        assert names.pop("caught").code == page.stem
+        assert names.pop("caught").code == section
 
 
 def test_the_first_screen_has_a_program_that_ends_in_an_assert():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CODES = sorted(page.stem for page in (HERE.parents[1] / "docs/errors").glob("*.md"))
+CODES = {
+    code: f"errors/{page.stem}"
+    for page in sorted((HERE.parents[1] / "docs/errors").glob("*.md"))
+    for code in re.findall(r"^## (hc-\S+)$", page.read_text(), re.M)
+}
 
 QUESTIONS = {
     # public names
@@ -25,7 +30,7 @@ QUESTIONS = {
     "hc.barrier": "reference/hostcall.barrier",
     "hc.watch": "reference/hostcall.watch",
     "hc.monitor": "reference/monitor",
-    "hc.monitor.stats": "reference/counts",
+    "hc.monitor.stats": "reference/monitor",
     "hc.progress": "reference/progress",
     "hc.bridge.torch": "reference/hostcall.bridge.torch",
     "hc.errors": "reference/errors",
@@ -51,7 +56,7 @@ QUESTIONS = {
     "debugger": "watches",
     "breakpoint": "watches",
     "nan": "watches",
-    "profile": "monitoring",
+    "profile": "watching",
     "gradient": "derivatives",
     "custom_vjp": "derivatives",
     "jacobian": "derivatives",
@@ -68,10 +73,10 @@ QUESTIONS = {
     "dataloader": "feeding",
     "data loader": "feeding",
     "gymnasium": "objects",
-    "dask": "pools",
-    "multiprocessing": "pools",
-    "async": "waiting",
-    "timeout": "waiting",
+    "dask": "running",
+    "multiprocessing": "running",
+    "async": "running",
+    "timeout": "running",
     "memoize": "faq",
     "jupyter": "notebooks",
     "export": "exporting",
@@ -81,23 +86,23 @@ QUESTIONS = {
     "gpu": "gpu",
     "cuda": "gpu",
     "tpu": "gpu",
-    "host_callback": "migrating/host_callback",
-    "jax-tqdm": "migrating/others",
-    "checkify": "migrating/others",
+    "host_callback": "host_callback",
+    "jax-tqdm": "comparison",
+    "checkify": "comparison",
     "unit test": "testing",
     "pytest": "testing",
     "mock": "testing",
     # what went wrong
-    "dtype mismatch": "errors/hc-result-dtype",
-    "wrong dtype": "errors/hc-result-dtype",
-    "wrong shape": "errors/hc-result",
+    "dtype mismatch": "errors/results",
+    "wrong dtype": "errors/results",
+    "wrong shape": "errors/results",
     "retry": "faq",
     "hang": "faq",
     "stuck": "faq",
     "mypy": "faq",
     "pyright": "faq",
-    "UnexpectedTracerError": "errors/hc-traced",
-    "leaked tracer": "errors/hc-traced",
+    "UnexpectedTracerError": "errors/arguments",
+    "leaked tracer": "errors/arguments",
     # about it
     "performance": "speed",
     "slow": "speed",
@@ -106,8 +111,8 @@ QUESTIONS = {
     "benchmark": "benchmarks",
     "changelog": "changelog",
     "release notes": "changelog",
-    "requirements": "dependencies",
-    "macos": "releasing",
+    "requirements": "contributing",
+    "macos": "contributing",
     "faq": "faq",
     "unknown shape": "faq",
     "function runs twice": "faq",
@@ -117,7 +122,7 @@ QUESTIONS = {
     "exception": "errors",
     "traceback": "errors",
     "error codes": "errors",
-    **{code: f"errors/{code}" for code in CODES},
+    **CODES,
 }
 
 

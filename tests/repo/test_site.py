@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import html
 import importlib
+import importlib.util
 import inspect
 import re
 import typing
@@ -99,11 +100,43 @@ def test_the_map_of_the_site_has_its_pages(site):
     assert all((site / place.removeprefix(base)).exists() for place in places)
 
 
+@pytest.fixture(scope="module")
+def moved():
+    """docs/_ext/moved.py"""
+    spec = importlib.util.spec_from_file_location("moved", DOCS / "_ext" / "moved.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_old_address_leads_to_where_its_text_is(site, moved):
+    """To a page, and to a section of it, that are there."""
+    assert len(moved.MOVED) > 50
+    for old in moved.MOVED:
+        page, section = moved.address(old)
+        sections = {"": section, **moved.RENAMED.get(old, {})}
+        there = re.findall(r'id="([^"]+)"', (site / f"{page}.html").read_text())
+        assert {*sections.values()} - {"", *there} == set(), old
+        assert not (DOCS / f"{old}.md").exists(), old
+        sent = (site / f"{old}.html").read_text()
+        (place,) = re.findall(r'http-equiv="refresh" content="0; url=([^"#]+)', sent)
+        assert (site / old).parent.joinpath(place).resolve() == site / f"{page}.html"
+
+
+def test_an_old_address_of_a_code_leads_to_its_section(moved):
+    codes = [old.partition("/")[2] for old in moved.MOVED if "/hc-" in old]
+    assert len(codes) > 30
+    for code in codes:
+        page, section = moved.address(f"errors/{code}")
+        assert section == code
+        assert f"\n## {code}\n" in (DOCS / f"{page}.md").read_text()
+
+
 def test_a_page_links_to_its_source(site):
     def edits(page):
         return re.findall(r'href="([^"]+)" rel="edit"', (site / page).read_text())
 
-    for page in ("calling", "errors/hc-result", "reference/errors"):
+    for page in ("calling", "errors/results", "reference/errors"):
         (link,) = edits(f"{page}.html")
         assert link.endswith(f"/edit/main/docs/{page}.md")
     assert edits("reference/hostcall.call.html") == []  # written by the build

@@ -21,10 +21,9 @@ PAGES = {
     "observing": 3,
     "progress": 3,
     "recording": 6,
-    "monitoring": 4,
-    "waiting": 7,
+    "running": 9,
     "watches": 5,
-    "watching": 6,
+    "watching": 8,
 }
 
 
@@ -108,7 +107,7 @@ def test_the_programs_of_a_page(page, to_wandb, to_mlflow, optimized, capsys):
 
 
 def test_a_page_names_every_setting_of_the_flight_recorder():
-    text = (DOCS / "monitoring.md").read_text()
+    text = (DOCS / "watching.md").read_text()
     with pytest.raises(hc.errors.SpecError, match="flight=") as caught:
         hc.configure(flight="wrong")
     settings = {*re.findall(r"'(\w+)'", str(caught.value))} - {"wrong"}

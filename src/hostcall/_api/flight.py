@@ -9,7 +9,7 @@ import numpy as np
 
 from hostcall import _native
 from hostcall._core.source import Place
-from hostcall._engine.info import places
+from hostcall._engine.place_numbers import places
 
 # The C++ enums EventKind and EventState (native/base/event.h).
 KINDS = ("call", "tap", "delivery", "team", "feed")

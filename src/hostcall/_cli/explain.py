@@ -1,6 +1,7 @@
-"""Prints an error's page: what happened, why, and what to do, with a program.
+"""Prints what an error's code means: what happened, why, what to do, with a program.
 
-The pages are hostcall/explain/CODE.md. The first line of each is "# CODE: its meaning".
+The texts are the files hostcall/explain/*.md, one for each kind of mistake. A code has
+a section in one of them: its heading is the code, and its first sentence the meaning.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import argparse
 import difflib
 import importlib.resources
 import importlib.util
+import re
 import sys
 
-SHORT = "print the page of an error's code, or list all codes"
+SHORT = "print what an error's code means, or list all codes"
+
+_SECTION = re.compile(r"^## (hc-[a-z0-9-]+)\n.*?(?=^## |\Z)", re.M | re.S)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints a page, or the codes with their meanings; returns the exit status."""
-    code, found = options.code, pages()
+    """Prints a section, or the codes with their meanings; returns the exit status."""
+    code, found = options.code, sections()
     if code is None:
         width = max(map(len, found))
-        for name, page in found.items():
-            print(f"{name:<{width}}  {meaning(page)}")
+        for name, section in found.items():
+            print(f"{name:<{width}}  {meaning(section)}")
         return 0
     name = "hc-" + code.strip("[]").lower().removeprefix("hc-")
     if name not in found:
@@ -39,26 +43,27 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(page: str) -> None:
-    """Prints a page: rendered on a terminal where rich is installed, else as it is."""
+def _show(section: str) -> None:
+    """Prints a section: rendered on a terminal if rich is installed, else as it is."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        markdown = importlib.import_module("rich.markdown").Markdown(page)
+        markdown = importlib.import_module("rich.markdown").Markdown(section)
         importlib.import_module("rich.console").Console().print(markdown)
     else:
-        print(page, end="")
+        print(section, end="")
 
 
-def pages() -> dict[str, str]:
-    """The pages by their codes, in the order of the alphabet."""
+def sections() -> dict[str, str]:
+    """The sections by their codes, in the order of the alphabet."""
     folder = importlib.resources.files("hostcall") / "explain"
     texts = {
-        file.name.removesuffix(".md"): file.read_text(encoding="utf-8")
+        found[1]: found[0].rstrip() + "\n"
         for file in folder.iterdir()
         if file.name.endswith(".md")
+        for found in _SECTION.finditer(file.read_text(encoding="utf-8"))
     }
     return dict(sorted(texts.items()))
 
 
-def meaning(page: str) -> str:
-    """The meaning of a code, which its page's first line gives."""
-    return page.partition("\n")[0].partition(": ")[2]
+def meaning(section: str) -> str:
+    """The meaning of a code, which its section's first sentence gives."""
+    return section.split("\n\n")[1].removesuffix(".")

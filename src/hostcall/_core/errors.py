@@ -9,9 +9,9 @@ from typing import Any
 
 # --- Codes ---------------------------------------------------------------------------
 #
-# `python -m hostcall explain hc-escape` prints the page of a code, which is the file
-# docs/errors/hc-escape.md. A message shows one code, as its last line, also if it
-# quotes another message with a code (docs/design/errors.md).
+# `python -m hostcall explain hc-escape` prints the section of a code, which a file of
+# docs/errors has. A message shows one code, as its last line, also if it quotes another
+# message with a code (docs/design/errors.md).
 
 # Compiled when a message is first read, not at import.
 _LINE = r"\n?\[(hc-[a-z0-9-]+)\] python -m hostcall explain \1(?![a-z0-9-])"

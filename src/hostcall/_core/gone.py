@@ -21,7 +21,7 @@ def of_monitor(name: str) -> Never:
     """What `hostcall.monitor` had once."""
     events = (
         "jax.profiler.trace(folder) shows calls, taps and deliveries (the page"
-        " 'Monitoring'), and hc.monitor.flight() has the last 1,000"
+        " 'Watching a program'), and hc.monitor.flight() has the last 1,000"
     )
     refuse("module 'hostcall.monitor'", {"events": events}, name)
 

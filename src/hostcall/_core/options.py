@@ -241,9 +241,6 @@ class TapOptions(PlaceOptions):
     Attributes:
         order: "pure" if the value passes through the tap (`hc.tap_through`).
         on: "once" if that was a device.
-        collected: the tag under which collectors see what it gets.
-        thinned: whether some executions don't tap.
-        in_blocks: whether blocks of the value are delivered, each by itself.
     """
 
     order: Order = option(choice("unordered", "ordered", "pure"), "unordered")
@@ -268,17 +265,24 @@ class TapOptions(PlaceOptions):
     batch: int | None = option(count("the most taps that a call gets"))
     # 2 executions are not 2.0 seconds, though the numbers are equal.
     _kind_of_every: type = field(init=False, repr=False, metadata=HERE)
-    collected: str | None = field(init=False, compare=False, repr=False, metadata=HERE)
-    thinned: bool = field(init=False, compare=False, repr=False, metadata=HERE)
-    in_blocks: bool = field(init=False, compare=False, repr=False, metadata=HERE)
 
     def __post_init__(self) -> None:
-        vars(self).update(
-            _kind_of_every=type(self.every),
-            collected=self.tag,
-            thinned=self.every is not None or self.sample is not None,
-            in_blocks=self.on != "once",
-        )
+        object.__setattr__(self, "_kind_of_every", type(self.every))
+
+    @property
+    def collected(self) -> str | None:  # type: ignore[override]
+        """The tag under which collectors see what it gets."""
+        return self.tag
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some executions don't tap."""
+        return self.every is not None or self.sample is not None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of the value are delivered, each by itself."""
+        return self.on != "once"
 
     @property
     def native(self) -> dict[str, Any]:
@@ -305,8 +309,6 @@ class Policy:
         float64: whether floating arguments are float64 on the host, and complex ones
             complex128.
         owner: the HostFunction that has it, or None.
-        pool: the executor itself; None for the default.
-        layered: whether any call has a layer for it (_policies/).
     """
 
     timeout: float | None = option(SECONDS)
@@ -320,12 +322,16 @@ class Policy:
     concurrency: int | None = option(count("how many of its calls wait at a time"))
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
-    pool: Any = field(init=False, compare=False, repr=False)
-    layered: bool = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        pool = None if self.executor is None else self.executor.value
-        vars(self).update(pool=pool, layered=self.timeout is not None)
+    @property
+    def pool(self) -> Any:
+        """The executor itself; None for the default."""
+        return None if self.executor is None else self.executor.value
+
+    @property
+    def layered(self) -> bool:
+        """Whether any call has a layer for it (_policies/)."""
+        return self.timeout is not None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:

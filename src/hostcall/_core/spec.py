@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -79,21 +79,21 @@ class Template:
         treedef: the structure of (args, kwargs).
         leaves: one entry for each leaf: a `Static`, or the dtype of a typed PRNG key,
             or None for any other array.
-        keys: for each array: the key dtype, or None.
-        is_flat: whether each array is one positional argument, and there is nothing
-            else.
     """
 
     treedef: TreeDef
     leaves: tuple[Static | Key, ...]
-    keys: tuple[Key, ...] = field(init=False, compare=False, repr=False)
-    is_flat: bool = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        keys = tuple([leaf for leaf in self.leaves if not isinstance(leaf, Static)])
-        n = len(self.leaves)
-        flat = len(keys) == n and self.treedef == _flat(n)
-        vars(self).update(keys=keys, is_flat=flat)
+    @functools.cached_property
+    def keys(self) -> tuple[Key, ...]:
+        """For each array: the key dtype, or None."""
+        return tuple([leaf for leaf in self.leaves if not isinstance(leaf, Static)])
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether each array is one positional argument, and there is nothing else."""
+        count = len(self.leaves)
+        return len(self.keys) == count and self.treedef == _flat(count)
 
     @classmethod
     def flat(cls, *marks: Static | Key) -> Template:

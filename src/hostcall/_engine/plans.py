@@ -14,7 +14,11 @@ from hostcall._core.callback import Callback
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits, widened
 from hostcall._engine.counters import costs
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
+from hostcall._engine.params.equation import Equation
+from hostcall._engine.place_numbers import places
+from hostcall._engine.placement import Placement
+from hostcall._engine.placing import hosted
 from hostcall._native import Inside, ResultForm
 from hostcall._policies.layer import Choices
 from hostcall._policies.stack import Entries, entries, unflattened
@@ -23,57 +27,64 @@ from hostcall._runtime import host_device
 Converter: TypeAlias = Callable[[Any], Any]
 
 
-def make_plan(info: CallInfo, operands: Sequence[Any]) -> _native.Plan:
+def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
     """Builds the native plan of a call or tap.
 
     Args:
-        info: describes it, and answers the engine's questions.
+        hooks: what the engine calls back. They have the equation, and its placement
+            with a host device.
         operands: the avals of its operands; the mask first if there is one.
     """
-    equation, callback, team = info.params, info.callback, info.team
-    together = None if team is None else frozenset(info.devices.values())
+    equation, placement = hooks.equation, hooks.placement
+    callback, team = equation.callback, placement.team
+    together = None if team is None else frozenset(placement.devices.values())
     guard = None if together is None else host_device.guard(together)
-    scouts = info.inside is Inside.ASKED
-    operands = operands[equation.read]
+    scouts = placement.inside is Inside.ASKED
+    operands = operands[equation.python_operands]
     flags = [list(axes) for axes in equation.batched] if equation.grid else []
     batched = flags[: len(operands)] or [[] for _ in operands]
     # A mask that the function's batch is compressed by is an argument of the plan. Any
     # other one is the engine's: which axes of the grid it has.
-    compressed, mask = equation.masked and equation.compresses(operands[0]), None
+    compressed = equation.masked and equation.compresses(operands[0])
+    mask = None
     if equation.masked and not compressed:
-        (mask, *batched), operands = batched, operands[1:]
+        mask, *batched = batched
+        operands = operands[1:]
     shapes = [
         (operand.shape[sum(axes) :], operand.dtype)
         for operand, axes in zip(operands, batched, strict=True)
     ]
-    converters, called = _called(info, guard, shapes, compressed)
+    converters, called = _called(hooks, guard, shapes, compressed)
     traced = callback.traced
     rows = zip(shapes, batched, converters, strict=True)
+    packed = placement.packed
     return _native.Plan(
         **called,
-        args=[_leaf(info, *kind, axes, convert) for kind, axes, convert in rows],
-        results=_results(info),
+        args=[_leaf(*kind, axes, convert, packed) for kind, axes, convert in rows],
+        results=_results(equation, packed),
         grid=equation.grid,
         mask=mask,
-        info=info,
-        device=info.device,
+        hooks=hooks,
+        plan_of_block=placement.plan_of_block,
+        device=placement.host_device,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
         counters=costs.note(equation, called["lend"]),
-        place=info.number,
-        tells=info.tells,
-        elsewhere=info.elsewhere,
+        place=places.number_of(callback),
+        returns_outcome=placement.returns_outcome,
+        called_by_other_process=placement.called_by_other_process,
         team=team and team.settings(),
         guard=host_device.guard(together, scouts=True) if scouts else guard,
-        inside=info.inside,
+        inside=placement.inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
-        tap=info.tap,
-        text=info.text,
+        tap=equation.tap_settings(placement),
+        text=placement.text,
     )
 
 
 def plan_in_program(
-    info: CallInfo,
+    equation: Equation,
+    placement: Placement,
     operands: Sequence[Any],
     client: Any | None,
     platforms: tuple[str, ...],
@@ -81,51 +92,35 @@ def plan_in_program(
     """Makes the plan of a call or tap in a program.
 
     Args:
-        info: describes it, without what the client says.
+        equation: what is called.
+        placement: where, without what the client says.
         operands: the avals of its operands; for a typed key, that of its uint32 block.
         client: the client that runs the program.
         platforms: those for which the program was lowered.
     """
-    info.packed = True
-    equation = info.params
-    if info.tap is None and platforms == ("cpu",):
-        if not equation.runs_where_dispatched:
-            info.inside = Inside.ASKED
-        elif equation.is_jaxs_own or equation.options.arrays == "free":
-            info.inside = Inside.EVERYWHERE
-        else:
-            info.inside = Inside.XLAS_THREADS
-    if equation.is_jaxs_own:
-        # JAX's own host functions (Pallas' interpreter) must find the device that JAX
-        # would give them. They hand their arrays to threads that run programs on the
-        # process's own client, and they rely on each program having run when its
-        # dispatch returns, as a program does whose arrays are on that client.
-        info.device = jax.local_devices(backend="cpu")[0]
-    else:
-        info.device = host_device.above(client)
-    return make_plan(info, operands)
+    placement = hosted(placement, equation, client, platforms)
+    return make_plan(equation.hooks(equation, placement), operands)
 
 
-def _results(info: CallInfo) -> list[_native.Leaf]:
-    equation = info.params
+def _results(equation: Equation, packed: bool) -> list[_native.Leaf]:
     axes, levels = [True] * len(equation.grid), equation.levels
     tiles = [
         fill and _tile(fill, aval, levels)
-        for aval, fill in zip(equation.avals, info.callback.fills, strict=True)
+        for aval, fill in zip(equation.avals, equation.callback.fills, strict=True)
     ]
     every = zip(equation.avals, tiles, strict=True)
-    return [_leaf(info, a.shape, a.dtype, axes, None, tile) for a, tile in every]
+    return [_leaf(a.shape, a.dtype, axes, None, packed, tile) for a, tile in every]
 
 
 def _leaf(
-    info: CallInfo,
     shape: tuple[int, ...],
     dtype: np.dtype,
     batched: list[bool],
     convert: Converter | None,
+    packed: bool,
     fill: bytes | None = None,
 ) -> _native.Leaf:
-    bits, is_signed = packed_bits(dtype) if info.packed else (0, False)
+    bits, is_signed = packed_bits(dtype) if packed else (0, False)
     return _native.Leaf(
         dtype=dtype,
         shape=shape,
@@ -138,7 +133,7 @@ def _leaf(
 
 
 def _called(
-    info: CallInfo,
+    hooks: CallHooks,
     guard: _jax.ExecutionGuard | None,
     shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
     compressed: bool,
@@ -146,26 +141,27 @@ def _called(
     """(how the engine converts each array, what it calls, with what the equation says
     of that).
     """
-    equation, callback = info.params, info.callback
+    equation, callback = hooks.equation, hooks.callback
     native, keys = equation.native, callback.template.keys
     converters: Sequence[Converter | None] = [None] * len(keys)
     as_they_are = equation.options.arrays == "numpy" and not any(keys)  # most calls
     if not as_they_are or callback.policy.float64:
-        converters = _converters(info, shapes)
+        converters = _converters(hooks, shapes)
     layered = compressed or callback.seen.awaits or callback.policy.layered
-    if info.elsewhere:
+    if hooks.placement.called_by_other_process:
         called = Entries(_nothing, ResultForm.NOTHING, plain=True)
         native["feed"] = None  # its items are taken there
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
         called = Entries(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
         how = guard, converters, compressed, native["form"]
-        called = entries(_choices(info, *how))
+        called = entries(_choices(hooks, *how))
     else:
         called = Entries(direct(callback), native["form"])
-    if info.job is not None:  # refused after a failure of a program over processes
-        runner = called.runner and info.job.until_failure(called.runner)
-        function = info.job.until_failure(called.function)
+    job = hooks.placement.job
+    if job is not None:  # refused after a failure of a program over processes
+        runner = called.runner and job.until_failure(called.runner)
+        function = job.until_failure(called.function)
         called = called._replace(function=function, runner=runner)
     told = called._asdict()
     if told.pop("plain"):  # a layer that reads arrays converts them afterwards
@@ -174,17 +170,17 @@ def _called(
 
 
 def _choices(
-    info: CallInfo,
+    hooks: CallHooks,
     guard: _jax.ExecutionGuard | None,
     converters: Sequence[Converter | None],
     compressed: bool,
     form: ResultForm,
 ) -> Choices:
-    equation, callback = info.params, info.callback
+    equation, callback = hooks.equation, hooks.callback
     return Choices(
         callback=callback,
-        results=info,
-        device=info.device,
+        results=hooks,
+        device=hooks.placement.host_device,
         guard=guard,
         converters=converters,
         avals=equation.avals,
@@ -194,7 +190,7 @@ def _choices(
         once=equation.effect is not None,
         compressed=compressed,
         form=form,
-        tap=equation.delivers,
+        tap=equation.ignores_results,
         batch=equation.axes if compressed else (),
     )
 
@@ -210,15 +206,16 @@ def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
 
 
 def _converters(
-    info: CallInfo, shapes: Sequence[tuple[tuple[int, ...], np.dtype]]
+    hooks: CallHooks, shapes: Sequence[tuple[tuple[int, ...], np.dtype]]
 ) -> Sequence[Converter | None]:
     """What makes the kind of array that the function gets of an engine's array."""
-    arrays, keys = info.params.options.arrays, info.callback.template.keys
+    callback, device = hooks.callback, hooks.placement.host_device
+    arrays, keys = callback.options.arrays, callback.template.keys
     wide: list[np.dtype | None] = [None] * len(keys)
-    if info.callback.policy.float64:  # the mask, if it is there, is not converted
+    if callback.policy.float64:  # the mask, if it is there, is not converted
         wide = [widened(dtype) for _, dtype in shapes[len(shapes) - len(keys) :]]
     every = zip(keys, wide, strict=True)
-    return [_converter(arrays, key, info.device, to) for key, to in every]
+    return [_converter(arrays, key, device, to) for key, to in every]
 
 
 def _converter(

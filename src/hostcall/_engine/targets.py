@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -11,6 +12,8 @@ from hostcall import _jax, _native
 from hostcall._core import config, errors, failures
 from hostcall._core.process import once
 from hostcall._runtime import lifecycle, profiles
+
+logger = logging.getLogger("hostcall")
 
 TARGET = "hostcall_call"
 TAP_TARGET = "hostcall_tap"
@@ -38,7 +41,15 @@ def start() -> None:
     Called when a program is lowered or loaded, and at the first eager call.
     """
     inside = _jax.host_callback_handler()
-    _native.set_host_callback_handler(inside, _native.run_pending)
+    if inside is None:
+        logger.warning(
+            "this jaxlib is newer than those that hostcall was tested with: a function"
+            " that computes on the devices of the program which calls it may wait for"
+            " them for ever. Let it compute on hostcall's own device, which is JAX's"
+            " default there (jnp.asarray(np.asarray(x)))"
+        )
+    else:
+        _native.set_host_callback_handler(inside, _native.run_pending)
     for kind, setting, value in _jax.AMBIENT:
         methods = _jax.SWAP_SET_GET
         _native.add_ambient_setting(kind, setting, *methods, value, _jax.UNSET)

@@ -98,7 +98,7 @@ def _check(one: _jax.CustomCall, call: Call, devices: int) -> None:
             f" on {devices}: they would wait for each other for ever"
         )
     has_effect = params.options.order != "pure"
-    if (params.kept or has_effect) and not one.has_side_effect:
+    if (params.keep_if_pure or has_effect) and not one.has_side_effect:
         raise _refused(f"{what} that XLA may drop")
     operands, results = (
         [_jax.type_text(dtype, sizes) for dtype, *sizes in of] for of in call.buffers()

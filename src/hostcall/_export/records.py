@@ -220,7 +220,7 @@ def equation_of(record: CallRecord) -> Equation:
     how = _options(record, cls, params)
     kind, more = record.function
     function, policy = (_registered if kind == "registered" else _home(kind).read)(more)
-    if policy.owner is not None and cls.delivers:  # it is called by itself
+    if policy.owner is not None and cls.ignores_results:  # it is called by itself
         function, policy = policy.owner, Policy()
     _check_policy(record, how, function, policy)
     traced = None
@@ -292,7 +292,7 @@ def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
     if len(flags) != len(operands) * bool(grid) or {*map(len, flags)} - {len(grid)}:
         raise Malformed(f"batched={flags!r}")
     most = max((aval.ndim for aval in (*operands, *params.avals)), default=0)
-    if not params.delivers and not 0 <= params.levels <= most:
+    if not params.ignores_results and not 0 <= params.levels <= most:
         raise Malformed(f"the option levels={params.levels}")
     _check_axes(list(zip(zip(*flags, strict=True), grid, strict=True)), operands)
     _check_axes(params.axes, operands)
@@ -327,7 +327,7 @@ def _check_results(params: Equation) -> None:
     avals, fills = params.avals, params.callback.fills
     results, levels = params.callback.results, params.levels
     wanted = [len(results.avals), len(results.keys), len(fills)]
-    if wanted != [len(avals)] * 3 or (avals and params.delivers):
+    if wanted != [len(avals)] * 3 or (avals and params.ignores_results):
         raise Malformed(f"{len(avals)} results with {len(fills)} fills for {wanted}")
     for fill, aval in zip(fills, avals, strict=True):
         if levels > aval.ndim:

@@ -37,8 +37,8 @@ from hostcall._core import codec
 from hostcall._core.codec import Json, Malformed, NotPortable
 from hostcall._core.errors import HostcallError, LoadError
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo, Team
 from hostcall._engine.params.equation import Equation
+from hostcall._engine.placement import Placement, Team
 from hostcall._engine.plans import plan_in_program
 from hostcall._export.records import CallRecord, equation_of, record_of
 from hostcall._export.structures import CODEC, FORMAT, XLAS_DTYPES, sizes_in, with_sizes
@@ -127,17 +127,14 @@ def _values(
 
 def written(
     program: _jax.Program,
-    info: CallInfo,
+    equation: Equation,
+    placement: Placement,
     avals: Sequence[Aval],
-    only: Sequence[int],
 ) -> tuple[str, str]:
-    """(the text of a call or tap, why it has none); one of the two is "".
-
-    `only` are the ordinals of the devices that tap.
-    """
+    """(the text of a call or tap, why it has none); one of the two is ""."""
     try:
-        record = _in_program(program, info, avals)
-        return _text(replace(record, only=tuple(only)), info.params), ""
+        record = _in_program(program, equation, placement, avals)
+        return _text(record, equation), ""
     except NotPortable as error:
         return "", str(error)
 
@@ -152,9 +149,11 @@ def why_here(params: Equation, operands: Sequence[Aval]) -> str:
 
 
 def _in_program(
-    program: _jax.Program, info: CallInfo, avals: Sequence[Aval]
+    program: _jax.Program,
+    params: Equation,
+    placement: Placement,
+    avals: Sequence[Aval],
 ) -> CallRecord:
-    params, team = info.params, info.team
     record = record_of(params, avals, program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
@@ -166,7 +165,13 @@ def _in_program(
             " devices. Leave out on=: the first device that comes then calls"
         )
     linked = params.effect is not None and _jax.has_symbolic(params.out_avals)
-    return replace(record, team=team, linked=linked, mesh=_mesh_of(program.mesh))
+    return replace(
+        record,
+        team=placement.team,
+        only=placement.only,
+        linked=linked,
+        mesh=_mesh_of(program.mesh),
+    )
 
 
 def _text(record: CallRecord, params: Equation) -> str:
@@ -264,10 +269,17 @@ def read_text(
         team = team._replace(leader=None)
     operands = record.operands
     nested = host_device.level(client) > 0
-    info = params.info(params, by_ordinal, mesh, operands, record.only, nested)
-    info.of_program = None if team is None else ()
-    info.team, info.text = team, text
-    plan = plan_in_program(info, operands, client, (platform,))
+    placement = Placement(
+        devices=by_ordinal,
+        mesh=mesh,
+        program_devices=None if team is None else (),
+        team=team,
+        only=tuple(record.only),
+        nested=nested,
+        blocks=params.blocks_of_whole(by_ordinal, mesh, operands),
+        text=text,
+    )
+    plan = plan_in_program(params, placement, operands, client, (platform,))
     return None if buffers is None else plan
 
 

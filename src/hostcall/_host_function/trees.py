@@ -52,12 +52,6 @@ class RuleTrees(Value):
         fills: the bytes of each result for a False mask; None if there is no mask. A
             mask is one more bool array behind the others, which is in no argument.
         place: the user's line.
-        name: by which messages call it.
-        avals: of the results.
-        masked: whether it has a mask.
-        n: how many arrays its arguments have.
-        out_diff: for each result, whether it has a tangent.
-        out_avals: the avals of those that have.
     """
 
     function: Ruled = field(metadata=HERE)
@@ -67,19 +61,36 @@ class RuleTrees(Value):
     nondiff: tuple[int, ...]
     fills: tuple[bytes | None, ...] | None
     place: Place = field(compare=False, metadata=HERE)
-    name: str = field(init=False, compare=False, metadata=HERE)
-    avals: tuple[Aval, ...] = field(init=False, compare=False, metadata=HERE)
-    masked: bool = field(init=False, compare=False, metadata=HERE)
-    n: int = field(init=False, compare=False, metadata=HERE)
-    out_diff: tuple[bool, ...] = field(init=False, compare=False, metadata=HERE)
-    out_avals: tuple[Aval, ...] = field(init=False, compare=False, metadata=HERE)
 
-    def __post_init__(self) -> None:
-        name, masked = self.function.__name__, self.fills is not None
-        avals, n = self.results.avals, len(self.in_avals) - masked
-        out_diff = tuple([jnp.issubdtype(a.dtype, jnp.inexact) for a in avals])
-        vars(self).update(name=name, avals=avals, masked=masked, n=n)
-        vars(self).update(out_diff=out_diff, out_avals=tuple(pick(avals, out_diff)))
+    @property
+    def name(self) -> str:
+        """By which messages call it."""
+        return self.function.__name__
+
+    @property
+    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
+        """Of the results."""
+        return self.results.avals
+
+    @property
+    def masked(self) -> bool:
+        """Whether it has a mask."""
+        return self.fills is not None
+
+    @property
+    def n(self) -> int:
+        """How many arrays its arguments have."""
+        return len(self.in_avals) - self.masked
+
+    @cached_property
+    def out_diff(self) -> tuple[bool, ...]:
+        """For each result, whether it has a tangent."""
+        return tuple([jnp.issubdtype(a.dtype, jnp.inexact) for a in self.avals])
+
+    @cached_property
+    def out_avals(self) -> tuple[Aval, ...]:
+        """The avals of the results that have a tangent."""
+        return tuple(pick(self.avals, self.out_diff))
 
     def __repr__(self) -> str:
         return self.name

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
+import jaxlib.version as _jaxlib_version
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import effects as _effects
@@ -76,13 +77,23 @@ def in_order(
     return record.get(block), partial(record.__setitem__, block)
 
 
-def host_callback_handler() -> object:
-    """JAX's handler of buffer callbacks on CPUs.
+# The engine answers JAX's handler in the layout that XLA has had in these versions
+# (native/handlers/host_callback.h): from the first, up to but without the second.
+_KNOWN_LAYOUT = (0, 9), (0, 13)
+
+
+def host_callback_handler() -> object | None:
+    """JAX's handler of buffer callbacks on CPUs; None in a jaxlib for which nobody has
+    seen that the engine may go through it.
 
     native/handlers/host_callback.h says what the engine needs it for.
     """
+    first, beyond = _KNOWN_LAYOUT
+    if not first <= _jaxlib_version.__version_info__ < beyond:
+        return None
     targets = _xla_client.custom_call_targets("cpu")
-    return targets["xla_buffer_python_cpu_callback"]["execute"]
+    handler: object = targets["xla_buffer_python_cpu_callback"]["execute"]
+    return handler
 
 
 # The lowering rule of a JAX function that returns a list of results.

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
+from hostcall import _native
 from hostcall._core.callback import Callback
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import CallTimeoutError
@@ -65,11 +66,9 @@ class Site(NamedTuple):
 
     Attributes:
         indices: of the rows in their batch; empty for one row that has none of its own.
-        results: is told which row failed.
     """
 
     indices: Sequence[Index] = ()
-    results: ChecksResults | None = None
 
     def here(self) -> Current:
         """What `hc.current()` answers in each row. To be asked on the call's thread."""
@@ -77,20 +76,18 @@ class Site(NamedTuple):
         return lambda row: here.at_row(indices[row]) if here and indices else here
 
     def failed(self, row: int) -> None:
-        """Notes which row failed, on the thread that is in the call.
+        """Tells the engine which row failed, on the thread that is in the call.
 
         Not on the exception: rows of several calls may fail with one object.
         """
-        if self.results is not None:
-            self.results.failed(self.indices[row])
+        if self.indices:
+            _native.failed_row(self.indices[row])
 
 
 class ChecksResults(Protocol):
-    """What checks the results of a call: its `CallInfo`."""
+    """What checks the results of a call: its `CallHooks`."""
 
     name: str
-
-    def failed(self, row: Index) -> None: ...
 
     def flatten(self, value: Any) -> list[Any]: ...
 

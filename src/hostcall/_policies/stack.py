@@ -60,7 +60,7 @@ def entries(choices: Choices) -> Entries:
         return layer.rows((leaves,), Site())[0]
 
     def runner(rows: list[Leaves], indices: Sequence[tuple[int, ...]]) -> list[Any]:
-        return layer.rows(rows, Site(indices, choices.results))  # type: ignore[no-any-return]
+        return layer.rows(rows, Site(indices))  # type: ignore[no-any-return]
 
     flat = plain and not choices.tap  # one plain array for each result
     form = ResultForm.TUPLE if flat else choices.form

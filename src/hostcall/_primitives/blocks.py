@@ -18,8 +18,9 @@ from __future__ import annotations
 import abc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ import jax.numpy as jnp
 from hostcall import _jax, _native
 from hostcall._core.order import effects_with
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
+from hostcall._engine.params.equation import Equation
+from hostcall._engine.placement import Placement
 from hostcall._engine.plans import plan_in_program
 from hostcall._jax.types import (
     Aval,
@@ -39,6 +41,9 @@ from hostcall._jax.types import (
     Value,
 )
 from hostcall._primitives.lowering import NUMBER, EngineCall, put
+
+if TYPE_CHECKING:
+    from hostcall._job.after_failure import Failures
 
 # --- A link: it turns the order of effects into a data dependency --------------------
 
@@ -89,13 +94,32 @@ class Partitioned(abc.ABC):
 
     target: ClassVar[str]
 
-    def __init__(self, program: _jax.Program, info: CallInfo) -> None:
-        self.params, self.devices = info.params, info.devices
+    def __init__(
+        self,
+        program: _jax.Program,
+        params: Equation,
+        *,
+        job: Failures | None = None,
+        nested: bool = False,
+    ) -> None:
+        """
+        Args:
+            program: the program.
+            params: the whole equation.
+            job: as in `Placement`.
+            nested: as in `Placement`.
+        """
+        self.params = params
+        self.placement = Placement(
+            devices=program.by_ordinal,
+            program_devices=program.devices,
+            job=job,
+            nested=nested,
+        )
         self._client, self._platforms = program.client, program.platforms
-        self._of_program = program.devices
-        info.plan_of_block = self.plan_of_block  # type: ignore[attr-defined]
         self._avals = _jax.physical_avals(program.ctx.avals_in)
-        self.attributes = put(program, info, self._avals, whole=False)
+        whole = replace(self.placement, plan_of_block=self.plan_of_block)
+        self.attributes = put(program, params, whole, self._avals)
 
     def plan_of_block(self, block: str) -> _native.Plan:
         """The plan of the part that this text describes."""
@@ -105,14 +129,15 @@ class Partitioned(abc.ABC):
             _jax.ShapedArray(tuple(shape), aval.dtype)
             for aval, shape in zip(self._avals, told["shapes"], strict=True)
         ]
-        info, avals = self.of_block(avals, told["places"])
-        info.of_program = self._of_program
-        return plan_in_program(info, avals, self._client, self._platforms)
+        equation, placement, avals = self.of_block(avals, told["places"])
+        return plan_in_program(
+            equation, placement, avals, self._client, self._platforms
+        )
 
     @abc.abstractmethod
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[CallInfo, list[Aval]]:
+    ) -> tuple[Equation, Placement, list[Aval]]:
         """What the plan of a part is made of, given the avals of its blocks."""
 
     def places(

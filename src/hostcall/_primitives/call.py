@@ -14,12 +14,13 @@ import jax
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core import config, errors
+from hostcall._core import errors
 from hostcall._core.errors import HostcallError
 from hostcall._core.order import effects_with
 from hostcall._engine import plans
-from hostcall._engine.info import CallInfo, Team
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
+from hostcall._engine.placing import placed, placed_through_jax
 from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
 from hostcall._native import Plan
 from hostcall._primitives.batching import batch
@@ -28,12 +29,10 @@ from hostcall._primitives.eager import row_major, run_and_keep
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
-    info_through_jax,
     job_of,
     put,
     register,
 )
-from hostcall._primitives.outcome import Reach
 
 P = TypeVar("P", bound=CallParams)
 
@@ -190,10 +189,8 @@ def prepare(
         avals: those of its operands; for a typed key, that of its uint32 block.
         leader: the device that calls; None for the program's first.
     """
-    info = params.info(params, program.by_ordinal, program.mesh)
-    info.job = job_of(program)
-    reach = _place(program, info, leader)
-    attributes = put(program, info, avals)
+    placement = placed(program, params, leader, job_of(program))
+    attributes = put(program, params, placement, avals)
     if params.runs_where_dispatched:
         _jax.run_where_dispatched(program)
     return EngineCall(
@@ -202,51 +199,8 @@ def prepare(
         attributes,
         has_side_effect=params.effect is not None,
         aliases=dict(params.aliases),
-        reach=reach,
+        reach=placement.reach,
     )
-
-
-def _place(
-    program: _jax.Program, info: CallInfo, leader: Device | None
-) -> Reach | None:
-    """Decides how the devices of the program make the call, and notes it in `info`.
-
-    Returns how the outcome of the call reaches all processes; None if it stays where it
-    is.
-    """
-    params, local, mesh = info.params, program.local, program.mesh
-    devices, reach = program.devices, None
-    # A call that works in place in GPU memory has no host memory to write the outcome
-    # to.
-    on_host = program.platforms == ("cpu",) or not params.on_buffers
-    fail = params.options.fail or config.settings.fail
-    together = program.across and on_host and fail == "together"
-    if params.devices:  # a sharded feed: each takes its part, and makes no call
-        return None
-    if local is None or not devices:
-        # A lowering that does not know the program's devices (over an abstract mesh):
-        # the first device that arrives makes the call. With several processes, nothing
-        # says how many of the devices are in this one. (An export over concrete
-        # shardings knows its devices, and comes below. It may run on others, so what
-        # it writes names none: _export/texts.py.)
-        if program.size > 1 and jax.process_count() == 1:
-            info.team = Team("ONCE" if mesh is None else "EACH", program.size, None)
-    elif mesh is not None:
-        info.team = Team("EACH", len(local), None)
-    else:
-        leader = leader or devices[0]
-        assert leader in devices, "chosen.py refuses others"
-        info.elsewhere = leader not in local
-        caller = _jax.ordinal(local[0] if info.elsewhere else leader)
-        info.team = Team("ONCE", len(local), caller)
-        if len(local) < len(devices) and (params.avals or together):
-            reach = Reach(len(devices), devices.index(leader), on_host)
-            info.caller = leader.process_index
-    if reach is None and together:
-        reach = Reach(program.size)
-        info.origins = [device.process_index for device in devices or ()]
-    info.tells = reach is not None and reach.tells
-    return reach
 
 
 # --- Platforms that the engine does not serve -----------------------------------------
@@ -260,27 +214,27 @@ def lower_through_jax(
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
     job = job_of(program)
-    made: dict[object, tuple[CallInfo, Plan]] = {}
+    made: dict[object, tuple[CallHooks, Plan]] = {}
 
     def planned(
         device: Device | None, operands: Sequence[Aval | np.ndarray]
-    ) -> tuple[CallInfo, Plan]:
+    ) -> tuple[CallHooks, Plan]:
         shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
         if (device, shapes) not in made:
-            info = info_through_jax(program, params, device)
-            info.job = job
-            made[device, shapes] = info, plans.make_plan(info, operands)
+            placement = placed_through_jax(program, device, job)
+            hooks = params.hooks(params, placement)
+            made[device, shapes] = hooks, plans.make_plan(hooks, operands)
         return made[device, shapes]
 
     planned(None, _jax.physical_avals(program.ctx.avals_in))
 
     def run(device: Device | None, *arrays: jax.Array) -> list[np.ndarray]:
         hosts = [row_major(array) for array in arrays]
-        info, plan = planned(device, hosts)
+        hooks, plan = planned(device, hosts)
         try:
             results: list[np.ndarray] = plan.invoke(hosts)
         except Exception as error:
-            text = info.on_error(error, None, ())
+            text = hooks.on_error(error, ())
             code = error.code if isinstance(error, HostcallError) else None
             raise HostcallError(text, code=code) from error
         return results

@@ -17,9 +17,10 @@ from hostcall import _jax
 from hostcall._core.order import effects_with
 from hostcall._core.spec import Results, Static, Template, flatten_arguments
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
 from hostcall._engine.params.drop_in import DropInParams
-from hostcall._jax.types import Aval, Device, Effect, LoweringContext, Value
+from hostcall._engine.params.equation import Equation
+from hostcall._engine.placement import Placement
+from hostcall._jax.types import Aval, Effect, LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
@@ -185,20 +186,14 @@ class CallBlocks(Partitioned):
     target = targets.TARGET
 
     def __init__(self, program: _jax.Program, params: DropInParams) -> None:
-        self._job = job_of(program)
-        super().__init__(program, self._info(params, program.by_ordinal))
-
-    def _info(self, params: DropInParams, devices: dict[int, Device]) -> CallInfo:
-        info = params.info(params, devices, None)
-        info.job = self._job
-        return info
+        super().__init__(program, params, job=job_of(program))
+        self._numbered = _with_number(params)
 
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[CallInfo, list[Aval]]:
+    ) -> tuple[Equation, Placement, list[Aval]]:
         del places
-        info = self._info(_with_number(self.params), self.devices)
-        return info, [NUMBER, *avals]
+        return self._numbered, self.placement, [NUMBER, *avals]
 
 
 def _with_number(params: DropInParams) -> DropInParams:

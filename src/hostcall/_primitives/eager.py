@@ -14,8 +14,9 @@ import numpy as np
 from hostcall import _jax, _native
 from hostcall._core import failures, process
 from hostcall._engine import plans, targets
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import Equation
+from hostcall._engine.placing import alone
 from hostcall._jax.types import Device, Primitive, Sharding
 from hostcall._primitives.chosen import chosen_here
 from hostcall._runtime import host_device
@@ -25,8 +26,8 @@ logger = logging.getLogger("hostcall")
 
 def prepare(
     operands: Sequence[jax.Array], params: Equation
-) -> tuple[CallInfo, Callable[[], list[jax.Array]]]:
-    """(what describes a call, a function that makes it now).
+) -> tuple[CallHooks, Callable[[], list[jax.Array]]]:
+    """(the hooks of a call, a function that makes it now).
 
     Nothing is compiled or kept. The same native code runs as in a compiled program, on
     NumPy's buffers. An exception of the function propagates as it is.
@@ -41,21 +42,21 @@ def prepare(
     devices = () if place is None else place.device_set
     in_order = sorted(devices, key=lambda device: device.id) or [_jax.here()]
     home = chosen_here(params, in_order)
-    info = params.info(params, {-1: home}, None)
-    info.device = host_device.above_here()
-    plan = plans.make_plan(info, arrays)
+    placement = alone(home, host_device.above_here())
+    hooks = params.hooks(params, placement)
+    plan = plans.make_plan(hooks, arrays)
 
     def run() -> list[jax.Array]:
         try:
             results = plan.invoke(arrays)
         except (TypeError, ValueError) as error:
-            info.hint(error)
+            hooks.hint(error)
             raise
         if place is None:
             return [_jax.put_on_device(r, home, committed=False) for r in results]
         return [_jax.put_with_sharding(result, place) for result in results]
 
-    return info, run
+    return hooks, run
 
 
 def run_and_keep(*operands: jax.Array, params: Equation) -> list[jax.Array]:
@@ -85,13 +86,13 @@ def run_compiled(
 def run_eagerly(
     primitive: Primitive, operands: Sequence[jax.Array], params: Equation
 ) -> list[jax.Array]:
-    """Calls now; on failure raises what the equation's info chooses."""
+    """Calls now; on failure raises what the equation's hooks choose."""
     arrays = [x if isinstance(x, jax.Array) else _jax.to_host(x) for x in operands]
-    info, run = prepare(arrays, params)
+    hooks, run = prepare(arrays, params)
     try:
         results = run()
     except Exception as error:
-        raised = info.eager_error(error)
+        raised = hooks.eager_error(error)
         failures.hand_over(error)
         try:
             if raised is error:

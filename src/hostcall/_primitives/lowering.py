@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -30,8 +30,8 @@ from hostcall._core.errors import ExportError, HostcallError, SpecError
 from hostcall._core.identity import identity
 from hostcall._core.registered import names
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
 from hostcall._engine.params.equation import Equation
+from hostcall._engine.placement import Placement, Reach
 from hostcall._engine.plans import plan_in_program
 from hostcall._jax.types import (
     Aval,
@@ -43,8 +43,7 @@ from hostcall._jax.types import (
     Sharding,
     Value,
 )
-from hostcall._primitives.outcome import OUTCOME_AVAL, Reach, bits, from_bits
-from hostcall._runtime import host_device
+from hostcall._primitives.outcome import OUTCOME_AVAL, bits, from_bits, share
 
 if TYPE_CHECKING:
     from hostcall._job.after_failure import Failures
@@ -188,11 +187,9 @@ Attributes: TypeAlias = dict[str, str | int]
 
 def put(
     program: _jax.Program,
-    info: CallInfo,
+    equation: Equation,
+    placement: Placement,
     avals: Sequence[Aval],
-    *,
-    only: Sequence[int] = (),
-    whole: bool = True,
 ) -> Attributes:
     """Makes a plan, and puts it into a slot that lives as long as the program.
 
@@ -201,46 +198,56 @@ def put(
 
     Args:
         program: the program.
-        info: the call or tap.
+        equation: the call or tap.
+        placement: where the program makes it.
         avals: those of its operands; for a typed key, that of its uint32 block.
-        only: the ordinals of the devices that tap; empty for all.
-        whole: False if each device finds the plan of its own block by this slot.
     """
+    callback = equation.callback
     if program.in_reducer:
         raise SpecError(
-            f"hostcall: `{info.name}` is called in the function that a reduction or a"
-            " scatter applies to single elements (lax.reduce, lax.reduce_window,"
+            f"hostcall: `{callback.name}` is called in the function that a reduction or"
+            " a scatter applies to single elements (lax.reduce, lax.reduce_window,"
             " x.at[...].apply), where XLA can run no host function. Call it in lax.scan"
             " or lax.map, or once with the whole arrays"
         )
+    # Each device finds the plan of its own block by the slot of the whole.
+    in_blocks = placement.plan_of_block is not None
     why: Callable[[], str] | str = _BY_BLOCKS
-    if whole and (program.is_exported or _may_travel(info.callback)):
+    if not in_blocks and (program.is_exported or _may_travel(callback)):
         from hostcall._export import texts
 
-        info.text, why = texts.written(program, info, avals, only)
-    elif whole:  # most calls: only who serializes the program asks
-        why = partial(_why_here, info.params, avals)
+        text, why = texts.written(program, equation, placement, avals)
+        placement = replace(placement, text=text)
+    elif not in_blocks:  # most calls: only who serializes the program asks
+        why = partial(_why_here, equation, avals)
     if program.is_exported:
         if isinstance(why, str) and why:
-            refuse_export(info.callback, why)
-        return {targets.TEXT: info.text}
+            refuse_export(callback, why)
+        return {targets.TEXT: placement.text}
     _native.bury()  # frees the slots of programs that died since the last lowering
-    key = info.params.key(avals, program.name)
-    info.of_program = program.devices
+    key = equation.key(avals, program.name)
 
     def make() -> KeptAlive:
-        plan = plan_in_program(info, avals, program.client, program.platforms)
-        return KeptAlive(_native.Slot(plan, key, program.across), info.name, why)
+        plan = plan_in_program(
+            equation, placement, avals, program.client, program.platforms
+        )
+        return KeptAlive(_native.Slot(plan, key, program.across), callback.name, why)
 
-    if whole and info.of_program is None and not info.params.counts:
-        named = key, info.text, program.client, program.platforms
-        kept = _shared(program, named, (info.params, tuple(avals), only), make)
+    # Programs over several devices differ in them. An equation that counts, or has
+    # memory, has no plan but its own.
+    one_device = placement.program_devices is None
+    if one_device and not in_blocks and not equation.is_stateful:
+        named = key, placement.text, program.client, program.platforms
+        made_of = equation, tuple(avals), placement.only
+        kept = _shared(program, named, made_of, make)
     else:
         kept = make()
     program.keep_alive(kept)
     assert kept.slot is not None
     attributes: Attributes = {"key": key, "count": kept.slot.count}
-    return {**attributes, targets.TEXT: info.text} if info.text else attributes
+    if placement.text:
+        attributes[targets.TEXT] = placement.text
+    return attributes
 
 
 def _may_travel(callback: Callback) -> bool:
@@ -432,7 +439,7 @@ class EngineCall:
         if reach is None:
             return results, token
         avals = _jax.physical_avals(program.ctx.avals_out)
-        shared, outcome = reach.share(program, results, avals)
+        shared, outcome = share(reach, program, results, avals)
         if outcome is None:
             return list(shared), token
         # Passes the results on, or fails on this device if the outcome says so.
@@ -489,15 +496,6 @@ def _by_number(
     *arrays: np.ndarray,
 ) -> list[np.ndarray]:
     return run(devices[int(number)], *arrays)
-
-
-def info_through_jax(
-    program: _jax.Program, params: Equation, device: Device | None
-) -> CallInfo:
-    """The description of a call that comes from this device, if that is known."""
-    info = params.info(params, {-1: device}, program.mesh)
-    info.device, info.of_program = host_device.above(None), program.devices
-    return info
 
 
 def emit_through_jax(

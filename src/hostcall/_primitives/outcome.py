@@ -33,7 +33,6 @@ the results of a failed call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostcall import _jax
+from hostcall._engine.placement import Reach
 from hostcall._jax.types import Aval, Value
 
 # As in native/plan/outcome.h.
@@ -55,82 +55,71 @@ _DIGITS = 10  # of a device's number, in the outcome's text
 _DEVICE = jax.ShapeDtypeStruct((), np.uint32)
 
 
-class Reach(NamedTuple):
-    """How the outcome of a call reaches all devices of its program.
+def share(
+    reach: Reach,
+    program: _jax.Program,
+    results: Sequence[Value],
+    avals: Sequence[Aval],
+) -> tuple[Sequence[Value], Value | None]:
+    """Emits the reduction.
 
-    Attributes:
-        devices: how many there are.
-        caller: the number of the device whose results all take; None if each makes its
-            own call.
-        tells: whether the call has its outcome as one more result.
+    Args:
+        reach: how the outcome reaches all devices.
+        program: the program.
+        results: each device's results of the call.
+        avals: those of the function's results.
+
+    Returns:
+        (the results that the device takes, an outcome that says to all devices whether
+        the program fails; None if the call does not tell).
     """
+    if reach.caller is not None:
+        return _broadcast(reach, program, results, avals)
+    *results, outcome = results
+    return results, _numbered(reach, program, outcome)
 
-    devices: int
-    caller: int | None = None
-    tells: bool = True
 
-    def share(
-        self, program: _jax.Program, results: Sequence[Value], avals: Sequence[Aval]
-    ) -> tuple[Sequence[Value], Value | None]:
-        """Emits the reduction.
+def _numbered(reach: Reach, program: _jax.Program, outcome: Value) -> Value:
+    """The outcome of all devices together; its text is the number of a failed one."""
+    ctx = program.ctx
+    device = _jax.partition_id()
+    (number,) = _jax.lower_traced(ctx, _number, (_DEVICE, OUTCOME), (device, outcome))
+    number = _jax.max_over_devices(ctx, number, reach.devices)
+    (verdict,) = _jax.lower_traced(ctx, _verdict, (_DEVICE,), (number,))
+    return verdict
 
-        Args:
-            program: the program.
-            results: each device's results of the call.
-            avals: those of the function's results.
 
-        Returns:
-            (the results that the device takes, an outcome that says to all devices
-            whether the program fails; None if the call does not tell).
-        """
-        if self.caller is None:
-            *results, outcome = results
-            return results, self._number(program, outcome)
-        return self._broadcast(program, results, avals, self.caller)
+def _broadcast(
+    reach: Reach, program: _jax.Program, results: Sequence[Value], avals: Sequence[Aval]
+) -> tuple[Sequence[Value], Value | None]:
+    specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    n, ctx = len(specs), program.ctx
+    given = [*specs, *[OUTCOME] * reach.tells]
+    together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
 
-    def _number(self, program: _jax.Program, outcome: Value) -> Value:
-        ctx = program.ctx
-        given = (_DEVICE, OUTCOME), (_jax.partition_id(), outcome)
-        (number,) = _jax.lower_traced(ctx, _number, *given)
-        number = _jax.max_over_devices(ctx, number, self.devices)
-        (verdict,) = _jax.lower_traced(ctx, _verdict, (_DEVICE,), (number,))
-        return verdict
+    def masked(device: jax.Array, *values: jax.Array) -> list[jax.Array]:
+        here = device == reach.caller
+        parts = [part for value in values[:n] for part in bits(value)]
+        parts = [jnp.where(here, part, 0) for part in parts]
+        # Byte 0 of the outcome says that a device failed, and every device may set it.
+        # The text behind it is the caller's.
+        for outcome in values[n:]:
+            parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
+        return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
 
-    def _broadcast(
-        self,
-        program: _jax.Program,
-        results: Sequence[Value],
-        avals: Sequence[Aval],
-        caller: int,
-    ) -> tuple[Sequence[Value], Value | None]:
-        specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        n, ctx = len(specs), program.ctx
-        given = [*specs, *[OUTCOME] * self.tells]
-        together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
+    def back(*parts: jax.Array) -> list[jax.Array]:
+        if together:
+            parts = tuple(_split(parts[0], jax.eval_shape(_all_bits, given)))
+        rest = iter(parts)
+        return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
 
-        def masked(device: jax.Array, *values: jax.Array) -> list[jax.Array]:
-            here = device == caller
-            parts = [part for value in values[:n] for part in bits(value)]
-            parts = [jnp.where(here, part, 0) for part in parts]
-            # Byte 0 of the outcome says that a device failed, and every device may
-            # set it. The text behind it is the caller's.
-            for outcome in values[n:]:
-                parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
-            return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
-
-        def back(*parts: jax.Array) -> list[jax.Array]:
-            if together:
-                parts = tuple(_split(parts[0], jax.eval_shape(_all_bits, given)))
-            rest = iter(parts)
-            return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
-
-        with jax.enable_x64(True):  # without it JAX has no 64-bit integers
-            shapes = jax.eval_shape(masked, _DEVICE, *given)
-            values = (_jax.partition_id(), *results)
-            parts = _jax.lower_traced(ctx, masked, (_DEVICE, *given), values)
-            parts = [_jax.max_over_devices(ctx, x, self.devices) for x in parts]
-            taken = _jax.lower_traced(ctx, back, shapes, parts)
-        return taken[:n], taken[n] if self.tells else None
+    with jax.enable_x64(True):  # without it JAX has no 64-bit integers
+        shapes = jax.eval_shape(masked, _DEVICE, *given)
+        values = (_jax.partition_id(), *results)
+        parts = _jax.lower_traced(ctx, masked, (_DEVICE, *given), values)
+        parts = [_jax.max_over_devices(ctx, x, reach.devices) for x in parts]
+        taken = _jax.lower_traced(ctx, back, shapes, parts)
+    return taken[:n], taken[n] if reach.tells else None
 
 
 def _number(device: jax.Array, outcome: jax.Array) -> list[jax.Array]:

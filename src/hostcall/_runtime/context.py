@@ -100,31 +100,36 @@ def current() -> Current | None:
     found = _native.current()
     if found is None:  # a worker thread may run this function for another thread's call
         return workers.stand_in()
-    info, ordinal, row, run, step, stream, events, execution = found
+    hooks, ordinal, row, run, step, stream, events, execution = found
+    placement = hooks.placement
     runs, steps = None, None
     if events is not None:
         runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
-    device = info.devices.get(ordinal)
+    device = placement.devices.get(ordinal)
     process, processes = _jax.place_in_job()
     return Current(
-        name=info.name,
-        place=info.place,
-        order=info.callback.options.order,
+        name=hooks.name,
+        place=hooks.place,
+        order=hooks.callback.options.order,
         device=device,
-        mesh_coords=_coords(info.mesh, device),
+        mesh_coords=_coords(placement.mesh, device),
         row=row or (),
-        transforms=info.params.transforms,
+        transforms=hooks.equation.transforms,
         rows=None if step is None else kept_rows.get(),
-        index=(info.places or {}).get(ordinal),
+        index=(placement.blocks or {}).get(ordinal),
         run=run,
         step=step,
         runs=runs,
         steps=steps,
         stream=stream,
         execution=execution,
-        grid=info.params.grid,
-        mesh_shape={} if info.mesh is None else dict(info.mesh.shape),
-        devices=(device,) if info.of_program is None else info.of_program,
+        grid=hooks.equation.grid,
+        mesh_shape={} if placement.mesh is None else dict(placement.mesh.shape),
+        devices=(
+            (device,)
+            if placement.program_devices is None
+            else placement.program_devices
+        ),
         process=process,
         processes=processes,
     )
@@ -141,8 +146,8 @@ def place_in_batch(
     thread that waits for them. Cost: 0.1 us without a mesh.
     """
     found = _native.current() if here is None else None
-    if found is not None and found[0].mesh is None:
-        batch, index = found[0].params.grid, found[2] or ()
+    if found is not None and found[0].placement.mesh is None:
+        batch, index = found[0].equation.grid, found[2] or ()
     else:
         here = here or current()
         assert here is not None

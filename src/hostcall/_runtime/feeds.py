@@ -23,6 +23,7 @@ the last item that was taken is known, whatever has been pulled ahead.
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import itertools
 import math
@@ -34,7 +35,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from hostcall import _jax, _native
 from hostcall._core import config, failures
@@ -92,7 +93,8 @@ class Stream(HostCode):
             found = self.ring.wait(lane, seconds)
             if found is FeedFound.STOPPED:
                 self.puller.check_open()
-                if (error := self.puller.error) is not None:  # else there was a reset
+                error = self.puller.outcome.error
+                if error is not None:  # else there was a reset
                     raise error()
             return found is not FeedFound.NOTHING
 
@@ -152,14 +154,73 @@ def end_all() -> None:
 # --- The thread ----------------------------------------------------------------------
 
 
+class State(enum.Enum):
+    """What a feed's thread does. Its values are what monitors show."""
+
+    OPEN = "open"  # pulls ahead
+    ENDED = "ended"  # waits for reset() or restore() after the last item
+    FAILED = "failed"  # the same, after the source has raised
+    CLOSED = "closed"  # ends, and nothing starts it again
+
+
+class Outcome(NamedTuple):
+    """How the epoch goes on. The thread alone replaces it, as a whole.
+
+    Attributes:
+        state: any but CLOSED, which other threads decide.
+        error: makes what programs raise after the last item; None while items may
+            come, or if programs see the end as ok=False. It makes a new one each time,
+            whose traceback leads to the program that raises it.
+    """
+
+    state: State = State.OPEN
+    error: Callable[[], BaseException] | None = None
+
+
+class Positions:
+    """The position after each item that was pulled, from the last that devices took on.
+
+    The thread alone changes it. Others copy the list in a single step, and look at the
+    copy.
+    """
+
+    def __init__(self) -> None:
+        # (how many items devices have taken there, the position), one more at each.
+        self._after: list[tuple[int, dict[str, Any]]] = [(0, {"epoch": 0, "item": 0})]
+
+    def begin(self, position: dict[str, Any]) -> None:
+        """The position before the first item, once the source is open."""
+        self._after[0] = (0, position)
+
+    def add(self, position: dict[str, Any], taken: int) -> None:
+        """The position after the newest item. Drops those before the last taken one."""
+        newest, _ = self._after[-1]
+        self._after.append((newest + 1, position))
+        oldest, _ = self._after[0]
+        del self._after[: taken - oldest]
+
+    def restart(self, position: dict[str, Any], taken: int) -> None:
+        """All items that were pulled are taken or forgotten."""
+        self._after = [(taken, position)]
+
+    def after(self, count_taken: Callable[[], int]) -> dict[str, Any]:
+        """The position after the last item that was taken."""
+        after = self._after[:]  # before the count: then its first item is taken
+        oldest, _ = after[0]
+        # A restart, which is under way, may have begun to count again.
+        index = max(0, min(count_taken() - oldest, len(after) - 1))
+        _, position = after[index]
+        return copy.deepcopy(position)
+
+
 class Puller(Owned):
     """A feed's thread, and what it shares with others.
 
     Attributes:
         name: the feed's name in messages.
-        error: makes what programs raise after the last item; None while items may
-            come, or if they see the end as ok=False.
-        closed: the reason why nothing is pulled any more, or "".
+        outcome: how the epoch goes on.
+        closed: the reason why nothing is pulled any more, or "". Any thread may set it,
+            and nothing takes it back.
         since: when the pull that is under way began.
     """
 
@@ -168,16 +229,14 @@ class Puller(Owned):
     ) -> None:
         self.name, self.on_end = name, on_end
         self._make, self._again = make, again
-        self.error: Callable[[], BaseException] | None = None
-        self.closed = self._over = ""  # the latter: why it pulls nothing until a job
+        self.outcome = Outcome()
+        self.closed = ""
         self.ring: Any = None
         self.since: float | None = None
         self._read: Any = None  # see `begin`
         self._opened: Opened | None = None  # from the first pull on
         self._jobs = queue.SimpleQueue[Job]()
-        # How many items devices have taken at each position, one more at each. Only the
-        # thread changes it; others copy it as a whole.
-        self._after: list[tuple[int, dict[str, Any]]] = [(0, {"epoch": 0, "item": 0})]
+        self._positions = Positions()
         self._as_host = False
         self._traced = _jax.traced_here()  # the source runs under these settings
         self._thread = daemon(f"hostcall-feed {name}", self._run)
@@ -260,21 +319,24 @@ class Puller(Owned):
 
     def position(self) -> dict[str, Any]:
         """The position after the last item that was taken."""
-        after = self._after[:]  # before the count: then its first item is taken
-        taken = self.ring.counts()["taken"] - after[0][0]
-        # A restart, which is under way, may have begun to count again.
-        return copy.deepcopy(after[max(0, min(taken, len(after) - 1))][1])
+        return self._positions.after(lambda: self.ring.counts()["taken"])
 
-    def state(self) -> str:
-        if self.closed:
-            return "closed"
-        return self._over or ("full" if self.since is None else "pulling")
+    @property
+    def state(self) -> State:
+        return State.CLOSED if self.closed else self.outcome.state
+
+    def shown(self) -> str:
+        """The state as monitors show it; of an open feed, whether it is full."""
+        state = self.state
+        if state is not State.OPEN:
+            return state.value
+        return "full" if self.since is None else "pulling"
 
     def stats(self) -> FeedStats:
         counts, position, since = self.ring.counts(), self.position(), self.since
         return FeedStats(
             name=self.name,
-            state=self.state(),
+            state=self.shown(),
             epoch=position["epoch"],
             item=position["item"],
             taken=counts["total"],
@@ -315,7 +377,8 @@ class Puller(Owned):
 
     def _go_on(self, opened: Opened, item: int, saved: Any = None) -> None:
         """Goes on after this item, without those before it: the ring is empty then."""
-        self.error, self._over, self._opened = None, "", opened
+        self.outcome = Outcome()
+        self._opened = opened
         self.since = time.monotonic()
         try:
             while opened.item < item and not self.closed:
@@ -331,9 +394,10 @@ class Puller(Owned):
             self._fail(error)()  # the caller gets it
             raise
         finally:
-            self.since, counts = None, self.ring.counts()
+            self.since = None
+            counts = self.ring.counts()
             if counts["put"] == counts["taken"]:
-                self._after = [(counts["taken"], opened.position(saved))]
+                self._positions.restart(opened.position(saved), counts["taken"])
 
     # --- The thread
 
@@ -350,13 +414,14 @@ class Puller(Owned):
             )
         finally:
             # The source may hold anything, also what leads to programs of this feed.
-            self._opened = self._read = self.error = None
+            self._opened = self._read = None
+            self.outcome = self.outcome._replace(error=None)
             del self._make
 
     def _step(self) -> None:
         if self.ring is None or not self._jobs.empty():
             fulfil(*self._jobs.get())
-        elif self._over:
+        elif self.outcome.state is not State.OPEN:
             self.ring.idle()
         elif self.ring.reserve():
             self.since = time.monotonic()
@@ -376,8 +441,7 @@ class Puller(Owned):
             self._fail(error)
             return
         # Before the push: no device can have taken it then.
-        self._after.append((self._after[-1][0] + 1, position))
-        del self._after[: self.ring.counts()["taken"] - self._after[0][0]]
+        self._positions.add(position, taken=self.ring.counts()["taken"])
         self.ring.push(arrays)
 
     def _next(self) -> tuple[Opened, Any]:
@@ -385,7 +449,7 @@ class Puller(Owned):
         self._be_host()
         if self._opened is None:
             self._opened = self._open(0)
-            self._after[0] = (0, self._opened.position())
+            self._positions.begin(self._opened.position())
         return self._opened, next(self._opened.iterator, _NOTHING)
 
     def _open(self, epoch: int) -> Opened:
@@ -414,9 +478,8 @@ class Puller(Owned):
                 f' {opened.epoch}, so on_end="repeat" would repeat it for ever. Does it'
                 " give an iterator that was used up before?"
             )
-        # A new one each time: its traceback leads to the program that raises it.
         again = None if error is None else functools.partial(type(error), *error.args)
-        self._finish(again, "ended")
+        self._finish(Outcome(State.ENDED, again))
 
     def _fail(self, error: BaseException) -> Callable[[], BaseException]:
         """Keeps what the source raised among the newest failures, as those of calls
@@ -433,12 +496,14 @@ class Puller(Owned):
                 f" {said}. It gives nothing until reset() or restore() is called"
             )
 
-        self._finish(failure, "failed")
+        self._finish(Outcome(State.FAILED, failure))
         return failure
 
-    def _finish(self, error: Callable[[], BaseException] | None, over: str) -> None:
-        self.error, self._over = error, over
-        self.ring.finish(FeedFound.END if error is None else FeedFound.STOPPED)
+    def _finish(self, outcome: Outcome) -> None:
+        assert outcome.state is not State.OPEN, "an epoch ends once"
+        self.outcome = outcome
+        is_end = outcome.error is None  # programs see it as ok=False
+        self.ring.finish(FeedFound.END if is_end else FeedFound.STOPPED)
 
 
 # --- The source ----------------------------------------------------------------------

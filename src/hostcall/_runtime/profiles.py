@@ -20,17 +20,17 @@ class Shown:
     """A call, or the delivery of a tap, in a profile: from now on until `end`.
 
     Args:
-        info: the `CallInfo` of the plan.
+        hooks: the `CallHooks` of the plan.
         tap: the number of the delivered tap; -1 for a call.
         waited: for how many microseconds a call has waited for the GIL.
     """
 
-    def __init__(self, info: Any, tap: int, waited: float) -> None:
-        about: dict[str, Any] = {"place": str(info.place)}
+    def __init__(self, hooks: Any, tap: int, waited: float) -> None:
+        about: dict[str, Any] = {"place": str(hooks.place)}
         about |= {"waited_us": round(waited, 1)} if tap < 0 else {"tap": tap}
         word = "call" if tap < 0 else "delivery"
         self._is_delivery = tap >= 0
-        self._annotation = TraceAnnotation(f"{word} of {info.callback.label}", **about)
+        self._annotation = TraceAnnotation(f"{word} of {hooks.callback.label}", **about)
         self._annotation.__enter__()
 
     def end(self) -> None:

@@ -89,12 +89,12 @@ def running() -> list[ActiveCall]:
     """The running calls and the running tap, oldest first."""
     frames = sys._current_frames()
     calls = []
-    for info, thread, seconds, row in _native.active():
+    for hooks, thread, seconds, row in _native.active():
         (thread,) = workers.delegates.get(thread) or [thread]
-        name = info.callback.shown
+        name = hooks.callback.shown
         calls.append(
             ActiveCall(
-                name, info.place, seconds, row or (), thread, _stack(frames, thread)
+                name, hooks.place, seconds, row or (), thread, _stack(frames, thread)
             )
         )
     return sorted(calls, key=lambda call: -call.seconds)

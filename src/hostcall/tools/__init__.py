@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _PROFILER = (
     "jax.profiler.trace(folder) writes a trace, as JSON that gzip and json read (the"
-    " page 'Monitoring')"
+    " page 'Watching a program')"
 )
 # Names that were here, and what to write instead.
 _GONE = {

@@ -147,7 +147,7 @@ class Feed(Handle):
 
     def __repr__(self) -> str:
         puller = self._stream.puller
-        return f"<hc.feed of {puller.name}, {puller.state()}>"
+        return f"<hc.feed of {puller.name}, {puller.shown()}>"
 
 
 def feed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental.buffer_callback import ExecutionStage
 from hostcall import _native
 from hostcall._core import config, errors
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams, Function
 from hostcall._jax.types import Device
 
@@ -112,13 +113,11 @@ def native(
     return NativeFunction(function, int(address), bool(status), name or str(own))
 
 
-class BufferInfo(CallInfo):
-    """The description of a buffer callback's call, with the errors about Buffers."""
-
-    params: BufferParams
+class BufferHooks(CallHooks):
+    """The hooks of a buffer callback's call, with the errors about Buffers."""
 
     def device_at(self, ordinal: int) -> Device | None:
-        return self.devices.get(ordinal)
+        return self.placement.devices.get(ordinal)
 
     def _how_kept(self) -> str:
         return (
@@ -145,8 +144,8 @@ class BufferInfo(CallInfo):
             code="hc-buffer",
         )
 
-    def on_unwritten(self, _: object, number: int) -> None:
-        aval = self.params.avals[number]
+    def on_unwritten(self, number: int) -> None:
+        aval = self.equation.avals[number]
         raise errors.UnwrittenError(
             f"hostcall: `{self.name}` did not write all of"
             f" {self._name_of(number, True)} ({aval.dtype}{list(aval.shape)}; seen by"
@@ -168,17 +167,17 @@ class BufferParams(CallParams):
     command_buffer: bool = False
 
     on_buffers = True
-    info = BufferInfo
+    hooks = BufferHooks
     name = ""
     stays = (
         "it is a buffer callback, which names memory of this process. Use hc.call,"
         " hc.tap or hc.host"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.callback.function, NativeFunction):
-            vars(self).update(runs_where_dispatched=True)
+    @cached_property
+    def runs_where_dispatched(self) -> bool:  # type: ignore[override]
+        is_native = isinstance(self.callback.function, NativeFunction)
+        return not is_native or super().runs_where_dispatched
 
     @property
     def target(self) -> str:  # type: ignore[override]

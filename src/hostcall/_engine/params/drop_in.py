@@ -30,7 +30,7 @@ from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
 from hostcall._core.spec import Results, Static, Template, overflowed
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
 
@@ -48,28 +48,28 @@ _EFFECTS: dict[tuple[Kind, Order], Effect] = {
 }
 
 
-class DropInInfo(CallInfo):
-    """Describes a drop-in's call to the engine; checks and logs like JAX."""
+class DropInHooks(CallHooks):
+    """The hooks of a drop-in's call, which check and log like JAX."""
 
-    params: DropInParams
+    equation: DropInParams
     _narrowed = False
 
     def flatten(self, value: Any) -> list[Any]:
         leaves: list[Any] = jax.tree.leaves(value)
-        if len(leaves) != len(self.params.avals):
+        if len(leaves) != len(self.equation.avals):
             raise RuntimeError(
                 "Mismatched number of outputs from callback. Expected:"
-                f" {len(self.params.avals)}, Actual: {len(leaves)}"
+                f" {len(self.equation.avals)}, Actual: {len(leaves)}"
             )
         return leaves
 
     def coerce(self, number: int, value: Any) -> np.ndarray:
-        aval = self.params.avals[number]
+        aval = self.equation.avals[number]
         plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
-        if len(self.params.avals) == 1 and not plain:
+        if len(self.equation.avals) == 1 and not plain:
             (value,) = self.flatten(value)  # the result may be in a list or a dict
         array = np.asarray(value)
-        if self.params.literals and array.dtype in _NARROW:
+        if self.equation.literals and array.dtype in _NARROW:
             array = self._narrow(array)
         if array.shape != aval.shape:
             raise RuntimeError(
@@ -115,13 +115,13 @@ class DropInInfo(CallInfo):
             )
         return narrow
 
-    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, row: tuple[int, ...]) -> str:
         with failures.beside_a_failure("logging it"):
             self.log(error)
-        return super().on_error(error, _, row)
+        return super().on_error(error, row)
 
     def eager_error(self, error: Exception) -> Exception:
-        if self.params.kind != "debug":
+        if self.equation.kind != "debug":
             return super().eager_error(error)
         with failures.beside_a_failure("logging it"):
             self.log(error)
@@ -129,8 +129,8 @@ class DropInInfo(CallInfo):
         return error
 
     def log(self, error: BaseException) -> None:
-        name, log = f"jax.{self.params.kind}_callback", _jax.callback_logger
-        if self.params.kind == "debug":
+        name, log = f"jax.{self.equation.kind}_callback", _jax.callback_logger
+        if self.equation.kind == "debug":
             name, log = "jax.debug.callback", _jax.debug_logger
         log.error("%s failed", name, exc_info=error)
 
@@ -148,18 +148,19 @@ class DropInParams(CallParams):
     kind: Kind
     partitioned: bool = False
 
-    info = DropInInfo
+    hooks = DropInHooks
     name = ""
     stays = (
         "it stands for one of JAX's own callbacks, whose options name things of this"
         " process. Use hc.call, hc.tap or hc.host"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        effect = _EFFECTS.get((self.kind, self.options.order))
-        # As JAX's own callbacks do, pure ones included.
-        vars(self).update(effect=effect, runs_where_dispatched=True)
+    # As JAX's own callbacks do, pure ones included.
+    runs_where_dispatched = True
+
+    @cached_property
+    def effect(self) -> Effect | None:
+        return _EFFECTS.get((self.kind, self.options.order))
 
     @property
     def primitive(self) -> str:

@@ -3,7 +3,7 @@
 An equation holds the user's function and its trees, and answers what lowering and
 `make_plan` (_engine/plans.py) ask. All are hashable. Equal ones trace to equal
 programs, so JAX's caches hit. Whatever belongs to one call site of one compiled program
-is in `CallInfo` (_engine/info.py) instead.
+is in a `Placement` (_engine/placement.py) instead.
 
 Each other kind of equation is one file beside this one, with a subclass, and one file
 or folder of _primitives that binds and lowers it. Nothing else names it: the class
@@ -12,21 +12,23 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import jax
 
-from hostcall import _jax
+from hostcall import _jax, _native
 from hostcall._core.callback import Callback
 from hostcall._core.fingerprint import fingerprint
 from hostcall._core.options import HERE, CallOptions, PlaceOptions, keyed
 from hostcall._core.order import EFFECTS
 from hostcall._core.registered import names
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
-from hostcall._jax.types import Aval, Effect
+from hostcall._engine.hooks import CallHooks
+from hostcall._engine.placement import Placement
+from hostcall._jax.types import Aval, Effect, Mesh
 from hostcall._native import Lend, ResultForm
 
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
@@ -50,8 +52,6 @@ class Equation:
         grid: the sizes of the batch axes that rows run over, outermost first.
         batched: for each operand, whether it has each of these axes.
         avals: the avals of one row's results.
-        options: those of its place.
-        effect: the effect that puts it in order; None if it is pure.
     """
 
     callback: Callback = field(metadata=HERE)
@@ -59,13 +59,16 @@ class Equation:
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
     avals: tuple[Aval, ...] = field(default=(), metadata=HERE, hash=False)
-    # These follow from the others.
-    options: PlaceOptions = field(init=False, compare=False, metadata=HERE)
-    effect: Effect | None = field(init=False, compare=False, metadata=HERE)
 
-    def __post_init__(self) -> None:
-        options = self.callback.options
-        vars(self).update(options=options, effect=EFFECTS[options.order])
+    @property
+    def options(self) -> PlaceOptions:
+        """Those of its place."""
+        return self.callback.options
+
+    @cached_property
+    def effect(self) -> Effect | None:
+        """The effect that puts it in order; None if it is pure."""
+        return EFFECTS[self.options.order]
 
     def __init_subclass__(cls) -> None:
         _jax.hold_weakly_in_caches(cls)
@@ -73,13 +76,15 @@ class Equation:
     # --- What a kind says of itself -------------------------------------------------
 
     takes: ClassVar[type[PlaceOptions]]  # the options of its place
-    info: ClassVar[type[CallInfo]] = CallInfo  # answers the engine
+    hooks: ClassVar[type[CallHooks]] = CallHooks  # what the engine calls back
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays = ""  # why it can't leave the process
     word: ClassVar[str] = "call"  # what reports call it
-    delivers: ClassVar[bool] = False  # whether what its function returns is ignored
+    ignores_results: ClassVar[bool] = (
+        False  # whether what its function returns is ignored
+    )
     target: ClassVar[str] = targets.TARGET  # of its custom call
-    kept: ClassVar[bool] = False  # whether XLA may not drop one that is pure
+    keep_if_pure: ClassVar[bool] = False  # whether XLA may not drop one that is pure
     # Whether it may run once along mesh axes over which a shard_map is not manual.
     runs_along_axes: ClassVar[bool] = True
 
@@ -87,12 +92,12 @@ class Equation:
 
     through = False  # whether the results are the arguments
     # Whether its place counts executions, or has memory: no other has its plan then.
-    counts = False
+    is_stateful = False
     # Whether a program with it runs on the thread that dispatches it.
     runs_where_dispatched = False
     always = False  # whether the last operand is a flag that the engine reads
     # Which operands Python reads: not `always`, which the engine never queues.
-    read = slice(None)
+    python_operands = slice(None)
     on_buffers = False  # whether the function works on XLA's memory
     # (operand, result) pairs of numbers that share memory.
     aliases = _NO_PAIRS
@@ -129,6 +134,24 @@ class Equation:
         a call on XLA's memory.
         """
         return _NATIVE.copy()
+
+    def bare(self) -> Function:
+        """What the engine calls with XLA's memory, if the function works on that."""
+        raise AssertionError(f"{self!r} gets arrays")
+
+    def tap_settings(self, placement: Placement) -> _native.TapSettings | None:
+        """Those of a tap in this place; None for a call."""
+        del placement
+        return None
+
+    def blocks_of_whole(
+        self, devices: Iterable[int], mesh: Mesh | None, avals: Sequence[Aval]
+    ) -> dict[int, tuple[Any, ...]] | None:
+        """The blocks of a tap with on="shards" outside of meshes, where each of the
+        devices has its arrays whole; None for anything else.
+        """
+        del devices, mesh, avals
+        return None
 
     # --- The operands. Each method takes anything that is said of each of them. -------
 
@@ -205,7 +228,6 @@ class CallParams(Equation):
         literals: whether the function may return Python numbers for 32-bit arrays.
     """
 
-    options: CallOptions = field(init=False, compare=False, metadata=HERE)
     levels: int = 0
     results_as: Literal["tree", "leaves", "nothing"] = "tree"
     literals: bool = True
@@ -213,14 +235,24 @@ class CallParams(Equation):
     takes = CallOptions
     name = "call"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def options(self) -> CallOptions:
+        options = self.callback.options
+        assert isinstance(options, CallOptions), "a call's place has options of a call"
+        return options
+
+    @cached_property
+    def is_stateful(self) -> bool:  # type: ignore[override]
+        return self.on_buffers or self.options.counted
+
+    @cached_property
+    def method(self) -> str:  # type: ignore[override]
         method = self.options.vmap_method or "sequential"
-        vars(self).update(
-            counts=self.on_buffers or self.options.counted,
-            method=method if isinstance(method, str) else "own",
-            runs_where_dispatched=self.effect is not None,
-        )
+        return method if isinstance(method, str) else "own"
+
+    @cached_property
+    def runs_where_dispatched(self) -> bool:  # type: ignore[override]
+        return self.effect is not None
 
     @property
     def native(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,11 +12,12 @@ import numpy as np
 from hostcall import _native
 from hostcall._core import failures
 from hostcall._core.errors import conflict
-from hostcall._core.options import HERE, TapOptions
+from hostcall._core.options import TapOptions
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
+from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import Equation, Transforms
-from hostcall._jax.types import Aval, Device, Mesh
+from hostcall._engine.placement import Placement
+from hostcall._jax.types import Aval, Mesh
 from hostcall._runtime import delivery
 
 _BATCHED = (
@@ -30,47 +32,21 @@ _TOGETHER = (
 )
 
 
-class TapInfo(CallInfo):
-    """The description of one tap, with the hooks that native code calls."""
+class TapHooks(CallHooks):
+    """The hooks of a tap's deliveries."""
 
-    tap: _native.TapSettings
+    equation: TapParams
 
-    def __init__(
-        self,
-        params: TapParams,
-        devices: dict[int, Device],
-        mesh: Mesh | None,
-        avals: Sequence[Aval] = (),
-        only: Sequence[int] = (),
-        nested: bool = False,
-        linked: bool = False,
-    ) -> None:
-        """As `CallInfo`; see native/plan/plan.h.
-
-        `linked`: whether the tap has a result that only says that it ran.
-        """
-        super().__init__(params, devices, mesh)
+    def __init__(self, equation: Equation, placement: Placement) -> None:
+        super().__init__(equation, placement)
         delivery.start()
-        if params.options.in_blocks and mesh is None and avals:
-            whole = (a.shape for a in params.arguments(avals))
-            place = tuple(tuple(slice(0, n) for n in shape) for shape in whole)
-            self.places = dict.fromkeys(devices, place)
-        self.tap = _native.TapSettings(
-            **params.options.native,
-            nested=nested,
-            only=only,
-            linked=linked,
-            through=params.through,
-            # Outside of the engine's programs, Python reads the flag.
-            always=params.always and -1 not in devices,
-        )
 
-    def on_error(self, error: BaseException, _: object, row: tuple[int, ...]) -> str:
+    def on_error(self, error: BaseException, row: tuple[int, ...]) -> str:
         """Logs the failure and keeps it for the next barrier(); the program goes on."""
         if issubclass(type(error), (TypeError, ValueError)):
-            if self.params.transforms:
+            if self.equation.transforms:
                 failures.add_note(error, _BATCHED)
-            if self.params.options.batch:
+            if self.equation.options.batch:
                 failures.add_note(error, _TOGETHER)
         delivery.failed(self.name, self.place, error, row)
         return ""
@@ -89,28 +65,56 @@ class TapParams(Equation):
         sizes: the size of each vmap in `flags`.
     """
 
-    options: TapOptions = field(init=False, compare=False, metadata=HERE)
     always: bool = False
     through: bool = False
     flags: tuple[tuple[bool, ...], ...] = ()
     sizes: tuple[int, ...] = ()
 
     takes: ClassVar[type[TapOptions]] = TapOptions
-    info = TapInfo
+    hooks = TapHooks
     name = "tap"
     word = "tap"
-    delivers = True
+    ignores_results = True
     target = targets.TAP_TARGET
-    kept = True
+    keep_if_pure = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        how = self.options
-        vars(self).update(
-            counts=how.thinned or how.batch is not None,
-            levels=len(self.flags),
-            read=slice(-1 if self.always else None),
+    @property
+    def options(self) -> TapOptions:
+        options = self.callback.options
+        assert isinstance(options, TapOptions), "a tap's place has options of a tap"
+        return options
+
+    @cached_property
+    def is_stateful(self) -> bool:  # type: ignore[override]
+        return self.options.thinned or self.options.batch is not None
+
+    @property
+    def levels(self) -> int:  # type: ignore[override]
+        return len(self.flags)
+
+    @property
+    def python_operands(self) -> slice:  # type: ignore[override]
+        return slice(-1 if self.always else None)
+
+    def tap_settings(self, placement: Placement) -> _native.TapSettings:
+        return _native.TapSettings(
+            **self.options.native,
+            nested=placement.nested,
+            only=placement.only,
+            linked=placement.linked,
+            through=self.through,
+            # Outside of the engine's programs, Python reads the flag.
+            always=self.always and -1 not in placement.devices,
         )
+
+    def blocks_of_whole(
+        self, devices: Iterable[int], mesh: Mesh | None, avals: Sequence[Aval]
+    ) -> dict[int, tuple[Any, ...]] | None:
+        if not self.options.in_blocks or mesh is not None or not avals:
+            return None
+        shapes = [aval.shape for aval in self.arguments(avals)]
+        whole = tuple(tuple(slice(0, size) for size in shape) for shape in shapes)
+        return dict.fromkeys(devices, whole)
 
     @property
     def shown(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import HostcallError, SpecError, conflict
 from hostcall._engine import targets
-from hostcall._engine.info import CallInfo
+from hostcall._engine.params.equation import Equation
 from hostcall._engine.params.tap import TapParams
+from hostcall._engine.placement import Placement
 from hostcall._jax.types import Aval, Device, Sharding, Value
 from hostcall._primitives.batching import Operands
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
@@ -42,24 +44,24 @@ class TapBlocks(Partitioned):
     target = targets.TAP_TARGET
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
-        self._nested = host_device.level(program.client) > 0
-        info = params.info(params, program.by_ordinal, None, nested=self._nested)
-        super().__init__(program, info)
+        nested = host_device.level(program.client) > 0
+        super().__init__(program, params, nested=nested)
 
     def of_block(
         self, avals: list[Aval], places: Places
-    ) -> tuple[CallInfo, list[Aval]]:
+    ) -> tuple[Equation, Placement, list[Aval]]:
         """Among devices that hold identical blocks, only the first taps."""
-        ordinals = {device.id: n for n, device in self.devices.items()}
+        devices = self.placement.devices
+        ordinals = {device.id: n for n, device in devices.items() if device}
         first: dict[str, tuple[int, Any]] = {}
         for device, boxes in places:
             if device in ordinals:
                 first.setdefault(str(boxes), (ordinals[device], slices(boxes)))
-        where = dict(first.values())
-        how = {"only": tuple(where), "nested": self._nested, "linked": True}
-        info = self.params.info(self.params, self.devices, None, **how)
-        info.places = where
-        return info, avals
+        blocks = dict(first.values())
+        placement = replace(
+            self.placement, only=tuple(blocks), linked=True, blocks=blocks
+        )
+        return self.params, placement, avals
 
     def places(
         self,

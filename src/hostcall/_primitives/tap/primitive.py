@@ -7,6 +7,7 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from hostcall._core.source import look
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
+from hostcall._engine.placement import Placement
+from hostcall._engine.placing import alone, placed_through_jax
 from hostcall._jax.types import Aval, Device, Effect, JaxprEquation, Sharding, Value
 from hostcall._primitives.batching import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.chosen import chosen_here, chosen_in
@@ -29,7 +32,6 @@ from hostcall._primitives.eager import first_device, go_on_after_failures, row_m
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
-    info_through_jax,
     put,
     refuse_export,
     register,
@@ -57,22 +59,22 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
         return results
     if params.options.order == "ordered":
         go_on_after_failures(params.word)
-    for home, place, values in _blocks(operands, params):
+    for home, block, values in _blocks(operands, params):
         if params.options.thinned:
             source, device = look(callback.function).source, (home.platform, home.id)
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)
-                kept[:] = kept or [
-                    _native.Throttle(params.info(params, {-1: home}, None).tap)
-                ]
+                settings = params.tap_settings(alone(home, None))
+                kept[:] = kept or [_native.Throttle(settings)]
             counters = costs.counters_of(callback)
             if not kept[0].lets(counters, params.flag_of(operands)):
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
-        info = params.info(params, {-1: home}, None)
-        info.places = None if place is None else {-1: place}
-        info.device = host_device.above_here()
-        plans.make_plan(info, arrays).push(arrays[params.read])
+        placement = alone(home, host_device.above_here())
+        if block is not None:
+            placement = replace(placement, blocks={-1: block})
+        plan = plans.make_plan(params.hooks(params, placement), arrays)
+        plan.push(arrays[params.python_operands])
     return results
 
 
@@ -278,12 +280,19 @@ def lower_here(
             device = _tapping(program, params)
             only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
     nested = host_device.level(program.client) > 0
-    info = params.info(params, program.by_ordinal, program.mesh, avals, only, nested)
+    placement = Placement(
+        devices=program.by_ordinal,
+        mesh=program.mesh,
+        program_devices=program.devices,
+        only=only,
+        nested=nested,
+        blocks=params.blocks_of_whole(program.by_ordinal, program.mesh, avals),
+    )
     first = int(params.masked)
     call = EngineCall(
         program,
         params.target,
-        put(program, info, avals, only=only),
+        put(program, params, placement, avals),
         has_side_effect=True,
         aliases={first + i: i for i in range(len(ctx.avals_out))},
         prepare=prepare,
@@ -354,11 +363,12 @@ def lower_through_jax(
 
     def planned(device: Device | None) -> tuple[_native.Plan, _native.Throttle]:
         if device not in made:
-            info = info_through_jax(program, params, device)
-            assert info.tap is not None  # it is a tap's
-            plan = plans.make_plan(info, program.ctx.avals_in)
+            placement = placed_through_jax(program, device)
+            hooks = params.hooks(params, placement)
+            plan = plans.make_plan(hooks, program.ctx.avals_in)
+            settings = params.tap_settings(placement)
             # If two threads come with one device, both count by the first's throttle.
-            made.setdefault(device, (plan, _native.Throttle(info.tap)))
+            made.setdefault(device, (plan, _native.Throttle(settings)))
         return made[device]
 
     planned(None)
@@ -368,7 +378,7 @@ def lower_through_jax(
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
         if not masked and own.lets(counters, params.flag_of(hosts)):
-            plan.push(hosts[params.read])
+            plan.push(hosts[params.python_operands])
         return list(params.arguments(hosts)) if params.through else []
 
     how = {"has_side_effect": True, "sharding": place}

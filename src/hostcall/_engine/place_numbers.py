@@ -1,0 +1,58 @@
+"""Numbers for the lines that write calls.
+
+Events of the engine hold the number of a line instead of its name, since the plan that
+made them may be gone when they are read. Equal lines get one number, so there are as
+many as lines of the program that write calls, and some tags, however many functions
+they make.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from hostcall import _native
+from hostcall._core.callback import Callback
+from hostcall._core.source import Place
+
+
+class Named(NamedTuple):
+    """What a number stands for."""
+
+    name: str
+    place: Place
+
+
+class _Places:
+    """Never shrinks. Number 0 stands for no place.
+
+    No lock: each step below is a single one, with the GIL and without.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Named, int] = {}
+        self._named: dict[int, Named] = {}
+        self._next = itertools.count(1)
+
+    def number_of(self, callback: Callback) -> int:
+        """The number of a call's place."""
+        key = Named(callback.lasting_tag or callback.name, callback.place)
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        # What a number stands for is known before anybody gets it. If two threads come
+        # with one place, the number of the second is left out.
+        number = next(self._next)
+        self._named[number] = key
+        # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
+        texts = (key.name, str(key.place))
+        shown = [t.encode(errors="backslashreplace").decode() for t in texts]
+        _native.name_place(number, *shown)
+        return self._numbers.setdefault(key, number)
+
+    def named(self, number: int) -> Named | None:
+        """What a number stands for, or None if there is no such number."""
+        return self._named.get(number)
+
+
+places = _Places()
