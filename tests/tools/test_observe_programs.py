@@ -188,7 +188,7 @@ def solver(rate):
         return -jnp.sqrt(y) * rate  # BAD
 
     def body(state):
-        i, t, y, size, times, saved = state
+        i, t, y, size, times, saved, _ = state
         first = slope(y)
         second = slope(y + size * first)
         error = jnp.abs(size * (second - first)) / 2
@@ -199,10 +199,10 @@ def solver(rate):
         rows = times, saved
         times, saved = lax.cond(is_good, write, lambda rows: rows, rows)
         size = jnp.clip(size * jnp.where(is_good, 1.5, 0.5), 1e-3, 1 - t)
-        return i + is_good, t, y, size, times, saved
+        return i + is_good, t, y, size, times, saved, error
 
     rows = jnp.full(64, jnp.inf)
-    start = 0, 0.0, jnp.sign(rate), 0.1, rows, rows
+    start = 0, 0.0, jnp.sign(rate), 0.1, rows, rows, 0.0
     return lax.while_loop(lambda s: (s[1] < 0.99) & (s[0] < 64), body, start)
 
 
