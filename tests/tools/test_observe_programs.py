@@ -220,22 +220,6 @@ def newton(target):
     return jax.vmap(root)(target)
 
 
-def mixture(data):
-    """Expectation and maximization for two normal distributions."""
-
-    def step(state, _):
-        means, variances = state
-        log = -((data[:, None] - means) ** 2) / (2 * variances) - jnp.log(variances) / 2
-        weights = jax.nn.softmax(log, axis=1)
-        means = (weights * data[:, None]).sum(0) / weights.sum(0)
-        variances = (weights * (data[:, None] - means) ** 2).sum(0) / weights.sum(0)
-        return (means, variances), jax.nn.logsumexp(log)
-
-    start = jnp.array([-1.0, 1.0]), data.var() + jnp.zeros(2)
-    precise = 1 / start[1]  # BAD
-    return lax.scan(step, start, None, length=5), precise
-
-
 # A good input, and a bad one.
 PROGRAMS = {
     viterbi: (jnp.array([1.0, 2.0, 4.0]), jnp.array([1.0, -1.0, 0.0])),
@@ -248,7 +232,6 @@ PROGRAMS = {
     advantages: (jnp.sin(jnp.arange(12.0)).reshape(4, 3), jnp.zeros((4, 3))),
     solver: (jnp.float32(1.0), jnp.float32(-1.0)),
     newton: (jnp.array([1.0, 2.0, 9.0]), jnp.array([1.0, -1.0, 9.0])),
-    mixture: (jnp.array([-1.2, -0.8, 1.1, 0.9]), jnp.full(4, 0.5)),
     decoding: (jnp.array([1.0, 3.0, 2.0, 0.0]), jnp.ones(4)),
 }
 name_of = lambda f: f.__name__
