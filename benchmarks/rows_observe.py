@@ -132,11 +132,75 @@ def of_a_loop(quick: bool) -> dict[str, Case]:
     return cases
 
 
+def beside_nans(f: Any, *args: Any) -> dict[str, Case]:
+    run = run_time(jax.jit(f), *args)
+    return {"plain": run, "nans": within(again(observe(nans=True)), run)}
+
+
+def of_innocent_infinities(quick: bool) -> dict[str, Case]:
+    """Viterbi's algorithm with a state that is forbidden."""
+    del quick
+
+    def step(best: Any, score: Any) -> Any:
+        ways = best[:, None] + allowed
+        return ways.max(0) + score, ways.argmax(0)
+
+    allowed = jnp.zeros((8, 8)).at[:, 7].set(-jnp.inf)
+    scores = jnp.sin(jnp.arange(4000.0)).reshape(500, 8)
+    return beside_nans(lambda x: jax.lax.scan(step, x[0], x), scores)
+
+
+def of_a_buffer(quick: bool) -> dict[str, Case]:
+    """A buffer into which some steps write a row, as solvers save their results."""
+    del quick
+
+    def body(state: Any) -> Any:
+        i, x, rows = state
+        x = jnp.tanh(x)
+        write = lambda rows: rows.at[i].set(x)
+        rows = jax.lax.cond(i % 2 == 0, write, lambda rows: rows, rows)
+        return i + 1, x, rows
+
+    def loop(x: Any) -> Any:
+        start = 0, x, jnp.zeros((1000, 8))
+        return jax.lax.while_loop(lambda state: state[0] < 1000, body, start)[2]
+
+    return beside_nans(loop, jnp.ones(8))
+
+
+def of_a_gradient(quick: bool) -> dict[str, Case]:
+    """The gradient of a recurrent network."""
+    del quick
+
+    def loss(w: Any) -> Any:
+        body = lambda h, x: (jnp.tanh(h @ w + x), h.sum())
+        return jax.lax.scan(body, jnp.zeros((16, 64)), xs)[1].sum()
+
+    xs = jnp.ones((50, 16, 64))
+    return beside_nans(jax.grad(loss), jnp.eye(64) * 0.5)
+
+
+def without_loops(quick: bool) -> dict[str, Case]:
+    """A step of some 100 us."""
+    del quick
+    x = jnp.linspace(-1, 1, 128 * 128).reshape(128, 128)
+    return beside_nans(lambda x: [jnp.tanh(x @ x), (x * x).sum()], x)
+
+
 ROWS = (
     Row(
         "observe: forward and backward pass of a transformer",
         (at_most(1.4, "plain", ours="nans"),),
         of_a_transformer,
+    ),
+    *(
+        Row(f"observe: {name}", (at_most(bound, "plain", ours="nans"),), cases)
+        for name, bound, cases in (
+            ("a loop with innocent infinities", 3, of_innocent_infinities),
+            ("a loop that updates a buffer in a branch", 3, of_a_buffer),
+            ("the gradient of a loop", 3, of_a_gradient),
+            ("a program without loops", 1.5, without_loops),
+        )
     ),
     Row(
         "observe: a step of 100 us of a loop",

@@ -191,7 +191,8 @@ def test_tools_use_public_names_only(name):
         "_core.wait",
     }
     allowed |= {"_api.call", "_jax"}
-    doors = ("execution", "jaxprs", "places", "rewriting", "tracing", "user_lines")
+    doors = ("execution", "fragments", "jaxprs", "pauses", "places", "rewriting")
+    doors += ("tracing", "user_lines")
     allowed |= {f"_jax.{door}" for door in doors}
     assert private - TOOLS <= allowed
 

@@ -156,6 +156,70 @@ def decoding(logits):
     return lax.scan(step, (jax.random.key(3), logits), None, length=6)[1]
 
 
+def attention(x):
+    """Causal attention with normed rows, and its gradient."""
+
+    def loss_of(x):
+        rows = x / jnp.sqrt((x**2).sum(-1, keepdims=True))  # BAD
+        scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), rows @ rows.T, -jnp.inf)
+        return (jax.nn.softmax(scores) @ rows).sum()
+
+    return jax.value_and_grad(loss_of)(x)
+
+
+def advantages(rewards):
+    """Generalized advantages, backward in time, as actor-critic methods norm them."""
+
+    def step(carry, reward):
+        after, value = carry
+        after = reward + 0.9 * value - reward.mean() + 0.8 * after
+        return (after, reward), after
+
+    start = jnp.zeros(3), jnp.zeros(3)
+    _, found = lax.scan(step, start, rewards, reverse=True)
+    centered = found - found.mean()
+    return centered / jnp.sqrt((centered**2).mean())  # BAD
+
+
+def solver(rate):
+    """An adaptive method of Heun, which saves the steps that it accepts."""
+
+    def slope(y):
+        return -jnp.sqrt(y) * rate  # BAD
+
+    def body(state):
+        i, t, y, size, times, saved, _ = state
+        first = slope(y)
+        second = slope(y + size * first)
+        error = jnp.abs(size * (second - first)) / 2
+        is_good = error < 1e-3
+        y = jnp.where(is_good, y + size * (first + second) / 2, y)
+        t = jnp.where(is_good, t + size, t)
+        write = lambda rows: (rows[0].at[i].set(t), rows[1].at[i].set(y))
+        rows = times, saved
+        times, saved = lax.cond(is_good, write, lambda rows: rows, rows)
+        size = jnp.clip(size * jnp.where(is_good, 1.5, 0.5), 1e-3, 1 - t)
+        return i + is_good, t, y, size, times, saved, error
+
+    rows = jnp.full(64, jnp.inf)
+    start = 0, 0.0, jnp.sign(rate), 0.1, rows, rows, 0.0
+    return lax.while_loop(lambda s: (s[1] < 0.99) & (s[0] < 64), body, start)
+
+
+def newton(target):
+    """Roots of many numbers, each with steps of its own."""
+
+    def root(x):
+        def body(state):
+            n, y = state
+            return n + 1, y - (y * y - x) / (2 * y)  # BAD
+
+        is_far = lambda state: (state[0] < 20) & ~(jnp.abs(state[1] ** 2 - x) < 1e-4)
+        return lax.while_loop(is_far, body, (0, x))
+
+    return jax.vmap(root)(target)
+
+
 # A good input, and a bad one.
 PROGRAMS = {
     viterbi: (jnp.array([1.0, 2.0, 4.0]), jnp.array([1.0, -1.0, 0.0])),
@@ -164,6 +228,10 @@ PROGRAMS = {
     sampler: (jnp.float32(1.0), jnp.float32(-1.0)),
     kalman: (jnp.float32(0.1), jnp.float32(0.0)),
     clusters: (jnp.array([-1.0, 0.4, 2.1]), jnp.array([-1.0, -1.1, -0.9])),
+    attention: (jnp.eye(4) + 0.1, jnp.eye(4).at[2].set(0)),
+    advantages: (jnp.sin(jnp.arange(12.0)).reshape(4, 3), jnp.zeros((4, 3))),
+    solver: (jnp.float32(1.0), jnp.float32(-1.0)),
+    newton: (jnp.array([1.0, 2.0, 9.0]), jnp.array([1.0, -1.0, 9.0])),
     decoding: (jnp.array([1.0, 3.0, 2.0, 0.0]), jnp.ones(4)),
 }
 name_of = lambda f: f.__name__

@@ -46,6 +46,11 @@ _OBSERVED = {
     "progress": "show a bar for each loop that lasts",
 }
 
+_PLACES = {
+    "only": "observe this file, package or function alone: train.py, optax, loss_fn",
+    "ignore": "do not observe this file, package or function",
+}
+
 
 def observe(run: Callable[[], None], observed: str) -> None:
     """Runs a program in an `hc.observe` block.
@@ -120,6 +125,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-infs", action="store_true", help="with --nans: look for NaNs alone"
     )
+    for option, text in _PLACES.items():
+        parser.add_argument(
+            f"--{option}", action="append", default=[], metavar="PATTERN", help=text
+        )
     parser.add_argument(
         "-m", dest="module", action="store_true", help="program is a module's name"
     )
@@ -150,6 +159,10 @@ def main(options: argparse.Namespace) -> NoReturn:
         if not options.values:
             options.refuse("--to needs the names of values: --values NAME")
         chosen["to"] = os.path.abspath(options.to)
+    places = {key: vars(options)[key] for key in _PLACES if vars(options)[key]}
+    if places and not (chosen or options.values):
+        options.refuse("--only and --ignore need --nans, --progress or --values")
+    chosen |= places
     observed = json.dumps([options.values, chosen])
     start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
     start.append(observed if chosen or options.values else "")

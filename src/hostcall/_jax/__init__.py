@@ -25,6 +25,8 @@ of these files were read against and run with JAX 0.9.0 to 0.12.0.1.
     execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
+    fragments     the equations that are put in
+    pauses        loops that pause between their steps
     user_lines    the user's frames in which an equation was traced
     places        where an equation is: its lines, loops and shard
     settings      a thread's settings, as they are where a call is traced

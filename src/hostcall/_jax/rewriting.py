@@ -7,6 +7,7 @@ stay as they are, and those of a function of the caller's are put between them:
             program, the body of a loop, a branch, a function that it calls.
     insert  A use answers with insertions: functions, and the variables that they get.
             Where one of these is the number of a loop's step, the loop gets a counter.
+            A loop may also pause now and then (`pauses.py`).
     label   The walk gives each equation its place (`places.py`): its lines of the
             user's, and the loops, calls and shards that it is in.
 
@@ -27,24 +28,21 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
-from jax.interpreters import mlir as _mlir
-from jax.interpreters import partial_eval as _pe
-from jaxlib.mlir.dialects import sdy as _sdy
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
 from hostcall._jax.devices import back_ends_started
-from hostcall._jax.door import config as _config
 from hostcall._jax.door import core as _core
-from hostcall._jax.door import linear_util as _lu
 from hostcall._jax.door import shard_map as _shard_map
 from hostcall._jax.door import util as _util
 from hostcall._jax.execution import ExecutionGuard
 from hostcall._jax.fast_dispatch import is_for_export
+from hostcall._jax.fragments import assigned, traced
 from hostcall._jax.installing import install, lost
 from hostcall._jax.jaxprs import LOOPS
 from hostcall._jax.needs import Part
 from hostcall._jax.patches import When
+from hostcall._jax.pauses import Pause, paused
 from hostcall._jax.places import Place, meshes_of
 from hostcall._jax.versions import changed, open_jaxpr
 
@@ -147,20 +145,14 @@ class Insertion(NamedTuple):
     outer: Sequence[_t.Var] = ()
 
 
-def variable(shape: Sequence[int], dtype: _t.Dtype) -> _t.Var:
-    """A new variable for results of insertions, and for what loops keep."""
-    return _core.Var(jax.core.ShapedArray(tuple(shape), dtype))
-
-
-def literal(value: np.ndarray) -> _t.Atom:
-    return _core.Literal(value, jax.core.ShapedArray(value.shape, value.dtype))
-
-
 class Use(Protocol):
     """What someone wants to see of programs."""
 
-    def look(self, level: Level) -> Iterable[Insertion]:
-        """What to put into this level. Levels inside it are asked about later."""
+    def look(self, level: Level) -> Iterable[Insertion | Pause]:
+        """What to put into this level. Levels inside it are asked about later.
+
+        The loop whose body the level is may pause, for one use.
+        """
 
 
 def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
@@ -295,61 +287,6 @@ def _shows_one() -> bool:
 
 # --- Insert ---------------------------------------------------------------------------
 
-# Stands between a program and what is put into it: calls gather what they get, and the
-# compiler would let a sharding that they ask for spread back into the program.
-_looked_at_p = _core.Primitive("looked_at")
-_looked_at_p.def_abstract_eval(lambda aval: aval)
-
-
-def _lower_looked_at(ctx: _t.LoweringContext, x: _t.Value) -> list[_t.Value]:
-    around = ctx.module_context.axis_context
-    is_partitioned = isinstance(around, _mlir.ShardingContext)
-    if not is_partitioned or around.num_devices == 1:
-        return [x]
-    forward = _sdy.PropagationDirection.FORWARD
-    return [_sdy.PropagationBarrierOp(x, forward).result]
-
-
-_mlir.register_lowering(_looked_at_p, _lower_looked_at)
-
-
-def _traced(
-    fn: Callable[..., Sequence[jax.Array] | None],
-    operands: Sequence[_t.Atom],
-    is_apart: bool = True,
-) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
-    """The equations of `fn` on these variables, and its results.
-
-    `is_apart`: the compiler lets no sharding spread from there into the program.
-    """
-
-    def flat(*arrays: jax.Array) -> list[jax.Array]:
-        given = map(_looked_at_p.bind, arrays) if is_apart else arrays
-        return list(fn(*given) or ())
-
-    avals = [jax.core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
-    names = _core.DebugInfo("observe", "hostcall.observe", None, None)
-    wrapped = _lu.wrap_init(flat, debug_info=names)
-    # A program may be lowered while another one is traced that computes constants
-    # (`jax.ensure_compile_time_eval`). What is put in is no constant.
-    with _config.eager_constant_folding(False):
-        jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
-    made = open_jaxpr(jaxpr)
-    # Where the constants have no variables of their own, they are the first inputs.
-    inputs = [*made.constvars, *made.invars]
-    known = inputs[: len(consts)]
-    new: dict[_t.Atom, _t.Atom] = dict(
-        zip(inputs[len(consts) :], operands, strict=True)
-    )
-    for var, const in zip(known, consts, strict=True):
-        new[var] = _core.Literal(np.asarray(const), var.aval)
-
-    def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
-        return [x if isinstance(x, _core.Literal) else new.get(x, x) for x in atoms]
-
-    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in made.eqns]
-    return eqns, renamed(made.outvars)
-
 
 @dataclass
 class _Level:
@@ -359,12 +296,14 @@ class _Level:
         renamed: inputs that an insertion has replaced, with their new names.
         kept: what the loop around keeps.
         outer: further variables of the level around.
+        pause: how the loop around pauses, if it does.
     """
 
     eqns: list[_t.JaxprEquation]
     renamed: dict[_t.Var, _t.Var]
     kept: list[Kept]
     outer: list[_t.Var]
+    pause: Pause | None = None
 
 
 def _rewritten(level: Level, uses: Sequence[Use]) -> _Level | None:
@@ -380,13 +319,17 @@ def _rewritten(level: Level, uses: Sequence[Use]) -> _Level | None:
             manual = _shard_map._as_manual_mesh(mesh, axes)
             stack.enter_context(jax.sharding.use_abstract_mesh(manual))
         for each in (i for use in uses for i in use.look(level)):
+            if isinstance(each, Pause):
+                assert made.pause is None, "a loop pauses for one use"
+                made.pause = each
+                continue
             at = len(old) - 1 if each.after is None else each.after
             made.kept += each.kept
             made.outer += each.outer
             after.setdefault(at, []).extend(_insertion(each, level, made.renamed))
     made.eqns += after.get(-1, ())
     for index, place in enumerate(level.places):
-        made.eqns += [_inside(place, level, uses), *after.get(index, ())]
+        made.eqns += [*_inside(place, level, uses), *after.get(index, ())]
     return None if made.eqns == old else made
 
 
@@ -400,14 +343,7 @@ def _insertion(
         renamed.get(x, x) if isinstance(x, _core.Var) and each.after == -1 else x
         for x in each.operands
     ]
-    eqns, results = _traced(each.fn, operands, is_apart=not inputs)
-    names = dict(zip(results, each.results, strict=False)) if each.results else {}
-    assert all(isinstance(x, _core.Var) for x in names), "an equation makes each"
-
-    def new(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
-        return [x if isinstance(x, _core.Literal) else names.get(x, x) for x in atoms]
-
-    return [e.replace(invars=new(e.invars), outvars=new(e.outvars)) for e in eqns]
+    return assigned(*traced(each.fn, operands, is_apart=not inputs), each.results)
 
 
 def _with(
@@ -428,8 +364,8 @@ def _with(
 # --- Walk -----------------------------------------------------------------------------
 
 
-def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation:
-    """The equation, with its inner levels rewritten.
+def _inside(place: Place, level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
+    """The equation, with its inner levels rewritten. A loop that pauses is another one.
 
     These get the numbers of all loops' steps around as further inputs, since each is
     one variable in all levels. A loop gets a counter in front of what it carries.
@@ -441,6 +377,7 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
     starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
     counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
     kept: list[Kept] = []
+    pause: Pause | None = None
     new, more = dict[str, list[_t.Jaxpr]](), dict[str, int]()
     for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
         old, at, is_body = open_jaxpr(jaxpr), end - begin, key != "cond_jaxpr"
@@ -460,6 +397,7 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
             eqns, invars = own.eqns, [own.renamed.get(x, x) for x in old.invars]
             given |= {var: var for var in own.outer}
             kept += own.kept
+            pause = own.pause
         if is_body:
             eqns = [*eqns, *count]
             outvars = [*nexts, *(each.next for each in kept), *outvars]
@@ -471,11 +409,12 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> _t.JaxprEquation
             first = [*starts, *(each.start for each in kept)] if is_body else []
             operands[end:end] = [*given.values(), *first]
     if is_same:
-        return eqn
+        return [eqn]
     front = [*counter, *(each.var for each in kept)]
     made = jaxprs.replaced(eqn, new, more, len(front))
     outvars = [*(_core.DropVar(x.aval) for x in front), *eqn.outvars]
-    return made.replace(invars=operands, outvars=outvars)
+    made = made.replace(invars=operands, outvars=outvars)
+    return [made] if pause is None else paused(made, pause, len(kept))
 
 
 def _counter(
@@ -485,4 +424,4 @@ def _counter(
     is_reverse = eqn.params.get("reverse", False)
     start = np.full(step.aval.shape, eqn.params["length"] - 1 if is_reverse else 0)
     first = _core.Literal(start.astype(np.int32)[()], step.aval)
-    return [first], *_traced(lambda i: [i - 1 if is_reverse else i + 1], [step])
+    return [first], *traced(lambda i: [i - 1 if is_reverse else i + 1], [step])

@@ -7,15 +7,18 @@ block, and programs that were compiled before are found again after it.
 What is put in are calls and taps as a user would write them. Each use is a class with a
 method `look`, which says what goes into a level of a program:
 
-    _observe/nans.py    finds the equation that made a bad value
+    _observe/nans.py    looks for bad values on the device
     _observe/values.py  hands on the values of variables
     _observe/loops.py   shows bars of loops
+
+Each asks the equations' places (`_jax/places.py`) for lines, loops, calls and shards,
+and `_observe/where.py` which of these the block looks at.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -26,11 +29,12 @@ from hostcall._core.gone import refuse
 from hostcall._core.suggestions import suggests
 from hostcall._jax import rewriting, tracing
 from hostcall.errors import HostcallError, SpecError
+from hostcall.tools._observe.bad_values import BadRecord as BadRecord
 from hostcall.tools._observe.loops import Loops
-from hostcall.tools._observe.nans import BadRecord as BadRecord
 from hostcall.tools._observe.nans import Nans
 from hostcall.tools._observe.values import Record as Record
 from hostcall.tools._observe.values import To, Values
+from hostcall.tools._observe.where import Where
 from hostcall.tools._values import need, wrong
 
 _VALUES = (
@@ -69,6 +73,11 @@ class observe:
         on_bad: "raise", the default. "report": the program goes on, each place is told
             once on stderr, and how often it was found at the end of the block. Or a
             function of a `BadRecord`, which runs on the thread of the program.
+        only: where it looks: a pattern or several, each of a file ("train.py"), a
+            package ("optax") or a function ("loss_fn"). Bad values that other lines
+            make are no errors, and other loops have no bars. Default: everywhere;
+            variables in your own files, and in no library's.
+        ignore: where it does not look, in the same form.
         progress: shows a bar for each loop that lasts longer than 0.3 s, those of inner
             loops below those of outer ones.
         select: a function of a `Record` that chooses values in place of names.
@@ -99,8 +108,11 @@ class observe:
         progress: bool = False,
         select: Callable[[Record], object] | None = None,
         to: To = None,
+        only: str | Sequence[str] = (),
+        ignore: str | Sequence[str] = (),
     ) -> None:
         _check(names, select, to)
+        where = Where(_patterns("only", only), _patterns("ignore", ignore))
         _check_nans(nans, infs, on_bad)
         wants_values = bool(names) or select is not None
         if to is not None and not wants_values:
@@ -108,16 +120,15 @@ class observe:
                 "hc.observe(to=...) has no values to hand on. Name variables,"
                 ' as in hc.observe("loss", to=...), or choose values with select='
             )
-        self._values = Values(names, select, to) if wants_values else None
+        self._values = Values(names, select, to, where) if wants_values else None
         # Uses with equal keys put the same into a program, and share it.
-        self._nans = Nans(infs, on_bad) if nans else None
-        nans_key: Hashable = "nans" if on_bad == "raise" else ("nans", self)
-        if on_bad == "raise" and not infs:
-            nans_key = "nans, not infs"
+        self._nans = Nans(infs, on_bad, where) if nans else None
         self._raises_only = on_bad == "raise"
+        self._shows_progress = progress
+        own = None if self._raises_only else self
         uses: dict[Hashable, rewriting.Use | None] = {
-            nans_key: self._nans,
-            "progress": Loops() if progress else None,
+            ("nans", infs, where, own): self._nans,
+            ("progress", where): Loops(where) if progress else None,
             ("values", self): self._values,
         }
         self._uses: dict[Hashable, rewriting.Use] = {
@@ -171,10 +182,10 @@ class observe:
                 # have been logged.
                 if error is None:
                     raise
-        if "progress" in self._uses:
+        if self._shows_progress:
             hc.progress.close()
         if self._nans is not None:
-            self._nans.report()
+            self._nans.reports.report()
         if error is None:
             if self._values is not None:
                 self._values.warn()
@@ -190,6 +201,15 @@ def _need_programs() -> None:
             f" Install one of the versions that hostcall was made for: {_jax.INSTALL}",
             code="hc-jax",
         )
+
+
+def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = [given] if isinstance(given, str) else given
+    is_list = isinstance(patterns, (list, tuple, set, frozenset))
+    are_texts = is_list and all(isinstance(x, str) and x for x in patterns)
+    wanted = f'{option}= of hc.observe should be a text, such as "train.py", or several'
+    need(are_texts, wanted, given)
+    return tuple(patterns)
 
 
 def _check_nans(nans: bool, infs: bool, on_bad: object) -> None:

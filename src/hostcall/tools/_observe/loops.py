@@ -16,18 +16,24 @@ import jax.numpy as jnp
 from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe import labels
+from hostcall.tools._observe.where import Where
 from hostcall.tools._progress import bars, drawing
 
 EVERY = 0.1  # seconds between two steps that are shown
 
 
 class Loops:
-    """Puts the bars into programs."""
+    """Puts the bars into programs, for loops at lines that are looked at."""
+
+    def __init__(self, where: Where) -> None:
+        self._where = where
 
     def look(self, level: Level) -> Iterator[Insertion]:
         if level.kind not in jaxprs.LOOPS or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
         assert level.inside is not None  # the loop
+        if not self._where.has(level.inside):
+            return
         params = level.inside.eqn.params
         total, reverse = params.get("length"), params.get("reverse", False)
         if total == 1:

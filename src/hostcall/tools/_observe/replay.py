@@ -477,7 +477,9 @@ class Frame:
                 now = [np.where(each, max(before, INNOCENT), 0) for each in bad]
                 causes = [*causes[:n_consts], *now, *causes[n_consts + n_carry :]]
             if name == "scan":
-                xs = [c if c is None else c[step] for c in causes[n_consts + n_carry :]]
+                rows = causes[n_consts + n_carry :]
+                # The causes of integers are one number.
+                xs = [c[step] if np.ndim(c) else c for c in rows]  # type: ignore[index]
                 causes = [*causes[: n_consts + n_carry], *xs]
             around = (*self.steps, step)
             frame = self._entered(place, inner.jaxpr, values, causes, around)

@@ -17,6 +17,7 @@ from hostcall._jax import jaxprs
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools import sinks
 from hostcall.tools._observe import labels, names
+from hostcall.tools._observe.where import Where
 from hostcall.tools._progress import drawing
 from hostcall.tools.recorder import Recorder, Sink
 
@@ -102,20 +103,33 @@ class Values:
     """Puts taps behind the equations that compute the chosen values."""
 
     def __init__(
-        self, names: Sequence[str], select: Callable[[Record], object] | None, to: To
+        self,
+        names: Sequence[str],
+        select: Callable[[Record], object] | None,
+        to: To,
+        where: Where,
     ) -> None:
         self._names, self._select, self._to = names, select, to
+        self._where = where
         self._found: set[str] = set()
         self._others: set[str] = set()
         self._untold: set[str] = set()
+        # Variables in files that are not looked at, each with one of these.
+        self._elsewhere: dict[str, str] = {}
 
     def look(self, level: Level) -> Iterator[Insertion]:
         for v in names.variables(level, self._wants, self._untold):
+            file, function, _ = v.place
+            if not self._where.has_variable(file, function):
+                self._elsewhere.setdefault(v.name, labels.short(file))
+                continue
             self._found.add(v.name)
             yield self._insertion(level, _record_of(level, v), v)
         if self._select is None:
             return
         for v in _results_of(level):
+            if not self._where.has(level.places[v.at]):
+                continue
             if self._select(record := _record_of(level, v)):
                 yield self._insertion(level, record, v)
 
@@ -155,6 +169,10 @@ class Values:
 
         return Insertion(fn, [v.var, *level.steps], v.at)
 
+    def _file_elsewhere(self, name: str) -> str | None:
+        files = (f for v, f in self._elsewhere.items() if fnmatchcase(v, name))
+        return next(files, None)
+
     def warn(self) -> None:
         """Warns of names that were not found, at the end of the block."""
         for name in self._names:
@@ -165,6 +183,11 @@ class Values:
                 text += (
                     " that it can tell from others: the statement assigns to a tuple."
                     " Give it a statement of its own"
+                )
+            elif file := self._file_elsewhere(name):
+                text += (
+                    " in the files that it looks at. There is one in"
+                    f" {file}: only={file.split('/')[0]!r} looks there"
                 )
             else:
                 near = get_close_matches(name, sorted(self._others - {name}), 3, 0.5)

@@ -1,0 +1,357 @@
+"""Lets a loop pause between its steps.
+
+What a loop carries is needed from time to time: when something has happened in a step,
+and once in so many steps. A call inside of the loop would cost each step more than many
+steps do: XLA compiles a small loop into one function, and changes what is carried in
+place, but not where a call may need it. So the loop becomes two:
+
+    outer:  while the loop goes on:
+                inner:  while it goes on, nothing has happened, and it is not yet time:
+                            a step
+                the pause, which gets what was carried at the last one, and what is now
+
+The inner one has the steps as they are, and one more test. The outer one has the calls,
+and the copies of what was carried at the last pause.
+
+A scan becomes a while loop which reads its row of the inputs and writes that of the
+results, as JAX lowers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hostcall._jax import jaxprs
+from hostcall._jax import types as _t
+from hostcall._jax.door import partial_eval as _pe
+from hostcall._jax.fragments import assigned, literal, same_type, traced
+from hostcall._jax.versions import changed, open_jaxpr
+
+_while_p = jax.lax.while_p
+
+
+class Pausing(NamedTuple):
+    """What is known in a pause of a loop.
+
+    Attributes:
+        turns: how many steps were run before the last pause, and are now.
+        before: what the loop carried at the last pause.
+        now: what it carries now.
+        stacked: the results of a scan's steps; rows of steps to come are zeros.
+        row: where those of the last step are.
+        happened: whether it was time because of the event; under vmap for each row.
+        kept: the values of `Pause.kept`.
+        outer: those of `Pause.outer`.
+    """
+
+    turns: tuple[jax.Array, jax.Array]
+    before: list[jax.Array]
+    now: list[jax.Array]
+    stacked: list[jax.Array]
+    row: jax.Array
+    happened: jax.Array
+    kept: list[jax.Array]
+    outer: list[jax.Array]
+
+
+class Pause(NamedTuple):
+    """How a loop pauses.
+
+    Attributes:
+        fn: what is done then; it returns new values for `kept`.
+        event: a variable of the body: whether the loop pauses after this step. Under
+            vmap of a while loop, whether each row does.
+        every: the most steps between two pauses.
+        kept: what the loop keeps, by the variables at the beginning of a step.
+        outer: variables of the level around that `fn` needs.
+    """
+
+    fn: Callable[[Pausing], Sequence[jax.Array]]
+    event: _t.Var
+    every: int
+    kept: Sequence[_t.Var]
+    outer: Sequence[_t.Var]
+
+
+def can_pause(eqn: _t.JaxprEquation) -> bool:
+    """Whether a loop can be made of two: all that it carries and makes are arrays."""
+    atoms = [*eqn.invars, *eqn.outvars]
+    return all(
+        isinstance(x.aval, jax.core.ShapedArray) and jaxprs.is_array(x) for x in atoms
+    )
+
+
+@dataclass
+class _While:
+    """The parts of a while loop, which may have been a scan.
+
+    Attributes:
+        first: equations that come before it.
+        cond, body: its jaxprs.
+        cond_consts, body_consts: operands that the steps do not change.
+        starts: what it carries at first.
+        results: what it carries at last.
+        carried: what it carries at the beginning of a step, in the body.
+        length, is_reverse: of a scan; None: of a while loop.
+        n_stacked: how many of the carried values are the results of a scan's steps.
+    """
+
+    first: list[_t.JaxprEquation]
+    cond: _t.Jaxpr
+    body: _t.Jaxpr
+    cond_consts: list[_t.Atom]
+    body_consts: list[_t.Atom]
+    starts: list[_t.Atom]
+    results: list[_t.Var]
+    carried: list[_t.Var]
+    length: int | None = None
+    is_reverse: bool = False
+    n_stacked: int = 0
+
+
+def _of_while(eqn: _t.JaxprEquation) -> _While:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    return _While(
+        first=[],
+        cond=params["cond_jaxpr"],
+        body=params["body_jaxpr"],
+        cond_consts=eqn.invars[:n_cond],
+        body_consts=eqn.invars[n_cond : n_cond + n_body],
+        starts=eqn.invars[n_cond + n_body :],
+        results=eqn.outvars,
+        carried=open_jaxpr(params["body_jaxpr"]).invars[n_body:],
+    )
+
+
+def _of_scan(eqn: _t.JaxprEquation) -> _While:
+    """A scan as a while loop; it carries the number of its step first."""
+    n_consts, n_carry = jaxprs.split_of(eqn)
+    length, body = eqn.params["length"], eqn.params["jaxpr"]
+    inner = open_jaxpr(body)
+    consts, xs = eqn.invars[:n_consts], eqn.invars[n_consts + n_carry :]
+    carried = inner.invars[n_consts : n_consts + n_carry]
+    step, rows = carried[0], inner.invars[n_consts + n_carry :]
+    whole = [same_type(x) for x in xs]
+
+    def read(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        return [_row_of(x, i) for x in arrays]
+
+    reading = assigned(*traced(read, [step, *whole], is_apart=False), rows)
+
+    made, stacks = inner.outvars[n_carry:], eqn.outvars[n_carry:]
+    before = [same_type(x) for x in stacks]
+
+    def write(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        pairs = zip(arrays[: len(stacks)], arrays[len(stacks) :], strict=True)
+        return [_with_row(old, i, row) for old, row in pairs]
+
+    writing, after = traced(write, [step, *before, *made], is_apart=False)
+
+    def empty() -> list[jax.Array]:
+        return [jnp.zeros(x.aval.shape, x.aval.dtype) for x in stacks]
+
+    first, empties = traced(empty, [], is_apart=False)
+
+    def goes_on(i: jax.Array) -> list[jax.Array]:
+        return [i >= 0 if eqn.params["reverse"] else i < length]
+
+    testing, test = traced(goes_on, [step], is_apart=False)
+    names = inner.debug_info.with_unknown_names()
+    return _While(
+        first=first,
+        cond=changed(
+            body,
+            invars=[*carried, *before],
+            outvars=test,
+            eqns=testing,
+            debug_info=names,
+        ),
+        body=changed(
+            body,
+            invars=[*inner.invars[:n_consts], *whole, *carried, *before],
+            outvars=[*inner.outvars[:n_carry], *after],
+            eqns=[*reading, *inner.eqns, *writing],
+            debug_info=names,
+        ),
+        cond_consts=[],
+        body_consts=[*consts, *xs],
+        starts=[*eqn.invars[n_consts : n_consts + n_carry], *empties],
+        results=eqn.outvars,
+        carried=[*carried, *before],
+        length=length,
+        is_reverse=eqn.params["reverse"],
+        n_stacked=len(stacks),
+    )
+
+
+def _row_of(x: jax.Array, i: jax.Array) -> jax.Array:
+    """A row of an array. A negative index is no row, so XLA need not compare it."""
+    at = [i, *(jnp.zeros_like(i) for _ in x.shape[1:])]
+    sizes = 1, *x.shape[1:]
+    row = jax.lax.dynamic_slice(x, at, sizes, allow_negative_indices=False)
+    return row.reshape(x.shape[1:])
+
+
+def _with_row(x: jax.Array, i: jax.Array, row: jax.Array) -> jax.Array:
+    at = [i, *(jnp.zeros_like(i) for _ in x.shape[1:])]
+    update = row.reshape(1, *row.shape)
+    return jax.lax.dynamic_update_slice(x, update, at, allow_negative_indices=False)
+
+
+def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEquation]:
+    """A rewritten loop that pauses.
+
+    It carries the number of its step first, then `n_kept` values that it keeps.
+    """
+    loop = _of_scan(eqn) if eqn.primitive.name == "scan" else _of_while(eqn)
+    inner = open_jaxpr(loop.body)
+    before = [same_type(x) for x in loop.carried]
+    now = [same_type(x) for x in loop.carried]
+    happened = same_type(pause.event)
+
+    steps = _inner_loop(eqn, loop, pause, before, [happened, *now])
+    kept = [loop.carried.index(v) for v in pause.kept]
+    own = slice(1 + n_kept, len(now) - loop.n_stacked)
+    stacked = now[len(now) - loop.n_stacked :]
+    operands = [
+        *(before[0], now[0], happened),
+        *(now[at] for at in kept),
+        *before[own],
+        *now[own],
+        *stacked,
+        *pause.outer,
+    ]
+
+    def fn(
+        step: jax.Array, next_step: jax.Array, happened: jax.Array, *values: jax.Array
+    ) -> Sequence[jax.Array]:
+        given = iter(values)
+
+        def take(count: int) -> list[jax.Array]:
+            return [next(given) for _ in range(count)]
+
+        is_scan = loop.length is not None
+        row = next_step + 1 if loop.is_reverse else next_step - 1
+        return pause.fn(
+            Pausing(
+                turns=(_turn(loop, step), _turn(loop, next_step)),
+                kept=take(len(kept)),
+                before=take(len(before[own])),
+                now=take(len(now[own])),
+                stacked=take(len(stacked)),
+                outer=take(len(pause.outer)),
+                row=row if is_scan else jnp.int32(0),
+                happened=happened,
+            )
+        )
+
+    pausing, changes = traced(fn, operands, is_apart=True)
+    results: list[_t.Atom] = [*now]
+    for at, change in zip(kept, changes, strict=True):
+        results[at] = change
+    cond_consts = [same_type(x) for x in loop.cond_consts]
+    body_consts = [same_type(x) for x in loop.body_consts]
+    steps = steps.replace(
+        invars=[
+            *cond_consts,
+            before[0],
+            *body_consts,
+            literal(_none(happened)),
+            *before,
+        ]
+    )
+    outer_body = changed(
+        loop.body,
+        invars=[*cond_consts, *body_consts, *pause.outer, *before],
+        outvars=results,
+        eqns=[steps, *pausing],
+        debug_info=inner.debug_info.with_unknown_names(),
+    )
+    params = {
+        "cond_jaxpr": loop.cond,
+        "cond_nconsts": len(cond_consts),
+        "body_jaxpr": outer_body,
+        "body_nconsts": len(cond_consts) + len(body_consts) + len(pause.outer),
+    }
+    operands = [*loop.cond_consts, *loop.cond_consts, *loop.body_consts, *pause.outer]
+    operands += loop.starts
+    return [*loop.first, _equation(eqn, operands, loop.results, params)]
+
+
+def _turn(loop: _While, step: jax.Array) -> jax.Array:
+    """How many steps were run before this one."""
+    if step.ndim:  # of rows that run, all have the same number
+        step = step.max()
+    if loop.is_reverse:
+        assert loop.length is not None, "only scans go backward"
+        return loop.length - 1 - step
+    return step
+
+
+def _none(var: _t.Var) -> np.ndarray:
+    return np.zeros(var.aval.shape, bool)
+
+
+def _inner_loop(
+    eqn: _t.JaxprEquation,
+    loop: _While,
+    pause: Pause,
+    before: Sequence[_t.Var],
+    results: Sequence[_t.Var],
+) -> _t.JaxprEquation:
+    """The steps between two pauses. It carries whether the event has happened first."""
+    cond, body = open_jaxpr(loop.cond), open_jaxpr(loop.body)
+    n_cond, n_body = len(loop.cond_consts), len(loop.body_consts)
+    start, event = same_type(before[0]), same_type(pause.event)
+    carried = cond.invars[n_cond:]
+
+    def test(
+        goes_on: jax.Array, start: jax.Array, step: jax.Array, happened: jax.Array
+    ) -> list[jax.Array]:
+        run = _turn(loop, step) - _turn(loop, start)
+        return [goes_on & ((run < pause.every) & ~happened.any())]
+
+    given = [*cond.outvars, start, carried[0], event]
+    testing, tested = traced(test, given, is_apart=False)
+    names = body.debug_info.with_unknown_names()
+    params = {
+        "cond_jaxpr": changed(
+            loop.cond,
+            invars=[*cond.invars[:n_cond], start, event, *carried],
+            outvars=tested,
+            eqns=[*cond.eqns, *testing],
+            debug_info=cond.debug_info.with_unknown_names(),
+        ),
+        "cond_nconsts": n_cond + 1,
+        "body_jaxpr": changed(
+            loop.body,
+            invars=[*body.invars[:n_body], event, *body.invars[n_body:]],
+            outvars=[pause.event, *body.outvars],
+            debug_info=names,
+        ),
+        "body_nconsts": n_body,
+    }
+    operands = [*loop.cond_consts, before[0], *loop.body_consts]
+    operands += [literal(_none(event)), *before]
+    return _equation(eqn, operands, results, params)
+
+
+def _equation(
+    eqn: _t.JaxprEquation,
+    operands: Sequence[_t.Atom],
+    results: Sequence[_t.Var],
+    params: _t.Params,
+) -> _t.JaxprEquation:
+    """A while loop in the place of this equation."""
+    _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
+    where = eqn.source_info, eqn.ctx
+    return _pe.new_jaxpr_eqn(
+        list(operands), list(results), _while_p, params, effects, *where
+    )
