@@ -244,8 +244,8 @@ def test_an_executable_installs_them_where_it_is_loaded():
     from hostcall._jax import signs
 
     hc.testing.restore_jax()
-    mark = pickle.loads(pickle.dumps(signs.FastProgram(True)))
-    assert mark == signs.FastProgram(True)
+    mark = pickle.loads(pickle.dumps(signs.FastProgram(hidden=True, asks_sign=False)))
+    assert mark == signs.FastProgram(hidden=True, asks_sign=False)
     states = {patch.when: state for patch, state in _jax.states()}
     assert states[When.CALLS] in ("installed", "JAX's own")
 

@@ -1334,13 +1334,16 @@ hc.observe  # imports what looks for it
 PUT_BACK = """
 pxla._cached_lowering_to_hlo = plain
 """
+# A JAX that passes an argument under another name than hostcall's replacement reads.
 OTHER_FORM = """
 def before(*args, parameters, **options):
     return plain(*args, lowering_parameters=parameters, **options)
 pxla._cached_lowering_to_hlo = before
 import hostcall as hc
-hc.observe
+with hc.observe(nans=True):
+    pass  # the first block replaces it
 ours = pxla._cached_lowering_to_hlo
+assert ours is not before
 def after(*args, lowering_parameters, **options):
     return ours(*args, parameters=lowering_parameters, **options)
 pxla._cached_lowering_to_hlo = after
@@ -1354,7 +1357,6 @@ assert jax.jit(lambda x: hc.call(abs, x, x))(1.0) == 1
     ("change", "begins"),
     [
         (TAKEN_AWAY, False),
-        (TAKEN_AWAY + PUT_BACK + WITH_DEVICES, False),
         (OTHER_FORM + WITH_DEVICES, False),
         (OTHER_FORM, True),  # no program can be lowered yet, so its end tells
     ],
@@ -1374,4 +1376,19 @@ try:
 except hc.errors.HostcallError as error:
     assert f"JAX, version {{jax.__version__}}" in str(error)
 assert has_begun == {begins}
+""")
+
+
+def test_what_jax_has_at_the_first_use_counts(run_python):
+    run_python(f"""
+import jax
+from jax._src.interpreters import pxla
+plain = pxla.__dict__["_cached_lowering_to_hlo"]
+{TAKEN_AWAY + PUT_BACK + WITH_DEVICES}
+try:
+    with hc.observe(nans=True):
+        jax.jit(lambda x: x / x)(0.0)
+    raise SystemExit("no error")
+except FloatingPointError as error:
+    assert "nan" in str(error)
 """)

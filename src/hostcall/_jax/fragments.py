@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir as _mlir
 from jax.interpreters import partial_eval as _pe
@@ -93,8 +94,17 @@ def assigned(
     variables: Sequence[_t.Var],
 ) -> list[_t.JaxprEquation]:
     """The equations, with these variables as the names of their first results."""
-    names = dict(zip(results, variables, strict=False)) if variables else {}
-    assert all(isinstance(x, _core.Var) for x in names), "an equation makes each"
+    results = list(results[: len(variables)])
+    # A constant, which no equation makes, gets one.
+    constants = [i for i, x in enumerate(results) if isinstance(x, _core.Literal)]
+    if constants:
+        literals = [results[i] for i in constants]
+        more, copies = traced(lambda *xs: list(map(jnp.copy, xs)), literals, False)
+        eqns = [*eqns, *more]
+        for i, copied in zip(constants, copies, strict=True):
+            results[i] = copied
+    assert all(isinstance(x, _core.Var) for x in results), "an equation makes each"
+    names = dict(zip(results, variables, strict=False))
 
     def new(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
         return [x if isinstance(x, _core.Literal) else names.get(x, x) for x in atoms]
