@@ -224,14 +224,19 @@ def call(
     dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
     costs 50 to 200 us more.
     """
-    given, code, how, policy = _FACE.given(locals()), fn, _PLACE, _POLICY
+    given = _FACE.given(locals())
+    code = fn
+    how = _PLACE
+    policy = _POLICY
     made = handle(fn) if type(fn) is not types.FunctionType else None
     if made is not None and (callee := made._callee()) is not None:
         owner, code, how, before = callee
-        fn, args = owner.fn, (*before, *args)
+        fn = owner.fn
+        args = (*before, *args)
         policy = replace(owner.policy, owner=owner)
     seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    name, awaits = seen.name, seen.awaits
+    name = seen.name
+    awaits = seen.awaits
     if given:
         check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
         how = CallOptions.of(given, how)
@@ -312,7 +317,9 @@ def _for_items(
     return replace(how, vmap_method=method)
 
 
-_PLACE, _POLICY, _NO_RESULT = CallOptions(), Policy(), parse_result(None, "a watch")
+_PLACE = CallOptions()
+_POLICY = Policy()
+_NO_RESULT = parse_result(None, "a watch")
 
 
 def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
@@ -324,11 +331,10 @@ def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     seen = look(fn)
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    trees, how = (
-        (template, _NO_RESULT, ()),
-        CallOptions(order="unordered", counted=True),
+    how = CallOptions(order="unordered", counted=True)
+    callback = Callback(
+        Static(fn), template, _NO_RESULT, (), how, users_place(fn), looked=seen
     )
-    callback = Callback(Static(fn), *trees, how, users_place(fn), looked=seen)
     make(callback, operands, parse_mask(where, seen.name))
 
 

@@ -148,7 +148,8 @@ def _fields(fmt: str) -> tuple[tuple[int | str, str], ...]:
     there is none, or it is known only when the line is printed.
     """
     found: list[tuple[int | str, str]] = []
-    automatic, texts = itertools.count(), set()
+    automatic = itertools.count()
+    texts = set()
     for field, spec, conversion in parsed(fmt):
         text = _NAME_ENDS.split(field)[0]
         name = int(text) if text.isdecimal() else text or next(automatic)
@@ -200,7 +201,8 @@ def _why_not(value: object, spec: str) -> str:
     if isinstance(value, (bool, int, float, complex)):
         value = np.zeros((), _jax.canonical_dtype(np.dtype(type(value))))
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        dtype, shape = value.dtype, value.shape
+        dtype = value.dtype
+        shape = value.shape
         if 0 in shape or _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
             return ""  # nothing to format, or what only printing finds out
         try:

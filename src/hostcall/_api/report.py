@@ -89,7 +89,8 @@ def report(file: TextIO | None = None) -> list[Finding]:
 
 def _line(name: str, c: CallStats) -> str:
     seconds = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
-    each, mega = 1e6 * _seconds(c) / max(c.calls, 1), (c.bytes_in + c.bytes_out) / 1e6
+    each = 1e6 * _seconds(c) / max(c.calls, 1)
+    mega = (c.bytes_in + c.bytes_out) / 1e6
     numbers = "".join(f"{s:11.4f}" for s in seconds)
     return f"{numbers}{each:11.2f}{c.calls:11}{mega:11.2f}  {name}"
 
@@ -101,10 +102,8 @@ def _seconds(c: CallStats) -> float:
 def _finding(name: str, c: CallStats, facts: Facts) -> Finding:
     """The first rule that fits."""
     seconds = _seconds(c)
-    cause, remedy = (
-        f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls",
-        "",
-    )
+    cause = f"{1e6 * seconds / max(c.calls, 1):.2f} us for each of its calls"
+    remedy = ""
     if seconds >= _SECONDS and c.calls >= _CALLS:
         of_kind = _of_calls if "call" in facts.kinds else _of_taps
         found = itertools.chain(_of_both(c, facts), of_kind(c, facts))
@@ -147,7 +146,8 @@ def _of_both(c: CallStats, facts: Facts) -> _Found:
 
 
 def _of_calls(c: CallStats, facts: Facts) -> _Found:
-    each, size = c.python_seconds / c.calls, (c.bytes_in + c.bytes_out) / c.calls
+    each = c.python_seconds / c.calls
+    size = (c.bytes_in + c.bytes_out) / c.calls
     rows = facts.rows if "sequential" in facts.methods else 1
     if rows >= 8 and each < 1e-3:
         yield (

@@ -237,7 +237,8 @@ def prepare(
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     seen = check_function(fn, usage, awaits=True, returns=False)
-    called, how = seen.name, TapParams.takes()
+    called = seen.name
+    how = TapParams.takes()
     if options:
         check(f"the tap `{called}`", options, TAP)
         how = TapParams.takes.of(options)
@@ -252,7 +253,8 @@ def prepare(
     mistakes.check(face, fn, args, kwargs, template.leaves)
     if own := {o: v for o, v in options.items() if o in _NONE and v is not None}:
         mistakes.warn_of_own(face, fn, own)
-    where, always = options.get("where"), options.get("always")
+    where = options.get("where")
+    always = options.get("always")
     if where is not None:
         operands.insert(0, parse_mask(where, called))
     if always is not None:
@@ -260,8 +262,9 @@ def prepare(
     flagged = always is not None and how.thinned  # else nothing is left out
     if flagged:
         operands.append(always)
-    trees = template, _NO_RESULT, ()
-    callback = Callback(Static(fn), *trees, how, users_place(), looked=seen)
+    callback = Callback(
+        Static(fn), template, _NO_RESULT, (), how, users_place(), looked=seen
+    )
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)
 

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints a section, or the codes with their meanings; returns the exit status."""
-    code, found = options.code, sections()
+    code = options.code
+    found = sections()
     if code is None:
         width = max(map(len, found))
         for name, section in found.items():

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import hostcall as hc
 from hostcall._cli.machine import heading
 
-_CALLS, _ROUNDS = 1000, 3
+_CALLS = 1000
+_ROUNDS = 3
 
 
 def report() -> None:

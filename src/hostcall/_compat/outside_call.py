@@ -129,7 +129,9 @@ class Outside:
     def _checked(self, value: object) -> tuple[np.ndarray, ...]:
         """The leaves of a call's result."""
         leaves, tree = jax.tree.flatten(value)
-        what, wanted, got = "pytree", self.result_tree, tree
+        what = "pytree"
+        wanted = self.result_tree
+        got = tree
         if tree == wanted:
             arrays = tuple(map(_jax.to_host, leaves))
             avals, described = (
@@ -265,8 +267,10 @@ def _remat(
     _: object, unknown: list[bool], inst: list[bool], eqn: _jax.JaxprEquation
 ) -> object:
     """Taps in the forward pass, and again where its values are recomputed."""
-    params, n = eqn.params["params"], len(eqn.outvars)
-    known, half = None if any(unknown) else eqn, n // 2
+    params = eqn.params["params"]
+    n = len(eqn.outvars)
+    known = None if any(unknown) else eqn
+    half = n // 2
     later = [any(unknown)] * n
     if params.is_pair and any(unknown) and not any(unknown[:half]):
         # The values are known, and are tapped alone; their tangents are not.
@@ -314,6 +318,10 @@ def bind(
     for operand in operands:
         _jax.check_arg(operand)
     out_tree, avals = result or (tree, ())
-    how = result is None, with_device, tree, out_tree, avals, device_index
-    outs = outside_call_p.bind(*operands, params=Outside(Static(fn), *how))
+    outs = outside_call_p.bind(
+        *operands,
+        params=Outside(
+            Static(fn), result is None, with_device, tree, out_tree, avals, device_index
+        ),
+    )
     return out_tree.unflatten(outs)

@@ -143,7 +143,8 @@ def unpatch_jax() -> None:
 
 def _apply() -> None:
     """Makes JAX as the last active patch says. The caller holds the lock."""
-    before, choice = redirects.chosen, _active[-1].arrays if _active else None
+    before = redirects.chosen
+    choice = _active[-1].arrays if _active else None
     if choice == before:
         return
     redirects.chosen = choice

@@ -95,7 +95,8 @@ def _call_back(
 ) -> CallParams:
     # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
     # the wrapped function, with flat arguments.
-    fn, template = given["callback"], Template.flat(*(None,) * operands)
+    fn = given["callback"]
+    template = Template.flat(*(None,) * operands)
     if (parts := _jax.parts_of_callback(fn)) is not None:
         fn, in_tree, static = parts
         template = template_of(in_tree, static)
@@ -162,9 +163,10 @@ def emit_python_callback(
 ) -> tuple[Sequence[_jax.Value], _jax.Value | None, object]:
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
     if not _jax.is_served(ctx) or options.get("partitioned"):
-        given = ctx, callback, token, operands, operand_avals, result_avals
         options |= {"has_side_effect": has_side_effect, "sharding": sharding}
-        return _jax.emit_python_callback(*given, **options)  # type: ignore[no-any-return]
+        return _jax.emit_python_callback(
+            ctx, callback, token, operands, operand_avals, result_avals, **options
+        )  # type: ignore[no-any-return]
     avals = _jax.physical_avals(result_avals)
     params = make_params(
         "io" if has_side_effect else "pure",
@@ -191,7 +193,8 @@ class _Sequence(HostCode):
     """A callback that returns a sequence with one value per result."""
 
     def __init__(self, callback: Callable[..., Sequence[object]], results: int) -> None:
-        self._callback, self._results = callback, results
+        self._callback = callback
+        self._results = results
 
     def inside(self) -> Callable[..., object]:
         return self._callback

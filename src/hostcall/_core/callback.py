@@ -63,7 +63,8 @@ class Callback:
     counted_as: str = field(init=False, compare=False)
 
     def __post_init__(self, looked: Look | None) -> None:
-        function, tag = self.fn.value, self.options.tag
+        function = self.fn.value
+        tag = self.options.tag
         seen = looked or look(function)
         if tag is not None and len(_tags) < _MOST_TAGS:
             _tags[tag] = None

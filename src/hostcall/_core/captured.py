@@ -51,16 +51,19 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
         return
     owner = None
     if type(fn) is types.MethodType:
-        owner, fn = fn.__self__, fn.__func__
+        owner = fn.__self__
+        fn = fn.__func__
     elif type(fn) is not types.FunctionType and not isinstance(fn, type):
-        owner, fn = fn, vars(type(fn)).get("__call__")  # an object that can be called
+        owner = fn
+        fn = vars(type(fn)).get("__call__")  # an object that can be called
     if type(fn) is not types.FunctionType:
         return
     held = None if owner is None else own_dictionary(owner)
     if held is not None and fn.__code__.co_argcount:
         for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
             yield f"uses `{path}`", path.partition(".")[2], tracer
-    code, values = fn.__code__, fn.__defaults__ or ()
+    code = fn.__code__
+    values = fn.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     defaults = dict(zip(names, values, strict=True)) | (fn.__kwdefaults__ or {})
     for name, value in defaults.items():
@@ -80,9 +83,12 @@ def _tracers_in(value: Any) -> list[Any]:
 
     The limit keeps the check cheap for large containers.
     """
-    found, todo, left = [], [value], 300
+    found = []
+    todo = [value]
+    left = 300
     while todo and left:
-        value, left = todo.pop(), left - 1
+        value = todo.pop()
+        left = left - 1
         if isinstance(value, jax.core.Tracer):
             found.append(value)
         elif isinstance(value, list | tuple | dict):
@@ -116,11 +122,14 @@ def _used(
     for i, step in enumerate(steps):
         if not _reads(step, name):
             continue
-        path, found, rest = name, value, steps[i + 1 :]
+        path = name
+        found = value
+        rest = steps[i + 1 :]
         if of_object:
             if rest[0].opname not in _ATTRIBUTES or rest[0].argval not in value:
                 continue
-            path, found = f"{name}.{rest[0].argval}", value[rest[0].argval]
+            path = f"{name}.{rest[0].argval}"
+            found = value[rest[0].argval]
             rest = rest[1:]
         while isinstance(found, list | tuple | dict) and _is_index(rest):
             path = f"{path}[{rest[0].argval!r}]"

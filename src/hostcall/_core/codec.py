@@ -113,7 +113,8 @@ class Codec:
 
     def decode(self, given: Json, hint: Any, what: str) -> Any:
         """The value of this type. 1 is not True, and a number is finite."""
-        origin, inner = typing.get_origin(hint), typing.get_args(hint)
+        origin = typing.get_origin(hint)
+        inner = typing.get_args(hint)
         if hint is Any:
             return given
         if hint in self._ways:

@@ -206,7 +206,9 @@ def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
 
 
 def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.ndarray:
-    have, kind_have, kind_want = array.dtype, _kind(array.dtype), _kind(want)
+    have = array.dtype
+    kind_have = _kind(array.dtype)
+    kind_want = _kind(want)
 
     converted = f"{'np.asarray(x)' if weak else 'x'}.astype('{want}')"
 
@@ -243,7 +245,9 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
 
 
 def _narrowing(array: np.ndarray, want: np.dtype, weak: bool) -> str:
-    have, kind_have, kind_want = array.dtype, _kind(array.dtype), _kind(want)
+    have = array.dtype
+    kind_have = _kind(array.dtype)
+    kind_want = _kind(want)
     is_number = weak and array.ndim == 0
     x = "np.asarray(x)" if weak and not is_number else "x"
     if kind_have == "complex":

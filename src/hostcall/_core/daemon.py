@@ -57,7 +57,9 @@ class Service(Owned):
     """
 
     def __init__(self, name: str, target: Callable[[], Any], what: str) -> None:
-        self._name, self._target, self._what = name, target, what
+        self._name = name
+        self._target = target
+        self._what = what
         self.thread: threading.Thread | None = None
         super().__init__()
 
@@ -130,7 +132,9 @@ class DaemonPool(Owned, futures.Executor):
         jobs are.
         """
         self._max_workers = threads  # asked for where ThreadPoolExecutor has it
-        self._begin, self._name, self._what = begin, name, what
+        self._begin = begin
+        self._name = name
+        self._what = what
         self._start_anew()
         super().__init__()
 

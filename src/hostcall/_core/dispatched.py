@@ -70,7 +70,8 @@ class _Sign:
     __slots__ = ("failures", "result")
 
     def __init__(self, result: jax.Array, failures: int) -> None:
-        self.result, self.failures = result, failures
+        self.result = result
+        self.failures = failures
 
     def is_gone(self) -> bool:
         return bool(self.result.is_deleted())
@@ -199,7 +200,8 @@ class _Threads(Owned):
             alive = _Alive()
             found = _Ledger(alive)
             self.ledgers[id(found)] = found
-            self.local.alive, self.local.ledger = alive, found
+            self.local.alive = alive
+            self.local.ledger = found
         return found
 
     @contextlib.contextmanager
@@ -211,7 +213,8 @@ class _Threads(Owned):
         if mine is None:
             yield
             return
-        gone, mine.gone = mine.gone, {}
+        gone = mine.gone
+        mine.gone = {}
         try:
             yield
         finally:

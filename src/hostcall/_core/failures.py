@@ -62,7 +62,8 @@ class _KeptError:
 
     def __init__(self, exception: BaseException) -> None:
         self.exception: Any = exception
-        self.handed_over, self.since = False, time.monotonic()
+        self.handed_over = False
+        self.since = time.monotonic()
         self.own: list[tuple[BaseException, TracebackType]] = []
 
     def get(self) -> BaseException | None:
@@ -76,9 +77,11 @@ class _KeptError:
         its reference to the object instead.
         """
         with _failures.lock:
-            own, self.own = self.own, []
+            own = self.own
+            self.own = []
             if self.handed_over:
-                own, self.exception = [], _without_frames(self.get())
+                own = []
+                self.exception = _without_frames(self.get())
         for error, trace in own:
             with beside_a_failure("emptying the frames of an earlier one"):
                 frames.clear_values(trace)
@@ -171,7 +174,8 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
         # `list` makes a copy in one step: a signal handler may come back here.
         same = (k for k in list(mine.kept.values()) if k.exception is exception)
         kept = next(same, None) or _KeptError(exception)
-        kept.own, kept.handed_over = own, handed_over
+        kept.own = own
+        kept.handed_over = handed_over
         number = mine.last = mine.last + 1
         mine.kept[number] = kept
         _native.count_failure()
@@ -204,7 +208,8 @@ def _handed_over(number: int | None) -> BaseException | None:
         kept = _failures.kept.get(_failures.last if number is None else number)
         if kept is None:
             return None
-        found, kept.handed_over = kept.get(), True
+        found = kept.get()
+        kept.handed_over = True
         newest = kept is _failures.kept.get(_failures.last)
     if not newest:
         kept.let_go()
@@ -417,7 +422,8 @@ _looking = _Looking()
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
     """Marks reports made inside, on this thread, as read by hostcall, not the user."""
-    before, _looking.inside = _looking.inside, True
+    before = _looking.inside
+    _looking.inside = True
     try:
         yield
     finally:

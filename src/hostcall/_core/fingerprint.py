@@ -69,7 +69,8 @@ def _told(thing: Any, depth: int) -> Told:
 
 
 def _told_function(function: FunctionType, depth: int) -> Told:
-    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    defaults = function.__defaults__ or ()
+    named = function.__kwdefaults__ or {}
     held: Told = ()
     if defaults or named or function.__closure__:
         every = defaults, named.values(), closed_over(function).values()

@@ -27,7 +27,8 @@ def chained(
     `around` is left out, and so are exceptions that are only behind `around`.
     """
     found: list[BaseException] = []
-    todo, seen = [exception], {id(around)}
+    todo = [exception]
+    seen = {id(around)}
     while todo:
         current = todo.pop()
         if id(current) in seen:
@@ -91,7 +92,8 @@ def keep_lines(error: BaseException, trace: TracebackType) -> None:
     """
     lines = None
     for frame, told in reversed([*traceback.walk_tb(trace)]):
-        code, names = frame.f_code, frame.f_globals
+        code = frame.f_code
+        names = frame.f_globals
         line = _line(told)
         bare = _BARE.replace(
             co_filename=code.co_filename,

@@ -26,7 +26,8 @@ def identity(thing: Any) -> Hashable:
     Anything else is a user's object, which is only itself: none of its code runs here.
     So is a dict or list, which may be large (the globals of a module) or hold itself.
     """
-    told, left = list[Hashable](), [thing]
+    told = list[Hashable]()
+    left = [thing]
     while left:
         one = left.pop()
         kind: type = type(one)

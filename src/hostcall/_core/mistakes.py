@@ -107,7 +107,8 @@ def check(
         also: keywords that hostcall adds: `out`, with lend="out".
         result: what the user gave as the result, where that is an argument by position.
     """
-    n, names = len(args), (*kwargs, *also)
+    n = len(args)
+    names = (*kwargs, *also)
     plain = type(fn) is types.FunctionType  # most are, with n parameters
     code = fn.__code__ if plain and not names else None
     fits = code is not None and code.co_argcount == n and not code.co_kwonlyargcount
@@ -184,7 +185,8 @@ def _refuse_arguments(
     also: Sequence[str],
     result: object,
 ) -> None:
-    name, signature = name_of(fn), signature_of(fn)
+    name = name_of(fn)
+    signature = signature_of(fn)
     has = ""
     if signature is not None:
         has = f" `{name}` takes {without_types(signature)}."
@@ -254,9 +256,12 @@ def warn_of_own(face: Face, fn: Any, options: Mapping[str, object]) -> None:
 
 def _jax_and_own_frames() -> int:
     """The `stacklevel` of the user's line, for a warning of this function's caller."""
-    user, frame, level = users_frame(), sys._getframe(1), 1
+    user = users_frame()
+    frame = sys._getframe(1)
+    level = 1
     while frame is not user and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level
 
 

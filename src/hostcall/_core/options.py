@@ -122,7 +122,9 @@ _TEXT = Option("a non-empty string", lambda v: isinstance(v, str) and v != "")
 _METHODS = choice(*ROWS, *WHOLE, None)
 
 # What the metadata of a field says.
-_ROW, _KEY, _STAYS = "row", "key", "stays"
+_ROW = "row"
+_KEY = "key"
+_STAYS = "stays"
 # Of a field that says where a program runs, not what it is: two programs that differ in
 # it may have one key, and it stays in the process.
 HERE = types.MappingProxyType({_KEY: False, _STAYS: True})
@@ -526,7 +528,8 @@ def check(
             been meant for it.
     """
     if (name := unfit(given, options)) is not None:
-        option, value = options[name], given[name]
+        option = options[name]
+        value = given[name]
         more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
         own = "" if fn is None else own_option(fn, name, value)
         more = more.format(fn="fn" if fn is None else name_of(fn))

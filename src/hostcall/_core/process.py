@@ -34,7 +34,8 @@ class Owned:
 
     def __init__(self) -> None:
         """Called last, by the `__init__` of each kind: others may look at it now."""
-        number, living = id(self), Owned._living  # a module's names are None at the end
+        number = id(self)
+        living = Owned._living  # a module's names are None at the end
         living[number] = weakref.ref(self, lambda _: living.pop(number, None))
 
     def renew(self) -> None:

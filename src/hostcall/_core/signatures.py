@@ -35,16 +35,19 @@ def accepts(fn: Any, n: int, names: Sequence[str]) -> bool:
     if type(fn) is np.ufunc and not names:  # `inspect` would take 15 us each time
         return fn.nin <= n <= fn.nin + 1  # the last one is `out`
     if type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
-        n, fn = n + 1, fn.__func__
+        n = n + 1
+        fn = fn.__func__
     elif type(fn) is not types.FunctionType:
         method = call_method(fn)
         if type(method) is types.FunctionType:
-            n, fn = n + 1, method
+            n = n + 1
+            fn = method
         elif method is None or isinstance(method, types.WrapperDescriptorType):
             return _binds(_known_signature(fn), n, names)
         else:
             return True  # a static method or another descriptor: unknown
-    defaults, kwdefaults = fn.__defaults__ or (), fn.__kwdefaults__ or ()
+    defaults = fn.__defaults__ or ()
+    kwdefaults = fn.__kwdefaults__ or ()
     return _fits(fn.__code__, len(defaults), frozenset(kwdefaults), n, tuple(names))
 
 
@@ -100,10 +103,12 @@ def _known_signature(fn: Any) -> inspect.Signature | None:
     A bound C method (`list.append`) is a new object each time, and would keep its list
     alive in a cache. So these are cached by the text of their parameters.
     """
-    cache, key = _of_objects, fn
+    cache = _of_objects
+    key = fn
     if type(fn) is types.BuiltinFunctionType:
         text = fn.__text_signature__  # type: ignore[attr-defined]
-        cache, key = _of_texts, (text, isinstance(fn.__self__, types.ModuleType))
+        cache = _of_texts
+        key = (text, isinstance(fn.__self__, types.ModuleType))
     try:
         if key not in cache:
             cache[key] = signature_of(fn)
@@ -144,7 +149,8 @@ def most_positions(fn: Any) -> float:
 
     Like `accepts`, it asks no object for an attribute: that may be a remote call.
     """
-    taken, named = 0, set[str]()
+    taken = 0
+    named = set[str]()
     for part in layers(fn):
         fn = part
         if not is_partial(fn):
@@ -154,9 +160,11 @@ def most_positions(fn: Any) -> float:
     if type(fn) is np.ufunc:
         return fn.nin - taken
     if type(fn) is types.MethodType and type(fn.__func__) is types.FunctionType:
-        taken, fn = taken + 1, fn.__func__
+        taken = taken + 1
+        fn = fn.__func__
     elif type(fn) is not types.FunctionType:
-        taken, fn = taken + 1, call_method(fn)
+        taken = taken + 1
+        fn = call_method(fn)
         if type(fn) is not types.FunctionType:
             return math.inf
     code = fn.__code__

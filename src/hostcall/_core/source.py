@@ -65,7 +65,8 @@ def users_frame() -> types.FrameType:
     `jax.jit(env.step)(x)`. So are contextlib's: some of JAX's functions are decorated
     with a context manager.
     """
-    frame, inner = sys._getframe(1), (PACKAGE, _JAX, contextlib.__file__)
+    frame = sys._getframe(1)
+    inner = (PACKAGE, _JAX, contextlib.__file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back
     return frame
@@ -114,7 +115,10 @@ def look(fn: Any) -> Look:
     """Looks at a callable; see `Look`. Other objects have a name, and nothing else."""
     code: types.CodeType | None
     if type(fn) is types.FunctionType:  # most are; eager calls look each time
-        name, code, ours, told = fn.__qualname__, fn.__code__, USERS, ""
+        name = fn.__qualname__
+        code = fn.__code__
+        ours = USERS
+        told = ""
         awaits = bool(code.co_flags & inspect.CO_COROUTINE)
         if fn.__dict__:  # perhaps the mark of inspect.markcoroutinefunction
             awaits = inspect.iscoroutinefunction(fn)
@@ -130,10 +134,13 @@ def look(fn: Any) -> Look:
 
 def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     """(name, code, awaits, yields) of what is no plain function."""
-    named, name, inner = fn, "", fn
+    named = fn
+    name = ""
+    inner = fn
     for inner in layers(fn):
         if not name:  # functools.update_wrapper may have named a partial
-            named, name = inner, text_of(inner, "__qualname__")
+            named = inner
+            name = text_of(inner, "__qualname__")
     name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
     if named is not fn:
         name = f"partial({name})"

@@ -301,7 +301,8 @@ def parse_result(result: Any, name: str) -> Results:
                     f"has the shape {leaf.shape}. Sizes must be integers of at least 0"
                     " that are known when the program is traced"
                 )
-        dtype, key = leaf.dtype, None
+        dtype = leaf.dtype
+        key = None
         if not isinstance(dtype, np.dtype) or dtype not in _ALWAYS:
             dtype, key = _parse_dtype(dtype, wrong)
         block = () if key is None else _jax.key_data_shape(key)

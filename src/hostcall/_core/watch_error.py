@@ -62,9 +62,13 @@ class WatchError(HostcallError, RuntimeError, ReplacesReport):
         name: str = "",
     ) -> None:
         super().__init__(text)
-        self.values, self.also = values, also
-        self.step, self.row, self.device = step, row, device
-        self.place, self.name = place, name
+        self.values = values
+        self.also = also
+        self.step = step
+        self.row = row
+        self.device = device
+        self.place = place
+        self.name = name
 
     if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 

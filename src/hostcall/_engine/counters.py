@@ -47,7 +47,8 @@ class _Costs(Guarded):
     def __init__(self) -> None:
         self.counters: defaultdict[str, Counters] = defaultdict(Counters)
         self.facts: defaultdict[str, Facts] = defaultdict(Facts)
-        self.barriers, self.barrier_seconds = 0, 0.0
+        self.barriers = 0
+        self.barrier_seconds = 0.0
         super().__init__()
 
     def counters_of(self, callback: Callback) -> Counters:

@@ -69,7 +69,8 @@ def _store(place: Any, leaf: Any, path: str) -> None:
             " __cuda_array_interface__ (CuPy's, Numba's, a torch.Tensor), got"
             f" {type(leaf).__name__}. For arrays on the host use arrays='numpy'"
         )
-    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    shape = tuple(interface["shape"])
+    dtype = np.dtype(interface["typestr"])
     wanted = np.dtype(place.dtype)
     # The interface has no code for dtypes like bfloat16: they are bytes of some size.
     same = dtype == wanted or (dtype.kind == "V" and dtype.itemsize == wanted.itemsize)

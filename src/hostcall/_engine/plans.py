@@ -35,8 +35,10 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
             with a host device.
         operands: the avals of its operands; the mask first if there is one.
     """
-    equation, placement = hooks.equation, hooks.placement
-    callback, team = equation.callback, placement.team
+    equation = hooks.equation
+    placement = hooks.placement
+    callback = equation.callback
+    team = placement.team
     together = None if team is None else frozenset(placement.devices.values())
     guard = None if together is None else host_device.guard(together)
     scouts = placement.inside is Inside.ASKED
@@ -103,7 +105,8 @@ def plan_in_program(
 
 
 def _results(equation: Equation, packed: bool) -> list[_native.Leaf]:
-    axes, levels = [True] * len(equation.grid), equation.levels
+    axes = [True] * len(equation.grid)
+    levels = equation.levels
     tiles = [
         fill and _tile(fill, aval, levels)
         for aval, fill in zip(equation.avals, equation.callback.fills, strict=True)
@@ -141,8 +144,10 @@ def _called(
     """(how the engine converts each array, what it calls, with what the equation says
     of that).
     """
-    equation, callback = hooks.equation, hooks.callback
-    native, keys = equation.native, callback.template.keys
+    equation = hooks.equation
+    callback = hooks.callback
+    native = equation.native
+    keys = callback.template.keys
     converters: Sequence[Converter | None] = [None] * len(keys)
     as_they_are = equation.options.arrays == "numpy" and not any(keys)  # most calls
     if not as_they_are or callback.policy.float64:
@@ -154,8 +159,7 @@ def _called(
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
         called = Entries(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
-        how = guard, converters, compressed, native["form"]
-        called = entries(_choices(hooks, *how))
+        called = entries(_choices(hooks, guard, converters, compressed, native["form"]))
     else:
         called = Entries(direct(callback), native["form"])
     job = hooks.placement.job
@@ -176,7 +180,8 @@ def _choices(
     compressed: bool,
     form: ResultForm,
 ) -> Choices:
-    equation, callback = hooks.equation, hooks.callback
+    equation = hooks.equation
+    callback = hooks.callback
     return Choices(
         callback=callback,
         results=hooks,
@@ -209,8 +214,10 @@ def _converters(
     hooks: CallHooks, shapes: Sequence[tuple[tuple[int, ...], np.dtype]]
 ) -> Sequence[Converter | None]:
     """What makes the kind of array that the function gets of an engine's array."""
-    callback, device = hooks.callback, hooks.placement.host_device
-    arrays, keys = callback.options.arrays, callback.template.keys
+    callback = hooks.callback
+    device = hooks.placement.host_device
+    arrays = callback.options.arrays
+    keys = callback.template.keys
     wide: list[np.dtype | None] = [None] * len(keys)
     if callback.policy.float64:  # the mask, if it is there, is not converted
         wide = [widened(dtype) for _, dtype in shapes[len(shapes) - len(keys) :]]
@@ -244,7 +251,8 @@ def _nothing() -> None:
 
 def direct(callback: Callback) -> Callable[..., Any]:
     """The user's function itself, if it gets each array as an argument."""
-    whole, options = callback.function, callback.options
+    whole = callback.function
+    options = callback.options
     if options.collected is not None or not callback.template.is_flat:
         whole = _with_trees(whole, unflattened(callback))
     return _with_own_results(whole) if options.lend == "out" else whole

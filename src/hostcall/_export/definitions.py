@@ -39,7 +39,8 @@ class Statement(NamedTuple):
 def statement() -> Statement:
     """The user's line that called hostcall on this thread."""
     frame = users_frame()
-    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    code = frame.f_code
+    module = frame.f_globals.get("__name__", "")
     return Statement(code, code.co_filename, frame.f_lineno, str(module))
 
 
@@ -47,7 +48,8 @@ def is_again(one: object, by: Statement, other: object, now: Statement) -> bool:
     """Whether `other`, which `now` registers, is `one`, which `by` did, made again."""
     if _kind(one) != _kind(other):
         return False
-    before, after = _own_code(one), _own_code(other)
+    before = _own_code(one)
+    after = _own_code(other)
     if before is not None and after is not None and before is not after:
         return True
     return by.code is not now.code and _where(by) == _where(now)

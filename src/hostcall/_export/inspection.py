@@ -86,7 +86,8 @@ def _text_of(call: _jax.CustomCall) -> str | None:
 
 def _check(one: _jax.CustomCall, call: Call, devices: int) -> None:
     """Compares a custom call with what its text says."""
-    record, params = call.record, call.params
+    record = call.record
+    params = call.params
     what = f"a {record.equation} of {record.function[0]!r}"
     if one.target != params.target:
         raise _refused(f"{what} that names {one.target!r}")

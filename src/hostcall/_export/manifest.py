@@ -87,7 +87,8 @@ def _on_one_line(text: str) -> str:
 
 def described(call: Call, places: int) -> NamedCode:
     """What the manifest says of a call that the program makes at so many places."""
-    name, (kind, more) = name_in(call.record), call.record.function
+    name = name_in(call.record)
+    kind, more = call.record.function
     if kind == "object":
         kind = f"method {more['method']}"
     elif kind == "registered":

@@ -110,7 +110,8 @@ def objects_of(functions: Iterable[object]) -> dict[str, Object]:
     """
     found: dict[str, Object] = {}
     for group in dict.fromkeys(fn.group for fn in functions if isinstance(fn, Entry)):
-        name, count = group.name, 1
+        name = group.name
+        count = 1
         while name in found:
             count += 1
             name = f"{group.name}#{count}"

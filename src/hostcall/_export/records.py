@@ -131,7 +131,8 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Cal
     if params.stays:
         raise NotPortable(params.stays)
     callback = params.callback
-    place, traced = callback.place, callback.traced
+    place = callback.place
+    traced = callback.traced
     settings = None if traced is None else _jax.tell_traced(traced)
     if traced is not None and settings is None:
         raise NotPortable(
@@ -161,7 +162,8 @@ def _function_of(callback: Callback, exported: bool) -> tuple[str, object]:
     kind = own(function).travels_as
     if kind:
         return kind, _home(kind).record_of(function, exported)
-    policy, owner = callback.policy, callback.policy.owner
+    policy = callback.policy
+    owner = callback.policy.owner
     if owner is not None:  # else its executor has a form of the function
         function = owner if names.of(owner) else owner.fn
     name = name_of(
@@ -221,7 +223,8 @@ def equation_of(record: CallRecord) -> Equation:
     kind, more = record.function
     function, policy = (_registered if kind == "registered" else _home(kind).read)(more)
     if policy.owner is not None and cls.ignores_results:  # it is called by itself
-        function, policy = policy.owner, Policy()
+        function = policy.owner
+        policy = Policy()
     _check_policy(record, how, function, policy)
     traced = None
     if record.traced is not None:
@@ -283,12 +286,14 @@ def _check_policy(
 
 def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
     """Refuses operands that the primitives never have."""
-    mask, given = params.mask(operands), params.arguments(operands)
+    mask = params.mask(operands)
+    given = params.arguments(operands)
     arrays = len(params.callback.template.keys)
     wanted = params.masked + arrays + params.always
     if len(mask) != params.masked or len(given) != arrays or len(operands) != wanted:
         raise Malformed(f"{len(operands)} operands where {wanted} belong")
-    flags, grid = params.batched, params.grid
+    flags = params.batched
+    grid = params.grid
     if len(flags) != len(operands) * bool(grid) or {*map(len, flags)} - {len(grid)}:
         raise Malformed(f"batched={flags!r}")
     most = max((aval.ndim for aval in (*operands, *params.avals)), default=0)
@@ -324,8 +329,10 @@ def _check_axes(
 
 
 def _check_results(params: Equation) -> None:
-    avals, fills = params.avals, params.callback.fills
-    results, levels = params.callback.results, params.levels
+    avals = params.avals
+    fills = params.callback.fills
+    results = params.callback.results
+    levels = params.levels
     wanted = [len(results.avals), len(results.keys), len(fills)]
     if wanted != [len(avals)] * 3 or (avals and params.ignores_results):
         raise Malformed(f"{len(avals)} results with {len(fills)} fills for {wanted}")

@@ -83,9 +83,11 @@ def held_of(thing: Any) -> Any:
 
 def _add(thing: Any, name: str, version: int) -> None:
     key = _check(thing, name, version)
-    held, by = held_of(thing), definitions.statement()
+    held = held_of(thing)
+    by = definitions.statement()
     with names.lock:
-        before, had = names.things.get(key), names.names.get(held)
+        before = names.things.get(key)
+        had = names.names.get(held)
         other, where = before or (thing, by)
         if had is not None and had != key:
             raise RegistryError(
@@ -185,5 +187,6 @@ def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
 
 def _said(thing: Any) -> str:
     shown = held_of(thing) if definitions.is_feed(thing) else thing
-    name, source = name_of(shown), look(shown).source
+    name = name_of(shown)
+    source = look(shown).source
     return f"`{name}`{source.removeprefix(name)}"

@@ -74,7 +74,8 @@ class Call:
 
     def arrays(self) -> tuple[list[Json], list[Json]]:
         """[dtype, *sizes] of the operands and of the results."""
-        operands, grid = self.said["operands"], self.said["params"]["grid"]
+        operands = self.said["operands"]
+        grid = self.said["params"]["grid"]
         if self.params.through:
             return operands, list(self.params.arguments(operands))
         return operands, [[dtype, *grid, *n] for dtype, *n in self.said["avals"]]
@@ -256,7 +257,8 @@ def read_text(
     if on_cuda:
         targets.prepare_for_cuda()
     call = Call.of(text)
-    record, params = call.record, call.params
+    record = call.record
+    params = call.params
     if buffers is None and call.sizes:
         return None
     with reading():

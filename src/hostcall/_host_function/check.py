@@ -327,7 +327,8 @@ class Checks:
             return [2 * x + y for x, y in zip(xs, ys, strict=True)]
 
         out = g(*primals)
-        wanted, got = both(out, g(*other)), g(*both(primals, other))
+        wanted = both(out, g(*other))
+        got = g(*both(primals, other))
         what = "it is not linear: f(2x + y) is not 2f(x) + f(y)"
         _close(got, wanted, what, self.rough)
         cotangents = self.direction(out)
@@ -359,7 +360,8 @@ class Checks:
         return f"the function {what}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
-        one, wide = partial(self.call, self.arrays), jax.config.jax_enable_x64
+        one = partial(self.call, self.arrays)
+        wide = jax.config.jax_enable_x64
         inputs = [self.nearby(self.arrays) for _ in range(8)]
         wanted = [list(map(np.asarray, one(values))) for values in inputs]
 

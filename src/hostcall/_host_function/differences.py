@@ -147,7 +147,8 @@ class _Point:
 
         `step` is relative to `max(1, |x|)`.
         """
-        (leaf, index), leaves = place, list(self.leaves)
+        leaf, index = place
+        leaves = list(self.leaves)
         x = leaves[leaf].copy()
         x[index] += step * np.maximum(1, abs(x[index]))
         offset = x[index] - leaves[leaf][index]

@@ -102,7 +102,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         seen = look(fn)
         self.__name__ = name or seen.name.rpartition(".")[2]
         self.__qualname__ = name or seen.name
-        self.fn, self.result, self.nondiff = fn, result, nondiff
+        self.fn = fn
+        self.result = result
+        self.nondiff = nondiff
         self.rules = Rules(Rule(fn, "host"))
         if options.get("vmap_method") is None:
             elsewhere = options.get("executor") is not None
@@ -113,7 +115,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if said_results.is_unsaid(result):  # hc.call may say how batches are called
             given.pop("vmap_method", None)
         check(f"`{self.__qualname__}`", given)
-        self.options, self.policy = CallOptions.of(options), Policy.of(options)
+        self.options = CallOptions.of(options)
+        self.policy = Policy.of(options)
         self._inferred: dict[object, Tree] = {}
         self._varies = result_rules.varies(result)
         self._maps_items = said_results.maps_items(result, self.options.vmap_method)

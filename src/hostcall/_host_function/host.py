@@ -209,7 +209,8 @@ def host(
         raise wrong("name", f"`{shown}`", "a text", name)
     shown = name or shown
     options["nondiff"] = positions(shown, nondiff, fn)
-    sizes, dtype = options.pop("sizes"), options.pop("dtype")
+    sizes = options.pop("sizes")
+    dtype = options.pop("dtype")
     rule = rule_of(fn, shown, result, sizes=sizes, dtype=dtype, float64=float64)
     options["result"] = rule
     made = HostFunction(with_numbers(fn, rule), **options)

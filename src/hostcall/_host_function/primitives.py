@@ -124,7 +124,8 @@ class Linear(Value):
         """The transpose: one cotangent for each tangent."""
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
-        n, dots = self.n, list[Tangents]()
+        n = self.n
+        dots = list[Tangents]()
         if there(tangents[n:]):
             moved = filled(operands[n:], tangents[n:])
             dots.append([*bind([*operands[:n], *moved], self)])
@@ -261,8 +262,7 @@ class Batched(Value):
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         # None is a pytree without leaves, in what goes in and in what comes out.
-        pairs = (operands, self.dims), (tangents, self.dims)
-        return self._each(self.inner.jvp, *pairs)
+        return self._each(self.inner.jvp, (operands, self.dims), (tangents, self.dims))
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         pairs = (operands, self.dims), (cotangents, (0,) * len(cotangents))
@@ -324,11 +324,13 @@ def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
 
 
 def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:
-    operands, present = list(primals), list(map(_present, tangents))
+    operands = list(primals)
+    present = list(map(_present, tangents))
     if there(present):
         outs, touts = what.jvp(operands, present)
     else:
-        outs, touts = bind(operands, what), [None] * len(what.avals)
+        outs = bind(operands, what)
+        touts = [None] * len(what.avals)
     pairs = zip(outs, touts, strict=True)
     return outs, [_jax.zero_tangent(x) if t is None else t for x, t in pairs]
 
@@ -356,7 +358,9 @@ def _transpose(cotangents: Arrays, *operands: jax.Array, what: Value) -> Tangent
 
 
 def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
-    size, dims, operands = size_of(operands, dims), tuple(dims), list(operands)
+    size = size_of(operands, dims)
+    dims = tuple(dims)
+    operands = list(operands)
     by_rule = what.batch(size, operands, dims)
     if by_rule is not None:
         return by_rule
@@ -364,7 +368,9 @@ def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
     if not isinstance(what, Pair):
         outs = bind(operands, Batched(what.shared(dims), size, dims))
         return sharded(outs), [0] * len(outs)
-    args, tangents, n = operands[: what.n], operands[what.n :], what.n
+    args = operands[: what.n]
+    tangents = operands[what.n :]
+    n = what.n
     if any(d is not None for d in dims[:n]):
         value = Batched(what.value, size, dims[:n])
         outs = bind(operands, BatchedPair(what, size, dims, n, value))
@@ -415,7 +421,8 @@ def _split(trace: JaxprTrace, *tracers: jax.Array, what: Pair) -> Arrays:
 
     Computes the results now, and leaves the linear part to be transposed.
     """
-    args, tangents = tracers[: what.n], tracers[what.n :]
+    args = tracers[: what.n]
+    tangents = tracers[what.n :]
     if not all(map(_jax.is_known, args)) or all(map(_jax.is_known, tangents)):
         return list(trace.default_process_primitive(jvp_p, tracers, {"what": what}))
     outs, consts, linear = what.start([x.pval.get_known() for x in args], True)
@@ -433,7 +440,8 @@ def _split_under_remat(
     """
     del saveable
     what: Pair = eqn.params["what"]
-    n_outs, everything = len(what.value.avals), [True] * len(eqn.outvars)
+    n_outs = len(what.value.avals)
+    everything = [True] * len(eqn.outvars)
     pairs = zip(eqn.invars, inst, strict=True)
     residuals = [v for v, here in pairs if not here and not _jax.is_literal(v)]
     if any(unknown[: what.n]):

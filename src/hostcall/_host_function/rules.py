@@ -116,7 +116,9 @@ class Ruled(Handle):
 
     def _add(self, kind: str, rule: object) -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
-        own, order, code = self.rules, self.options.order, "hc-rule"
+        own = self.rules
+        order = self.options.order
+        code = "hc-rule"
         kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(own, k)]
         if order != "pure" and kind != "batch":
             code = "hc-conflict"

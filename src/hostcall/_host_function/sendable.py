@@ -35,7 +35,8 @@ Calls: TypeAlias = Generator[Tree, Tree, Tree]
 
 def driven(calls: Callable[..., Calls], *args: Tree) -> Tree:
     """Runs one of the generators below: each value that it yields goes back to it."""
-    generator, value = calls(*args), None
+    generator = calls(*args)
+    value = None
     while True:
         try:
             value = generator.send(value)
@@ -45,7 +46,8 @@ def driven(calls: Callable[..., Calls], *args: Tree) -> Tree:
 
 async def awaited(calls: Callable[..., Calls], *args: Tree) -> Tree:
     """`driven`, if some of the functions are coroutine functions."""
-    generator, value = calls(*args), None
+    generator = calls(*args)
+    value = None
     while True:
         try:
             value = generator.send(value)
@@ -112,7 +114,8 @@ class Sendable(HostCode):
         return look(self._fn).source
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
-        fn, by_name = self._fn, executors.by_name(self.function.policy.pool)
+        fn = self._fn
+        by_name = executors.by_name(self.function.policy.pool)
         if by_name and isinstance(fn, types.FunctionType) and at_its_name(fn) is not fn:
             return Ruled._code_of, (self.function, self.kind, self.index)
         return same, (fn,)

@@ -65,7 +65,8 @@ class CallSite(RuleTrees):
         return Steps(self, "value", self.avals).run(operands, by_rule)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
-        found, nz = self.function.rules, tuple([t is not None for t in tangents])
+        found = self.function.rules
+        nz = tuple([t is not None for t in tangents])
         if self.nondiff or (found.jvp and found.jvp.each):
             self._check_tangents(nz)
         if not self.out_avals:
@@ -74,7 +75,8 @@ class CallSite(RuleTrees):
             return self._linear_jvp(operands, tangents)
         if not (found.vjp or found.jvp or found.jacobian):
             raise self.missing("derivative")
-        avals, whole = (*self.avals, *self.out_avals), [*operands, *there(tangents)]
+        avals = (*self.avals, *self.out_avals)
+        whole = [*operands, *there(tangents)]
         derivative = Derivative(self, len(nz), nz, avals)
         if found.vjp or (found.jvp and (found.jacobian or found.jvp.where == "host")):
             both = bind(whole, derivative)
@@ -114,7 +116,8 @@ class CallSite(RuleTrees):
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         if self.function.rules.transpose is None:
             return super().transposed(operands, cotangents)
-        still, known = [not flag for flag in self.diff], list[jax.Array]()
+        still = [not flag for flag in self.diff]
+        known = list[jax.Array]()
         for position, x in pick(zip(self.positions, operands, strict=True), still):
             if x is None:
                 why = "in which it isn't linear"
@@ -153,7 +156,8 @@ class Transpose(Linear):
         return code.called(operands)
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
-        rest, moved = iter(consts), iter(cotangents)
+        rest = iter(consts)
+        moved = iter(cotangents)
         operands = [next(moved if flag else rest) for flag in self.site.diff]
         return pick(bind(operands, self.site.of_tangents), self.site.out_diff)
 
@@ -180,7 +184,8 @@ class Derivative(Pair):
     avals: tuple[Aval, ...] = field(compare=False)
 
     def run(self, operands: Arrays) -> Arrays:
-        site, function = self.value, self.value.function
+        site = self.value
+        function = self.value.function
         jvp = function.rules.jvp
         alone = function.options.lend == "out"
         if jvp and (jvp.where == "jax" or not alone):
@@ -189,8 +194,10 @@ class Derivative(Pair):
         return [*outs, *linear.run([*consts, *operands[self.n :]])]
 
     def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
-        site, found = self.value, self.value.function.rules
-        residuals, template = list[jax.Array](), None
+        site = self.value
+        found = self.value.function.rules
+        residuals = list[jax.Array]()
+        template = None
         if backward and found.vjp:
             outs, residuals, template = _forward(site, found.vjp, args)
         else:
@@ -228,7 +235,8 @@ class LinearPart(Linear):
     template: Template | None
 
     def run(self, operands: Arrays) -> Arrays:
-        site, found = self.site, self.site.function.rules
+        site = self.site
+        found = self.site.function.rules
         args, outs, residuals = self.tree.unflatten(operands[: self.n])
         tangents = operands[self.n :]
         if found.jvp:
@@ -241,7 +249,9 @@ class LinearPart(Linear):
         raise site.missing("forward")
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
-        site, found, template = self.site, self.site.function.rules, self.template
+        site = self.site
+        found = self.site.function.rules
+        template = self.template
         args, _, residuals = self.tree.unflatten(consts)
         if found.vjp:
             if not self.ready:
@@ -309,7 +319,8 @@ def push(jacobian: Arrays, site: RuleTrees, nz: Flags, tangents: Arrays) -> Arra
 
     JAX transposes it for reverse mode.
     """
-    n, used = sum(site.diff), pick(range(sum(site.diff)), pick(nz, site.diff))
+    n = sum(site.diff)
+    used = pick(range(sum(site.diff)), pick(nz, site.diff))
     product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 
     def dot(block: jax.Array, t: jax.Array) -> jax.Array:

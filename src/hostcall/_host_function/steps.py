@@ -117,7 +117,8 @@ class Steps(HostCode, Value):
     n: int = field(init=False, compare=False, metadata=HERE)
 
     def __post_init__(self) -> None:
-        function, kind = self.site.function, self.kind
+        function = self.site.function
+        kind = self.kind
         rule, code = function.rules.of(kind)
         sent = code
         if function.policy.pool is not None:
@@ -144,8 +145,9 @@ class Steps(HostCode, Value):
         """The results of a rule, host code or not; for `template` see `TracedSteps`."""
         if self.rule.where == "host":
             return bind(operands, self)
-        code = self.site, self.kind, self.avals, self.nz
-        return TracedSteps(*code, template=template).trace(operands)
+        return TracedSteps(
+            self.site, self.kind, self.avals, self.nz, template=template
+        ).trace(operands)
 
     def run(self, operands: Arrays, by_rule: Function | None = None) -> Arrays:
         """The results of the call.
@@ -153,13 +155,16 @@ class Steps(HostCode, Value):
         `by_rule` is the user's rule for batches, if the call has effects. Without them
         the primitive of the HostFunction has the rule.
         """
-        site, mask, (how, policy) = self.site, None, self.how()
+        site = self.site
+        mask = None
+        how, policy = self.how()
         if site.masked:
             operands, mask = self.unmasked(operands)
         method = by_rule or how.vmap_method
         if method in WHOLE and says_items(site.function.result):
             operands, method = aligned(operands, site, self.kind, method)
-        trees, fills = (site.template, site.results), self._of_results(site.fills)
+        trees = (site.template, site.results)
+        fills = self._of_results(site.fills)
         if self.kind != "value":  # a rule gets flat arrays
             keys = self._of_results(site.results.keys)
             marks = site.template.keys[: self.n]
@@ -181,9 +186,11 @@ class Steps(HostCode, Value):
     def how(self) -> tuple[CallOptions, Policy]:
         """The options of its calls, and how they are run."""
         function = self.site.function
-        how, policy = function.options, function.policy
+        how = function.options
+        policy = function.policy
         if self.kind != "value":
-            lend, method = bool(how.lend), how.vmap_method
+            lend = bool(how.lend)
+            method = how.vmap_method
             if self.rule.keeps_objects:
                 # A residual that is kept may be an argument.
                 lend = lend and function.rules_copy
@@ -245,7 +252,8 @@ class Steps(HostCode, Value):
         """(what this result is, which shape it has). Empty for the function's own
         results and residuals, and if the rule is not the user's.
         """
-        site, kind = self.site, self.kind
+        site = self.site
+        kind = self.kind
         if kind == "jacobian":
             which = f"the Jacobian of {site.jacobian_paths[number]}"
             return which, _LIKE_BOTH
@@ -308,8 +316,12 @@ class Steps(HostCode, Value):
         return drive, (calls, *sent)
 
     def _jvp(self, operands: Arrays) -> Parts:
-        site, jvp, n, linear = self.site, self.rule, self.n, self.linear
-        args, outs = self._arguments(operands[:n]), operands[linear.stop :]
+        site = self.site
+        jvp = self.rule
+        n = self.n
+        linear = self.linear
+        args = self._arguments(operands[:n])
+        outs = operands[linear.stop :]
         dots = spread(operands[linear], self.nz)
         if jvp.flat:
             sent = args, site.unmasked(dots), site.out_diff
@@ -320,8 +332,7 @@ class Steps(HostCode, Value):
         if not jvp.each:
             like = site.results.treedef
             out = like.unflatten([0] * like.num_leaves)
-            given = self.sent, fn, out, args, whole
-            calls = self._several(sendable.push_whole, *given)
+            calls = self._several(sendable.push_whole, self.sent, fn, out, args, whole)
         else:
             positions = sorted(set(pick(site.positions, self.nz)))
             terms = [(self._code("jvp", p), whole[p]) for p in positions]
@@ -340,7 +351,9 @@ class Steps(HostCode, Value):
         return self.site.fitting(values, avals, self.kind, words)
 
     def _pushed(self, value: tuple[Tree, Tree]) -> tuple[Tree, ...]:
-        site, rule, (outs, touts) = self.site, self.rule, value
+        site = self.site
+        rule = self.rule
+        outs, touts = value
         if self.kind != "both":
             outs = ()
         elif not rule.flat:
@@ -363,8 +376,10 @@ class Steps(HostCode, Value):
         return self.sent, self._arguments(operands), finish
 
     def _backward(self, operands: Arrays) -> Parts:
-        site, given = self.site, operands[self.linear]
-        back, pulled = self.sent, partial(self._pulled, given, None)
+        site = self.site
+        given = operands[self.linear]
+        back = self.sent
+        pulled = partial(self._pulled, given, None)
         more: Trees = (site.cotangents(given),)
         if self.rule.flat:
             more = spread(given, site.out_diff), site.unmasked(self.nz)
@@ -403,7 +418,8 @@ class Steps(HostCode, Value):
         if self.traced:
             return tuple(value)
         # All cotangents of the results have the same batch axes.
-        ct, out = given[-1], self.site.out_avals[-1]
+        ct = given[-1]
+        out = self.site.out_avals[-1]
         batch = ct.shape[: len(ct.shape) - len(out.shape)]
         pairs = zip(value, self.avals, strict=True)
         zero = [
@@ -412,7 +428,8 @@ class Steps(HostCode, Value):
         return tuple(zero)
 
     def _transpose(self, operands: Arrays) -> Parts:
-        site, positions = self.site, self.site.diff_positions
+        site = self.site
+        positions = self.site.diff_positions
         still = [not flag for flag in site.unmasked(self.nz)]
         given = operands[self.linear]
         args = self._arguments(spread(operands[: sum(still)], still))
@@ -468,7 +485,8 @@ class TracedSteps(Steps):
         except _OF_NUMPY as error:
             failures.add_note(error, self._is_jax_code())
             raise
-        values, n = list(finish(value)), len(self.avals)
+        values = list(finish(value))
+        n = len(self.avals)
         found = self._fitting(values[:n], self.avals)
         if mask is not None:
             fills = self._of_results(self.site.fills)

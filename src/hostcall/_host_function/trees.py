@@ -150,7 +150,8 @@ class RuleTrees(Value):
             (zeros(x) if diff else _float0(x.shape)) if t is None else t
             for x, t, diff in zip(like, tangents, self.diff, strict=False)
         ]
-        rest, still = iter(whole), self.nondiff
+        rest = iter(whole)
+        still = self.nondiff
         parts = [(part, spread(rest, arrays)) for part, arrays in self.arguments]
         return tuple(
             None if n in still else part.unflatten(leaves)
@@ -214,7 +215,8 @@ class RuleTrees(Value):
         """The blocks of a Jacobian, by result and then by array of the arguments, for
         those that have derivatives.
         """
-        positions, blocks = self.diff_positions, list[jax.Array]()
+        positions = self.diff_positions
+        blocks = list[jax.Array]()
         for out in pick(self.out_leaves(value, "jacobian"), self.out_diff):
             entry = out if len(positions) != 1 else (out,)
             leaves = self.argument_leaves(entry, "jacobian", positions)
@@ -255,7 +257,8 @@ class RuleTrees(Value):
         """
         fitted = []
         for value, aval, (what, hint) in zip(values, avals, words, strict=True):
-            array, got = None, type(value).__name__
+            array = None
+            got = type(value).__name__
             with (
                 contextlib.suppress(TypeError, ValueError),  # no array
                 _jax.able_to_hold(aval.dtype),

@@ -44,7 +44,8 @@ def caller(
     """The device whose callback runs where one device calls; None if several do, or if
     it is not known.
     """
-    mesh, context = program.mesh, program.ctx.module_context.axis_context
+    mesh = program.mesh
+    context = program.ctx.module_context.axis_context
     devices: Iterable[_t.Device] = ()
     if partitioned or isinstance(mesh, jax.sharding.AbstractMesh):
         pass
@@ -194,9 +195,11 @@ def define_old_flags(flags: dict[str, bool | int], help_text: str) -> None:
     variables; `flags` has their defaults.
     """
     for name, default in flags.items():
-        env, flag = _config.int_env, _config.int_flag
+        env = _config.int_env
+        flag = _config.int_flag
         if isinstance(default, bool):
-            env, flag = _config.bool_env, _config.bool_flag
+            env = _config.bool_env
+            flag = _config.bool_flag
         flag(name, env(name.upper(), default), help=help_text)
 
 

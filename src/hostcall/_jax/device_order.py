@@ -122,7 +122,8 @@ def _before(program: Executable) -> None:
     """Has a program that is about to be dispatched come after those before it."""
     devices = tuple(program._local_devices)
     _process.note(program, devices)
-    last, _last.devices = _last.devices, devices
+    last = _last.devices
+    _last.devices = devices
     if len(devices) > 1 and devices[0].platform == "cpu":
         wait_for_programs()
     if _process.is_several and (last is None or not set(devices) <= set(last)):

@@ -50,7 +50,8 @@ def is_newer_than_tested() -> bool:
 
 def _is_in(need: Need) -> bool:
     """Whether this JAX is one of those that should have it."""
-    since, until = version_of(need.since or "0"), version_of(need.until or "9999")
+    since = version_of(need.since or "0")
+    until = version_of(need.until or "9999")
     return since <= JAX_VERSION and JAX_VERSION[: len(until)] <= until
 
 
@@ -124,7 +125,8 @@ class Missing:
     __hash__ = object.__hash__
 
     def __init__(self, part: Part, path: str) -> None:
-        self.__part, self.__path = part, path
+        self.__part = part
+        self.__path = path
 
     def __refuse(self, *_: object, **__: object) -> NoReturn:
         refuse(self.__part, self.__path)

@@ -42,7 +42,8 @@ class ExecutionGuard:
         before: object = UNSET,
     ) -> None:
         """`check` gets a program's devices, and raises in order to refuse it."""
-        self._check, self.before = check, before
+        self._check = check
+        self.before = before
 
     def __bool__(self) -> bool:
         return self.forbids(sys._getframe(1))
@@ -146,7 +147,8 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
     forget_all_tokens()
     _refuse[:] = [refuse]
     install(When.FORK)
-    setting, guard = jax.no_execution, ExecutionGuard(refuse, before=False)
+    setting = jax.no_execution
+    guard = ExecutionGuard(refuse, before=False)
     setting.set_global(guard)
     if setting.get_local() is not UNSET:  # a callback's guard: the callback has forked
         setting.set_local(guard)

@@ -79,7 +79,9 @@ class Inner(NamedTuple):
 
 def inners(eqn: _t.JaxprEquation) -> list[Inner]:
     """The jaxprs of an equation that can be changed; a loop's body is the last."""
-    params, n, name = eqn.params, len(eqn.invars), eqn.primitive.name
+    params = eqn.params
+    n = len(eqn.invars)
+    name = eqn.primitive.name
     if name in (*CALLS, "shard_map"):
         return [Inner(called(eqn), params[called(eqn)], 0, n)]
     if name == "cond":
@@ -107,9 +109,12 @@ def replaced(
     """
     found = {e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects}
     own = {e for e in found if not isinstance(e, _effects.JaxprInputEffect)}
-    params, n, primitive = {**eqn.params}, next(iter(more.values())), eqn.primitive
+    params = {**eqn.params}
+    n = next(iter(more.values()))
+    primitive = eqn.primitive
     if primitive.name.startswith("custom_"):  # the rules have done their work
-        primitive, params = _core.closed_call_p, {}
+        primitive = _core.closed_call_p
+        params = {}
     for key, some in jaxprs.items():
         params[key] = tuple(some) if key == "branches" else some[0]
     longer: dict[str, int | tuple[object, ...]] = {

@@ -54,13 +54,15 @@ def custom_call(
         aliases: operand number -> number of the result that may take its memory.
     """
     ctx = program.ctx
-    tokens_in, tokens_out = [token] * (token is not None), int(returns_token)
+    tokens_in = [token] * (token is not None)
+    tokens_out = int(returns_token)
     if aliases:
         # XLA counts tokens among the operands and results.
         first = len(tokens_in)
         aliases = {i + first: o + tokens_out for i, o in aliases.items()}
     avals_out = [_core.abstract_token] * tokens_out + list(avals_out)
-    number, shapes = _ir.IntegerType.get_unsigned(64), None
+    number = _ir.IntegerType.get_unsigned(64)
+    shapes = None
     if program.is_symbolic and has_symbolic(avals_out):  # XLA wants the sizes as values
         physical = map(_core.physical_aval, avals_out)
         shapes = [
@@ -206,7 +208,8 @@ def _on_each_device_gspmd(
     That partitioner has no regions. What stands between two kinds of custom calls of
     its own is manual; here each device enters with whole values, and leaves so.
     """
-    whole, manual = _xc.OpSharding(), _xc.OpSharding()
+    whole = _xc.OpSharding()
+    manual = _xc.OpSharding()
     whole.type = _xc.OpSharding.Type.REPLICATED
     manual.type = _xc.OpSharding.Type.MANUAL
 

@@ -73,7 +73,8 @@ _PE = "jax._src.interpreters.partial_eval"
 _MLIR = "jax._src.interpreters.mlir"
 _DISPATCH = "jax._src.dispatch"
 _LOOPS = "jax._src.lax.control_flow.loops"
-_SCAN, _WHILE = f"{_LOOPS}:scan_p", f"{_LOOPS}:while_p"
+_SCAN = f"{_LOOPS}:scan_p"
+_WHILE = f"{_LOOPS}:while_p"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(

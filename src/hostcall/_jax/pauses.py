@@ -117,7 +117,8 @@ class _While:
 
 def _of_while(eqn: _t.JaxprEquation) -> _While:
     params = eqn.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    n_cond = params["cond_nconsts"]
+    n_body = params["body_nconsts"]
     return _While(
         first=[],
         cond=params["cond_jaxpr"],
@@ -133,11 +134,14 @@ def _of_while(eqn: _t.JaxprEquation) -> _While:
 def _of_scan(eqn: _t.JaxprEquation) -> _While:
     """A scan as a while loop; it carries the number of its step first."""
     n_consts, n_carry = jaxprs.split_of(eqn)
-    length, body = eqn.params["length"], eqn.params["jaxpr"]
+    length = eqn.params["length"]
+    body = eqn.params["jaxpr"]
     inner = open_jaxpr(body)
-    consts, xs = eqn.invars[:n_consts], eqn.invars[n_consts + n_carry :]
+    consts = eqn.invars[:n_consts]
+    xs = eqn.invars[n_consts + n_carry :]
     carried = inner.invars[n_consts : n_consts + n_carry]
-    step, rows = carried[0], inner.invars[n_consts + n_carry :]
+    step = carried[0]
+    rows = inner.invars[n_consts + n_carry :]
     whole = [same_type(x) for x in xs]
 
     def read(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -145,7 +149,8 @@ def _of_scan(eqn: _t.JaxprEquation) -> _While:
 
     reading = assigned(*traced(read, [step, *whole], is_apart=False), rows)
 
-    made, stacks = inner.outvars[n_carry:], eqn.outvars[n_carry:]
+    made = inner.outvars[n_carry:]
+    stacks = eqn.outvars[n_carry:]
     before = [same_type(x) for x in stacks]
 
     def write(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -307,9 +312,12 @@ def _inner_loop(
     results: Sequence[_t.Var],
 ) -> _t.JaxprEquation:
     """The steps between two pauses. It carries whether the event has happened first."""
-    cond, body = open_jaxpr(loop.cond), open_jaxpr(loop.body)
-    n_cond, n_body = len(loop.cond_consts), len(loop.body_consts)
-    start, event = same_type(before[0]), same_type(pause.event)
+    cond = open_jaxpr(loop.cond)
+    body = open_jaxpr(loop.body)
+    n_cond = len(loop.cond_consts)
+    n_body = len(loop.body_consts)
+    start = same_type(before[0])
+    event = same_type(pause.event)
     carried = cond.invars[n_cond:]
 
     def test(
@@ -351,7 +359,12 @@ def _equation(
 ) -> _t.JaxprEquation:
     """A while loop in the place of this equation."""
     _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
-    where = eqn.source_info, eqn.ctx
     return _pe.new_jaxpr_eqn(
-        list(operands), list(results), _while_p, params, effects, *where
+        list(operands),
+        list(results),
+        _while_p,
+        params,
+        effects,
+        eqn.source_info,
+        eqn.ctx,
     )

@@ -87,7 +87,8 @@ def program_of(ctx: LoweringContext) -> Program:
         across = len({device.process_index for device in devices}) > 1
     else:
         across = size > 1 and jax.process_count() > 1
-    local, by_ordinal = None, {}
+    local = None
+    by_ordinal = {}
     # Devices of other platforms may have no number (`local_hardware_id`).
     if client is not None and set(platforms) <= set(SERVED):
         by_ordinal = {ordinal(device): device for device in client.local_devices()}
@@ -122,7 +123,8 @@ def _over(
 ) -> tuple[Mesh | None, frozenset[object], int, tuple[Device, ...] | None]:
     """(mesh, automatic, size, devices) of a program, as `Program` says."""
     if isinstance(context, _mlir.SPMDAxisContext):
-        mesh, size = context.mesh, int(context.mesh.size)
+        mesh = context.mesh
+        size = int(context.mesh.size)
         automatic = frozenset[object](mesh.axis_names) - context.manual_axes
         abstract = isinstance(mesh, jax.sharding.AbstractMesh)
         known = () if abstract or size == 1 else tuple(mesh.devices.flat)

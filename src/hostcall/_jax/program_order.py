@@ -187,7 +187,9 @@ class _OrderedCall:
     def __init__(
         self, eqn: _t.JaxprEquation, rule: _t.LoweringRule, effects: Effects
     ) -> None:
-        self.eqn, self.rule, self.effects = eqn, rule, effects
+        self.eqn = eqn
+        self.rule = rule
+        self.effects = effects
 
 
 hold_weakly_in_caches(_OrderedCall)  # it leads to the user's function
@@ -221,7 +223,8 @@ class InOrder:
     """
 
     def __init__(self, rules: Rules, effects: Effects) -> None:
-        self._rules, self.effects = rules, effects
+        self._rules = rules
+        self.effects = effects
         # By the identity of the old one, which is kept: JAX lowers a jaxpr that is in a
         # program several times as one function.
         self._new: dict[int, tuple[_t.Jaxpr, _t.Jaxpr]] = {}
@@ -282,7 +285,8 @@ def check_tokens_alone(jaxpr: _t.Jaxpr, in_branch: bool = False) -> None:
     for eqn in open_jaxpr(jaxpr).eqns:
         if not eqn.effects:
             continue
-        name, parts = eqn.primitive.name, inners(eqn)
+        name = eqn.primitive.name
+        parts = inners(eqn)
         if name == "shard_map" and in_branch and eqn.params["mesh"].size > 1:
             _check_region(eqn, open_jaxpr(parts[0].jaxpr))
         in_this = name == "cond" or (in_branch and name not in LOOPS)

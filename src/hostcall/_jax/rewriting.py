@@ -371,18 +371,27 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> list[_t.JaxprEqu
     one variable in all levels. A loop gets a counter in front of what it carries.
     """
     eqn = place.eqn
-    inners, name = jaxprs.inners(eqn), eqn.primitive.name
+    inners = jaxprs.inners(eqn)
+    name = eqn.primitive.name
     rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
     step = _core.Var(jax.core.ShapedArray(rows, np.dtype(np.int32)))
     starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
-    counter, operands, is_same = [step] * len(starts), list(eqn.invars), True
+    counter = [step] * len(starts)
+    operands = list(eqn.invars)
+    is_same = True
     kept: list[Kept] = []
     pause: Pause | None = None
-    new, more = dict[str, list[_t.Jaxpr]](), dict[str, int]()
+    new = dict[str, list[_t.Jaxpr]]()
+    more = dict[str, int]()
     for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
-        old, at, is_body = open_jaxpr(jaxpr), end - begin, key != "cond_jaxpr"
+        old = open_jaxpr(jaxpr)
+        at = end - begin
+        is_body = key != "cond_jaxpr"
         given: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
-        running, eqns, outvars, own = None, old.eqns, old.outvars, None
+        running = None
+        eqns = old.eqns
+        outvars = old.outvars
+        own = None
         if rows and is_body:  # under vmap, they stop one by one
             tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
             given |= zip(tests, eqn.invars, strict=False)
@@ -394,7 +403,8 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> list[_t.JaxprEqu
         is_same &= own is None
         invars = list(old.invars)
         if own is not None:
-            eqns, invars = own.eqns, [own.renamed.get(x, x) for x in old.invars]
+            eqns = own.eqns
+            invars = [own.renamed.get(x, x) for x in old.invars]
             given |= {var: var for var in own.outer}
             kept += own.kept
             pause = own.pause

@@ -51,7 +51,8 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
     traceback = eqn.source_info.traceback
     if traceback is None:
         return ()
-    found, differentiates = [], ""
+    found = []
+    differentiates = ""
     inside: list[Hashable] = []
     for code, at in zip(*traceback.raw_frames(), strict=True):
         if code.co_filename.startswith(_JAX):
@@ -65,9 +66,18 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
             (_HERE, _NUMPY)
         ) and _lines.is_user_filename(code.co_filename):
             f = _lines.raw_frame_to_frame(code, at)
-            span = f.start_line, f.start_column, f.end_line, f.end_column
             own = differentiates, tuple(inside)
-            found.append(SourceLine(f.file_name, f.function_name, *span, *own))
+            found.append(
+                SourceLine(
+                    f.file_name,
+                    f.function_name,
+                    f.start_line,
+                    f.start_column,
+                    f.end_line,
+                    f.end_column,
+                    *own,
+                )
+            )
             differentiates = ""
         inside.append((code, at))
     return tuple(found)

@@ -184,8 +184,10 @@ def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list
 
     Returns its parameters, and which operands and results it has.
     """
-    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond = params["cond_jaxpr"]
+    body = params["body_jaxpr"]
+    n_cond = params["cond_nconsts"]
+    n_body = params["body_nconsts"]
 
     def without_dead_code(
         jaxpr: _t.Jaxpr, outs: Flags, keep: bool | list[bool]
@@ -224,7 +226,8 @@ def _without_dead_calls(
     if all(e.primitive is not _removed_p for e in within(eqn)):
         return [True] * len(eqn.invars), eqn
     params, used_ins, used_outs = _needed(eqn.params, used)
-    invars, outvars = compress(eqn.invars, used_ins), compress(eqn.outvars, used_outs)
+    invars = compress(eqn.invars, used_ins)
+    outvars = compress(eqn.outvars, used_outs)
     new = eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
     return used_ins, new
 
@@ -245,7 +248,8 @@ def split_under_remat(plain: Rule) -> Rule:
 def _while_partial_eval(
     plain: Rule, trace: _t.Trace, *tracers: _t.Tracer, **params: object
 ) -> list[_t.Tracer]:
-    split, unknown = None, [not tracer.pval.is_known() for tracer in tracers]
+    split = None
+    unknown = [not tracer.pval.is_known() for tracer in tracers]
     if any(unknown) and any(map(_runs_once, _eqns_in(params))):
         split = _split(params, unknown)
     if split is None:
@@ -262,7 +266,8 @@ def _while_partial_eval(
 def _while_partial_eval_custom(
     plain: Rule, saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
 ) -> object:
-    split, inside = None, saveable is in_second_loop
+    split = None
+    inside = saveable is in_second_loop
     if any(map(_runs_once, _eqns_in(eqn.params))):
         if not (inside or any(unknown)):  # its results are kept, as those of a call
             none = [False] * len(eqn.outvars)
@@ -296,8 +301,9 @@ def _loop(
 ) -> _t.JaxprEquation:
     """A while loop in the place of this one."""
     _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
-    where = eqn.source_info, eqn.ctx
-    return _src_pe.new_jaxpr_eqn(operands, results, _while_p, params, effects, *where)
+    return _src_pe.new_jaxpr_eqn(
+        operands, results, _while_p, params, effects, eqn.source_info, eqn.ctx
+    )
 
 
 # --- Conditions with effects ----------------------------------------------------------

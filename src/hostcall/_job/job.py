@@ -212,7 +212,8 @@ class Job(Owned):
             return self.failures.told or _jax.job_get(f"{_END}all")
 
         try:
-            arrived, size = _jax.job_count(f"{_END}count"), _jax.job_size()
+            arrived = _jax.job_count(f"{_END}count")
+            size = _jax.job_size()
             if arrived == size or len(_jax.job_folder(_HERE)) < size:
                 _jax.job_put(f"{_END}all", "go on")
             if not wait(seen(met, self._mailbox.pause / 2), self.patience):

@@ -100,7 +100,9 @@ class Mailbox:
 
     def _run(self) -> None:
         while not (self._stopping and self._outbox.empty()):
-            key, text, posted = "", "", Future[None]()
+            key = ""
+            text = ""
+            posted = Future[None]()
             with contextlib.suppress(queue.Empty):
                 key, text, posted = self._outbox.get(timeout=self.pause)
             try:

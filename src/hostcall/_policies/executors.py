@@ -69,7 +69,8 @@ class FailedRow(Exception):
 
     def __init__(self, error: Exception, row: int) -> None:
         super().__init__(error, row)
-        self.error, self.row = error, row
+        self.error = error
+        self.row = row
         trace = traceback_of(error)
         if trace is not None:  # for those that pickle this
             self.__traceback__ = trace.tb_next
@@ -212,7 +213,9 @@ class _File:
     """
 
     def __init__(self, path: str, array: np.ndarray) -> None:
-        self.path, self.dtype, self.shape = path, array.dtype, array.shape
+        self.path = path
+        self.dtype = array.dtype
+        self.shape = array.shape
 
     def get(self) -> np.ndarray:
         pages = np.memmap(self.path, self.dtype, "c", shape=self.shape)

@@ -43,7 +43,8 @@ class OnThread:
         self._bound = bound
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
-        bound, here = self._bound, site.here()
+        bound = self._bound
+        here = site.here()
         worker = list[int]()
         context = contextvars.copy_context()
 

@@ -72,7 +72,8 @@ class Site(NamedTuple):
 
     def here(self) -> Current:
         """What `hc.current()` answers in each row. To be asked on the call's thread."""
-        here, indices = context.current(), self.indices
+        here = context.current()
+        indices = self.indices
         return lambda row: here.at_row(indices[row]) if here and indices else here
 
     def failed(self, row: int) -> None:

@@ -72,8 +72,10 @@ class OnExecutor:
     """
 
     def __init__(self, bound: Bound, pool: Any = None, once: bool = False) -> None:
-        self.bound, self.name = bound, name_of(bound.fn)
-        self.pool, self.once = pool, once
+        self.bound = bound
+        self.name = name_of(bound.fn)
+        self.pool = pool
+        self.once = once
         self.sends = pool is not None and executors.sends(pool)
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
@@ -115,11 +117,14 @@ class _RowsThere:
     def __init__(
         self, of: OnExecutor, pool: Any, rows: Sequence[Row], site: Site
     ) -> None:
-        self._of, self._bound, self._pool = of, of.bound, pool
+        self._of = of
+        self._bound = of.bound
+        self._pool = pool
         self._first = rows[0]  # whose shapes messages have
         self._fn, self._rows, self._finish = of.bound.split(rows)
         self._workers = executors.workers_of(pool, of.once)
-        self._site, self._here = site, site.here()
+        self._site = site
+        self._here = site.here()
         self._context = contextvars.copy_context()  # for rows on threads
         self.until = self._at_once = n = len(rows)
         self.over = False
@@ -136,7 +141,8 @@ class _RowsThere:
         return _run_of, (_runs.token, self._number)
 
     def values(self) -> list[Any]:
-        began, leave = time.monotonic(), False
+        began = time.monotonic()
+        leave = False
         try:
             try:
                 self._workers.open()
@@ -157,7 +163,9 @@ class _RowsThere:
             # Break a cycle: the exception that leaves here holds this frame, the frame
             # holds the futures, and they hold the exception (Dask's for as long as
             # anything refers to them).
-            started, self._started, self._failed = self._started, {}, None
+            started = self._started
+            self._started = {}
+            self._failed = None
             self._there = []
             self.over = True  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
@@ -170,7 +178,9 @@ class _RowsThere:
                 started.clear()
                 self._workers.forget()
                 # Chunks that still run have theirs.
-                self._rows, self._values, self._finish = (), [], []
+                self._rows = ()
+                self._values = []
+                self._finish = []
 
     def _wait_for(
         self, running: list[Any], started: dict[Any, range], began: float
@@ -186,7 +196,8 @@ class _RowsThere:
         wait(ended, None if limit is None else limit - (time.monotonic() - began))
 
     def _divide(self) -> None:
-        n, count = len(self._rows), self._workers.count()
+        n = len(self._rows)
+        count = self._workers.count()
         size = 1 if count is None else math.ceil(n / (_CHUNKS * count))
         self._unsent = [range(i, min(i + size, n)) for i in range(0, n, size)]
         if count is None:
@@ -245,8 +256,9 @@ class _RowsThere:
             except Exception as error:
                 self._raise(chunk, error)
         where = chunk.start, self._bound.settings.traced, self._workers.leash
-        sent = self, where, self._fn, rows
-        return self._workers.submit(run_chunk, *sent, *self._there)
+        return self._workers.submit(
+            run_chunk, self, where, self._fn, rows, *self._there
+        )
 
     def chunk(self, start: int, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
         """Runs the rows from `start` on, on the calling thread of this process."""
@@ -306,7 +318,8 @@ class _PickledRuns(Owned):
     """
 
     def __init__(self) -> None:
-        self.token, self.numbers = os.urandom(8), itertools.count()
+        self.token = os.urandom(8)
+        self.numbers = itertools.count()
         self.alive = weakref.WeakValueDictionary[int, _RowsThere]()
         super().__init__()
 

@@ -72,12 +72,14 @@ class OnLoop:
     sends = False
 
     def __init__(self, bound: Bound, concurrency: int | None = None) -> None:
-        self.bound, self.limit = bound, concurrency or CONCURRENCY
+        self.bound = bound
+        self.limit = concurrency or CONCURRENCY
         mine = own(bound.fn)
         self.lane = Static(mine.lane() if mine is bound.fn else bound.fn)
 
     def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
-        loop, here = free_loop(self.bound.fn), site.here()
+        loop = free_loop(self.bound.fn)
+        here = site.here()
         part, there, finish = self.bound.split(rows)
         with contextlib.ExitStack() as held:
             # The objects of all rows are locked by this thread, in row order, until
@@ -86,7 +88,8 @@ class OnLoop:
             if (first := enter(here(0), held, *rows[0])) is not None:
                 others = enumerate(rows[1:], 1)
                 entered = [first, *(enter(here(i), held, *row) for i, row in others)]
-                part, there = apply, [((entry,), {}) for entry in entered]
+                part = apply
+                there = [((entry,), {}) for entry in entered]
             values = _RowTasks(self, loop, part, there, here).wait(rows[0], site)
         return [end(value) for end, value in zip(finish, values, strict=True)]
 
@@ -162,8 +165,12 @@ class _RowTasks:
         # in a circle if each had one lane for itself.
         self._lane: Lane = shared.one((Lane, loop, of.lane, len(above)), Lane)
         self.limit = of.limit
-        self._bound, self._name = of.bound, name_of(of.bound.fn)
-        self._loop, self._fn, self._rows, self._here = loop, fn, rows, here
+        self._bound = of.bound
+        self._name = name_of(of.bound.fn)
+        self._loop = loop
+        self._fn = fn
+        self._rows = rows
+        self._here = here
         self._context = contextvars.copy_context()
         self._context.run(_above.set, (*above, of.lane))
         if _native.on_tap_worker():
@@ -250,7 +257,8 @@ class _RowTasks:
         if not tasks:
             up = "" if self._begun else ": the event loop has not taken it up"
             return f"it has not begun{up}"
-        number, n = min(tasks), len(self._rows)
+        number = min(tasks)
+        n = len(self._rows)
         row = "it" if n == 1 else f"row {number} of {n}"
         return f"{row} {_stack_of(tasks[number].get_coro())}"
 
@@ -353,11 +361,13 @@ def _stepped(
             except StopIteration as end:
                 return end.value
             try:
-                step, given = awaited_in_steps.send, (yield waits_for)
+                step = awaited_in_steps.send
+                given = yield waits_for
             except GeneratorExit:
                 raise
             except BaseException as error:
-                step, given = awaited_in_steps.throw, error
+                step = awaited_in_steps.throw
+                given = error
     finally:
         awaited_in_steps.close()
 
@@ -369,9 +379,11 @@ def _stack_of(coroutine: Any) -> str:
     while True:
         # By their types: a user's awaitable may have every attribute.
         if type(inner) is types.CoroutineType:
-            frame, behind = inner.cr_frame, inner.cr_await
+            frame = inner.cr_frame
+            behind = inner.cr_await
         elif type(inner) is types.GeneratorType:
-            frame, behind = inner.gi_frame, inner.gi_yieldfrom
+            frame = inner.gi_frame
+            behind = inner.gi_yieldfrom
         else:
             break
         if frame is not None:

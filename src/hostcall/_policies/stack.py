@@ -74,7 +74,8 @@ def _runs(choices: Choices, together: bool) -> Runs:
     These are alternatives, not layers: a limit belongs to whoever waits, and coroutines
     and executors don't meet.
     """
-    callback, policy = choices.callback, choices.callback.policy
+    callback = choices.callback
+    policy = choices.callback.policy
     if not (callback.seen.awaits or together or policy.timeout is not None):
         return Here(callback.function)
     settings = ThreadSettings(choices.device, choices.guard, callback.traced)
@@ -111,7 +112,8 @@ class Trees:
 
 def unflattened(callback: Callback) -> Callable[[Leaves], Row]:
     """What makes (args, kwargs) of leaves."""
-    unflatten, tag = callback.template.unflatten, callback.options.collected
+    unflatten = callback.template.unflatten
+    tag = callback.options.collected
     if tag is None:
         return unflatten
 
@@ -130,7 +132,8 @@ class Checked:
     """
 
     def __init__(self, inner: Body, choices: Choices) -> None:
-        self._inner, self._converters = inner, choices.converters
+        self._inner = inner
+        self._converters = choices.converters
         self._flatten = (lambda value: []) if choices.tap else choices.results.flatten
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:

@@ -26,8 +26,10 @@ class Unmasked:
     """A call without its False rows. Returns one full array for each result."""
 
     def __init__(self, inner: Inner, choices: Choices) -> None:
-        self._inner, self._results = inner, choices.results
-        self._levels, self._avals = choices.levels, choices.avals
+        self._inner = inner
+        self._results = choices.results
+        self._levels = choices.levels
+        self._avals = choices.avals
         self._fills = choices.callback.fills
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
@@ -61,7 +63,8 @@ class Unmasked:
         return tuple(outs)
 
     def _filled(self, number: int) -> np.ndarray:
-        aval, fill = self._avals[number], self._fills[number]
+        aval = self._avals[number]
+        fill = self._fills[number]
         dtype = np.dtype(aval.dtype)
         if fill is None:
             return np.zeros(aval.shape, dtype)
@@ -84,7 +87,8 @@ class UnmaskedTap:
     def __init__(
         self, inner: Body, batch: Sequence[tuple[Sequence[bool], int]]
     ) -> None:
-        self._inner, self._levels = inner, batch
+        self._inner = inner
+        self._levels = batch
 
     def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
         for row in rows:

@@ -62,7 +62,8 @@ def batch(
     With `innermost`, the rows of a vmap that is applied later vary fastest. JAX's own
     callbacks run in that order, since JAX batches them by a loop or by copies.
     """
-    bind, method = primitive.bind, params.options.vmap_method
+    bind = primitive.bind
+    method = params.options.vmap_method
     size = size_of(operands, dims)
     if callable(method):
         called = params.callback
@@ -76,7 +77,8 @@ def batch(
     # A vmap that is applied later is the outer one, so its axis is first in the grid.
     before = params.batched or ((),) * len(operands)
     place = len(params.grid) if innermost else 0
-    moved, batched = [], []
+    moved = []
+    batched = []
     for x, d, has in zip(operands, dims, before, strict=True):
         axis = sum(has[:place])
         moved.append(x if d is None else _jax.moveaxis(x, d, axis))
@@ -94,7 +96,8 @@ def _batch_whole(
     size: int,
     params: CallParams,
 ) -> list[jax.Array]:
-    method, levels = params.options.vmap_method, params.levels
+    method = params.options.vmap_method
+    levels = params.levels
     if method == "legacy_vectorized" and params.masked and flags[0]:
         raise BatchingError(
             f"hostcall: `{params.callback.name}` has a where= that differs between"

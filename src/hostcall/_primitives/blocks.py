@@ -116,7 +116,8 @@ class Partitioned(abc.ABC):
             job=job,
             nested=nested,
         )
-        self._client, self._platforms = program.client, program.platforms
+        self._client = program.client
+        self._platforms = program.platforms
         self._avals = _jax.physical_avals(program.ctx.avals_in)
         whole = replace(self.placement, plan_of_block=self.plan_of_block)
         self.attributes = put(program, params, whole, self._avals)

@@ -78,7 +78,8 @@ def _batch(operands: Operands, dims: Dims, *, params: BufferParams) -> Batched:
     if params.options.vmap_method is None:
         _jax.refuse_vmap(buffer_p, operands, dims)
     size = size_of(operands, dims)
-    operands, dims = list(operands), list(dims)
+    operands = list(operands)
+    dims = list(dims)
     # An operand whose memory becomes a batched result's must have the batch's size.
     for number, _ in params.aliases:
         if dims[number] is None:

@@ -27,7 +27,8 @@ def chosen_of(params: Equation, devices: Sequence[Device], of: str) -> Device:
     """The device that makes this call, of these devices of a program or of arrays;
     raises if `on=` names another one.
     """
-    device, first = params.options.device, devices[0]
+    device = params.options.device
+    first = devices[0]
     if device is None or device in devices:
         return device or first
     if host_device.level(first.client) > 0:  # in host code, which has a device for all

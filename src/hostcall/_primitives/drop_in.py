@@ -200,7 +200,8 @@ class CallBlocks(Partitioned):
 def _with_number(params: DropInParams) -> DropInParams:
     """The same call, with the number as its first argument and as its result."""
     callback = params.callback
-    fn, template = callback.function, callback.template
+    fn = callback.function
+    template = callback.template
 
     def numbered(number: Any, *leaves: Any) -> np.ndarray:
         args, kwargs = template.unflatten(leaves)

@@ -52,7 +52,8 @@ def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     """
     if any(dim is not None for dim in dims[1:]) or not params.masked:
         return batch(feed_p, operands, dims, params=params)
-    mask, size = _jax.moveaxis(operands[0], dims[0], 0), size_of(operands, dims)
+    mask = _jax.moveaxis(operands[0], dims[0], 0)
+    size = size_of(operands, dims)
     outs = bind(mask.any(axis=0), *operands[1:], params=params)
     flags = params.batched[0] if params.grid else ()
     # The mask has some of the grid's axes, each result all of them, in the same order.

@@ -90,7 +90,8 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
     def lowered(
         ctx: LoweringContext, *operands: Value, params: Equation
     ) -> list[Value]:
-        program, rule = begin(ctx), here
+        program = begin(ctx)
+        rule = here
         if not set(program.platforms) <= set(_jax.SERVED):
             _check_platform(program, params)
             rule = elsewhere
@@ -252,7 +253,8 @@ def put(
 
 def _may_travel(callback: Callback) -> bool:
     """A quick look: False if its function has no form in other processes."""
-    function, owner = callback.function, callback.policy.owner
+    function = callback.function
+    owner = callback.policy.owner
     held = (function,) if owner is None else (owner, owner.fn)
     named = bool(names.names) and any(map(names.of, held))
     return named or callback.seen.own.travels_alone
@@ -423,7 +425,8 @@ class EngineCall:
         self, token: Value | None, operands: Sequence[Value], returns_token: bool
     ) -> Emitted:
         """Emits the call of one device."""
-        program, reach = self.program, self.reach
+        program = self.program
+        reach = self.reach
         how: dict[str, Any] = {"attributes": self.attributes}
         how["has_side_effect"] = self.has_side_effect
         outs = list(program.ctx.avals_out)
@@ -520,14 +523,16 @@ def emit_through_jax(
     """
     if program.is_exported:
         refuse_export(params.callback, _THROUGH_JAX.format(*program.platforms))
-    ctx, avals = program.ctx, program.ctx.avals_in
+    ctx = program.ctx
+    avals = program.ctx.avals_in
     devices = program.devices if program.mesh is not None else None
     place = _jax.place_of_callback(ctx, sharding)
     called: Callable[..., list[np.ndarray]]
     if not devices:
         called = partial(run, _jax.caller(program, sharding, **how))
     else:
-        operands, avals = [_jax.partition_id(), *operands], [PARTITION, *avals]
+        operands = [_jax.partition_id(), *operands]
+        avals = [PARTITION, *avals]
         called = partial(_by_number, run, devices)
 
     effect = params.effect

@@ -32,7 +32,8 @@ def make(
         from hostcall._primitives.buffer import make as make_on_device
 
         return make_on_device(callback, operands, mask)
-    avals, given = callback.results.avals, (*operands,)
+    avals = callback.results.avals
+    given = (*operands,)
     params = CallParams(callback=callback, avals=avals, masked=mask is not None)
     if mask is not None:
         given = mask, *operands

@@ -93,7 +93,8 @@ def _broadcast(
     reach: Reach, program: _jax.Program, results: Sequence[Value], avals: Sequence[Aval]
 ) -> tuple[Sequence[Value], Value | None]:
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    n, ctx = len(specs), program.ctx
+    n = len(specs)
+    ctx = program.ctx
     given = [*specs, *[OUTCOME] * reach.tells]
     together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
 

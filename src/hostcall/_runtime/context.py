@@ -102,7 +102,8 @@ def current() -> Current | None:
         return workers.stand_in()
     hooks, ordinal, row, run, step, stream, events, execution = found
     placement = hooks.placement
-    runs, steps = None, None
+    runs = None
+    steps = None
     if events is not None:
         runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
     device = placement.devices.get(ordinal)
@@ -147,7 +148,8 @@ def place_in_batch(
     """
     found = _native.current() if here is None else None
     if found is not None and found[0].placement.mesh is None:
-        batch, index = found[0].equation.grid, found[2] or ()
+        batch = found[0].equation.grid
+        index = found[2] or ()
     else:
         here = here or current()
         assert here is not None

@@ -203,8 +203,10 @@ class _Count:
     def log(self) -> None:
         """Logs how many there were since the last line."""
         with state.lock:
-            count, more = self.count, self.count - self.logged
-            self.logged, self.until = count, clock() + SECONDS
+            count = self.count
+            more = self.count - self.logged
+            self.logged = count
+            self.until = clock() + SECONDS
         if more:
             logger.error(
                 "tap `%s`, written at %s, failed %s (%d in all). Last error: %s",
@@ -230,7 +232,8 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         if said not in tally.kept and len(state.failures) < most:
             state.failures.append(error)
             tally.kept.add(said)
-        count, tally.newest = tally.count, said
+        count = tally.count
+        tally.newest = said
         if count <= IN_FULL:
             tally.logged, tally.until = count, clock() + SECONDS
     with failures.beside_a_failure("logging it"):
@@ -262,8 +265,10 @@ def _log_counts() -> int:
 def take() -> BaseException | None:
     """What taps have raised since the last call: the object, or a group of some."""
     with state.lock:  # a handler of a signal may take the errors in between
-        tallies, state.tallies = state.tallies, {}
-        raised, state.failures = state.failures, []
+        tallies = state.tallies
+        state.tallies = {}
+        raised = state.failures
+        state.failures = []
     if not raised:
         return None
     for error in raised:

@@ -78,7 +78,9 @@ class Stream(HostCode):
     def __init__(
         self, puller: Puller, sizes: list[int], timeout: float | None, source: str
     ) -> None:
-        self.puller, self.ring, self.timeout = puller, puller.ring, timeout
+        self.puller = puller
+        self.ring = puller.ring
+        self.timeout = timeout
         self.sizes = sizes  # bytes of each leaf of an item, or of its block
         self.__qualname__ = puller.name
         self._source = source
@@ -88,7 +90,8 @@ class Stream(HostCode):
 
     def __call__(self, lane: int) -> None:
         """Returns when the lane may find an item. Called by the engine."""
-        began, waiting = time.monotonic(), threading.get_ident()
+        began = time.monotonic()
+        waiting = threading.get_ident()
 
         def item(seconds: float) -> bool:
             found = self.ring.wait(lane, seconds)
@@ -234,8 +237,10 @@ class Puller(Owned):
     def __init__(
         self, name: str, make: Callable[[int], Any], again: bool, on_end: str
     ) -> None:
-        self.name, self.on_end = name, on_end
-        self._make, self._again = make, again
+        self.name = name
+        self.on_end = on_end
+        self._make = make
+        self._again = again
         self.outcome = Outcome()
         self.closed = ""
         self.ring: Any = None
@@ -340,7 +345,9 @@ class Puller(Owned):
         return "full" if self.since is None else "pulling"
 
     def stats(self) -> FeedStats:
-        counts, position, since = self.ring.counts(), self.position(), self.since
+        counts = self.ring.counts()
+        position = self.position()
+        since = self.since
         return FeedStats(
             name=self.name,
             state=self.shown(),
@@ -367,7 +374,8 @@ class Puller(Owned):
     def restore(self, epoch: int, item: int, saved: Any) -> None:
         """Goes on as after the item of this number, where the source was `saved`."""
         if saved is None and not self._again:
-            now, opened = self.position(), self._opened or self._open(epoch)
+            now = self.position()
+            opened = self._opened or self._open(epoch)
             ahead = item - now["item"]
             if ahead < 0 or epoch != now["epoch"]:
                 what = f"restore() can't go back to item {item}"
@@ -493,7 +501,8 @@ class Puller(Owned):
         are. Not here: once a program got it, its traceback leads to the program, which
         holds the feed, and no garbage collector sees that circle.
         """
-        number, said = failures.store(error), failures.summary(error)
+        number = failures.store(error)
+        said = failures.summary(error)
 
         def failure() -> BaseException:
             if (found := failures.kept(number)) is not None:
@@ -534,7 +543,9 @@ class Opened:
     def __init__(self, made: Any, epoch: int, again: bool) -> None:
         if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
             made = made.as_numpy_iterator()
-        self.epoch, self.item, self.again = epoch, 0, again
+        self.epoch = epoch
+        self.item = 0
+        self.again = again
         try:
             self.iterator: Iterator[Any] = iter(made)
         except TypeError as error:

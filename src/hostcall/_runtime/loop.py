@@ -120,7 +120,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def stop() -> None:
     """Ends hostcall's own loop, if it runs."""
     with _state.lock:
-        loop, thread = _state.own, _state.thread
+        loop = _state.own
+        thread = _state.thread
     if loop is None or thread is None or not thread.is_alive():
         return
     _state.stopping.set()

@@ -93,7 +93,8 @@ class reraise(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         report = _close_block(waits=error is None)
-        told, found = report or error, None
+        told = report or error
+        found = None
         if isinstance(told, _jax.REPORTS):
             found = failures.original(told)
             failures.tell(failures.number_in(told))
@@ -136,7 +137,8 @@ class _Block:
         # The context variable alone does not say whether a dispatch is in the block: a
         # thread may run in a copy of this context, and a callback on this thread
         # dispatches programs of its own. So thread and depth are compared too.
-        self._thread, self._depth = threading.get_ident(), _depth()
+        self._thread = threading.get_ident()
+        self._depth = _depth()
         self._before = self._failures = failures.failures_so_far()
         self._gone = False  # whether a result was gone when its program was looked at
         self._pending: list[_Sign] = []  # programs that may still fail, in order
@@ -165,7 +167,8 @@ class _Block:
 
     def _settle_all(self, left: float) -> None:
         """Settles programs that have ended, and waits until at most `left` have not."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for i, sign in enumerate(pending):
             if sign.is_ready() or len(pending) - i > left:
                 self._settle(sign)
@@ -192,7 +195,8 @@ class _Block:
         """
         self._settle_all(0 if waits else math.inf)
         first: BaseException | None = None
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         for report, tokens in failed:
             number = failures.number_in(report)
             if not failures.is_told(number):
@@ -231,7 +235,9 @@ class _Sign:
         """Holds the result strongly if `kept` is not 0, else by a weak reference."""
         held = lambda: result  # noqa: E731
         self._result = held if kept or result is None else weakref.ref(result)
-        self.kept, self.tokens, self.failures = kept, tokens, failures
+        self.kept = kept
+        self.tokens = tokens
+        self.failures = failures
 
     def is_ready(self) -> bool:
         """Whether the program has ended, as far as its result and tokens tell."""

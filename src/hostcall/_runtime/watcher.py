@@ -199,7 +199,8 @@ class _Ending:
         self._next_call = math.inf
 
     def look(self) -> None:
-        now, worker = time.monotonic(), delivery.worker.thread
+        now = time.monotonic()
+        worker = delivery.worker.thread
         if _native.closed() and self._next_call == math.inf:
             self._next_call = now + self._patience
         stuck = []

@@ -114,7 +114,8 @@ class JaxFunction(TakesNoRules):
         self, fn: Callable[..., object], device: jax.Device | None, **given: Any
     ) -> None:
         super().__init__(fn, result=None, **given)
-        self._device, self._given = device, given
+        self._device = device
+        self._given = given
 
         def flat(template: Template, *arrays: jax.Array) -> object:
             args, kwargs = template.unflatten(arrays)
@@ -175,7 +176,8 @@ class DeviceProgram(Code):
     stays = MADE_BY_A_BRIDGE
 
     is_array = staticmethod(is_operand)
-    vjp, jvp = staticmethod(jax.vjp), staticmethod(jax.jvp)
+    vjp = staticmethod(jax.vjp)
+    jvp = staticmethod(jax.jvp)
     vmap = staticmethod(jax.vmap)
 
     @staticmethod
@@ -184,7 +186,8 @@ class DeviceProgram(Code):
 
     def __init__(self, name: str, jaxpr: Jaxpr, device: jax.Device | None) -> None:
         super().__init__(jaxpr_as_fun(jaxpr), name, "")
-        self.outs, self.device = structs(jaxpr.out_avals), device
+        self.outs = structs(jaxpr.out_avals)
+        self.device = device
         self._jit = jax.jit(self.run)
         self._x64 = bool(jax.config.jax_enable_x64)
 
@@ -213,7 +216,8 @@ class ProgramFunction(OverOthers):
     fn: DeviceProgram
 
     def __init__(self, program: DeviceProgram, timeout: float | None) -> None:
-        name, result = program.__name__, program.outs
+        name = program.__name__
+        result = program.outs
         super().__init__(program, name=name, result=result, timeout=timeout)
         self.set_rules()
         self.rules.batch = self._batch
@@ -240,7 +244,8 @@ def device_now(device: jax.Device | None) -> jax.Device:
         return device or host
     here = current()
     on_cpu = here is None or here.device is None or here.device.platform == "cpu"
-    client, own = device.client, jax.local_devices(backend="cpu")[0].client
+    client = device.client
+    own = jax.local_devices(backend="cpu")[0].client
     shared = client is own or host_device.level(client) > 0
     return host if on_cpu and shared else device
 

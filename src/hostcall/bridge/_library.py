@@ -97,7 +97,9 @@ class Code(HostCode):
         self.__name__ = name.rpartition(".")[2]
         if like is not None:
             functools.update_wrapper(self, like, updated=())
-        self.run, self.__qualname__, self._source = run, name, source
+        self.run = run
+        self.__qualname__ = name
+        self._source = source
 
     def source(self) -> str:
         return self._source
@@ -222,7 +224,9 @@ class LibraryFunction(OverOthers):
         by_library = vmap_method == "torch"
         rows = None if by_library else vmap_method
         super().__init__(code, vmap_method=rows, **options)
-        self.derivatives, self.advice, self._method = derivatives, advice, vmap_method
+        self.derivatives = derivatives
+        self.advice = advice
+        self._method = vmap_method
         if by_library:
             self.rules.batch = self._batch
         if derivatives == 1 and not by_library:

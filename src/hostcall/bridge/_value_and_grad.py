@@ -130,12 +130,14 @@ class _Both(HostCode):
 
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
-        moving, found = self.moving(args), list[np.ndarray]()
+        moving = self.moving(args)
+        found = list[np.ndarray]()
         each = (gradient,) if len(moving) == 1 else gradient
         each = tuple(each) if isinstance(each, tuple) else each  # may have names
         whole = tree.tree_structure((0,) * len(moving))
         parts = self._parts(whole, each, f"the arguments {list(moving)}")
-        batch, n = np.shape(value), np.ndim(value)
+        batch = np.shape(value)
+        n = np.ndim(value)
         for (position, leaves), part in zip(moving.items(), parts, strict=True):
             treedef = tree.tree_structure(args[position])
             if part is None:

@@ -289,7 +289,8 @@ class _Implicit(TakesMask):
     """The rule of a solver, which solves only where the mask of `where` is True."""
 
     def __init__(self, problem: _Problem, solve: Any) -> None:
-        self._problem, self._solve = problem, solve
+        self._problem = problem
+        self._solve = solve
 
     def __call__(self, primals: Arrays, tangents: Arrays) -> Any:
         return self._problem.push(self._solve, primals, tangents)
@@ -319,16 +320,20 @@ class _Problem(HostCode):
     returns = "real floating numbers"
     methods: Sequence[str] = ("hybr",)
     bounded: Sequence[str] = ()
-    others, other_keys = "", ""
+    others = ""
+    other_keys = ""
     keys: Sequence[str] = ()
 
     def __init__(self, fun: Callable[..., Any], given: dict[str, Any]) -> None:
         self.fun = self.__wrapped__ = fun
         self.scipy = needed("scipy.optimize", "scipy")
-        self._given, self.name = given, given["name"]
+        self._given = given
+        self.name = given["name"]
         self.__name__ = self.__qualname__ = self.name
-        self.tol, self.full = given["tol"], given["full_output"]
-        self.options, self.bounds = given["options"] or {}, given.get("bounds")
+        self.tol = given["tol"]
+        self.full = given["full_output"]
+        self.options = given["options"] or {}
+        self.bounds = given.get("bounds")
         may = self.methods if self.bounds is None else self.bounded
         self.method = given.get("method") or may[0]
         self._check(may)
@@ -546,7 +551,8 @@ _NEAR = 1.5e-8  # of the length of x: the root of float64's precision
 
 
 class _Root(_Problem):
-    word, returns = "root", "as many real floating numbers as the unknown has"
+    word = "root"
+    returns = "as many real floating numbers as the unknown has"
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
         value, slope = run
@@ -563,7 +569,8 @@ class _Root(_Problem):
 
 
 class _Minimize(_Problem):
-    word, returns = "minimize", "one real floating number"
+    word = "minimize"
+    returns = "one real floating number"
     codes = (jax.value_and_grad, jax.hessian)
     shape = ()
     with_hessian = ("Newton-CG", "dogleg", "trust-ncg", "trust-krylov", "trust-exact")
@@ -597,7 +604,8 @@ def _is_minimum(
     if limits is not None:
         low, high = limits
         free = ~((x <= low) & (slope >= 0) | (x >= high) & (slope <= 0))
-    bend, slope = bend[free][:, free], slope[free]
+    bend = bend[free][:, free]
+    slope = slope[free]
     try:
         np.linalg.cholesky(bend)  # which fails where it is no minimum
         step = np.linalg.solve(bend, slope)

@@ -163,7 +163,8 @@ class observe:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         assert block is not None
         block.__exit__(*raised)
 

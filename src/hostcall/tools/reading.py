@@ -99,7 +99,8 @@ class Run:
         "Recording a program" shows it).
         """
         with arrow.reading(self.folder):
-            names, below = self.arrays, self.folder / "arrays" / name
+            names = self.arrays
+            below = self.folder / "arrays" / name
             paths = arrow.paths(below) if name in names else []
             parts = [part for path in paths if (part := _blocks(path))]
             if paths and not parts:
@@ -140,9 +141,11 @@ def _blocks(path: Path) -> _Blocks | None:
     schema, batches = arrow.read(path)
     if schema is None:
         return None
-    columns, count = _room_for(schema, path.stat().st_size), 0
+    columns = _room_for(schema, path.stat().st_size)
+    count = 0
     for batch in batches:
-        begin, count = count, count + len(batch)
+        begin = count
+        count = count + len(batch)
         if count > len(columns["step"]):  # written meanwhile
             count = begin
             break
@@ -190,7 +193,8 @@ def _joined(parts: list[_Blocks]) -> tuple[np.ndarray, np.ndarray]:
     """The steps and values of the entries that these blocks are parts of, in time."""
     numbers, steps = _entries(parts)
     size = math.prod(parts[0].about.whole)
-    have, times = np.zeros(len(steps), np.int64), np.full(len(steps), np.inf)
+    have = np.zeros(len(steps), np.int64)
+    times = np.full(len(steps), np.inf)
     for part, at in zip(parts, numbers, strict=True):
         np.add.at(have, at, size if part.about.sparse else math.prod(part.shape))
         np.minimum.at(times, at, part.times)

@@ -99,7 +99,8 @@ class Recorder:
         self._store = store = RunFolder(Path(folder).absolute())
         self._tapped: dict[tuple[Field, ...], Tapped] = {}
         self._sinks = [self._feed(sink) for sink in sinks]
-        who, write = f"the recorder of {store.folder}", self._write
+        who = f"the recorder of {store.folder}"
+        write = self._write
         self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
         _open.recorders.append(self)
 

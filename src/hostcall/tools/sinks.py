@@ -101,7 +101,8 @@ class sqlite:
 
     def __call__(self, columns: Columns) -> None:
         columns = flat(columns)
-        names, marks = ", ".join(map(_quoted, columns)), ", ".join("?" * len(columns))
+        names = ", ".join(map(_quoted, columns))
+        marks = ", ".join("?" * len(columns))
         with self._connection as transaction:
             run = transaction.execute
             if not columns.keys() <= self._names:
@@ -134,7 +135,8 @@ class tensorboard:
         places = _places(columns)
         for row in _rows(columns):
             at = dict(zip(columns, row, strict=True))
-            step, seconds = at.pop("step"), at.pop("time")
+            step = at.pop("step")
+            seconds = at.pop("time")
             where = "".join(f"/{name}{at.pop(name)}" for name in places)
             for name, value in at.items():
                 self._writer.add_scalar(name + where, value, step, seconds)
@@ -166,7 +168,9 @@ class live:
         # Figures that are made without pyplot may be drawn on any thread.
         module = PackageError.needed("matplotlib.figure", "the sink live", "matplotlib")
         self._figure = module.Figure
-        self._names, self._every, self._last = names, every, -math.inf
+        self._names = names
+        self._every = every
+        self._last = -math.inf
         self._lines: dict[str, dict[str, _Curve]] = {}
         self._cell = None
         ipython = sys.modules.get("IPython")
@@ -236,7 +240,8 @@ class _Curve:
 
     def __init__(self) -> None:
         self.points = np.empty((2, 0))  # steps and values
-        self._stride, self._seen = 1, 0
+        self._stride = 1
+        self._seen = 0
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
         new = np.stack([steps, values])[:, -self._seen % self._stride :: self._stride]

@@ -35,8 +35,10 @@ class Feed(Handle):
     def __init__(
         self, spec: Any, stream: Stream, items: Results, shards: Shards | None
     ) -> None:
-        self.spec, self._stream = spec, stream
-        self._items, self._shards = items, shards
+        self.spec = spec
+        self._stream = stream
+        self._items = items
+        self._shards = shards
 
     def _held(self) -> Stream:
         """What programs hold of it."""
@@ -56,7 +58,8 @@ class Feed(Handle):
             (item, ok): a pytree like `spec`, and a bool scalar. At the end of the items
             `ok` is False and the item zeros, if on_end="mask".
         """
-        puller, shards = self._stream.puller, self._shards
+        puller = self._stream.puller
+        shards = self._shards
         puller.check_open()
         name = puller.name
         if rows is not None and shards is not None:
@@ -112,13 +115,15 @@ class Feed(Handle):
             FeedError: the source can't go to this position, or the feed is closed.
         """
         try:
-            epoch, item = int(state["epoch"]), int(state["item"])
+            epoch = int(state["epoch"])
+            item = int(state["item"])
         except (TypeError, KeyError, ValueError) as error:
             raise SpecError(
                 f"hostcall: restore() of the feed `{self._stream.puller.name}` wants"
                 f" what state() returned, a dict with 'epoch' and 'item', got {state!r}"
             ) from error
-        restore, saved = self._stream.puller.restore, state.get("source")
+        restore = self._stream.puller.restore
+        saved = state.get("source")
         self._stream.puller.ask(lambda: restore(epoch, item, saved))
 
     def reset(self) -> None:

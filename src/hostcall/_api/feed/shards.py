@@ -41,7 +41,8 @@ class Shards:
                 " keys. Feed their jax.random.key_data, and wrap it in the program",
                 code="hc-device",
             )
-        self.sharding, self._name = sharding, name
+        self.sharding = sharding
+        self._name = name
         me = jax.process_index()
         mine = [d for d in sharding.mesh.devices.flat if d.process_index == me]
         self.devices = tuple(_jax.ordinal(device) for device in mine)
@@ -101,7 +102,8 @@ class Shards:
         processes that had an item are not zeroed there: XLA's CPU compiler aborts on a
         constant behind such a collective in a loop (hlo_cse.cc, jaxlib 0.12.0.1).
         """
-        mesh, spec = self.sharding.mesh, self.sharding.spec
+        mesh = self.sharding.mesh
+        spec = self.sharding.spec
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise SpecError(
                 f"hostcall: the feed `{self._name}` has sharding=, and is called inside"

@@ -132,7 +132,8 @@ def reader(
         name: of the feed.
         inferred: whether `results` describes the first item, for want of a spec=.
     """
-    treedef, avals = results.treedef, results.avals
+    treedef = results.treedef
+    avals = results.avals
     paths = [path.removeprefix("result") for path in results.paths()]
     of = f"of the feed `{name}`"
     if inferred:

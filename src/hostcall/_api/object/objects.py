@@ -368,11 +368,13 @@ _JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
 
 
 def _method(group: Group, name: str) -> Callable[..., Any]:
-    entry, results = Entry(group, name), group.methods[name]
+    entry = Entry(group, name)
+    results = group.methods[name]
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    how, policy = CallOptions.of(group.options), Policy.of(group.options)
+    how = CallOptions.of(group.options)
+    policy = Policy.of(group.options)
     bound: Callable[..., Any] | None = None
     called = group.definition(name)
     if isinstance(called, types.FunctionType):  # a static method gets no object
@@ -389,11 +391,13 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
-        trees = template, results, fills
-        callback = Callback(Static(entry), *trees, how, users_place(), policy)
+        callback = Callback(
+            Static(entry), template, results, fills, how, users_place(), policy
+        )
         return results.unflatten(make(callback, operands, mask))
 
-    method.__name__, method.__qualname__ = name, entry.__qualname__
+    method.__name__ = name
+    method.__qualname__ = entry.__qualname__
     return method
 
 
@@ -451,8 +455,10 @@ class Group(Owned):
         options: Mapping[str, Any],
     ) -> None:
         self.members: dict[Place, Member] = {}  # first: `__del__` looks
-        self.factory, self.methods = factory, methods
-        self.name, self.options = name, options
+        self.factory = factory
+        self.methods = methods
+        self.name = name
+        self.options = options
         what = f"the factory of `{name}`"
         self._make = of_a_number(factory, what, "the object's index", "index")
         self._untold = first_default(factory)
@@ -467,7 +473,8 @@ class Group(Owned):
         self.lock = threading.Lock()
         if self.members:  # the child never finalizes the parent's objects
             _native.keep_for_ever(self.members)
-            self.members, self.ended = {}, FORKED
+            self.members = {}
+            self.ended = FORKED
 
     def handle(self) -> Object:
         """One more `Object` of this group, for a loaded program."""
@@ -560,7 +567,8 @@ class Group(Owned):
 
     def restore(self, snapshot: Snapshot) -> list[Exception]:
         """Goes back to a snapshot. Returns what closing other objects raised."""
-        batch, put = snapshot["batch"], self._put
+        batch = snapshot["batch"]
+        put = self._put
         with self.lock:
             made = {p for p, each in self.members.items() if each.value is not None}
         # All of them first: if one is broken, nothing has changed.
@@ -586,7 +594,8 @@ class Group(Owned):
         failures = []
         for member in going:
             with member.lock:
-                value, member.value = member.value, None
+                value = member.value
+                member.value = None
                 try:
                     if value is not None and self._close is not None:
                         settled(self._close(value))
@@ -641,7 +650,9 @@ class Entry(HostCode):
     travels_as = "object"
 
     def __init__(self, group: Group, method: str) -> None:
-        self.group, self.name, self.who = group, method, f"{method}()"
+        self.group = group
+        self.name = method
+        self.who = f"{method}()"
         self._awaits = look(group.definition(method)).awaits
         self.__qualname__ = f"{group.name}.{method}"
 

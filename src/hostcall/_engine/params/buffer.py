@@ -200,7 +200,9 @@ class BufferParams(CallParams):
     def bare(self) -> Function:
         """What the engine calls with the context and a Buffer for each leaf."""
         callback = self.callback
-        fn, template, results = callback.function, callback.template, callback.results
+        fn = callback.function
+        template = callback.template
+        results = callback.results
         if template.is_flat and results.treedef == jax.tree.structure(0):
             return fn
         n = len(results.avals)

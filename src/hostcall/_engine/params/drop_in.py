@@ -129,9 +129,11 @@ class DropInHooks(CallHooks):
         return error
 
     def log(self, error: BaseException) -> None:
-        name, log = f"jax.{self.equation.kind}_callback", _jax.callback_logger
+        name = f"jax.{self.equation.kind}_callback"
+        log = _jax.callback_logger
         if self.equation.kind == "debug":
-            name, log = "jax.debug.callback", _jax.debug_logger
+            name = "jax.debug.callback"
+            log = _jax.debug_logger
         log.error("%s failed", name, exc_info=error)
 
 

@@ -213,7 +213,8 @@ class Equation:
 # --- Calls ----------------------------------------------------------------------------
 
 _LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT}
-_LEAF, _NOTHING = jax.tree.structure(0), jax.tree.structure(None)
+_LEAF = jax.tree.structure(0)
+_NOTHING = jax.tree.structure(None)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -256,8 +257,11 @@ class CallParams(Equation):
 
     @property
     def native(self) -> dict[str, Any]:
-        how, tree, form = self.options, self.callback.results.treedef, ResultForm.TREE
-        n, exact = tree.num_leaves, self.results_as == "tree"
+        how = self.options
+        tree = self.callback.results.treedef
+        form = ResultForm.TREE
+        n = tree.num_leaves
+        exact = self.results_as == "tree"
         if self.results_as == "nothing":
             form = ResultForm.IGNORED
         elif tree == _LEAF or (n == 1 and not exact):

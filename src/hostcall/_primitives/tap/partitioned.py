@@ -93,9 +93,11 @@ def lower(
     """The lowering of a tap that delivers blocks."""
     what = ""
     if params.grid:  # only rows="each" has one
-        what, instead = "rows='each'", "rows='batched'"
+        what = "rows='each'"
+        instead = "rows='batched'"
     elif params.masked and program.ctx.avals_in[0].ndim > 0:
-        what, instead = "a where= that differs between rows", "jnp.where on the values"
+        what = "a where= that differs between rows"
+        instead = "jnp.where on the values"
     if what:
         raise conflict(
             params.shown,

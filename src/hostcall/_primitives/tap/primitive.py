@@ -61,7 +61,8 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
         go_on_after_failures(params.word)
     for home, block, values in _blocks(operands, params):
         if params.options.thinned:
-            source, device = look(callback.function).source, (home.platform, home.id)
+            source = look(callback.function).source
+            device = (home.platform, home.id)
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)
                 settings = params.tap_settings(alone(home, None))
@@ -165,7 +166,8 @@ def batched(
     """The operands, the parameters and the arguments' axes under one more vmap."""
     if params.always and dims[-1] is not None:
         flag = _of_any_row(operands, dims, params)
-        operands, dims = [*operands[:-1], flag], [*dims[:-1], None]
+        operands = [*operands[:-1], flag]
+        dims = [*dims[:-1], None]
         if all(dim is None for dim in dims):  # the rows differ in the flag only
             return operands, params, tuple(params.arguments(dims))
     flags = [d is not None for d in dims]
@@ -237,7 +239,8 @@ def _partial_eval(
     Returns (known equation, staged equation, unknown outputs, instantiated outputs,
     residuals).
     """
-    n, params = len(eqn.outvars), eqn.params["params"]
+    n = len(eqn.outvars)
+    params = eqn.params["params"]
     residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
     if any(unknown):
         return None, eqn, [True] * n, [True] * n, residuals
@@ -265,7 +268,8 @@ def lower_here(
         from hostcall._primitives.tap import partitioned
 
         return partitioned.lower(program, operands, params)
-    ctx, avals = program.ctx, program.ctx.avals_in
+    ctx = program.ctx
+    avals = program.ctx.avals_in
     only: tuple[int, ...] = ()  # the ordinals of the devices that tap; empty for all
     prepare = None
     if program.is_exported:
@@ -275,7 +279,8 @@ def lower_here(
     if program.size > 1 and program.mesh is None:  # all hold the same: one of them taps
         if program.is_exported:
             if not params.masked:
-                avals, params = [_FLAG, *avals], params.with_mask()
+                avals = [_FLAG, *avals]
+                params = params.with_mask()
             prepare = partial(_only_on_first, program, avals)
         elif program.local is not None:
             device = _tapping(program, params)

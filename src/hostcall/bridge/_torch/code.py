@@ -89,7 +89,9 @@ class OnHost(Code):
             have no derivative.
     """
 
-    writes, wrote, keeps = True, False, False
+    writes = True
+    wrote = False
+    keeps = False
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     vmap = staticmethod(torch.func.vmap)
@@ -130,7 +132,8 @@ class OnHost(Code):
 
     def derived(self, what: str, name: str, *flags: bytes) -> OnHost:
         made = OnHost(self.over(what, *flags), name, f"{what} of {self.source()}")
-        made.writes, made.keeps = False, self.keeps
+        made.writes = False
+        made.keeps = self.keeps
         return made
 
     def on_tensors(self, *args: Any) -> object:
@@ -144,7 +147,8 @@ class OnHost(Code):
 
     def check(self, args: Arrays) -> None:
         """Raises SpecError for arguments that it can't take."""
-        said, leaves = "", tree.tree_leaves(args)
+        said = ""
+        leaves = tree.tree_leaves(args)
         if any(isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in leaves):
             said = (
                 "a jax.random key, which torch can't use. Draw the numbers in JAX and"
@@ -212,7 +216,8 @@ class OnHost(Code):
     def backward(graph: Graph, cotangents: Arrays, wanted: Flags) -> Arrays:
         """The cotangents of the wanted tensors of the arguments; None for zero."""
         recorded, entered = graph
-        outs, seeds = [], []
+        outs = []
+        seeds = []
         for out, ct in zip(recorded, cotangents, strict=True):
             if out is not None and ct is not None:
                 outs.append(out)
@@ -278,7 +283,8 @@ class OfModule(OnHost):
                 " each. Bridge a function that calls it: hc.bridge.torch(lambda"
                 " params, x: torch.func.functional_call(module, params, (x,)))"
             ) from error
-        of, places = {id(x): name for name, x in self.names.items()}, Places()
+        of = {id(x): name for name, x in self.names.items()}
+        places = Places()
         for part in copied.modules():
             for held in (part._parameters, part._buffers):
                 for key, x in held.items():

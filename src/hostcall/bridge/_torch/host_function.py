@@ -57,10 +57,12 @@ class TorchFunction(LibraryFunction):
         except Exception:
             # Fake tensors have no values: either the function asked for one, or it is
             # wrong. A run on zeros tells.
-            spec, wrote = super()._infer(avals), True
+            spec = super()._infer(avals)
+            wrote = True
             # A call with an empty result is never made, so it would go unseen that its
             # size depends on values.
-            given, empty = shaped(avals), [0 in x.shape for x in tree.tree_leaves(spec)]
+            given = shaped(avals)
+            empty = [0 in x.shape for x in tree.tree_leaves(spec)]
             if any(empty) and not any(0 in x.shape for x in given):
                 raise SpecError(_VARYING, code="hc-result-spec") from None
         code.wrote |= wrote

@@ -83,7 +83,8 @@ class Reports:
         text = _text(chain)
         if self.on_bad == "raise":
             raise BadValue(text)
-        made, here = chain[-1], hc.current()
+        made = chain[-1]
+        here = hc.current()
         name = f"{made.place.eqn.primitive.name} at {labels.path_of(made.place)}"
         name += " (backward)" * made.place.is_backward
         # A bad value that a step has made may be a result of the program too.
@@ -120,7 +121,8 @@ class Reports:
     def report(self) -> None:
         """Says at the end of a block which places made bad values, how often."""
         with self._lock:
-            times, self._times = self._times, Counter()
+            times = self._times
+            self._times = Counter()
         if times and self.on_bad == "report":
             told = [f"  {name}: {n}" for name, n in times.most_common()]
             head = "hostcall: hc.observe found bad values made by"
@@ -148,7 +150,8 @@ def _numbers(steps: Steps) -> Steps:
 
 
 def _record_of(made: Origin, text: str) -> BadRecord:
-    place, here = made.place, hc.current()
+    place = made.place
+    here = hc.current()
     line = place.users_line
     file, function, number = line[:3] if line else ("", "", 0)
     device = here.device if here is not None and here.mesh_shape else None
@@ -179,7 +182,8 @@ def _text(chain: list[Origin]) -> str:
     place = made.place
     told = ["backward pass" if place.is_backward else "forward pass"]
     told.append("under vmap" * bool(place.vmaps))
-    steps, here = labels.steps_of(place, made.steps), hc.current()
+    steps = labels.steps_of(place, made.steps)
+    here = hc.current()
     told.append(f"in {steps}" * bool(steps))
     if here is not None and here.mesh_shape:
         told.append(f"on {here.device}")

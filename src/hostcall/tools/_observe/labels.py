@@ -22,7 +22,8 @@ def line_of(place: Place) -> str:
 
 def path_of(place: Place) -> str:
     """Such as `train.py:12`, or `optax/transform.py:142, called from train.py:31`."""
-    line, users = place.line, place.users_line
+    line = place.line
+    users = place.users_line
     if line is None or users is None or line is users:
         return line_of(place)
     return f"{at(line)}, called from {at(users)}"
@@ -63,7 +64,8 @@ def text_of(place: Place) -> str:
 
 def shown(place: Place) -> list[str]:
     """Lines that show where an equation is."""
-    line, users = place.line, place.users_line
+    line = place.line
+    users = place.users_line
     if line is None or users is None:  # an operation outside of compiled functions
         frames = users_lines()  # the callback may run on the thread that dispatched it
         own = [frame for frame in frames if in_library(frame.file) is None]

@@ -35,7 +35,8 @@ class Loops:
         if not self._where.has(level.inside):
             return
         params = level.inside.eqn.params
-        total, reverse = params.get("length"), params.get("reverse", False)
+        total = params.get("length")
+        reverse = params.get("reverse", False)
         if total == 1:
             return
         desc = f"{level.kind} {labels.line_of(level.inside)}"

@@ -158,9 +158,11 @@ def _targets(statement: ast.stmt) -> list[Target]:
     if isinstance(statement, ast.AugAssign):
         return [*_named(statement.target, statement)]  # the sum too
     if isinstance(statement, ast.Assign):
-        left, value = statement.targets, statement.value
+        left = statement.targets
+        value = statement.value
     elif isinstance(statement, ast.AnnAssign) and statement.value:
-        left, value = [statement.target], statement.value
+        left = [statement.target]
+        value = statement.value
     else:
         return []
     return [one for each in left for one in _named(each, value)]
@@ -250,7 +252,8 @@ def _source_of(
             if side:
                 if part[0] >= len(side):
                     return None
-                wanted, part = side[part[0]], part[1:]
+                wanted = side[part[0]]
+                part = part[1:]
                 if at.is_backward != (wanted == "backward"):
                     return None
                 if not part or wanted == "backward":
@@ -258,7 +261,8 @@ def _source_of(
             inner = _frame_inside(lines, depth)
             if inner is None:
                 return _of_results(at.eqn, depth, _span(node), part)
-            node, depth = _returned(lines[inner]), inner
+            node = _returned(lines[inner])
+            depth = inner
     return None
 
 
@@ -296,7 +300,8 @@ def _function_of(line: SourceLine) -> _Function | None:
 
 def _own_statements(function: _Function) -> list[ast.stmt]:
     """The simple statements of a function, without those of functions inside it."""
-    found, left = [], list(function.body) if isinstance(function.body, list) else []
+    found = []
+    left = list(function.body) if isinstance(function.body, list) else []
     while left:
         statement = left.pop(0)
         if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
@@ -396,7 +401,8 @@ def _statements_in(
     """The equations of each statement that assigns to a wanted target."""
     groups: dict[_Statement, list[_Piece]] = {}
     known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level
-    parts, told = set[str](), set[str]()
+    parts = set[str]()
+    told = set[str]()
     for index, at in enumerate(level.places):
         lines = user_lines.lines_of(at.eqn)
         for depth, line in enumerate(lines):
@@ -434,7 +440,8 @@ def _piece(
     results = at.eqn.outvars
     if source.results is not None:
         results = [results[n] for n in source.results]
-    line, place = lines[source.depth], lines[depth][:3]
+    line = lines[source.depth]
+    place = lines[depth][:3]
     return key, _Piece(index, at.eqn, line, at.is_backward, place, side, results)
 
 
@@ -444,7 +451,8 @@ def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
 
 
 def _within(line: SourceLine, span: _Span) -> bool:
-    begin, end = (line.line, line.column), (line.end_line, line.end_column)
+    begin = (line.line, line.column)
+    end = (line.end_line, line.end_column)
     return begin >= span[:2] and end <= span[2:]
 
 
@@ -529,7 +537,8 @@ class _Users:
             for depth, line in enumerate(lines)
         ):
             return False
-        name, inners = eqn.primitive.name, jaxprs.inners(eqn)
+        name = eqn.primitive.name
+        inners = jaxprs.inners(eqn)
         if name == "cond":
             position -= 1  # behind the number of the branch
         if inners and name != "while" and position >= 0:

@@ -79,7 +79,8 @@ class Nans:
     """
 
     def __init__(self, infs: bool, on_bad: OnBad, where: Where) -> None:
-        self.infs, self.where = infs, where
+        self.infs = infs
+        self.where = where
         self.reports = Reports(on_bad)
 
     def look(self, level: Level) -> Iterator[Insertion | Pause]:
@@ -178,7 +179,8 @@ class Nans:
         condition = level.running[1] if level.running else []
         own = list(dict.fromkeys([*judge.operands, *judge.looked_at, *condition]))
         digests = _Digests(level, len(judge.looked_at), self.infs)
-        before, floor = digests.kept(NUMBERS), digests.kept(COUNTS)
+        before = digests.kept(NUMBERS)
+        floor = digests.kept(COUNTS)
         unchanged = fragments.same_type(floor)
 
         def check(
@@ -219,7 +221,8 @@ class _PausingLoop:
 
     def __init__(self, nans: Nans, level: Level) -> None:
         assert level.inside is not None
-        self.nans, self.level = nans, level
+        self.nans = nans
+        self.level = level
         loop = level.inside.eqn
         consts, n_carry = jaxprs.split_of(loop)
         self.carry = list(level.jaxpr.invars[consts : consts + n_carry])
@@ -230,7 +233,8 @@ class _PausingLoop:
         self.outer = tuple(dict.fromkeys(variables))
 
     def look(self) -> Iterator[Insertion | Pause]:
-        level, infs = self.level, self.nans.infs
+        level = self.level
+        infs = self.nans.infs
         buffers, updates, _ = _buffers(level, _carried(level))
         own = {*level.jaxpr.invars, *level.jaxpr.constvars, *buffers}
         found = [x for x in level.jaxpr.outvars if jaxprs.is_float(x) and x not in own]
@@ -253,7 +257,8 @@ class _PausingLoop:
             first=self.first,
         )
         digests = _Digests(level, len(small), infs)
-        before, floor = digests.kept(NUMBERS), digests.kept(COUNTS, len(found))
+        before = digests.kept(NUMBERS)
+        floor = digests.kept(COUNTS, len(found))
         of_large = digests.kept(COUNTS, len(large))
         event = digests.flag()
         condition = level.running[1] if level.running else []
@@ -391,9 +396,13 @@ def _buffers(
     """Carried values that are only read and updated in place: the variables; the
     updates that can be bad; and what is read.
     """
-    buffers, updates, read = set[Var](), list[Atom](), list[Var]()
+    buffers = set[Var]()
+    updates = list[Atom]()
+    read = list[Var]()
     for result, start in carried.items():
-        chain, new, old = [start], list[Atom](), list[Var]()
+        chain = [start]
+        new = list[Atom]()
+        old = list[Var]()
         uses = (use for var in chain for use in level.uses.get(var, ()))  # which grows
         for at, position in uses:
             if at < 0:
@@ -451,7 +460,9 @@ class _Digests:
     """
 
     def __init__(self, level: Level, count: int, infs: bool) -> None:
-        self.level, self.count, self.infs = level, count, infs
+        self.level = level
+        self.count = count
+        self.infs = infs
         self.rows: tuple[int, ...] = ()
         if level.running is not None:
             self.rows = jaxprs.opened(level.running[0])[0].outvars[0].aval.shape
@@ -536,10 +547,12 @@ def _digest(
     for x in values:
         if x.dtype.itemsize == 1:
             x = x.astype(jnp.float32)
-        is_nan, is_inf = jnp.isnan(x), jnp.isinf(x) & infs
+        is_nan = jnp.isnan(x)
+        is_inf = jnp.isinf(x) & infs
         if goes_on is not None:
             runs = of_rows(goes_on, x)
-            is_nan, is_inf = is_nan & runs, is_inf & runs
+            is_nan = is_nan & runs
+            is_inf = is_inf & runs
         axes = tuple(range(n_axes, x.ndim))
         mixed = _mixed_positions(x.shape[n_axes:])
         kinds = is_nan, is_inf

@@ -277,7 +277,8 @@ class Frame:
         """Causes of a result as further links of their chains. Bad elements that have
         none were made here.
         """
-        bad, new = self.search.bad(result), np.where(causes == INNOCENT, INNOCENT, 0)
+        bad = self.search.bad(result)
+        new = np.where(causes == INNOCENT, INNOCENT, 0)
         for cause in np.unique(causes[bad]).tolist():
             if cause == INNOCENT:
                 continue
@@ -404,11 +405,13 @@ class Frame:
         results: list[Value],
     ) -> list[Causes]:
         """The causes of the results of a call, a branch or a loop."""
-        eqn, inners = place.eqn, jaxprs.inners(place.eqn)
+        eqn = place.eqn
+        inners = jaxprs.inners(place.eqn)
         if eqn.primitive.name in jaxprs.LOOPS:
             return self.in_loop(place, operands, given, len(results))
         inner = inners[int(operands[0]) if eqn.primitive.name == "cond" else -1]
-        values, causes = operands[inner.begin :], given[inner.begin :]
+        values = operands[inner.begin :]
+        causes = given[inner.begin :]
         frame = self._entered(place, inner.jaxpr, values, causes, self.steps)
         found = []
         for atom in frame.jaxpr.outvars:
@@ -452,10 +455,12 @@ class Frame:
 
         `operands` are those of the loop, with what it carries at the first step.
         """
-        eqn, name = place.eqn, place.eqn.primitive.name
+        eqn = place.eqn
+        name = place.eqn.primitive.name
         inner = jaxprs.inners(eqn)[-1]
         n_consts, n_carry = jaxprs.split_of(eqn)
-        before, seen = worst(given), [np.zeros((), np.uint8)] * n_results
+        before = worst(given)
+        seen = [np.zeros((), np.uint8)] * n_results
         was_looked_into = False
         all_steps = _scan_steps if name == "scan" else _while_steps
         steps = all_steps(eqn, operands, first)
@@ -546,7 +551,8 @@ def _shown(x: Value, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
         return f"{one:.6g}" if _is_float(array) else str(one)
     kind = f"{array.dtype}[{','.join(map(str, array.shape))}]"
     if array.size and _is_float(array) and not np.iscomplexobj(array):
-        low, high = float(array.min()), float(array.max())
+        low = float(array.min())
+        high = float(array.max())
         return f"{kind} from {low:.6g} to {high:.6g}"
     return kind
 
@@ -560,8 +566,11 @@ _Steps: TypeAlias = Iterator[tuple[int, list[Value], list[Value]]]
 
 def _scan_steps(eqn: JaxprEquation, operands: list[Value], first: int) -> _Steps:
     n_consts, n_carry = jaxprs.split_of(eqn)
-    at, length = n_consts + n_carry, eqn.params["length"]
-    consts, carry, xs = operands[:n_consts], operands[n_consts:at], operands[at:]
+    at = n_consts + n_carry
+    length = eqn.params["length"]
+    consts = operands[:n_consts]
+    carry = operands[n_consts:at]
+    xs = operands[at:]
     for turn in range(first, length):
         i = length - 1 - turn if eqn.params["reverse"] else turn
         values = [*consts, *carry, *(x[i] for x in xs)]
@@ -571,8 +580,10 @@ def _scan_steps(eqn: JaxprEquation, operands: list[Value], first: int) -> _Steps
 
 
 def _while_steps(eqn: JaxprEquation, operands: list[Value], first: int) -> _Steps:
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    n_cond = eqn.params["cond_nconsts"]
+    n_body = eqn.params["body_nconsts"]
+    tests = operands[:n_cond]
+    consts = operands[n_cond : n_cond + n_body]
     carry = operands[n_cond + n_body :]
     for step in itertools.count(first):
         (goes_on,) = jaxprs.run_jaxpr(eqn.params["cond_jaxpr"], [*tests, *carry])

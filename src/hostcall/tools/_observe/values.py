@@ -109,7 +109,9 @@ class Values:
         to: To,
         where: Where,
     ) -> None:
-        self._names, self._select, self._to = names, select, to
+        self._names = names
+        self._select = select
+        self._to = to
         self._where = where
         self._found: set[str] = set()
         self._others: set[str] = set()

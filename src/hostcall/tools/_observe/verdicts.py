@@ -266,7 +266,8 @@ class StepsSincePause(Judge):
         assert self.level.outer is not None
         assert self.level.inside is not None
         search = Search(self.infs, self.is_ignored)
-        level, loop = self.level.outer, self.level.inside
+        level = self.level.outer
+        loop = self.level.inside
         frame = Frame(level.jaxpr, loop.outer, (), search, dict(known))
         for v in self.outer:
             frame.causes[v] = search.innocent(known[v], _is_constant(level, v))
@@ -275,7 +276,9 @@ class StepsSincePause(Judge):
         carry = known["carry"]
         operands[self.first : self.first] = carry
         causes[self.first : self.first] = [search.innocent(x) for x in carry]
-        n_results, begin, end = len(loop.eqn.outvars), known["begin"], known["end"]
+        n_results = len(loop.eqn.outvars)
+        begin = known["begin"]
+        end = known["end"]
         found = frame.in_loop(loop, operands, causes, n_results, begin, end)
         if self.tell(search, [worst([each]) for each in found]):
             return

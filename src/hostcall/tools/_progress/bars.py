@@ -83,7 +83,9 @@ class DeviceSteps:
         leaves = [x if isinstance(x, (str, int)) else next(rows) for x in leaves]
         step, total, self.metrics = tree.unflatten(leaves)
         self.done = step.astype(np.int64) + 1
-        self.place, self.is_beyond, self.total = int(np.max(self.done)), False, None
+        self.place = int(np.max(self.done))
+        self.is_beyond = False
+        self.total = None
         if total is not None:
             self.is_beyond = bool((self.done > total).all())
             # A row that ended before the others may be beyond its last step.
@@ -112,29 +114,39 @@ class Bar:
     """
 
     def __init__(self, key: Key, run: int, before: set[Key]) -> None:
-        self.key, self.loop, self.before = key, key[0], before
+        self.key = key
+        self.loop = key[0]
+        self.before = before
         self.runs = deque([run], maxlen=16)
         self.spans_runs = run == EAGER
         self.place: int = self.loop.initial
         self.is_done = self.encloses = False
-        self.moves, self.moved, self.longest_pause = 0, clock(), 0.0
-        self.began, self._restarts = time.perf_counter(), False
+        self.moves = 0
+        self.moved = clock()
+        self.longest_pause = 0.0
+        self.began = time.perf_counter()
+        self._restarts = False
         self._devices: dict[jax.Device | None, DeviceSteps] = {}
         self.drawn: list[Drawn] = []
 
     def move(self, here: hc.typing.Current, new: DeviceSteps) -> None:
         """Takes what a device has delivered."""
-        now, before, old = clock(), self.place, self._devices.get(here.device)
+        now = clock()
+        before = self.place
+        old = self._devices.get(here.device)
         self._devices[here.device] = new
-        parts, self._tap = self._devices.values(), here.step
+        parts = self._devices.values()
+        self._tap = here.step
         self.place = min(part.place for part in parts)
         # A device that delivers for the first time may be behind the others.
         if old and new.place < old.place and self.place < before:
-            self.began, self._restarts = time.perf_counter(), True
+            self.began = time.perf_counter()
+            self._restarts = True
         if self.place != before or not self.moves:
             if self.moves:
                 self.longest_pause = max(self.longest_pause, now - self.moved)
-            self.moves, self.moved = self.moves + 1, now
+            self.moves = self.moves + 1
+            self.moved = now
         # Each device of a shard_map delivers, to its own process.
         devices = math.prod(here.mesh_shape.values()) // here.processes
         if here.mesh_shape and here.devices:
@@ -159,7 +171,8 @@ class Bar:
             shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1].tolist()
         began = _passed(self._tap) if len(shown) > len(self.drawn) else 0.0
         for number, row in enumerate(shown):
-            n, rows = int(done[row]), slice(row, row + 1) if each else slice(None)
+            n = int(done[row])
+            rows = slice(row, row + 1) if each else slice(None)
             if number == len(self.drawn):
                 place = f"[{number}]" if len(shown) > 1 else None
                 name = " ".join(filter(None, (self.loop.desc, place))) or None
@@ -196,7 +209,8 @@ def _postfix(parts: list[DeviceSteps], rows: slice) -> str:
         if not isinstance(text, str):
             of_all = np.concatenate([part.metrics[name] for part in parts])
             numbers: np.ndarray = of_all.astype(np.float64)[rows]
-            low, high = numbers.min(), numbers.max()
+            low = numbers.min()
+            high = numbers.max()
             text = f"{numbers.mean():.3g}"
             if low < high:  # else all are equal, or one is NaN, and so is their mean
                 text += f" [{low:.3g}, {high:.3g}]"

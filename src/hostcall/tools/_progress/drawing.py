@@ -141,7 +141,8 @@ def factory(bar: Literal["auto"] | Factory) -> Factory:
 
 def need_tqdm() -> None:
     """Imports what draws the bar, so that its absence is told where it is asked for."""
-    who, extra = "hc.progress(bar='auto')", "hostcall[progress]"
+    who = "hc.progress(bar='auto')"
+    extra = "hostcall[progress]"
     instead = "set HOSTCALL_PROGRESS=0 in the environment to run without bars"
     package = PackageError.needed("tqdm", who, extra, instead)
     # Makes tqdm's lock. If the first bar is drawn while the process ends, it is too
@@ -156,7 +157,8 @@ def _lines() -> Factory:
 
     class Lines(tqdm):  # type: ignore[misc]
         leave: Any
-        written, due = None, 0.0
+        written = None
+        due = 0.0
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             del pos

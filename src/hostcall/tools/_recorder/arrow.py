@@ -84,7 +84,8 @@ def read(
     """
     pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     with open(path, "rb") as file:
-        mark, size = file.read(4), int.from_bytes(file.read(4), "little")
+        mark = file.read(4)
+        size = int.from_bytes(file.read(4), "little")
         head = file.read(min(size, os.fstat(file.fileno()).st_size))
     # Looked for before Arrow reads it: Arrow hands an extension type to the class that
     # some package has registered, and there are classes that unpickle what they get.

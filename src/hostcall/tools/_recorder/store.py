@@ -41,7 +41,9 @@ class RunFolder(Owned):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.closed, self.errors = folder, False, Errors()
+        self.folder = folder
+        self.closed = False
+        self.errors = Errors()
         # Asking for the index starts the devices, after which no job can be joined.
         job = jax.distributed.is_initialized() and jax.process_count() > 1
         self._process = jax.process_index() if job else None

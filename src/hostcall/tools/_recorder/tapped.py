@@ -168,7 +168,9 @@ class Tapped(HostCode):
         fields: tuple[Field, ...],
         shapes: dict[str, Shape],
     ) -> None:
-        self._writer, self._shapes, self.fields = writer, shapes, fields
+        self._writer = writer
+        self._shapes = shapes
+        self.fields = fields
         self.numbers = {field.name: n for n, field in enumerate(fields)}
         self.step = self.numbers.pop("step", None)  # where the number of the step is
         self.arrays = [n for n in self.numbers.values() if fields[n].is_array]
@@ -206,7 +208,8 @@ class Tapped(HostCode):
                 " vmap"
             )
         for number in self.arrays:
-            name, shape = self.fields[number].name, delivery.block(number)[0]
+            name = self.fields[number].name
+            shape = delivery.block(number)[0]
             known = self._shapes.setdefault(name, shape)
             if shape != known:
                 raise failed(
@@ -272,11 +275,13 @@ class Events:
         """(whole, corner, shape) of a value: the shape of the entry of its array, where
         the value begins in it, and the value's own shape there.
         """
-        here, own = self.here, self.values[number].shape[1:]
+        here = self.here
+        own = self.values[number].shape[1:]
         if here.index is not None:
             corner = tuple(part.start for part in here.index[number])
             return self.code.fields[number].shape, corner, own
-        whole, at = here.mesh_shape.values(), here.mesh_coords.values()
+        whole = here.mesh_shape.values()
+        at = here.mesh_coords.values()
         return (*whole, *own), (*at, *[0] * len(own)), (*[1] * len(at), *own)
 
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
@@ -297,7 +302,8 @@ class Events:
 
     def rows_of(self, number: int) -> np.ndarray:
         """The values of a field in the table, one for each row."""
-        (grid, _), field = self._grid, self.code.fields[number]
+        grid, _ = self._grid
+        field = self.code.fields[number]
         value = self._spread[number].astype(field.dtype, copy=False)
         whole = np.broadcast_to(value, (len(self), *grid, *field.shape))
         return whole.reshape(-1, *field.shape)

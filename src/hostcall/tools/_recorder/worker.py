@@ -55,7 +55,8 @@ class Worker(Generic[T]):
     def __init__(
         self, name: str, who: str, work: Work[T], errors: Errors, patience: float = 0.0
     ) -> None:
-        self._who, self._patience = who, patience
+        self._who = who
+        self._patience = patience
         self._changed = threading.Condition()
         self._items: list[T] = []
         self._bytes = 0
@@ -91,7 +92,8 @@ class Worker(Generic[T]):
     def flush(self) -> None:
         """Waits until everything that has been put is done."""
         with self._changed:
-            mark, self._due = self._put, 0.0
+            mark = self._put
+            self._due = 0.0
             self._changed.notify_all()
             self._wait_until(lambda: self._done >= mark or self._ended)
             if self._error is not None:
@@ -122,7 +124,9 @@ class Worker(Generic[T]):
             kind = type(error).__name__
             _logger.error("hostcall: %s failed: %s: %s", self._who, kind, error)
         with self._changed:
-            self._error, self._ended, self._closing = failed, True, True
+            self._error = failed
+            self._ended = True
+            self._closing = True
             self._items.clear()
             self._changed.notify_all()
 
@@ -136,6 +140,8 @@ class Worker(Generic[T]):
             self._changed.wait_for(lambda: self._items or self._closing)
             left = min(max(self._due - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
             self._changed.wait_for(self._is_urgent, left)
-            items, self._items, self._bytes = self._items, [], 0
+            items = self._items
+            self._items = []
+            self._bytes = 0
             self._changed.notify_all()  # `put` may go on
             return items
