@@ -20,7 +20,7 @@ from jax._src.lib.mlir import ir
 
 from hostcall import _jax, _native
 from hostcall._core import mistakes, signatures, source, spec
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.options import CallOptions
 from hostcall._engine.counters import costs
 from hostcall._engine.hooks import CallHooks
@@ -42,7 +42,7 @@ def call(fn: Callable[..., Any], result: Any, x: Any) -> Any:
     results = spec.parse_result(result, name)
     trees = template, results, (None,)
     place = source.users_place(fn)
-    callback = Callback(spec.Static(fn), *trees, CallOptions(), place)
+    callback = CallSpec(spec.Static(fn), *trees, CallOptions(), place)
     params = CallParams(callback=callback, avals=results.avals, masked=False)
     return results.unflatten(_call_p.bind(*operands, params=params))
 

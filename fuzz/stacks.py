@@ -16,7 +16,7 @@ import numpy as np
 
 import hostcall as hc
 from fuzz.draw import Draw
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.options import Policy
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template, parse_result
@@ -27,7 +27,7 @@ from hostcall._engine.placement import Placement
 from hostcall._engine.plans import direct
 from hostcall._native import ResultForm
 from hostcall._policies.layer import Choices
-from hostcall._policies.stack import Entries, entries
+from hostcall._policies.stack import EngineFunctions, entries
 from hostcall._runtime import host_device, workers
 
 POOL = futures.ThreadPoolExecutor(4)
@@ -54,7 +54,7 @@ def choices_of(
 ) -> Choices:
     """What a plan would say of a function of two float32 numbers."""
     kind: type[Equation] = TapParams if options.get("tap") else CallParams
-    callback = Callback(
+    callback = CallSpec(
         fn=Static(fn),
         template=template or Template.flat(None, None),
         results=results or results_of(()),
@@ -173,7 +173,7 @@ class Case:
             if self.mask[i]
         ]
 
-    def made(self) -> Entries:
+    def made(self) -> EngineFunctions:
         whole = self.kind == "whole"
         given = ((0,), {"y": 0})
         named = Template(jax.tree.structure(given), (None, None))
@@ -191,14 +191,14 @@ class Case:
         self.info: Any = choices.results
         layered = (whole and self.masked) or self.kind == "parallel" or self.awaits
         if not (layered or self.policy.layered):
-            made = Entries(direct(choices.callback), choices.form)
+            made = EngineFunctions(direct(choices.callback), choices.form)
             assert (made.function is fn) == self.flat
             return made
         made = entries(choices)
         assert (made.runner is not None) == (self.kind == "parallel")
         return made
 
-    def execution(self, made: Entries) -> list[np.ndarray]:
+    def execution(self, made: EngineFunctions) -> list[np.ndarray]:
         outs = [np.full(self.xs.shape, fill) for fill in FILLS]
 
         def store(where: Any, value: Any) -> None:
@@ -262,7 +262,7 @@ class Case:
             got, each = sum(self.sizes), len(self.rows)
         assert got == each * self.devices, (got, each)
 
-    def on_devices(self, made: Entries) -> list[Any]:
+    def on_devices(self, made: EngineFunctions) -> list[Any]:
         outcomes: list[Any] = [None] * self.devices
 
         def device(number: int) -> None:

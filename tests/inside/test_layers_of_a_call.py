@@ -26,7 +26,7 @@ from hostcall._engine import plans
 from hostcall._native import ResultForm
 from hostcall._policies import on_loop
 from hostcall._policies.here import Here, OnThread
-from hostcall._policies.layer import Bound, Site
+from hostcall._policies.layer import Bound, RowContext
 from hostcall._policies.on_executor import OnExecutor
 from hostcall._policies.on_loop import OnLoop
 from hostcall._policies.stack import Checked, Trees, entries
@@ -78,7 +78,7 @@ def rows_of(*xs):
 
 
 def at(*numbers):
-    return Site([(n,) for n in numbers])
+    return RowContext([(n,) for n in numbers])
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch, failed_rows
 
     def number_of_the_first_that_fails(*xs):
         with pytest.raises(Bad):
-            OnLoop(bound(fn)).rows(rows_of(*xs), Site([0, 1, 2]))
+            OnLoop(bound(fn)).rows(rows_of(*xs), RowContext([0, 1, 2]))
         return failed_rows.pop()
 
     def wait_for_another(*args):
@@ -215,7 +215,7 @@ STATIC = Template(jax.tree.structure(((0, [0]), {})), (None, Static("s")))
 def test_trees(template, leaves, want):
     inner = Inner(lambda row: "value")
     layer = Trees(inner, choices_of(print, template=template))
-    assert layer.rows([leaves, leaves], Site()) == ["value"] * 2
+    assert layer.rows([leaves, leaves], RowContext()) == ["value"] * 2
     assert inner.given == [want] * 2
 
 
@@ -228,7 +228,7 @@ def test_collectors_see_what_a_tap_gets():
     choices = choices_of(print, template=NAMED, tap=True, tag="loss")
     delivery.state.collectors.append(take)
     try:
-        Trees(Inner(), choices).rows([(1, 2)], Site())
+        Trees(Inner(), choices).rows([(1, 2)], RowContext())
     finally:
         delivery.state.collectors.remove(take)
     assert seen == [("loss", (1,), {"y": 2})]
@@ -238,7 +238,7 @@ def test_collectors_see_what_a_tap_gets():
 def test_checked(tap):
     inner = Inner(lambda row: {"a": row[0], "b": row[1]})
     choices = choices_of(print, tap=tap, converters=[jnp.asarray, None])
-    (got,) = Checked(inner, choices).rows([(F32(1), F32(2))], Site())
+    (got,) = Checked(inner, choices).rows([(F32(1), F32(2))], RowContext())
     assert got == ([] if tap else [1, 2])
     ((x, y),) = inner.given
     assert isinstance(x, jax.Array)
@@ -247,7 +247,9 @@ def test_checked(tap):
 
 def test_checked_refuses_results_of_another_structure():
     with pytest.raises(hc.errors.ResultError, match="f"):
-        Checked(Inner(lambda row: (1, 2, 3)), choices_of(print)).rows([(1, 2)], Site())
+        Checked(Inner(lambda row: (1, 2, 3)), choices_of(print)).rows(
+            [(1, 2)], RowContext()
+        )
 
 
 # --- Masks -----------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_unmasked(mask, arrays, given, first):
     layer = Unmasked(inner, choices_of(print, results=results_of((4,)), levels=1))
     if given is not None and len(given[1]) < len(given[0]):
         inner.result = lambda row: [row[0] * 2, np.broadcast_to(row[1], row[0].shape)]
-    (outs,) = layer.rows([(np.array(mask, bool), *arrays)], Site())
+    (outs,) = layer.rows([(np.array(mask, bool), *arrays)], RowContext())
     np.testing.assert_array_equal(outs[0], first)
     if given is None:
         assert inner.given == []
@@ -284,15 +286,15 @@ def test_unmasked_checks_the_results():
     inner = Inner(lambda row: [row[0][:1], row[1]])
     layer = Unmasked(inner, choices_of(print, results=results_of((4,)), levels=1))
     with pytest.raises(hc.errors.ResultError, match=r"float32\[3\]"):
-        layer.rows([(np.array([1, 0, 1, 1], bool), X, Y)], Site())
+        layer.rows([(np.array([1, 0, 1, 1], bool), X, Y)], RowContext())
 
 
 @pytest.mark.parametrize("mask", [[1, 0, 1, 1], [0, 0, 0, 0]])
 def test_unmasked_tap(mask):
     inner, batch = Inner(), [((True, True, False), 4)]
-    assert UnmaskedTap(inner, batch).rows([(np.array(mask, bool), X, 5)], Site()) == [
-        ()
-    ]
+    assert UnmaskedTap(inner, batch).rows(
+        [(np.array(mask, bool), X, 5)], RowContext()
+    ) == [()]
     assert len(inner.given) == any(mask)
     for x, y in inner.given:
         np.testing.assert_array_equal(x, X[np.array(mask, bool)])

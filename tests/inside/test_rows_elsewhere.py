@@ -42,7 +42,7 @@ def test_what_a_run_is_where_it_is_sent(monkeypatch):
     rows = [((0.5,), {}), ((0.2,), {})]
     of = on_executor.OnExecutor(layer.Bound(fails, workers.ThreadSettings.here()))
     with ThreadPool(1) as pool:
-        run = on_executor._RowsThere(of, pool, rows, layer.Site())
+        run = on_executor._RowsThere(of, pool, rows, layer.RowContext())
     sent = pickle.dumps((run, (0, None, None), fails, rows))
     assert pickle.loads(sent)[0] is run
     monkeypatch.setattr(on_executor, "_runs", on_executor._PickledRuns())

@@ -176,7 +176,7 @@ def test_what_tests_import_by_name_has_one_name():
 def test_tools_use_public_names_only(name):
     private = {i for i in own_imports(modules()[name]) if i.startswith("_")}
     # By it hostcall knows its own callables, and asks them why they can't be exported.
-    # `call_counted` is a call with an option that only hc.watch has. `Owned` is what a
+    # `call_counted` is a call with an option that only hc.watch has. `PerProcess` is what a
     # forked child starts anew: one hook does that for all. Names that are gone are
     # refused in one way, and so are misspelt options. Threads and waits of all wings
     # have one form. `hc.observe` has the door rewrite programs. An error of `errors` is

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import HostCode, OfArguments, handle
 from hostcall._core.mistakes import check_function, parse_mask
@@ -37,7 +37,7 @@ from hostcall._core.said_results import (
     over_leading_axes,
     rule_of,
 )
-from hostcall._core.source import look, name_of, users_place
+from hostcall._core.source import inspect_callable, name_of, users_place
 from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
 from hostcall._primitives.make import make
 
@@ -266,7 +266,7 @@ def call(
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
     whole = Static(code), *trees, how, users_place(fn), policy
-    callback = Callback(*whole, looked=seen if code is fn else None)
+    callback = CallSpec(*whole, looked=seen if code is fn else None)
     return results.unflatten(make(callback, operands, mask))
 
 
@@ -328,11 +328,11 @@ def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     `hc.current().execution` is then the number of executions of this place on its
     device, whether or not `where` was True.
     """
-    seen = look(fn)
+    seen = inspect_callable(fn)
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     how = CallOptions(order="unordered", counted=True)
-    callback = Callback(
+    callback = CallSpec(
         Static(fn), template, _NO_RESULT, (), how, users_place(fn), looked=seen
     )
     make(callback, operands, parse_mask(where, seen.name))

@@ -13,7 +13,7 @@ from hostcall._api.tap import FACE, tap
 from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
-from hostcall._core.options import HERE, On, Rows, WhenFull
+from hostcall._core.options import LOCAL_ONLY, On, Rows, WhenFull
 from hostcall._core.order import Order
 from hostcall._core.spec import Static
 
@@ -141,7 +141,7 @@ class Printer(HostCode):
     travels_alone = True
 
     fmt: str
-    file: Static | None = field(metadata=HERE)
+    file: Static | None = field(metadata=LOCAL_ONLY)
     flush: bool
     end: str
     options: NumPys

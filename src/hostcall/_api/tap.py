@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from hostcall._core import mistakes
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import check_function, parse_mask
 from hostcall._core.options import (
@@ -262,7 +262,7 @@ def prepare(
     flagged = always is not None and how.thinned  # else nothing is left out
     if flagged:
         operands.append(always)
-    callback = Callback(
+    callback = CallSpec(
         Static(fn), template, _NO_RESULT, (), how, users_place(), looked=seen
     )
     masked = where is not None

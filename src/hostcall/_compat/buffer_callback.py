@@ -15,7 +15,7 @@ from hostcall._compat.pure_and_io import (
     raw_keys,
     trees_of,
 )
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError, conflict, wrong
 from hostcall._core.mistakes import check_function
 from hostcall._core.options import WHOLE, CallOptions, check
@@ -182,7 +182,7 @@ def make_params(
     """The parameters of an equation that calls `callback`; `others` are the rest."""
     avals = trees[1].avals
     fills = (None,) * len(avals)
-    whole = Callback(Static(callback), *trees, fills, options, place)
+    whole = CallSpec(Static(callback), *trees, fills, options, place)
     return BufferParams(callback=whole, avals=avals, masked=False, **others)
 
 

@@ -164,9 +164,9 @@ def emit_python_callback(
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
     if not _jax.is_served(ctx) or options.get("partitioned"):
         options |= {"has_side_effect": has_side_effect, "sharding": sharding}
-        return _jax.emit_python_callback(
+        return _jax.emit_python_callback(  # type: ignore[no-any-return]
             ctx, callback, token, operands, operand_avals, result_avals, **options
-        )  # type: ignore[no-any-return]
+        )
     avals = _jax.physical_avals(result_avals)
     params = make_params(
         "io" if has_side_effect else "pure",

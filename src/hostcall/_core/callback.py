@@ -9,7 +9,7 @@ from typing import Any
 
 from hostcall import _jax
 from hostcall._core.options import PlaceOptions, Policy
-from hostcall._core.source import Look, Place, look
+from hostcall._core.source import CallableFacts, Place, inspect_callable
 from hostcall._core.spec import Results, Static, Template
 
 # Rows of statistics and places of events have names, which live as long as the process.
@@ -20,7 +20,7 @@ _tags: dict[str, None] = {}
 
 
 @dataclass(frozen=True, repr=False)
-class Callback:
+class CallSpec:
     """A function, how it gets its arguments, and what it returns.
 
     Its hash is the function's, since JAX asks for it in each trace. Calls of a function
@@ -54,18 +54,18 @@ class Callback:
     place: Place = field(compare=False)
     policy: Policy = field(default=Policy(), hash=False)
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here, hash=False)
-    looked: InitVar[Look | None] = None
+    looked: InitVar[CallableFacts | None] = None
     function: Callable[..., Any] = field(init=False, compare=False)
-    seen: Look = field(init=False, compare=False)
+    seen: CallableFacts = field(init=False, compare=False)
     name: str = field(init=False, compare=False)
     shown: str = field(init=False, compare=False)
     lasting_tag: str | None = field(init=False, compare=False)
     counted_as: str = field(init=False, compare=False)
 
-    def __post_init__(self, looked: Look | None) -> None:
+    def __post_init__(self, looked: CallableFacts | None) -> None:
         function = self.fn.value
         tag = self.options.tag
-        seen = looked or look(function)
+        seen = looked or inspect_callable(function)
         if tag is not None and len(_tags) < _MOST_TAGS:
             _tags[tag] = None
         vars(self).update(function=function, seen=seen, name=seen.name)

@@ -19,7 +19,7 @@ from typing import Any
 
 from hostcall import _native
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall._core.wait import over, wait
 
 
@@ -49,7 +49,7 @@ def start(thread: threading.Thread, what: str) -> threading.Thread:
         ) from None
 
 
-class Service(Owned):
+class Service(PerProcess):
     """A thread that lives as long as the process. A forked child starts its own.
 
     Attributes:
@@ -111,7 +111,7 @@ class Pool(futures.ThreadPoolExecutor):
         return contextvars.Context().run(super().submit, fn, *args, **kwargs)
 
 
-class DaemonPool(Owned, futures.Executor):
+class DaemonPool(PerProcess, futures.Executor):
     """A pool of daemon threads. A forked child gets new ones.
 
     A ThreadPoolExecutor takes nothing more when the main thread has ended, though

@@ -46,7 +46,7 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall._jax.types import Device
 
 _FAILURES_KEPT = 1024
@@ -170,7 +170,7 @@ class _Ledger:
         return any(error and failures.number_in(error) == number for error in found)
 
 
-class _Threads(Owned):
+class _Threads(PerProcess):
     """
     Attributes:
         local: its `ledger` and `reports` (of barriers) are the thread's own; its

@@ -24,7 +24,7 @@ from hostcall._core.signatures import (
     takes,
     without_types,
 )
-from hostcall._core.source import Look, look, name_of, users_frame
+from hostcall._core.source import CallableFacts, inspect_callable, name_of, users_frame
 from hostcall._core.spec import Static
 
 
@@ -291,7 +291,7 @@ def check_callable(fn: object, usage: str) -> None:
 
 def check_function(
     fn: Any, usage: str, awaits: bool = False, returns: bool = True
-) -> Look:
+) -> CallableFacts:
     """Returns what is known of a function; refuses what is not a plain one.
 
     Calling a coroutine or generator function runs none of its code.
@@ -308,7 +308,7 @@ def check_function(
         made = handle(each)
         if made is not None and (why := made._why_not()):
             raise SpecError(why, code="hc-result-spec")
-    seen = look(fn)
+    seen = inspect_callable(fn)
     if seen.awaits and not awaits:
         refuse_coroutines(fn)
     if seen.yields:
@@ -330,7 +330,7 @@ def check_function(
 
 def refuse_coroutines(fn: Any) -> None:
     """Refuses a coroutine function where nothing would await what it returns."""
-    seen = look(fn)
+    seen = inspect_callable(fn)
     if seen.awaits:
         name = seen.name
         raise SpecError(

@@ -127,7 +127,7 @@ _KEY = "key"
 _STAYS = "stays"
 # Of a field that says where a program runs, not what it is: two programs that differ in
 # it may have one key, and it stays in the process.
-HERE = types.MappingProxyType({_KEY: False, _STAYS: True})
+LOCAL_ONLY = types.MappingProxyType({_KEY: False, _STAYS: True})
 
 
 def option(
@@ -190,7 +190,7 @@ class PlaceOptions:
     order: Order = option(choice(*ORDERS), "pure")
     arrays: AnyArrays = option(choice("numpy", "jax", "dlpack", "cuda"), "numpy")
     tag: str | None = option(_TEXT)
-    sharding: Sharding | None = field(default=None, metadata=HERE)
+    sharding: Sharding | None = field(default=None, metadata=LOCAL_ONLY)
 
     lend = _OWNED  # a field of calls
     collected = _UNSEEN  # the tag under which collectors see what it gets
@@ -266,7 +266,7 @@ class TapOptions(PlaceOptions):
     )
     batch: int | None = option(count("the most taps that a call gets"))
     # 2 executions are not 2.0 seconds, though the numbers are equal.
-    _kind_of_every: type = field(init=False, repr=False, metadata=HERE)
+    _kind_of_every: type = field(init=False, repr=False, metadata=LOCAL_ONLY)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kind_of_every", type(self.every))

@@ -21,21 +21,21 @@ from hostcall._core.errors import HostcallError
 
 logger = logging.getLogger("hostcall")
 
-T = TypeVar("T", bound="Owned")
+T = TypeVar("T", bound="PerProcess")
 Made = TypeVar("Made")
 
 
-class Owned:
+class PerProcess:
     """All of its state is made by `__init__`, which takes nothing, or by `renew`."""
 
     # By id. A dict is changed, and its values are copied, in single steps, with the GIL
     # and without: no lock, which a fork could leave locked.
-    _living: ClassVar[dict[int, weakref.ref[Owned]]] = {}
+    _living: ClassVar[dict[int, weakref.ref[PerProcess]]] = {}
 
     def __init__(self) -> None:
         """Called last, by the `__init__` of each kind: others may look at it now."""
         number = id(self)
-        living = Owned._living  # a module's names are None at the end
+        living = PerProcess._living  # a module's names are None at the end
         living[number] = weakref.ref(self, lambda _: living.pop(number, None))
 
     def renew(self) -> None:
@@ -45,7 +45,7 @@ class Owned:
         type(self).__init__(self)
 
 
-class Guarded(Owned):
+class Guarded(PerProcess):
     """Has a lock, which a forked child makes anew; the rest of the state stays.
 
     It is reentrant, since a signal handler may come while this thread holds it.
@@ -61,7 +61,7 @@ class Guarded(Owned):
 
 def living(kind: type[T]) -> list[T]:
     """What there is of a kind in this process, the oldest first."""
-    owners = [reference() for reference in list(Owned._living.values())]
+    owners = [reference() for reference in list(PerProcess._living.values())]
     return [owner for owner in owners if isinstance(owner, kind)]
 
 
@@ -70,7 +70,7 @@ def renew_all() -> None:
 
     One that fails is logged: the others must not keep locks of the parent's for it.
     """
-    for owner in living(Owned):
+    for owner in living(PerProcess):
         try:
             owner.renew()
         except Exception:

@@ -72,7 +72,7 @@ def users_frame() -> types.FrameType:
     return frame
 
 
-class Look(NamedTuple):
+class CallableFacts(NamedTuple):
     """What hostcall knows of a callable, of which nothing has run.
 
     Attributes:
@@ -111,8 +111,8 @@ _ROUTINES = (
 )
 
 
-def look(fn: Any) -> Look:
-    """Looks at a callable; see `Look`. Other objects have a name, and nothing else."""
+def inspect_callable(fn: Any) -> CallableFacts:
+    """What a callable is. Other objects have a name, and nothing else."""
     code: types.CodeType | None
     if type(fn) is types.FunctionType:  # most are; eager calls look each time
         name = fn.__qualname__
@@ -129,7 +129,7 @@ def look(fn: Any) -> Look:
         told = ours.source()
     if not told and code is not None:
         told = f"{name} ({code.co_filename}:{code.co_firstlineno})"
-    return Look(name, code, awaits, yields, told or name, ours)
+    return CallableFacts(name, code, awaits, yields, told or name, ours)
 
 
 def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
@@ -182,7 +182,7 @@ def _is_written_in_c(fn: Any) -> bool:
 
 def name_of(fn: Any) -> str:
     """The name by which messages call it."""
-    return look(fn).name
+    return inspect_callable(fn).name
 
 
 def closed_over(fn: types.FunctionType) -> dict[str, Any]:
@@ -210,4 +210,4 @@ def is_anonymous(fn: Function) -> bool:
 
 def is_jaxs(fn: Function) -> bool:
     """Whether this function is JAX's own code."""
-    return look(fn).place.file.startswith(_JAX)
+    return inspect_callable(fn).place.file.startswith(_JAX)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from hostcall import _native
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.process import Guarded
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters, Lend
@@ -51,7 +51,7 @@ class _Costs(Guarded):
         self.barrier_seconds = 0.0
         super().__init__()
 
-    def counters_of(self, callback: Callback) -> Counters:
+    def counters_of(self, callback: CallSpec) -> Counters:
         """The counters of all calls with one tag, or of all functions of one `def`."""
         with self.lock:
             return self.counters[callback.counted_as]

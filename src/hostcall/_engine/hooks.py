@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from hostcall._core import coerce, dispatched, errors, failures, frames
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._engine.placement import Placement
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CallHooks:
     def __init__(self, equation: Any, placement: Placement) -> None:
         self.equation = equation
         self.placement = placement
-        self.callback: Callback = equation.callback
+        self.callback: CallSpec = equation.callback
         self.name = self.callback.name
         self.place = self.callback.place
 

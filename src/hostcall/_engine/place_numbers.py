@@ -12,7 +12,7 @@ import itertools
 from typing import NamedTuple
 
 from hostcall import _native
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.source import Place
 
 
@@ -34,7 +34,7 @@ class _Places:
         self._named: dict[int, Named] = {}
         self._next = itertools.count(1)
 
-    def number_of(self, callback: Callback) -> int:
+    def number_of(self, callback: CallSpec) -> int:
         """The number of a call's place."""
         key = Named(callback.lasting_tag or callback.name, callback.place)
         found = self._numbers.get(key)

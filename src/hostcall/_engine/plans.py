@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.spec import packed_bits, widened
 from hostcall._engine.counters import costs
@@ -21,7 +21,7 @@ from hostcall._engine.placement import Placement
 from hostcall._engine.placing import hosted
 from hostcall._native import Inside, ResultForm
 from hostcall._policies.layer import Choices
-from hostcall._policies.stack import Entries, entries, unflattened
+from hostcall._policies.stack import EngineFunctions, entries, unflattened
 from hostcall._runtime import host_device
 
 Converter: TypeAlias = Callable[[Any], Any]
@@ -154,14 +154,14 @@ def _called(
         converters = _converters(hooks, shapes)
     layered = compressed or callback.seen.awaits or callback.policy.layered
     if hooks.placement.called_by_other_process:
-        called = Entries(_nothing, ResultForm.NOTHING, plain=True)
+        called = EngineFunctions(_nothing, ResultForm.NOTHING, plain=True)
         native["feed"] = None  # its items are taken there
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
-        called = Entries(equation.bare(), ResultForm.IGNORED)
+        called = EngineFunctions(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
         called = entries(_choices(hooks, guard, converters, compressed, native["form"]))
     else:
-        called = Entries(direct(callback), native["form"])
+        called = EngineFunctions(direct(callback), native["form"])
     job = hooks.placement.job
     if job is not None:  # refused after a failure of a program over processes
         runner = called.runner and job.until_failure(called.runner)
@@ -249,7 +249,7 @@ def _nothing() -> None:
 # A stack costs 2.8 us a call, one closure 1.4, the function itself 0.13.
 
 
-def direct(callback: Callback) -> Callable[..., Any]:
+def direct(callback: CallSpec) -> Callable[..., Any]:
     """The user's function itself, if it gets each array as an argument."""
     whole = callback.function
     options = callback.options

@@ -18,7 +18,7 @@ import types
 from typing import Any, NamedTuple
 
 from hostcall._core.host_code import handle, is_partial, text_of, wrapped
-from hostcall._core.source import is_anonymous, look, users_frame
+from hostcall._core.source import inspect_callable, is_anonymous, users_frame
 
 
 class Statement(NamedTuple):
@@ -73,7 +73,7 @@ def _kind(thing: Any) -> tuple[object, ...]:
     found = (*name, text_of(named, "__module__"), named.__qualname__)
     if not is_anonymous(core):
         return found
-    place = look(core).place
+    place = inspect_callable(core).place
     return (*found, place.file, place.line)
 
 

@@ -14,18 +14,18 @@ from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function
 from hostcall._core.options import Policy
 from hostcall._core.registered import Name
-from hostcall._core.source import Place, look, name_of
+from hostcall._core.source import Place, inspect_callable, name_of
 from hostcall._export import records, registry
 from hostcall._export.structures import CODEC
 from hostcall._host_function.rules import RULES, Kind
-from hostcall._host_function.site import CallSite
-from hostcall._host_function.steps import Steps
+from hostcall._host_function.site import BoundHostCall
+from hostcall._host_function.steps import RuleCall
 
 
 @dataclass(frozen=True)
 class StepsRecord:
-    """Host code of a HostFunction: its name, and what travels of its `CallSite` and of
-    its `Steps`; JSON, if it was read.
+    """Host code of a HostFunction: its name, and what travels of its `BoundHostCall` and of
+    its `RuleCall`; JSON, if it was read.
     """
 
     registered: tuple[str, int]
@@ -33,7 +33,7 @@ class StepsRecord:
     steps: Json
 
 
-def record_of(steps: Steps, _: bool) -> StepsRecord:
+def record_of(steps: RuleCall, _: bool) -> StepsRecord:
     site = steps.site
     name = records.name_of(
         site.function,
@@ -46,13 +46,15 @@ def record_of(steps: Steps, _: bool) -> StepsRecord:
     return StepsRecord(name, site, steps)
 
 
-def read(given: Json) -> tuple[Steps, Policy]:
+def read(given: Json) -> tuple[RuleCall, Policy]:
     code: StepsRecord = CODEC.decode(given, StepsRecord, "host code")
-    parts = CODEC.fields(code.steps, Steps)
+    parts = CODEC.fields(code.steps, RuleCall)
     function = _function(Name(*code.registered), parts["kind"])
     place = Place("a loaded program", 0, function.__name__)
-    site = CallSite(function, place=place, **CODEC.fields(code.site, CallSite))
-    steps = Steps(site, **parts)
+    site = BoundHostCall(
+        function, place=place, **CODEC.fields(code.site, BoundHostCall)
+    )
+    steps = RuleCall(site, **parts)
     return steps, steps.how()[1]
 
 
@@ -65,7 +67,7 @@ def _function(name: Name, kind: Kind) -> Any:
     if not is_function(function):
         raise LoadError(
             f"hostcall: the program calls {name} as a hc.host function, and here"
-            f" {name_of(function)} ({look(function).source}) is registered, which is a"
+            f" {name_of(function)} ({inspect_callable(function).source}) is registered, which is a"
             " plain function. Register the result of hc.host"
         )
     needs, _ = RULES[kind]

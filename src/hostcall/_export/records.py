@@ -24,13 +24,13 @@ from typing import Annotated, Any, Literal
 
 from hostcall import _jax
 from hostcall._core import options
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.codec import Json, Malformed, Natural, NotPortable
 from hostcall._core.errors import LoadError
 from hostcall._core.host_code import is_function, own
 from hostcall._core.options import CallOptions, PlaceOptions, Policy
 from hostcall._core.registered import Name, names
-from hostcall._core.source import Place, look
+from hostcall._core.source import Place, inspect_callable
 from hostcall._core.spec import Results, Static, Template
 from hostcall._engine.params.equation import Equation
 from hostcall._export import registry
@@ -50,7 +50,7 @@ class CallRecord:
         equation: the kind of equation, its class's `name`.
         function: the kind of function, and what says which of that kind.
         operands: the avals of the equation's operands.
-        template, results, fills: as in `Callback`.
+        template, results, fills: as in `CallSpec`.
         avals: of one row's results.
         params, options: of the equation and of its place. In a record that was read
             they are JSON: the kind of equation says what it should be.
@@ -59,7 +59,7 @@ class CallRecord:
         only: the ordinals of the devices that tap; empty for all.
         team: how the devices make the call together, as in `Team`.
         mesh: names of axes, their sizes, ids of devices; None without devices.
-        traced: the settings of JAX, as in `Callback`.
+        traced: the settings of JAX, as in `CallSpec`.
         place: the user's line, in an exported program.
     """
 
@@ -157,7 +157,7 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Cal
     )
 
 
-def _function_of(callback: Callback, exported: bool) -> tuple[str, object]:
+def _function_of(callback: CallSpec, exported: bool) -> tuple[str, object]:
     function = callback.function
     kind = own(function).travels_as
     if kind:
@@ -195,7 +195,7 @@ def name_of(held: object, remedy: str, code: object = None) -> Name:
     return name
 
 
-def _suggested(callback: Callback) -> str:
+def _suggested(callback: CallSpec) -> str:
     last = callback.name.rpartition(".")[2]
     return f"my_package.{last if last.isidentifier() else 'function'}"
 
@@ -231,7 +231,7 @@ def equation_of(record: CallRecord) -> Equation:
         traced = _jax.read_traced(record.traced)
         if traced is None:
             raise Malformed(f"the settings of JAX {record.traced!r}")
-    callback = Callback(
+    callback = CallSpec(
         fn=Static(function),
         template=record.template,
         results=record.results,
@@ -275,7 +275,7 @@ def _check_policy(
     record: CallRecord, how: PlaceOptions, function: object, policy: Policy
 ) -> None:
     """Refuses an equation that does not go with how its function is run here."""
-    awaits = look(function).awaits
+    awaits = inspect_callable(function).awaits
     what = options.pair_refused({**how.met(policy.at_least()), "awaits": awaits})
     if what is not None:
         raise LoadError(

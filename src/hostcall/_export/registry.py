@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hostcall._core.errors import RegistryError, SpecError, wrong
 from hostcall._core.host_code import handle
 from hostcall._core.registered import Name, names
-from hostcall._core.source import look, name_of
+from hostcall._core.source import inspect_callable, name_of
 from hostcall._export import definitions
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -188,5 +188,5 @@ def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
 def _said(thing: Any) -> str:
     shown = held_of(thing) if definitions.is_feed(thing) else thing
     name = name_of(shown)
-    source = look(shown).source
+    source = inspect_callable(shown).source
     return f"`{name}`{source.removeprefix(name)}"

@@ -28,7 +28,7 @@ from hostcall._core.host_code import (
 from hostcall._core.mistakes import parse_mask
 from hostcall._core.options import WHOLE, CallOptions, Option, Policy, check
 from hostcall._core.signatures import accepts, most_positions, signature_of
-from hostcall._core.source import look, name_of, users_place
+from hostcall._core.source import inspect_callable, name_of, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import result_specs
 from hostcall._host_function.primitives import Arrays, bind
@@ -47,7 +47,7 @@ from hostcall._host_function.rules import (
     among,
 )
 from hostcall._host_function.sendable import at_its_name, to_send
-from hostcall._host_function.site import CallSite
+from hostcall._host_function.site import BoundHostCall
 
 _WHERE = Option(
     "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
@@ -99,7 +99,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         **options: Any,
     ) -> None:
         dress(self, fn)
-        seen = look(fn)
+        seen = inspect_callable(fn)
         self.__name__ = name or seen.name.rpartition(".")[2]
         self.__qualname__ = name or seen.name
         self.fn = fn
@@ -258,7 +258,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             operands.append(parse_mask(mask, self.__name__))
         in_avals = tuple([_jax.ShapedArray(x.shape, x.dtype) for x in operands])
         nondiff = self.nondiff and among(self.nondiff, len(args))
-        site = CallSite(self, template, in_avals, results, nondiff, fills, place)
+        site = BoundHostCall(self, template, in_avals, results, nondiff, fills, place)
         found: Arrays = []
         if self.options.order != "pure":  # no derivatives, and no primitives
             found = site.run(operands, self.rules.batch)
@@ -469,7 +469,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 raise SpecError(
                     f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
                 )
-            seen = look(rule)
+            seen = inspect_callable(rule)
             this = f"the rule `{seen.name}`"
             if seen.awaits and where == "jax":
                 raise SpecError(

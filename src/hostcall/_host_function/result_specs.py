@@ -20,7 +20,7 @@ from hostcall._core.said_results import lined_up
 from hostcall._core.spec import widened
 from hostcall._host_function.primitives import Arrays
 from hostcall._host_function.rules import Function, Kind, Tree, Trees, call_here
-from hostcall._host_function.trees import RuleTrees
+from hostcall._host_function.trees import ArgumentLayout
 
 tree = jax.tree_util
 
@@ -51,7 +51,7 @@ def inferred(fn: Function, avals: Trees, name: str, float64: bool) -> Tree:
 
 
 def aligned(
-    args: Arrays, site: RuleTrees, kind: Kind, method: VmapMethod
+    args: Arrays, site: ArgumentLayout, kind: Kind, method: VmapMethod
 ) -> tuple[Arrays, VmapMethod]:
     """Gives the operands of a function for items as many axes in front of these as its
     results have; an item of an elementwise function is a number.

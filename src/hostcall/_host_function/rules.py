@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.options import CallOptions, Policy
-from hostcall._core.source import look
+from hostcall._core.source import inspect_callable
 from hostcall._core.spec import Results
 from hostcall._policies.on_loop import run_one
 
@@ -151,7 +151,7 @@ class Ruled(Handle):
 
 def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
     """Calls a user's function on this thread, or on the event loop and waits."""
-    return run_one(fn, *args) if look(fn).awaits else fn(*args)
+    return run_one(fn, *args) if inspect_callable(fn).awaits else fn(*args)
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:

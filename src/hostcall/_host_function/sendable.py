@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hostcall._core.host_code import HostCode
-from hostcall._core.source import look, name_of
+from hostcall._core.source import inspect_callable, name_of
 from hostcall._host_function.rules import (
     Function,
     Kind,
@@ -111,7 +111,7 @@ class Sendable(HostCode):
         return self._fn(*args, **kwargs)
 
     def source(self) -> str:
-        return look(self._fn).source
+        return inspect_callable(self._fn).source
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         fn = self._fn

@@ -14,15 +14,15 @@ The others, and functions with several rules, go through `host_jvp` (see `primit
 The way of a value and its gradient, for a `defvjp` in host code:
 
     traced    HostFunction._call flattens the arguments and binds host_function on a
-                `CallSite`
-              JAX differentiates it: `CallSite.jvp` binds host_jvp on a `Derivative`
-              JAX splits that: `Derivative.start` binds host_function on the `Steps`
+                `BoundHostCall`
+              JAX differentiates it: `BoundHostCall.jvp` binds host_jvp on a `Derivative`
+              JAX splits that: `Derivative.start` binds host_function on the `RuleCall`
                 of "forward" and leaves one on a `LinearPart`
-              JAX transposes that: `LinearPart.back` binds host_function on the `Steps`
+              JAX transposes that: `LinearPart.back` binds host_function on the `RuleCall`
                 of "backward"
-    lowered   `Steps.run` makes each of the two a call, by `make`. Without a derivative
-                `CallSite.run` does so, on the `Steps` of "value"
-    run       the engine calls `Steps.__call__`: fwd runs, and its residual goes into
+    lowered   `RuleCall.run` makes each of the two a call, by `make`. Without a derivative
+                `BoundHostCall.run` does so, on the `RuleCall` of "value"
+    run       the engine calls `RuleCall.__call__`: fwd runs, and its residual goes into
                 `residuals.store`; bwd runs on what is found there
 """
 
@@ -51,18 +51,18 @@ from hostcall._host_function.primitives import (
 )
 from hostcall._host_function.residuals import HANDLE, store
 from hostcall._host_function.rules import Function, Rule
-from hostcall._host_function.steps import Steps, TracedSteps
-from hostcall._host_function.trees import RuleTrees, pick, spread
+from hostcall._host_function.steps import RuleCall, TracedRuleCall
+from hostcall._host_function.trees import ArgumentLayout, pick, spread
 from hostcall._jax.types import Aval, TreeDef
 from hostcall._primitives.batching import Dims, batch_by_rule
 
 
 @dataclass(frozen=True, repr=False)
-class CallSite(RuleTrees):
+class BoundHostCall(ArgumentLayout):
     """A HostFunction, called with arguments of these trees."""
 
     def run(self, operands: Arrays, by_rule: Function | None = None) -> Arrays:
-        return Steps(self, "value", self.avals).run(operands, by_rule)
+        return RuleCall(self, "value", self.avals).run(operands, by_rule)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         found = self.function.rules
@@ -103,7 +103,7 @@ class CallSite(RuleTrees):
     # function again. So derivatives of any order work, and none needs `host_jvp`.
 
     @property
-    def of_tangents(self) -> CallSite:
+    def of_tangents(self) -> BoundHostCall:
         """The same function with tangents for its linear arguments. Fills have none."""
         return replace(self, fills=(None,) * len(self.avals)) if self.masked else self
 
@@ -144,7 +144,7 @@ class Transpose(Linear):
     cotangents of the results.
     """
 
-    site: CallSite
+    site: BoundHostCall
     n: int
     avals: tuple[Aval, ...] = field(compare=False)
 
@@ -152,7 +152,7 @@ class Transpose(Linear):
         return f"{self.site.name}'s transpose"
 
     def run(self, operands: Arrays) -> Arrays:
-        code = Steps(self.site, "transpose", self.avals, self.site.diff)
+        code = RuleCall(self.site, "transpose", self.avals, self.site.diff)
         return code.called(operands)
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
@@ -178,7 +178,7 @@ class Derivative(Pair):
         nz: for each array of the arguments, whether it has a tangent.
     """
 
-    value: RuleTrees
+    value: ArgumentLayout
     n: int
     nz: tuple[bool, ...]
     avals: tuple[Aval, ...] = field(compare=False)
@@ -189,7 +189,7 @@ class Derivative(Pair):
         jvp = function.rules.jvp
         alone = function.options.lend == "out"
         if jvp and (jvp.where == "jax" or not alone):
-            return Steps(site, "both", self.avals, self.nz).called(operands)
+            return RuleCall(site, "both", self.avals, self.nz).called(operands)
         outs, consts, linear = self.start(operands[: self.n], False)
         return [*outs, *linear.run([*consts, *operands[self.n :]])]
 
@@ -226,7 +226,7 @@ class LinearPart(Linear):
         template: the tree of the residuals of JAX code.
     """
 
-    site: RuleTrees
+    site: ArgumentLayout
     tree: TreeDef
     n: int
     avals: tuple[Aval, ...] = field(compare=False)
@@ -240,7 +240,7 @@ class LinearPart(Linear):
         args, outs, residuals = self.tree.unflatten(operands[: self.n])
         tangents = operands[self.n :]
         if found.jvp:
-            code = Steps(site, "jvp", self.avals, self.nz)
+            code = RuleCall(site, "jvp", self.avals, self.nz)
             return code.called([*args, *tangents, *outs])
         if found.jacobian:
             there = self.ready and found.vjp is None
@@ -263,7 +263,7 @@ class LinearPart(Linear):
                 take = False
                 _forget_with(residuals[0])
             avals = tuple(pick(site.in_avals, self.nz))
-            code = Steps(site, "backward", avals, self.nz, take)
+            code = RuleCall(site, "backward", avals, self.nz, take)
             return code.called([*args, *residuals, *cotangents], template)
         if found.jacobian:
             blocks = residuals if self.ready else jacobian(site, args)
@@ -277,16 +277,16 @@ class LinearPart(Linear):
 
 
 def _forward(
-    site: RuleTrees, vjp: Rule, args: Arrays
+    site: ArgumentLayout, vjp: Rule, args: Arrays
 ) -> tuple[Arrays, Arrays, Template | None]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
     n = len(site.avals)
     if vjp.where == "jax":
-        traced = TracedSteps(site, "forward", site.avals)
+        traced = TracedRuleCall(site, "forward", site.avals)
         found = traced.trace(args)
         return found[:n], found[n:], traced.template
     avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
-    steps = Steps(site, "forward", (*site.avals, *avals))
+    steps = RuleCall(site, "forward", (*site.avals, *avals))
     found = bind(args, steps)
     if vjp.keeps_objects and not isinstance(found[n], jax.core.Tracer):
         _forget_with(found[n])
@@ -309,12 +309,12 @@ def _forget_with(handle: jax.Array) -> None:
 # out.shape + in.shape.
 
 
-def jacobian(site: RuleTrees, args: Arrays) -> Arrays:
-    """The blocks for a `site.CallSite` at these arguments."""
-    return Steps(site, "jacobian", site.jacobian_avals).called(args)
+def jacobian(site: ArgumentLayout, args: Arrays) -> Arrays:
+    """The blocks for a `site.BoundHostCall` at these arguments."""
+    return RuleCall(site, "jacobian", site.jacobian_avals).called(args)
 
 
-def push(jacobian: Arrays, site: RuleTrees, nz: Flags, tangents: Arrays) -> Arrays:
+def push(jacobian: Arrays, site: ArgumentLayout, nz: Flags, tangents: Arrays) -> Arrays:
     """The tangents of the results, J t, for the tangents of the arrays that `nz` marks.
 
     JAX transposes it for reverse mode.

@@ -1,12 +1,13 @@
 """Host code of a HostFunction: the function itself, or one of its rules.
 
-In a program it is a `Steps`, a `Value` that lowers to a call. The engine calls the same
-`Steps` when the program runs: it puts the trees together, calls the user's function,
-takes apart what that returned, and checks it. The call in the middle may run on another
-thread, in another process or on another machine (`executor=`); see `sendable`. A
-residual that it computes comes back here, since the next call may go to another worker.
+In a program it is a `RuleCall`, a `Value` that lowers to a call. The engine calls the
+same `RuleCall` when the program runs: it puts the trees together, calls the user's
+function, takes apart what that returned, and checks it. The call in the middle may run
+on another thread, in another process or on another machine (`executor=`); see
+`sendable`. A residual that it computes comes back here, since the next call may go to
+another worker.
 
-Rules in JAX code take the same steps while a program is traced: `TracedSteps`.
+Rules in JAX code take the same steps while a program is traced: `TracedRuleCall`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.host_code import HostCode, TakesMask
-from hostcall._core.options import HERE, WHOLE, CallOptions, Policy
-from hostcall._core.source import Look, look
+from hostcall._core.options import LOCAL_ONLY, WHOLE, CallOptions, Policy
+from hostcall._core.source import CallableFacts, inspect_callable
 from hostcall._core.spec import (
     Results,
     Static,
@@ -56,7 +57,7 @@ from hostcall._host_function.rules import (
     forward_pair,
 )
 from hostcall._host_function.sendable import Sendable, to_send
-from hostcall._host_function.trees import Positions, RuleTrees, pick, spread
+from hostcall._host_function.trees import ArgumentLayout, Positions, pick, spread
 from hostcall._jax.types import Aval
 from hostcall._policies.layer import same
 from hostcall._primitives.make import make
@@ -79,7 +80,7 @@ _LIKE_ARGUMENT = (
 
 
 @dataclass(frozen=True, repr=False)
-class Steps(HostCode, Value):
+class RuleCall(HostCode, Value):
     """One piece of host code. It is compared by what it is made of, so that JAX's
     caches hit.
 
@@ -105,16 +106,16 @@ class Steps(HostCode, Value):
     travels_as: ClassVar[str] = "host"
     traced: ClassVar[bool] = False  # whether JAX traces the rule
 
-    site: RuleTrees = field(metadata=HERE)
+    site: ArgumentLayout = field(metadata=LOCAL_ONLY)
     kind: Kind
     avals: tuple[Aval, ...] = field(compare=False)
     nz: tuple[bool, ...] = ()
     take: bool = True
-    rule: Rule = field(init=False, compare=False, metadata=HERE)
-    code: Function = field(init=False, compare=False, metadata=HERE)
-    seen: Look = field(init=False, compare=False, metadata=HERE)
-    sent: Function = field(init=False, compare=False, metadata=HERE)
-    n: int = field(init=False, compare=False, metadata=HERE)
+    rule: Rule = field(init=False, compare=False, metadata=LOCAL_ONLY)
+    code: Function = field(init=False, compare=False, metadata=LOCAL_ONLY)
+    seen: CallableFacts = field(init=False, compare=False, metadata=LOCAL_ONLY)
+    sent: Function = field(init=False, compare=False, metadata=LOCAL_ONLY)
+    n: int = field(init=False, compare=False, metadata=LOCAL_ONLY)
 
     def __post_init__(self) -> None:
         function = self.site.function
@@ -128,9 +129,9 @@ class Steps(HostCode, Value):
             called += [function.fn, *there(rule.each)]
         elif kind == "backward":  # runs it if its residual was dropped
             called.append(rule.fn)
-        looks = list(map(look, called))
+        looks = list(map(inspect_callable, called))
         awaits = rule.where == "host" and True in [each.awaits for each in looks]
-        seen = Look(looks[0].name, None, awaits, False, looks[0].source)
+        seen = CallableFacts(looks[0].name, None, awaits, False, looks[0].source)
         first = kind not in ("transpose", "backward") or rule.keeps_objects
         n = self.site.n if first else 0
         vars(self).update(rule=rule, code=code, seen=seen, sent=sent, n=n)
@@ -142,10 +143,10 @@ class Steps(HostCode, Value):
     # --- In a program ----------------------------------------------------------------
 
     def called(self, operands: Arrays, template: Template | None = None) -> Arrays:
-        """The results of a rule, host code or not; for `template` see `TracedSteps`."""
+        """The results of a rule; for `template` see `TracedRuleCall`."""
         if self.rule.where == "host":
             return bind(operands, self)
-        return TracedSteps(
+        return TracedRuleCall(
             self.site, self.kind, self.avals, self.nz, template=template
         ).trace(operands)
 
@@ -174,7 +175,7 @@ class Steps(HostCode, Value):
             how = replace(how, vmap_method=method)
         given = Static(self), *trees, fills, how, site.place, policy
         looked = self.seen._replace(own=self)
-        return make(Callback(*given, looked=looked), operands, mask)
+        return make(CallSpec(*given, looked=looked), operands, mask)
 
     def _of_results(self, own: Sequence[T] | None) -> tuple[T | None, ...]:
         """One entry for each result of the call: from those for the function's results
@@ -391,7 +392,7 @@ class Steps(HostCode, Value):
         if found:
             return back, (residual, *more), pulled
         # The forward rule again, as the store has dropped its residual.
-        source = look(site.function.fn).source
+        source = inspect_callable(site.function.fn).source
         store.warn(handle, site.name, source, site.place)
         sent = (
             self._code("forward"),
@@ -460,7 +461,7 @@ _OF_NUMPY = (
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TracedSteps(Steps):
+class TracedRuleCall(RuleCall):
     """A rule in JAX code. It runs for every row, whatever the mask is.
 
     Attributes:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
-from hostcall._core.options import HERE
+from hostcall._core.options import LOCAL_ONLY
 from hostcall._core.source import Place
 from hostcall._core.spec import Results, Static, Template
 from hostcall._host_function.primitives import Arrays, Tangents, Value
@@ -38,10 +38,10 @@ Positions: TypeAlias = Sequence[int] | None
 
 
 @dataclass(frozen=True)
-class RuleTrees(Value):
+class ArgumentLayout(Value):
     """How flat arrays become the arguments of rules, and rules' results flat arrays.
 
-    `site.CallSite` says how the derivatives of such a call are made.
+    `site.BoundHostCall` says how the derivatives of such a call are made.
 
     Attributes:
         function: the HostFunction, compared by identity.
@@ -54,13 +54,13 @@ class RuleTrees(Value):
         place: the user's line.
     """
 
-    function: Ruled = field(metadata=HERE)
+    function: Ruled = field(metadata=LOCAL_ONLY)
     template: Template
     in_avals: tuple[Aval, ...]
     results: Results
     nondiff: tuple[int, ...]
     fills: tuple[bytes | None, ...] | None
-    place: Place = field(compare=False, metadata=HERE)
+    place: Place = field(compare=False, metadata=LOCAL_ONLY)
 
     @property
     def name(self) -> str:

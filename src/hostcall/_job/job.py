@@ -49,7 +49,7 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import failures
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import Owned, once, refusal
+from hostcall._core.process import PerProcess, once, refusal
 from hostcall._core.wait import seen, wait
 from hostcall._job import answers
 from hostcall._job.after_failure import Failures
@@ -64,7 +64,7 @@ _HERE = "hostcall/here/"  # a key for each process that has come here
 _END = "hostcall/end/"
 
 
-class Job(Owned):
+class Job(PerProcess):
     """One process's part in the job.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any
 from hostcall._core.daemon import limited
 from hostcall._core.source import PACKAGE
 from hostcall._core.wait import ended, result_of, wait
-from hostcall._policies.layer import Bound, Row, Site
+from hostcall._policies.layer import Bound, Row, RowContext
 from hostcall._runtime import workers
 
 
@@ -26,7 +26,7 @@ class Here:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
 
-    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+    def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
         return [self._fn(*args, **kwargs) for args, kwargs in rows]
 
 
@@ -42,7 +42,7 @@ class OnThread:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
 
-    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+    def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
         bound = self._bound
         here = site.here()
         worker = list[int]()

@@ -6,10 +6,10 @@ leaves the rest to the layer inside it. `stack.entries` puts them together.
 
 What holds for each layer
   * An error is the first failing row's, by row order. What runs rows at the same time
-    tells the site which that was (`Site.failed`).
+    tells the site which that was (`RowContext.failed`).
   * No row is kept: rows may be views of XLA's memory.
   * A layer does not change once it is made: several threads are in it at the same time.
-    What belongs to one execution is in locals and in its `Site`.
+    What belongs to one execution is in locals and in its `RowContext`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import jax
 import numpy as np
 
 from hostcall import _native
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.host_code import own
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall._core.source import name_of
 from hostcall._native import ResultForm
 from hostcall._runtime import context, flights, running
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class Layer(Protocol[Given, Result]):
-    def rows(self, rows: Sequence[Given], site: Site) -> list[Result]: ...
+    def rows(self, rows: Sequence[Given], site: RowContext) -> list[Result]: ...
 
 
 class Runs(Layer[Row, Any], Protocol):
@@ -61,7 +61,7 @@ Body = Layer[Leaves, Any]  # called with leaves, the function's results
 Inner = Layer[Leaves, Flat]  # plain arrays in, plain arrays out
 
 
-class Site(NamedTuple):
+class RowContext(NamedTuple):
     """One execution. Made on the thread that is in the call.
 
     Attributes:
@@ -119,7 +119,7 @@ class Choices(NamedTuple):
             operand has its axis, and its size.
     """
 
-    callback: Callback
+    callback: CallSpec
     results: ChecksResults
     device: Any = None
     guard: Any = None
@@ -135,7 +135,7 @@ class Choices(NamedTuple):
     batch: Sequence[tuple[Sequence[bool], int]] = ()
 
 
-class Shared(Owned):
+class Shared(PerProcess):
     """What several calls share, while one of them has it."""
 
     def __init__(self) -> None:

@@ -36,11 +36,11 @@ from hostcall import _jax
 from hostcall._core import config
 from hostcall._core.daemon import DaemonPool
 from hostcall._core.errors import CallTimeoutError
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
-from hostcall._policies.layer import Bound, Row, Site
+from hostcall._policies.layer import Bound, Row, RowContext
 from hostcall._runtime import workers
 
 _CHUNKS = 4  # for each worker
@@ -78,7 +78,7 @@ class OnExecutor:
         self.once = once
         self.sends = pool is not None and executors.sends(pool)
 
-    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+    def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
         pool = _default if self.pool is None else self.pool
         if pool is not _default or not _thread.in_pool:
             return _RowsThere(self, pool, rows, site).values()
@@ -115,7 +115,7 @@ class _RowsThere:
     """
 
     def __init__(
-        self, of: OnExecutor, pool: Any, rows: Sequence[Row], site: Site
+        self, of: OnExecutor, pool: Any, rows: Sequence[Row], site: RowContext
     ) -> None:
         self._of = of
         self._bound = of.bound
@@ -311,7 +311,7 @@ class _RowsThere:
 # --- Chunks: what is sent to an executor, and what a worker does with it --------------
 
 
-class _PickledRuns(Owned):
+class _PickledRuns(PerProcess):
     """The runs of this process, by number.
 
     The token names the process: one on another machine may have the same id.

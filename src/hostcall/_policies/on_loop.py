@@ -41,7 +41,7 @@ from hostcall._core.host_code import own
 from hostcall._core.source import PACKAGE, name_of
 from hostcall._core.spec import Static
 from hostcall._core.wait import SLOW, wait
-from hostcall._policies.layer import Bound, Current, Row, Site, apply, shared
+from hostcall._policies.layer import Bound, Current, Row, RowContext, apply, shared
 from hostcall._runtime import loop as loops
 from hostcall._runtime import workers
 
@@ -77,7 +77,7 @@ class OnLoop:
         mine = own(bound.fn)
         self.lane = Static(mine.lane() if mine is bound.fn else bound.fn)
 
-    def rows(self, rows: Sequence[Row], site: Site) -> list[Any]:
+    def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
         loop = free_loop(self.bound.fn)
         here = site.here()
         part, there, finish = self.bound.split(rows)
@@ -117,7 +117,7 @@ def run_one(fn: Callable[..., Any], *args: Any) -> Any:
     The settings of host code are those of this thread, and so is `hc.current()`.
     """
     run = OnLoop(Bound(fn, workers.ThreadSettings.here()))
-    return run.rows([(args, {})], Site())[0]
+    return run.rows([(args, {})], RowContext())[0]
 
 
 def settled(value: Any) -> Any:
@@ -184,7 +184,7 @@ class _RowTasks:
 
     # --- On the waiting thread -------------------------------------------------------
 
-    def wait(self, first: Row, site: Site) -> list[Any]:
+    def wait(self, first: Row, site: RowContext) -> list[Any]:
         try:
             self._post(self._begin)
             seconds = self._bound.timeout

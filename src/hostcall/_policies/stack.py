@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
-from hostcall._policies.layer import Body, Bound, Choices, Flat, Leaves, Row, Runs, Site
+from hostcall._policies.layer import (
+    Body,
+    Bound,
+    Choices,
+    Flat,
+    Leaves,
+    Row,
+    RowContext,
+    Runs,
+)
 from hostcall._runtime import delivery
 from hostcall._runtime.workers import ThreadSettings
 
@@ -20,7 +29,7 @@ from hostcall._runtime.workers import ThreadSettings
 # a plan has one.
 
 
-class Entries(NamedTuple):
+class EngineFunctions(NamedTuple):
     """What the engine calls.
 
     Attributes:
@@ -40,7 +49,7 @@ class Entries(NamedTuple):
     plain: bool = False
 
 
-def entries(choices: Choices) -> Entries:
+def entries(choices: Choices) -> EngineFunctions:
     """The function with its layers."""
     together = choices.grid and choices.parallel
     # Innermost is what runs the function and waits for it, so what has the limit. It
@@ -57,15 +66,15 @@ def entries(choices: Choices) -> Entries:
         layer = UnmaskedTap(layer, choices.batch) if tap else Unmasked(layer, choices)
 
     def function(*leaves: Any) -> Any:
-        return layer.rows((leaves,), Site())[0]
+        return layer.rows((leaves,), RowContext())[0]
 
     def runner(rows: list[Leaves], indices: Sequence[tuple[int, ...]]) -> list[Any]:
-        return layer.rows(rows, Site(indices))  # type: ignore[no-any-return]
+        return layer.rows(rows, RowContext(indices))  # type: ignore[no-any-return]
 
     flat = plain and not choices.tap  # one plain array for each result
     form = ResultForm.TUPLE if flat else choices.form
     several = runner if together else None
-    return Entries(function, form, several, run.sends, plain)
+    return EngineFunctions(function, form, several, run.sends, plain)
 
 
 def _runs(choices: Choices, together: bool) -> Runs:
@@ -106,11 +115,11 @@ class Trees:
         self._inner = inner
         self._unflatten = unflattened(choices.callback)
 
-    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
+    def rows(self, rows: Sequence[Leaves], site: RowContext) -> list[Any]:
         return self._inner.rows([self._unflatten(row) for row in rows], site)
 
 
-def unflattened(callback: Callback) -> Callable[[Leaves], Row]:
+def unflattened(callback: CallSpec) -> Callable[[Leaves], Row]:
     """What makes (args, kwargs) of leaves."""
     unflatten = callback.template.unflatten
     tag = callback.options.collected
@@ -136,7 +145,7 @@ class Checked:
         self._converters = choices.converters
         self._flatten = (lambda value: []) if choices.tap else choices.results.flatten
 
-    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
+    def rows(self, rows: Sequence[Leaves], site: RowContext) -> list[Flat]:
         made = [
             [
                 array if convert is None else convert(array)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hostcall._policies.layer import Body, Choices, Flat, Inner, Leaves, Site
+from hostcall._policies.layer import Body, Choices, Flat, Inner, Leaves, RowContext
 from hostcall._runtime import context
 
 
@@ -32,10 +32,10 @@ class Unmasked:
         self._avals = choices.avals
         self._fills = choices.callback.fills
 
-    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Flat]:
+    def rows(self, rows: Sequence[Leaves], site: RowContext) -> list[Flat]:
         return [self._batch(row[0], row[1:], site) for row in rows]
 
-    def _batch(self, mask: np.ndarray, arrays: Leaves, site: Site) -> Flat:
+    def _batch(self, mask: np.ndarray, arrays: Leaves, site: RowContext) -> Flat:
         levels = self._levels
         leads = [array.shape[:levels] for array in arrays]
         batch = np.broadcast_shapes(mask.shape, *leads)
@@ -90,12 +90,12 @@ class UnmaskedTap:
         self._inner = inner
         self._levels = batch
 
-    def rows(self, rows: Sequence[Leaves], site: Site) -> list[Any]:
+    def rows(self, rows: Sequence[Leaves], site: RowContext) -> list[Any]:
         for row in rows:
             self._deliver(row, site)
         return [()] * len(rows)
 
-    def _deliver(self, row: Leaves, site: Site) -> None:
+    def _deliver(self, row: Leaves, site: RowContext) -> None:
         kept = np.nonzero(self._full(0, row[0]))
         if not len(kept[0]):
             return

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hostcall import _jax
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.options import CallOptions, check
 from hostcall._core.spec import Static
 from hostcall._engine.gpu_arrays import OnDevice
@@ -55,7 +55,7 @@ bind: Callable[..., list[jax.Array]] = buffer_p.bind
 
 
 def make(
-    callback: Callback, operands: Operands, mask: jax.Array | None
+    callback: CallSpec, operands: Operands, mask: jax.Array | None
 ) -> list[jax.Array]:
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
     how = cast(CallOptions, callback.options)

@@ -25,7 +25,7 @@ import numpy as np
 
 from hostcall import _jax, _native
 from hostcall._core import errors
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import ExportError, HostcallError, SpecError
 from hostcall._core.identity import identity
 from hostcall._core.registered import names
@@ -251,7 +251,7 @@ def put(
     return attributes
 
 
-def _may_travel(callback: Callback) -> bool:
+def _may_travel(callback: CallSpec) -> bool:
     """A quick look: False if its function has no form in other processes."""
     function = callback.function
     owner = callback.policy.owner
@@ -272,7 +272,7 @@ _BY_BLOCKS = (
 )
 
 
-def refuse_export(callback: Callback, reason: str) -> NoReturn:
+def refuse_export(callback: CallSpec, reason: str) -> NoReturn:
     raise ExportError(
         f"hostcall: a program that calls `{callback.name}` (at {callback.place}) can't"
         f" be exported: {reason}"

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import jax
 
 from hostcall import _jax
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._engine.params.equation import CallParams
 from hostcall._primitives.call import bind
 from hostcall._primitives.eager import run_and_keep
 
 
 def make(
-    callback: Callback, operands: Sequence[jax.Array], mask: jax.Array | None
+    callback: CallSpec, operands: Sequence[jax.Array], mask: jax.Array | None
 ) -> list[jax.Array]:
     """Binds the call and returns one array for each leaf of its results.
 

@@ -29,8 +29,8 @@ from hostcall import _native
 from hostcall._core import config, errors, failures
 from hostcall._core.daemon import Service
 from hostcall._core.errors import HostcallError, counted
-from hostcall._core.process import Owned, starting
-from hostcall._core.source import look, name_of
+from hostcall._core.process import PerProcess, starting
+from hostcall._core.source import inspect_callable, name_of
 from hostcall._core.wait import wait
 from hostcall._runtime import lifecycle, workers
 from hostcall._runtime.lifecycle import Phase
@@ -38,7 +38,7 @@ from hostcall._runtime.lifecycle import Phase
 logger = logging.getLogger("hostcall")
 
 
-class _Taps(Owned):
+class _Taps(PerProcess):
     """
     Attributes:
         at_barrier: called at each barrier, by a forked child too.
@@ -168,7 +168,7 @@ def call_at_barrier(*, ending: bool) -> None:
         except BaseException as error:
             if not (ending or isinstance(error, Exception)):
                 raise
-            failed(name_of(fn), look(fn).place, error, ())
+            failed(name_of(fn), inspect_callable(fn).place, error, ())
 
 
 # --- Failures -------------------------------------------------------------------------

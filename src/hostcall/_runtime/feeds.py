@@ -42,7 +42,7 @@ from hostcall._core import config, failures
 from hostcall._core.daemon import Job, daemon, fulfil, start
 from hostcall._core.errors import FeedEndError, FeedError, counted
 from hostcall._core.host_code import HostCode
-from hostcall._core.process import Owned, living
+from hostcall._core.process import PerProcess, living
 from hostcall._core.wait import ended, over, result_of, wait
 from hostcall._native import FeedFound
 from hostcall._runtime import lifecycle, workers
@@ -223,7 +223,7 @@ class Positions:
         return copy.deepcopy(position)
 
 
-class Puller(Owned):
+class Puller(PerProcess):
     """A feed's thread, and what it shares with others.
 
     Attributes:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hostcall import _jax, _native
 from hostcall._core.errors import DeadlockError, HostcallError
-from hostcall._core.process import Owned, starting
+from hostcall._core.process import PerProcess, starting
 from hostcall._runtime import flights
 
 # Rungs of the ladder. Each keeps threads until the process ends, three or four for each
@@ -27,7 +27,7 @@ from hostcall._runtime import flights
 _MOST = 32
 
 
-class _Ladder(Owned):
+class _Ladder(PerProcess):
     """
     Attributes:
         clients: those made for host code, lowest rung first. They only become more, so

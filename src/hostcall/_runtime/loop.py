@@ -8,7 +8,7 @@ for all calls, and after objects were closed, which may need the loop. It cancel
 still runs on the loop, a task of the user's for example, and ends the thread before the
 interpreter ends. A handler of `atexit` that runs later gets a new loop.
 
-A forked child has no thread for the loop, and starts one of its own (`Owned`).
+A forked child has no thread for the loop, and starts one of its own (`PerProcess`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hostcall._core import config
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall._core.wait import over, wait
 from hostcall._runtime import lifecycle
 from hostcall._runtime.lifecycle import Phase
@@ -42,7 +42,7 @@ _THREADS = 512
 _LAST = 2.0
 
 
-class _State(Owned):
+class _State(PerProcess):
     """`lock` protects the rest; it is never held while anything waits. A handler of a
     signal may come while this thread holds it, so it is reentrant.
     """

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 import hostcall as hc
 from hostcall._core.host_code import text_of
-from hostcall._core.process import Owned, living
+from hostcall._core.process import PerProcess, living
 from hostcall._core.suggestions import suggests
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import arrow
@@ -279,7 +279,7 @@ def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
         raise raised[0]
 
 
-class _Open(Owned):
+class _Open(PerProcess):
     """
     Attributes:
         recorders: those that the end of the process closes. A forked child leaves its

@@ -13,7 +13,7 @@ from hostcall import _jax, _native
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import parse_spec, read_source, reader, spec_of
 from hostcall._core import mistakes
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError, wrong
 from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import parse_mask
@@ -80,7 +80,7 @@ class Feed(Handle):
         trees = template, results, (None,) * len(results.avals)
         how = CallOptions(order="ordered")
         params = FeedParams(
-            callback=Callback(Static(self._stream), *trees, how, users_place()),
+            callback=CallSpec(Static(self._stream), *trees, how, users_place()),
             avals=results.avals,
             masked=bool(mask),
             devices=() if shards is None else shards.devices,

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from hostcall import _jax, _native
 from hostcall._core import dispatched, mistakes
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import HostcallError, SpecError, conflict, counted
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import (
@@ -38,8 +38,8 @@ from hostcall._core.mistakes import (
     parse_mask,
 )
 from hostcall._core.options import CALL, CallOptions, Option, Policy, check
-from hostcall._core.process import Owned, living
-from hostcall._core.source import look, name_of, users_place
+from hostcall._core.process import PerProcess, living
+from hostcall._core.source import inspect_callable, name_of, users_place
 from hostcall._core.spec import (
     Results,
     Static,
@@ -155,7 +155,7 @@ class Object:
         group = Group(factory, _parse_methods(name, methods), name, options)
         if not _jax.traces_nothing():
             mistakes.refuse_traced(factory, _instead_of_traced)
-        awaits = any(look(group.definition(m)).awaits for m in methods)
+        awaits = any(inspect_callable(group.definition(m)).awaits for m in methods)
         check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)
         if (save is None) != (restore is None):
             what = "only one of save= and restore=. Pass both, or neither"
@@ -391,7 +391,7 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
-        callback = Callback(
+        callback = CallSpec(
             Static(entry), template, results, fills, how, users_place(), policy
         )
         return results.unflatten(make(callback, operands, mask))
@@ -432,7 +432,7 @@ class Member:
         self.value = value  # None, which has no methods, while there is no object
 
 
-class Group(Owned):
+class Group(PerProcess):
     """The objects of one `hc.Object`, by place. All places belong to one batch.
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
@@ -653,7 +653,7 @@ class Entry(HostCode):
         self.group = group
         self.name = method
         self.who = f"{method}()"
-        self._awaits = look(group.definition(method)).awaits
+        self._awaits = inspect_callable(group.definition(method)).awaits
         self.__qualname__ = f"{group.name}.{method}"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

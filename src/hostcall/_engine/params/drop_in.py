@@ -24,7 +24,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.errors import wrong
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
@@ -198,7 +198,7 @@ def make_params(
     how = CallOptions.of({**given, "order": "pure" if kind == "pure" else order})
     fills = (None,) * len(results.avals)
     place = place or users_place()
-    callback = Callback(Static(fn), template, results, fills, how, place)
+    callback = CallSpec(Static(fn), template, results, fills, how, place)
     return DropInParams(
         callback=callback,
         avals=results.avals,

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core.callback import Callback
+from hostcall._core.callback import CallSpec
 from hostcall._core.fingerprint import fingerprint
-from hostcall._core.options import HERE, CallOptions, PlaceOptions, keyed
+from hostcall._core.options import LOCAL_ONLY, CallOptions, PlaceOptions, keyed
 from hostcall._core.order import EFFECTS
 from hostcall._core.registered import names
 from hostcall._engine import targets
@@ -54,11 +54,11 @@ class Equation:
         avals: the avals of one row's results.
     """
 
-    callback: Callback = field(metadata=HERE)
+    callback: CallSpec = field(metadata=LOCAL_ONLY)
     masked: bool
     grid: tuple[int, ...] = ()
     batched: tuple[tuple[bool, ...], ...] = ()
-    avals: tuple[Aval, ...] = field(default=(), metadata=HERE, hash=False)
+    avals: tuple[Aval, ...] = field(default=(), metadata=LOCAL_ONLY, hash=False)
 
     @property
     def options(self) -> PlaceOptions:

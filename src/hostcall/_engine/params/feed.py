@@ -7,7 +7,7 @@ from typing import Any
 
 from hostcall import _native
 from hostcall._core.errors import LoadError
-from hostcall._core.options import HERE
+from hostcall._core.options import LOCAL_ONLY
 from hostcall._engine.params.equation import CallParams
 from hostcall._runtime.feeds import Stream
 
@@ -24,7 +24,7 @@ class FeedParams(CallParams):
             lanes; empty if all devices take from one lane.
     """
 
-    devices: tuple[int, ...] = field(default=(), metadata=HERE)  # type: ignore[misc]
+    devices: tuple[int, ...] = field(default=(), metadata=LOCAL_ONLY)  # type: ignore[misc]
 
     name = "feed"
     runs_along_axes = False

@@ -19,7 +19,7 @@ from hostcall import _jax, _native
 from hostcall._core import errors, process
 from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_with
-from hostcall._core.source import look
+from hostcall._core.source import inspect_callable
 from hostcall._engine import plans, targets
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
@@ -61,7 +61,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
         go_on_after_failures(params.word)
     for home, block, values in _blocks(operands, params):
         if params.options.thinned:
-            source = look(callback.function).source
+            source = inspect_callable(callback.function).source
             device = (home.platform, home.id)
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._core.said_results import rule_of
-from hostcall._core.source import look
+from hostcall._core.source import inspect_callable
 from hostcall._host_function.host import positions
 from hostcall.bridge._library import LibraryFunction, shaped
 from hostcall.bridge._torch.code import OfModule, OnHost
@@ -30,8 +30,8 @@ def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     options["nondiff"] = positions(shown, options["nondiff"])
     options["result"] = rule_of(fn, shown, options["result"])
     if isinstance(fn, torch.nn.Module):
-        return TorchModule(OfModule(fn, shown, look(fn).source), **options)
-    return TorchFunction(OnHost(fn, shown, look(fn).source, fn), **options)
+        return TorchModule(OfModule(fn, shown, inspect_callable(fn).source), **options)
+    return TorchFunction(OnHost(fn, shown, inspect_callable(fn).source, fn), **options)
 
 
 class TorchFunction(LibraryFunction):

@@ -38,7 +38,7 @@ from hostcall._jax.places import Place, within_shard
 
 Value: TypeAlias = Any  # of a variable: an array, a number, or typed keys
 Causes: TypeAlias = np.ndarray  # of a value's elements
-Steps: TypeAlias = tuple[np.ndarray | int, ...]  # of the loops around
+RuleCall: TypeAlias = tuple[np.ndarray | int, ...]  # of the loops around
 
 INNOCENT = 1
 _ORIGINS = 2  # the number of the first origin
@@ -111,7 +111,7 @@ class Origin(NamedTuple):
     """
 
     place: Place
-    steps: Steps
+    steps: RuleCall
     before: Origin | None
     element: tuple[int, ...]
     value: Value
@@ -203,7 +203,7 @@ class Frame:
 
     jaxpr: Jaxpr
     inside: Place | None
-    steps: Steps
+    steps: RuleCall
     search: Search
     values: dict[Var, Value] = field(default_factory=dict)
     causes: dict[Var, Causes] = field(default_factory=dict)
@@ -427,7 +427,7 @@ class Frame:
         jaxpr: Jaxpr,
         values: Sequence[Value],
         causes: Sequence[Causes | None],
-        steps: Steps,
+        steps: RuleCall,
     ) -> Frame:
         """The equations of an inner jaxpr, after they were run with these inputs."""
         body, consts = jaxprs.opened(jaxpr)

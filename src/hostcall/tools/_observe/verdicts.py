@@ -25,8 +25,8 @@ from hostcall._jax.rewriting import Level
 from hostcall.tools._observe.bad_values import Reports
 from hostcall.tools._observe.replay import (
     Frame,
+    RuleCall,
     Search,
-    Steps,
     Value,
     kinds_of,
     runs_again,
@@ -140,7 +140,7 @@ class Judge(HostCode):
                 self.told.append(name)
         return bool(chains)
 
-    def not_again(self, place: Place, steps: Steps, search: Search) -> None:
+    def not_again(self, place: Place, steps: RuleCall, search: Search) -> None:
         if not self.is_ignored(place):
             self.reports.not_again(place, steps, search)
 

@@ -33,7 +33,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall.tools._progress.drawing import BarSpec, Drawn
 from hostcall.tools._values import with_all_axes
 
@@ -246,7 +246,7 @@ class Loop(BarSpec, HostCode):
             _bars.move(self, here, new)
 
 
-class Bars(Owned):
+class Bars(PerProcess):
     """The bars on the screen, and the places of those that have closed.
 
     Attributes:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import jax
 import numpy as np
 
-from hostcall._core.process import Owned
+from hostcall._core.process import PerProcess
 from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, wrong
 from hostcall.tools._recorder.worker import Errors
@@ -31,7 +31,7 @@ from hostcall.tools._values import failed
 _Key = tuple[Path, arrow.About, tuple[object, ...]]
 
 
-class RunFolder(Owned):
+class RunFolder(PerProcess):
     """
     Attributes:
         folder: its path.
