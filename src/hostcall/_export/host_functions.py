@@ -24,8 +24,8 @@ from hostcall._host_function.steps import RuleCall
 
 @dataclass(frozen=True)
 class StepsRecord:
-    """Host code of a HostFunction: its name, and what travels of its `BoundHostCall` and of
-    its `RuleCall`; JSON, if it was read.
+    """Host code of a HostFunction: its name, and what travels of its `BoundHostCall`
+    and of its `RuleCall`; JSON, if it was read.
     """
 
     registered: tuple[str, int]
@@ -67,8 +67,8 @@ def _function(name: Name, kind: Kind) -> Any:
     if not is_function(function):
         raise LoadError(
             f"hostcall: the program calls {name} as a hc.host function, and here"
-            f" {name_of(function)} ({inspect_callable(function).source}) is registered, which is a"
-            " plain function. Register the result of hc.host"
+            f" {name_of(function)} ({inspect_callable(function).source}) is"
+            " registered, which is a plain function. Register the result of hc.host"
         )
     needs, _ = RULES[kind]
     if needs and getattr(function.rules, needs) is None:

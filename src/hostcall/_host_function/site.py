@@ -15,13 +15,14 @@ The way of a value and its gradient, for a `defvjp` in host code:
 
     traced    HostFunction._call flattens the arguments and binds host_function on a
                 `BoundHostCall`
-              JAX differentiates it: `BoundHostCall.jvp` binds host_jvp on a `Derivative`
-              JAX splits that: `Derivative.start` binds host_function on the `RuleCall`
-                of "forward" and leaves one on a `LinearPart`
-              JAX transposes that: `LinearPart.back` binds host_function on the `RuleCall`
-                of "backward"
-    lowered   `RuleCall.run` makes each of the two a call, by `make`. Without a derivative
-                `BoundHostCall.run` does so, on the `RuleCall` of "value"
+              JAX differentiates it: `BoundHostCall.jvp` binds host_jvp on a
+                `Derivative`
+              JAX splits that: `Derivative.start` binds host_function on the
+                `RuleCall` of "forward" and leaves one on a `LinearPart`
+              JAX transposes that: `LinearPart.back` binds host_function on the
+                `RuleCall` of "backward"
+    lowered   `RuleCall.run` makes each of the two a call, by `make`. Without a
+                derivative `BoundHostCall.run` does so, on the `RuleCall` of "value"
     run       the engine calls `RuleCall.__call__`: fwd runs, and its residual goes into
                 `residuals.store`; bwd runs on what is found there
 """

@@ -233,3 +233,21 @@ def _compiled(jaxpr: _t.Jaxpr) -> Callable[..., list[Any]]:
 def run_jaxpr(jaxpr: _t.Jaxpr, operands: Sequence[Any]) -> list[Any]:
     """Runs a jaxpr with its constants, compiled."""
     return _compiled(jaxpr)(*operands)
+
+
+def while_loop(
+    eqn: _t.JaxprEquation,
+    operands: Sequence[_t.Atom],
+    results: Sequence[_t.Var],
+    params: _t.Params,
+) -> _t.JaxprEquation:
+    """A while loop in the place of this equation."""
+    avals = [operand.aval for operand in operands]
+    _, effects = jax.lax.while_p.abstract_eval(*avals, **params)
+    return eqn.replace(
+        invars=list(operands),
+        outvars=list(results),
+        primitive=jax.lax.while_p,
+        params=params,
+        effects=effects,
+    )

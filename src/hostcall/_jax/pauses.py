@@ -29,7 +29,6 @@ import numpy as np
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
-from hostcall._jax.door import partial_eval as _pe
 from hostcall._jax.fragments import assigned, literal, same_type, traced
 from hostcall._jax.versions import changed, open_jaxpr
 
@@ -287,7 +286,7 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
     }
     operands = [*loop.cond_consts, *loop.cond_consts, *loop.body_consts, *pause.outer]
     operands += loop.starts
-    return [*loop.first, _equation(eqn, operands, loop.results, params)]
+    return [*loop.first, jaxprs.while_loop(eqn, operands, loop.results, params)]
 
 
 def _turn(loop: _While, step: jax.Array) -> jax.Array:
@@ -348,23 +347,4 @@ def _inner_loop(
     }
     operands = [*loop.cond_consts, before[0], *loop.body_consts]
     operands += [literal(_none(event)), *before]
-    return _equation(eqn, operands, results, params)
-
-
-def _equation(
-    eqn: _t.JaxprEquation,
-    operands: Sequence[_t.Atom],
-    results: Sequence[_t.Var],
-    params: _t.Params,
-) -> _t.JaxprEquation:
-    """A while loop in the place of this equation."""
-    _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
-    return _pe.new_jaxpr_eqn(
-        list(operands),
-        list(results),
-        _while_p,
-        params,
-        effects,
-        eqn.source_info,
-        eqn.ctx,
-    )
+    return jaxprs.while_loop(eqn, operands, results, params)

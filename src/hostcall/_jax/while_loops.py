@@ -31,7 +31,7 @@ from hostcall._jax.door import config as _config
 from hostcall._jax.door import core as _core
 from hostcall._jax.door import effects as _effects
 from hostcall._jax.door import partial_eval as _src_pe
-from hostcall._jax.jaxprs import within
+from hostcall._jax.jaxprs import while_loop, within
 from hostcall._jax.lowering_api import lower_by
 from hostcall._jax.tracing import own_effects
 from hostcall._jax.versions import changed, closed_as, open_jaxpr, varying_over
@@ -285,25 +285,15 @@ def _while_partial_eval_custom(
         for v, uk in zip(eqn.outvars, split.outs, strict=True)
     ]
     operands = list(compress(eqn.invars, split.used_ins))
-    first = _loop(eqn, known, results, split.first)
+    first = while_loop(eqn, known, results, split.first)
     left = list(compress(again, split.used_outs))
-    second = _loop(eqn, operands, left, split.second)
+    second = while_loop(eqn, operands, left, split.second)
     residuals = [
         x
         for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)
         if used and not has and isinstance(x, _core.Var)
     ]
     return first, second, split.outs, _either(split.outs, here), residuals
-
-
-def _loop(
-    eqn: _t.JaxprEquation, operands: Atoms, results: Atoms, params: _t.Params
-) -> _t.JaxprEquation:
-    """A while loop in the place of this one."""
-    _, effects = _while_p.abstract_eval(*(x.aval for x in operands), **params)
-    return _src_pe.new_jaxpr_eqn(
-        operands, results, _while_p, params, effects, eqn.source_info, eqn.ctx
-    )
 
 
 # --- Conditions with effects ----------------------------------------------------------
