@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass
 
 # The versions of JAX under which the suite has run (CONTRIBUTING.md).
-OLDEST = "0.9.0"
+OLDEST = "0.10.2"
 NEWEST = "0.12.0.1"
 INSTALL = f'pip install "jax>={OLDEST},<={NEWEST}"'
 
