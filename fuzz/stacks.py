@@ -16,6 +16,7 @@ import numpy as np
 
 import hostcall as hc
 from fuzz.draw import Draw
+from hostcall import _native
 from hostcall._core.callback import CallSpec
 from hostcall._core.options import Policy
 from hostcall._core.source import Place
@@ -188,7 +189,7 @@ class Case:
             parallel=self.kind == "parallel",
             compressed=whole and self.masked,
         )
-        self.info: Any = choices.results
+        self.hooks: Any = choices.results
         layered = (whole and self.masked) or self.kind == "parallel" or self.awaits
         if not (layered or self.policy.layered):
             made = EngineFunctions(direct(choices.callback), choices.form)
@@ -264,6 +265,10 @@ class Case:
 
     def on_devices(self, made: EngineFunctions) -> list[Any]:
         outcomes: list[Any] = [None] * self.devices
+        failed: dict[int, tuple[int, ...]] = {}  # by thread, the row that a layer names
+
+        def note(row: tuple[int, ...]) -> None:
+            failed[threading.get_ident()] = row
 
         def device(number: int) -> None:
             workers.answer.set((None, Row))
@@ -271,16 +276,22 @@ class Case:
                 outcomes[number] = self.execution(made)
             except BaseException as error:
                 outcomes[number] = error
-                self.texts.append(self.info.on_error(error, None, ()))
+                row = failed.pop(threading.get_ident(), ())
+                self.texts.append(self.hooks.on_error(error, row))
 
         threads = [
             threading.Thread(target=contextvars.Context().run, args=(device, number))
             for number in range(self.devices)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        engines = _native.failed_row  # there is no call of the engine's to note it
+        _native.failed_row = note
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        finally:
+            _native.failed_row = engines
         assert not any(thread.is_alive() for thread in threads), "it hangs"
         return outcomes
 

@@ -173,7 +173,9 @@ def _is_written_in_c(fn: Any) -> bool:
     """
     if type(fn) in _OF_C:
         return True
-    if issubclass(type(fn), type):  # a class, whose constructor may be Python's
+    # A class may have a constructor of Python's. Python's own functions and methods are
+    # called by C, which then runs their code.
+    if issubclass(type(fn), (type, *_OF_PYTHON)):
         return False
     of_c = type(type(fn).__call__) is types.WrapperDescriptorType
     marked = any(name.startswith(_MARK) for name in own_dictionary(fn) or ())
