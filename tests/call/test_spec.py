@@ -66,7 +66,7 @@ RESULTS = {
     "type": (float, "which has no shape and dtype. Write jax.ShapeDtypeStruct"),
     "like": (
         [hc.results.like(0)],
-        "result[0] of `host` is like(argument=0), which has no shape and dtype. It is"
+        "result[0] of `host` is like(0), which has no shape and dtype. It is"
         " only for the whole result. In a tree give the argument itself",
     ),
     "in a tree": ({"a": [F32, "x"]}, "result['a'][1] of `host` is 'x'"),
