@@ -369,9 +369,11 @@ def choose(
 
     scored_names = {*scored.of, *scored.changed} - taken
     again = [test.name for test in tests if test.name in failed - taken]
-    touched = [*again, *sorted(scored.changed - taken - {*again}, key=took)]
+    # By name too: each worker chooses, and a set has another order in each process.
+    differ = sorted(scored.changed - taken - {*again}, key=lambda n: (took(n), n))
+    touched = [*again, *differ]
     by_key: dict[str, list[str]] = defaultdict(list)
-    for name in scored_names - {*touched}:
+    for name in sorted(scored_names - {*touched}):
         by_key[key_of[name]].append(name)
     rest = [n for names in by_key.values() for n in eight_a_day(names, day)]
     rest.sort(key=lambda n: (-scored.of[n] / (took(n) + 0.1) ** 0.5, n))

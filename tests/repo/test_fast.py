@@ -144,6 +144,16 @@ def test_tests_that_differ_are_touched():
     assert got.touched == [f"{TAP}::test_one"]
 
 
+@pytest.mark.parametrize("known", [Map(), KNOWN], ids=["no map", "map"])
+def test_each_worker_chooses_the_same_in_the_same_order(known):
+    """Sets of names have another order in each process, and pytest-xdist compares."""
+    scored = Scores(TESTS, known)
+    scored.own(TAP, {"test_many", "test_one"})
+    differ = fast.choose(TESTS, known, scored, 0).touched
+    assert len(differ) > 1
+    assert differ == sorted(differ)
+
+
 def test_every_case_is_in_the_wide_part_of_some_day():
     ran = set()
     for day in range(fast.DAYS):
