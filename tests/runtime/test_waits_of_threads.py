@@ -816,7 +816,7 @@ extern "C" XLA_FFI_Error* Picky(XLA_FFI_CallFrame* frame) {
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # XLA takes a name once in a process
 def picky(tmp_path_factory):
     """Another library's call, which fails from 1 on."""
     folder = tmp_path_factory.mktemp("picky")
