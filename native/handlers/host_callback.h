@@ -28,7 +28,8 @@
 //   * The layout of that function's answer may change. Ours answers with a block of
 //     words that all point to a block of words that all point to the Python
 //     function, which suits any layout that leads to a list of callbacks. Python
-//     gives the handler only in versions of jaxlib for which it was seen to be right
+//     gives the handler only in versions of jaxlib for which it was seen to be
+//     right
 //     (_jax/lowering_api.py); in others every call is made without it.
 //   * JAX's handler may refuse the frame with an error. Then the call is made
 //     without the handler.
