@@ -29,8 +29,7 @@
 //     words that all point to a block of words that all point to the Python
 //     function, which suits any layout that leads to a list of callbacks. Python
 //     gives the handler only in versions of jaxlib for which it was seen to be
-//     right
-//     (_jax/lowering_api.py); in others every call is made without it.
+//     right (_jax/versions.py); in others every call is made without it.
 //   * JAX's handler may refuse the frame with an error. Then the call is made
 //     without the handler.
 #pragma once

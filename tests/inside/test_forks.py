@@ -55,6 +55,32 @@ assert made[0]()[0] == 3
     )
 
 
+def test_a_fork_while_another_thread_installs_what_is_replaced_in_jax(run_python):
+    run_python(
+        """
+import os, threading
+import jax, numpy as np
+import hostcall as hc
+from hostcall._jax import installing
+at, go = threading.Event(), threading.Event()
+def install():
+    with installing._installed.lock:
+        at.set()
+        go.wait()
+thread = threading.Thread(target=install)
+thread.start()
+at.wait()
+child = os.fork()
+if child == 0:
+    print(jax.make_jaxpr(lambda x: hc.call(np.square, x, x))(1.0))
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+go.set()
+thread.join()
+"""
+    )
+
+
 def test_a_forked_child_leaves_its_parents_objects_alone(run_python):
     done = run_python(
         STEPPING

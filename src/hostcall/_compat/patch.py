@@ -152,7 +152,7 @@ def _apply() -> None:
         for each in redirects.REDIRECTS:
             _undo.append(_jax.replace_lowering(each.primitive, each.lower))
         for (holder, name), new in REPLACEMENTS.items():
-            _undo.append(_replace(holder, name, new))
+            _undo.append(_jax.put_attribute(holder, name, new))
         _undo.append(_revive())
     elif choice is None:
         while _undo:
@@ -175,21 +175,3 @@ def _revive() -> Callable[[], None]:
             del jax.experimental.host_callback
 
     return end
-
-
-def _replace(holder: object, name: str, new: object) -> Callable[[], None]:
-    """Puts `new` under this name; returns what puts back what was there."""
-    attributes = vars(holder)
-    is_own = name in attributes  # else it is an attribute of the holder's class
-    before = getattr(holder, name)
-    setattr(holder, name, new)
-
-    def restore() -> None:
-        if attributes.get(name) is not new:  # replaced again since the patch
-            return
-        if is_own:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)
-
-    return restore

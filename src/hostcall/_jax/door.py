@@ -18,7 +18,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import jax
@@ -195,13 +195,21 @@ def _imported(path: str) -> Any:
     return None
 
 
-def _fits(function: Any, count: int | None, names: tuple[str, ...]) -> bool:
-    """Whether a function takes so many arguments by position, and these by name."""
+def unwrapped(function: Any) -> FunctionType | None:
+    """The function of Python's inside its wrappers; None for a class, and for one that
+    is written in C++.
+    """
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    code = getattr(function, "__code__", None)
-    if count is None or code is None:  # a class, or written in C++
+    return function if isinstance(function, FunctionType) else None
+
+
+def _fits(function: Any, count: int | None, names: tuple[str, ...]) -> bool:
+    """Whether a function takes so many arguments by position, and these by name."""
+    function = unwrapped(function)
+    if count is None or function is None:
         return True
+    code = function.__code__
     parameters = code.co_varnames[: code.co_argcount]
     by_name = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     required = {*parameters[: len(parameters) - len(function.__defaults__ or ())]}

@@ -28,7 +28,13 @@ from typing import Any
 
 import jax
 
-from hostcall._jax.door import is_newer_than_tested, missing, refuse, require
+from hostcall._jax.door import (
+    is_newer_than_tested,
+    missing,
+    refuse,
+    require,
+    unwrapped,
+)
 from hostcall._jax.needs import NEWEST, Part
 from hostcall._jax.patches import PATCHES, Patch, When
 
@@ -89,6 +95,11 @@ def _install_all(use: When) -> None:
             _installed.lost[part] = why
             then = part.instead or "what needs it is refused"
             logger.warning("hostcall goes without %s: %s; %s", part.value, why, then)
+
+
+def install_anew() -> None:
+    """For a forked child: a thread that does not exist there may hold the lock."""
+    _installed.lock = threading.RLock()
 
 
 def restore() -> None:
@@ -168,11 +179,10 @@ def _takes(function: Any, wanted: tuple[str, ...]) -> bool:
     """Whether a function of JAX has these parameters first. One that is written in C++
     does not say.
     """
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
+    function = unwrapped(function)
+    if function is None:
         return True
+    code = function.__code__
     found = [*code.co_varnames[: code.co_argcount]]
     if code.co_flags & inspect.CO_VARARGS:
         found.append(f"*{code.co_varnames[code.co_argcount + code.co_kwonlyargcount]}")
@@ -206,24 +216,33 @@ def _put(patch: Patch) -> Callable[[], None]:
     makers = [_named("hostcall._jax." + by.replace(".", ":")) for by in patch.by]
     if patch.is_entry:
         return _put_entry(holder, _named(patch.name), makers, patch.if_absent)
-    # Of a class its own attribute: a static method is there as such, and an inherited
-    # one is not there.
-    absent = object()
-    before = vars(holder).get(patch.name, absent)
     made = getattr(holder, patch.name)
     for make in makers:
         made = make(made)
     stands = staticmethod(made) if patch.is_static else made
-    setattr(holder, patch.name, stands)
+    restore = put_attribute(holder, patch.name, stands)
     assert getattr(holder, patch.name) is made, f"{patch} can't be replaced"
+    return restore
+
+
+def put_attribute(holder: object, name: str, stands: object) -> Callable[[], None]:
+    """Puts something under this name of a holder; returns what puts back what stood
+    there, unless somebody has replaced it since.
+
+    It is the holder's own attribute: a static method is there as such, and what a class
+    inherits, or an object has of its class, is not there.
+    """
+    absent = object()
+    before = vars(holder).get(name, absent)
+    setattr(holder, name, stands)
 
     def restore() -> None:
-        if vars(holder).get(patch.name) is not stands:
-            return  # somebody has replaced it since
+        if vars(holder).get(name) is not stands:
+            return
         if before is absent:
-            delattr(holder, patch.name)
+            delattr(holder, name)
         else:
-            setattr(holder, patch.name, before)
+            setattr(holder, name, before)
 
     return restore
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jaxlib
 from jax.interpreters import mlir as _mlir
 from jaxlib.mlir import ir as _ir
 
@@ -15,7 +14,7 @@ from hostcall._jax import types as _t
 from hostcall._jax.door import core as _core
 from hostcall._jax.door import dispatch as _dispatch
 from hostcall._jax.door import effects as _effects
-from hostcall._jax.door import missing_of, version_of
+from hostcall._jax.door import missing_of
 from hostcall._jax.door import source_info_util as _source_info_util
 from hostcall._jax.door import xla_client as _xla_client
 from hostcall._jax.installing import lost, need
@@ -23,6 +22,7 @@ from hostcall._jax.needs import Part
 from hostcall._jax.program import record_of
 from hostcall._jax.program_order import effects_in, in_order_of_program, joined
 from hostcall._jax.tracing import ENGINE_CALLS
+from hostcall._jax.versions import HOST_CALLBACKS_ARE_KNOWN
 
 
 def register_lowering(
@@ -110,19 +110,13 @@ def _check_chain(
         need(Part.ORDER)
 
 
-# The engine answers JAX's handler in the layout that XLA has had in these versions
-# (native/handlers/host_callback.h): from the first, up to but without the second.
-_KNOWN_LAYOUT = (0, 9), (0, 13)
-
-
 def host_callback_handler() -> object | None:
     """JAX's handler of buffer callbacks on CPUs; None in a jaxlib for which nobody has
     seen that the engine may go through it.
 
     native/handlers/host_callback.h says what the engine needs it for.
     """
-    first, beyond = _KNOWN_LAYOUT
-    if not first <= version_of(jaxlib.__version__) < beyond:
+    if not HOST_CALLBACKS_ARE_KNOWN:
         return None
     targets = _xla_client.custom_call_targets("cpu")
     handler: object = targets["xla_buffer_python_cpu_callback"]["execute"]

@@ -183,3 +183,7 @@ def module_of(exported: jax.export.Exported) -> _ir.Module:
 # The newest minor version of it that this jaxlib and hostcall both know: 0.3 since
 # jaxlib 0.9.1. Later ones (0.5 in 0.12) have more, and serve what has less.
 XLA_INTERFACE = 2 if version_of(jaxlib.__version__) < (0, 9, 1) else 3
+
+# Whether the engine may go through JAX's handler of host callbacks: it answers that in
+# the layout that XLA has had in these versions (native/handlers/host_callback.h).
+HOST_CALLBACKS_ARE_KNOWN = (0, 9) <= version_of(jaxlib.__version__) < (0, 13)

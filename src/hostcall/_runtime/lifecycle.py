@@ -248,6 +248,7 @@ def _wait_for_calls(interpreter: bool) -> None:
 
 def _start_anew() -> None:
     """The child of a fork may not use JAX if its parent had started that."""
+    _jax.install_anew()
     started = _end.begun and _jax.back_ends_started()
     if started:
         _native.after_fork()

@@ -60,7 +60,7 @@ class Equation:
     batched: tuple[tuple[bool, ...], ...] = ()
     avals: tuple[Aval, ...] = field(default=(), metadata=LOCAL_ONLY, hash=False)
 
-    @property
+    @cached_property
     def options(self) -> PlaceOptions:
         """Those of its place."""
         return self.callback.options
@@ -236,7 +236,7 @@ class CallParams(Equation):
     takes = CallOptions
     name = "call"
 
-    @property
+    @cached_property
     def options(self) -> CallOptions:
         options = self.callback.options
         assert isinstance(options, CallOptions), "a call's place has options of a call"

@@ -78,7 +78,7 @@ class TapParams(Equation):
     target = targets.TAP_TARGET
     keep_if_pure = True
 
-    @property
+    @cached_property
     def options(self) -> TapOptions:
         options = self.callback.options
         assert isinstance(options, TapOptions), "a tap's place has options of a tap"

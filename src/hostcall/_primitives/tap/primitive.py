@@ -65,8 +65,9 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
             device = (home.platform, home.id)
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)
-                settings = params.tap_settings(alone(home, None))
-                kept[:] = kept or [_native.Throttle(settings)]
+                if not kept:
+                    settings = params.tap_settings(alone(home, None))
+                    kept.append(_native.Throttle(settings))
             counters = costs.counters_of(callback)
             if not kept[0].lets(counters, params.flag_of(operands)):
                 continue  # `hc.monitor.stats()` counts it
