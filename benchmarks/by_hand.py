@@ -42,7 +42,7 @@ def call(fn: Callable[..., Any], result: Any, x: Any) -> Any:
     results = spec.parse_result(result, name)
     trees = template, results, (None,)
     place = source.users_place(fn)
-    callback = CallSpec(spec.Static(fn), *trees, CallOptions(), place)
+    callback = CallSpec(spec.Opaque(fn), *trees, CallOptions(), place)
     params = CallParams(callback=callback, avals=results.avals, masked=False)
     return results.unflatten(_call_p.bind(*operands, params=params))
 

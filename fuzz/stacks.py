@@ -20,7 +20,7 @@ from hostcall import _native
 from hostcall._core.callback import CallSpec
 from hostcall._core.options import Policy
 from hostcall._core.source import Place
-from hostcall._core.spec import Results, Static, Template, parse_result
+from hostcall._core.spec import Opaque, Results, Template, parse_result
 from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams, Equation
 from hostcall._engine.params.tap import TapParams
@@ -56,7 +56,7 @@ def choices_of(
     """What a plan would say of a function of two float32 numbers."""
     kind: type[Equation] = TapParams if options.get("tap") else CallParams
     callback = CallSpec(
-        fn=Static(fn),
+        fn=Opaque(fn),
         template=template or Template.flat(None, None),
         results=results or results_of(()),
         fills=tuple(fill.tobytes() for fill in FILLS),
@@ -70,7 +70,7 @@ def choices_of(
     return Choices(
         callback=callback,
         results=CallHooks(equation, Placement(devices={})),
-        device=host_device.above(None),
+        device=host_device.host_device_for(None),
         avals=avals,
         **{"converters": [None] * len(callback.template.keys), **options},
     )
@@ -118,7 +118,7 @@ class Case:
         sent = kind == "parallel" and not awaits and draw.bool()
         policy = Policy(
             timeout=60.0 if draw.bool() else None,
-            executor=Static(POOL) if sent else None,
+            executor=Opaque(POOL) if sent else None,
             concurrency=draw.choice([1, 2, 32]) if awaits else None,
         )
         masked = draw.bool()

@@ -62,16 +62,16 @@ def test_a_handler_that_makes_a_host_client_meanwhile_has_the_rung_below(monkeyp
     def interrupted():
         if not made:
             made.append(None)
-            host_device.above(None)
+            host_device.host_device_for(None)
         return make()
 
     monkeypatch.setattr(host_device, "_ladder", host_device._Ladder())
     monkeypatch.setattr(_jax, "make_host_client", interrupted)
-    first = host_device.above(None).client
-    second = host_device.above(first).client
-    third = host_device.above(second).client
+    first = host_device.host_device_for(None).client
+    second = host_device.host_device_for(first).client
+    third = host_device.host_device_for(second).client
     clients = first, second, third
-    assert [host_device.level(client) for client in clients] == [1, 2, 3]
+    assert [host_device.nesting_level(client) for client in clients] == [1, 2, 3]
 
 
 def test_the_interrupt_does_not_hit_the_next_call(run_python):

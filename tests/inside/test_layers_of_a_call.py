@@ -21,7 +21,7 @@ from limits import HANG_SECONDS
 import hostcall as hc
 from hostcall import _native
 from hostcall._core.options import Policy
-from hostcall._core.spec import Static, Template
+from hostcall._core.spec import Opaque, Template
 from hostcall._engine import plans
 from hostcall._native import ResultForm
 from hostcall._policies import on_loop
@@ -48,7 +48,7 @@ class Bad(Exception):
 
 
 def bound(fn, timeout=None):
-    return Bound(fn, workers.ThreadSettings(host_device.above(None)), timeout)
+    return Bound(fn, workers.ThreadSettings(host_device.host_device_for(None)), timeout)
 
 
 # --- What runs the function ------------------------------------------------------------
@@ -201,7 +201,7 @@ class Inner:
 
 
 NAMED = Template(jax.tree.structure(((0,), {"y": 0})), (None, None))
-STATIC = Template(jax.tree.structure(((0, [0]), {})), (None, Static("s")))
+STATIC = Template(jax.tree.structure(((0, [0]), {})), (None, Opaque("s")))
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_sizes_that_no_array_has(f, change):
 def test_a_default_device_of_another_platform(monkeypatch):
     """A program is loaded for its own platform, whatever the thread's default is."""
     cpu = jax.devices("cpu")[1]
-    host = host_device.above(cpu.client)
+    host = host_device.host_device_for(cpu.client)
     gpu = SimpleNamespace(client=SimpleNamespace(platform="gpu"))
     for default, wanted in ((cpu, cpu), (host, cpu), (gpu, cpu), (None, cpu)):
         set_to = SimpleNamespace(value=default)
@@ -188,4 +188,4 @@ def test_host_code_loads_a_program_for_its_own_device():
 
     got = jax.jit(lambda x: hc.call(host, x, x))(X)
     np.testing.assert_allclose(got, np.sin(X), rtol=1e-6)
-    assert clients == [host_device.above(jax.devices("cpu")[0].client).client]
+    assert clients == [host_device.host_device_for(jax.devices("cpu")[0].client).client]

@@ -38,8 +38,8 @@ from hostcall._core.said_results import (
     rule_of,
 )
 from hostcall._core.source import inspect_callable, name_of, users_place
-from hostcall._core.spec import Static, flatten_arguments, parse_fill, parse_result
-from hostcall._primitives.make import make
+from hostcall._core.spec import Opaque, flatten_arguments, parse_fill, parse_result
+from hostcall._primitives.make import bind_call
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -265,9 +265,9 @@ def call(
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
-    whole = Static(code), *trees, how, users_place(fn), policy
+    whole = Opaque(code), *trees, how, users_place(fn), policy
     callback = CallSpec(*whole, looked=seen if code is fn else None)
-    return results.unflatten(make(callback, operands, mask))
+    return results.unflatten(bind_call(callback, operands, mask))
 
 
 def _rule(
@@ -333,9 +333,9 @@ def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     how = CallOptions(order="unordered", counted=True)
     callback = CallSpec(
-        Static(fn), template, _NO_RESULT, (), how, users_place(fn), looked=seen
+        Opaque(fn), template, _NO_RESULT, (), how, users_place(fn), looked=seen
     )
-    make(callback, operands, parse_mask(where, seen.name))
+    bind_call(callback, operands, parse_mask(where, seen.name))
 
 
 _FACE = mistakes.Face(

@@ -15,7 +15,7 @@ from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import Face, options_of
 from hostcall._core.options import LOCAL_ONLY, On, Rows, WhenFull
 from hostcall._core.order import Order
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 
 
 def print(
@@ -72,7 +72,7 @@ def print(
     printer = Printer(
         fmt=fmt,
         numbers=_numbers_in((args, kwargs)),
-        file=None if file is None else Static(file),
+        file=None if file is None else Opaque(file),
         flush=bool(flush),
         end=end,
         options=NumPys(**{each.name: numpys[each.name] for each in fields(NumPys)}),
@@ -141,7 +141,7 @@ class Printer(HostCode):
     travels_alone = True
 
     fmt: str
-    file: Static | None = field(metadata=LOCAL_ONLY)
+    file: Opaque | None = field(metadata=LOCAL_ONLY)
     flush: bool
     end: str
     options: NumPys

@@ -24,7 +24,7 @@ from hostcall._core.options import (
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place
-from hostcall._core.spec import Static, flatten_arguments, parse_result, wrap_keys
+from hostcall._core.spec import Opaque, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.tap import TapParams
 from hostcall._primitives.tap.primitive import bind
 
@@ -263,7 +263,7 @@ def prepare(
     if flagged:
         operands.append(always)
     callback = CallSpec(
-        Static(fn), template, _NO_RESULT, (), how, users_place(), looked=seen
+        Opaque(fn), template, _NO_RESULT, (), how, users_place(), looked=seen
     )
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)

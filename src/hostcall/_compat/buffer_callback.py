@@ -22,7 +22,7 @@ from hostcall._core.options import WHOLE, CallOptions, check
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
-from hostcall._core.spec import Results, Static, Template, canonical
+from hostcall._core.spec import Opaque, Results, Template, canonical
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._primitives.buffer import bind
 
@@ -182,7 +182,7 @@ def make_params(
     """The parameters of an equation that calls `callback`; `others` are the rest."""
     avals = trees[1].avals
     fills = (None,) * len(avals)
-    whole = CallSpec(Static(callback), *trees, fills, options, place)
+    whole = CallSpec(Opaque(callback), *trees, fills, options, place)
     return BufferParams(callback=whole, avals=avals, masked=False, **others)
 
 

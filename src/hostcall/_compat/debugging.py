@@ -17,7 +17,7 @@ from hostcall._core import stream
 from hostcall._core.host_code import HostCode
 from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.source import Place
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.params.drop_in import (
     PRINT,
     DropInParams,
@@ -153,7 +153,7 @@ def template_of(in_tree: _jax.TreeDef, static: Mapping[int, object]) -> Template
     the callback gets them as they are.
     """
     numbers = range(in_tree.num_leaves)
-    marks = [Static(static[i]) if i in static else None for i in numbers]
+    marks = [Opaque(static[i]) if i in static else None for i in numbers]
     return Template(in_tree, tuple(marks))
 
 

@@ -26,7 +26,7 @@ from hostcall._core.errors import counted
 from hostcall._core.mistakes import refuse_coroutines
 from hostcall._core.order import ORDERED, effects_with
 from hostcall._core.source import name_of
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 from hostcall._primitives.eager import seen_before
 from hostcall._runtime import context
 
@@ -54,7 +54,7 @@ class Outside:
         transforms: (name, ...) of each transformation, in the order of application.
     """
 
-    fn: Static
+    fn: Opaque
     identity: bool
     with_device: bool
     arg_tree: _jax.TreeDef
@@ -321,7 +321,7 @@ def bind(
     outs = outside_call_p.bind(
         *operands,
         params=Outside(
-            Static(fn), result is None, with_device, tree, out_tree, avals, device_index
+            Opaque(fn), result is None, with_device, tree, out_tree, avals, device_index
         ),
     )
     return out_tree.unflatten(outs)

@@ -33,7 +33,7 @@ from hostcall._core.spec import Results, Template
 from hostcall._engine.params.drop_in import Kind, arrays_of, make_params
 from hostcall._engine.params.equation import CallParams
 from hostcall._primitives import buffer, call, drop_in
-from hostcall._primitives.lowering import begin
+from hostcall._primitives.lowering import start_lowering
 
 # What callbacks get, as the newest patch says; None if JAX is not patched. The patch
 # writes it under its lock. Redirects read it once each, without a lock.
@@ -175,7 +175,7 @@ def emit_python_callback(
         {"arrays": "numpy"},
         _place(ctx),
     )
-    program = begin(
+    program = start_lowering(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
     made = call.prepare(

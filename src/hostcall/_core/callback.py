@@ -10,7 +10,7 @@ from typing import Any
 from hostcall import _jax
 from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.source import CallableFacts, Place, inspect_callable
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Opaque, Results, Template
 
 # Rows of statistics and places of events have names, which live as long as the process.
 # A program with ever-new tags (f"step {i}") must not use more and more memory. Changed
@@ -27,7 +27,7 @@ class CallSpec:
     that differ otherwise are told apart by comparing them.
 
     Attributes:
-        fn: the function, compared as `Static` compares.
+        fn: the function, compared as `Opaque` compares.
         template: how to rebuild (args, kwargs) from arrays.
         results: the structure, shapes and dtypes of what it returns.
         fills: for each result, the bytes that a masked row gets, or None for zeros.
@@ -46,7 +46,7 @@ class CallSpec:
         counted_as: under which name its calls are counted; see `costs`.
     """
 
-    fn: Static
+    fn: Opaque
     template: Template = field(hash=False)
     results: Results = field(hash=False)
     fills: tuple[bytes | None, ...] = field(hash=False)

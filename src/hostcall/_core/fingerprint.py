@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
-from hostcall._core.host_code import is_partial, own, text_of, wrapped
+from hostcall._core.host_code import as_host_code, is_partial, text_of, wrapped
 from hostcall._core.source import closed_over, name_of
 
 # What counts of a thing, as tuples and texts.
@@ -57,7 +57,7 @@ def _told(thing: Any, depth: int) -> Told:
     if is_partial(thing):
         parts = thing.func, *_functions(thing.args, thing.keywords.values())
         return "partial", _told(parts, depth - 1)
-    told = own(thing).parts()
+    told = as_host_code(thing).parts()
     if told is not None:
         return type(thing).__qualname__, _told(told, depth - 1)
     inner = wrapped(thing)  # jax.jit and its like

@@ -175,7 +175,7 @@ class OfArguments:
 USERS = HostCode()  # answers for users' functions
 
 
-def own(fn: object) -> HostCode:
+def as_host_code(fn: object) -> HostCode:
     """The callable, if hostcall made it; else what answers for a user's function.
 
     By its type: `isinstance` asks the object for its `__class__`, and a Mock with a
@@ -207,7 +207,7 @@ def layers(fn: Any) -> Iterator[Any]:
     """
     yield fn
     for _ in range(_DEPTH):
-        inner = fn.func if is_partial(fn) else own(fn).inside()
+        inner = fn.func if is_partial(fn) else as_host_code(fn).inside()
         if inner is None:
             return
         fn = inner

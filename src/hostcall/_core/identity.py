@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 from hostcall._jax.types import Aval, KeyDtype, TreeDef
 
 # By their numbers: the metaclass of a user's class may hash in a way of its own.
@@ -57,7 +57,7 @@ def _parts(thing: Any, kind: type) -> Sequence[Any] | None:
         of, more = thing.node_data() or (None, ())
         keys_or_more = tuple(more) if of is dict else more
         return of, keys_or_more, *thing.children()
-    if kind is Static:
+    if kind is Opaque:
         return (thing.value,)
     # Frozen dataclasses of hostcall's: all that they are follows from what they were
     # made of. Functions and rules are among them.

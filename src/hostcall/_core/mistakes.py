@@ -25,7 +25,7 @@ from hostcall._core.signatures import (
     without_types,
 )
 from hostcall._core.source import CallableFacts, inspect_callable, name_of, users_frame
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 
 
 class Face(NamedTuple):
@@ -121,7 +121,7 @@ def check(
     if not plain or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
         refuse_traced(fn, face.instead_of_traced)
     for mark in marks:
-        if isinstance(mark, Static) and has_tracers_text(mark.value):
+        if isinstance(mark, Opaque) and has_tracers_text(mark.value):
             name = name_of(fn)
             instead = face.with_argument(name, "x")
             raise SpecError(

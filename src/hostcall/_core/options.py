@@ -27,7 +27,7 @@ from hostcall._core.errors import choices, conflict, wrong
 from hostcall._core.order import ORDERS, Order
 from hostcall._core.signatures import own_option
 from hostcall._core.source import name_of
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 from hostcall._jax.types import Device, Sharding
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Policy:
     """
 
     timeout: float | None = option(SECONDS)
-    executor: Static | None = option(
+    executor: Opaque | None = option(
         Option(
             "a concurrent.futures.Executor, a Dask client or a pool such as"
             " multiprocessing.Pool",
@@ -341,7 +341,7 @@ class Policy:
         given = {k: v for k, v in options.items() if k in cls.__dataclass_fields__}
         executor = given.get("executor")
         if executor is not None:
-            given["executor"] = Static(executor)
+            given["executor"] = Opaque(executor)
         return cls(**given)
 
     def at_least(self) -> Policy:

@@ -16,10 +16,10 @@ import jax
 from hostcall._core.host_code import (
     USERS,
     HostCode,
+    as_host_code,
     asked,
     is_partial,
     layers,
-    own,
     own_dictionary,
     text_of,
 )
@@ -125,7 +125,7 @@ def inspect_callable(fn: Any) -> CallableFacts:
         yields = bool(code.co_flags & _YIELDS)
     else:
         name, code, awaits, yields = _look_inside(fn)
-        ours = own(fn)
+        ours = as_host_code(fn)
         told = ours.source()
     if not told and code is not None:
         told = f"{name} ({code.co_filename}:{code.co_firstlineno})"
@@ -145,7 +145,7 @@ def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     if named is not fn:
         name = f"partial({name})"
     found = asked(inner, "__code__", types.CodeType)
-    if (ours := own(inner)) is inner:
+    if (ours := as_host_code(inner)) is inner:
         return name, found, ours.awaits(), False
     try:
         if _is_written_in_c(inner):

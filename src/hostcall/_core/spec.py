@@ -29,7 +29,7 @@ NUMBERS = (bool, int, float, complex)  # Python's own
 _LEAF = object()
 
 
-class Static:
+class Opaque:
     """A leaf that isn't an array. The function gets the object itself.
 
     Hashable objects compare by equality, others by identity. Tracing the same call
@@ -49,7 +49,7 @@ class Static:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Static):
+        if not isinstance(other, Opaque):
             return NotImplemented
         if self.value is other.value:
             return True
@@ -59,7 +59,7 @@ class Static:
         return bool(self.value == other.value)
 
     def __repr__(self) -> str:
-        return f"Static({self.value!r})"
+        return f"Opaque({self.value!r})"
 
 
 def widened(dtype: np.dtype) -> np.dtype | None:
@@ -77,17 +77,17 @@ class Template:
 
     Attributes:
         treedef: the structure of (args, kwargs).
-        leaves: one entry for each leaf: a `Static`, or the dtype of a typed PRNG key,
+        leaves: one entry for each leaf: a `Opaque`, or the dtype of a typed PRNG key,
             or None for any other array.
     """
 
     treedef: TreeDef
-    leaves: tuple[Static | Key, ...]
+    leaves: tuple[Opaque | Key, ...]
 
     @functools.cached_property
     def keys(self) -> tuple[Key, ...]:
         """For each array: the key dtype, or None."""
-        return tuple([leaf for leaf in self.leaves if not isinstance(leaf, Static)])
+        return tuple([leaf for leaf in self.leaves if not isinstance(leaf, Opaque)])
 
     @functools.cached_property
     def is_flat(self) -> bool:
@@ -96,7 +96,7 @@ class Template:
         return len(self.keys) == count and self.treedef == _flat(count)
 
     @classmethod
-    def flat(cls, *marks: Static | Key) -> Template:
+    def flat(cls, *marks: Opaque | Key) -> Template:
         """A template for positional arrays only; `marks` are its `leaves`."""
         return cls(_flat(len(marks)), marks)
 
@@ -105,16 +105,16 @@ class Template:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
         rest = iter(arrays)
-        leaves = [x.value if isinstance(x, Static) else next(rest) for x in self.leaves]
+        leaves = [x.value if isinstance(x, Opaque) else next(rest) for x in self.leaves]
         args, kwargs = self.treedef.unflatten(leaves)
         return args, kwargs
 
     def paths(self, static: bool = False) -> list[str]:
-        """How a reader would write each array, or each `Static`: `args[0]['x']`."""
+        """How a reader would write each array, or each `Opaque`: `args[0]['x']`."""
         return [
             ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
             for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True)
-            if isinstance(leaf, Static) == static
+            if isinstance(leaf, Opaque) == static
         ]
 
 
@@ -139,7 +139,7 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     """The arrays among the leaves, ready to bind, and the template to rebuild all."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
     arrays: list[Array] = []
-    marks: list[Static | Key] = []
+    marks: list[Opaque | Key] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
             plain = isinstance(leaf.dtype, np.dtype)  # most are
@@ -150,12 +150,12 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
             marks.append(None)
             arrays.append(canonical(leaf))
         else:
-            marks.append(Static(leaf))
+            marks.append(Opaque(leaf))
     return arrays, Template(treedef, tuple(marks))
 
 
 def is_array_like(leaf: object) -> bool:
-    """Whether JAX would accept this leaf as an array. Others become `Static`."""
+    """Whether JAX would accept this leaf as an array. Others become `Opaque`."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return is_numeric(leaf.dtype)
     return isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__")

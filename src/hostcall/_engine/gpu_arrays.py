@@ -17,7 +17,7 @@ import numpy as np
 from hostcall import _native
 from hostcall._core import coerce, errors
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import Results, Static
+from hostcall._core.spec import Opaque, Results
 
 
 @dataclass(unsafe_hash=True, repr=False)
@@ -27,7 +27,7 @@ class OnDevice(HostCode):
     Two of them are equal if their functions and results are, so JAX's caches hit.
     """
 
-    fn: Static
+    fn: Opaque
     results: Results
     name: str = field(compare=False)
 

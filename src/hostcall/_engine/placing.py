@@ -37,7 +37,7 @@ def placed_through_jax(
     program: _jax.Program, device: Device | None, job: Failures | None = None
 ) -> Placement:
     """Of a call that JAX's own callback makes for this device, if that is known."""
-    placement = alone(device, host_device.above(None))
+    placement = alone(device, host_device.host_device_for(None))
     return replace(
         placement,
         mesh=program.mesh,
@@ -185,7 +185,7 @@ def hosted(
         # dispatch returns, as a program does whose arrays are on that client.
         device = jax.local_devices(backend="cpu")[0]
     else:
-        device = host_device.above(client)
+        device = host_device.host_device_for(client)
     return replace(placement, host_device=device, inside=inside, packed=True)
 
 

@@ -27,11 +27,11 @@ from hostcall._core import options
 from hostcall._core.callback import CallSpec
 from hostcall._core.codec import Json, Malformed, Natural, NotPortable
 from hostcall._core.errors import LoadError
-from hostcall._core.host_code import is_function, own
+from hostcall._core.host_code import as_host_code, is_function
 from hostcall._core.options import CallOptions, PlaceOptions, Policy
 from hostcall._core.registered import Name, names
 from hostcall._core.source import Place, inspect_callable
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.params.equation import Equation
 from hostcall._export import registry
 from hostcall._export.structures import AVALS, CODEC, FORMAT, decode_aval
@@ -159,7 +159,7 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Cal
 
 def _function_of(callback: CallSpec, exported: bool) -> tuple[str, object]:
     function = callback.function
-    kind = own(function).travels_as
+    kind = as_host_code(function).travels_as
     if kind:
         return kind, _home(kind).record_of(function, exported)
     policy = callback.policy
@@ -190,7 +190,7 @@ def name_of(held: object, remedy: str, code: object = None) -> Name:
     name = names.of(held)
     if name is None:
         code = held if code is None else code
-        why = own(code.__self__ if type(code) is MethodType else code).stays
+        why = as_host_code(code.__self__ if type(code) is MethodType else code).stays
         raise NotPortable(why or registry.why_nameless(held) or remedy)
     return name
 
@@ -232,7 +232,7 @@ def equation_of(record: CallRecord) -> Equation:
         if traced is None:
             raise Malformed(f"the settings of JAX {record.traced!r}")
     callback = CallSpec(
-        fn=Static(function),
+        fn=Opaque(function),
         template=record.template,
         results=record.results,
         fills=record.fills,

@@ -16,7 +16,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core import codec
 from hostcall._core.codec import SIZE, Codec, Json, Malformed, NotPortable, encode_plain
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._jax.types import Aval, TreeDef
 
 # The version of texts and of files with them. Counted up when older versions of
@@ -130,7 +130,7 @@ def _encode_template(template: Template) -> Json:
     paths = iter(template.paths(static=True))
     marks = [
         {"is": encode_plain(leaf.value, f"the argument {next(paths)}")}
-        if isinstance(leaf, Static)
+        if isinstance(leaf, Opaque)
         else _jax.key_impl(leaf)
         for leaf in template.leaves
     ]
@@ -140,7 +140,7 @@ def _encode_template(template: Template) -> Json:
 def _decode_template(given: Json) -> Template:
     structure, marks = given
     leaves = tuple(
-        Static(_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
+        Opaque(_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
         for it in marks
     )
     treedef = decode_tree(structure)

@@ -270,7 +270,7 @@ def read_text(
     if team is not None and record.place:  # exported, so on any devices
         team = team._replace(leader=None)
     operands = record.operands
-    nested = host_device.level(client) > 0
+    nested = host_device.nesting_level(client) > 0
     placement = Placement(
         devices=by_ordinal,
         mesh=mesh,
@@ -322,7 +322,7 @@ def _client(platform: str) -> Client:
     default = getattr(_jax.default_device.value, "client", None)
     # A GPU's client calls its platform "gpu" or "cuda".
     fits = default is not None and (default.platform == "cpu") == (platform == "cpu")
-    if fits and (workers.in_call() or host_device.level(default) == 0):
+    if fits and (workers.in_call() or host_device.nesting_level(default) == 0):
         return default
     return _jax.client_of(platform)
 

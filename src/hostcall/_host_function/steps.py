@@ -29,8 +29,8 @@ from hostcall._core.host_code import HostCode, TakesMask
 from hostcall._core.options import LOCAL_ONLY, WHOLE, CallOptions, Policy
 from hostcall._core.source import CallableFacts, inspect_callable
 from hostcall._core.spec import (
+    Opaque,
     Results,
-    Static,
     Template,
     flatten_arguments,
     wrap_keys,
@@ -60,7 +60,7 @@ from hostcall._host_function.sendable import Sendable, to_send
 from hostcall._host_function.trees import ArgumentLayout, Positions, pick, spread
 from hostcall._jax.types import Aval
 from hostcall._policies.layer import same
-from hostcall._primitives.make import make
+from hostcall._primitives.make import bind_call
 
 T = TypeVar("T")
 # (function to run, its arguments, function that makes arrays of its value).
@@ -173,9 +173,9 @@ class RuleCall(HostCode, Value):
             trees = template, Results.flat(self.avals, keys)
         if method is not how.vmap_method:
             how = replace(how, vmap_method=method)
-        given = Static(self), *trees, fills, how, site.place, policy
+        given = Opaque(self), *trees, fills, how, site.place, policy
         looked = self.seen._replace(own=self)
-        return make(CallSpec(*given, looked=looked), operands, mask)
+        return bind_call(CallSpec(*given, looked=looked), operands, mask)
 
     def _of_results(self, own: Sequence[T] | None) -> tuple[T | None, ...]:
         """One entry for each result of the call: from those for the function's results

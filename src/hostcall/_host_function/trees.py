@@ -17,7 +17,7 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._core.options import LOCAL_ONLY
 from hostcall._core.source import Place
-from hostcall._core.spec import Results, Static, Template
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._host_function.primitives import Arrays, Tangents, Value
 from hostcall._host_function.rules import (
     ADVICE,
@@ -132,7 +132,7 @@ class ArgumentLayout(Value):
             [
                 (
                     part,
-                    [not isinstance(m, Static) for m in islice(marks, part.num_leaves)],
+                    [not isinstance(m, Opaque) for m in islice(marks, part.num_leaves)],
                 )
                 for part in self.template.treedef.children()[0].children()
             ]

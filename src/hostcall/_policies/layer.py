@@ -26,7 +26,7 @@ from hostcall import _native
 from hostcall._core.callback import CallSpec
 from hostcall._core.dlpack import DLPackArray
 from hostcall._core.errors import CallTimeoutError
-from hostcall._core.host_code import own
+from hostcall._core.host_code import as_host_code
 from hostcall._core.process import PerProcess
 from hostcall._core.source import name_of
 from hostcall._native import ResultForm
@@ -189,7 +189,7 @@ class Bound(NamedTuple):
 
         See `HostCode.split`; a user's function runs elsewhere as it is.
         """
-        steps = [own(self.fn).split(*row) for row in rows]
+        steps = [as_host_code(self.fn).split(*row) for row in rows]
         found = [step for step in steps if step is not None]
         if not found:
             return self.fn, rows, [same] * len(rows)

@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
 from hostcall._core.errors import DeadlockError, HostcallError
-from hostcall._core.host_code import own
+from hostcall._core.host_code import as_host_code
 from hostcall._core.source import PACKAGE, name_of
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 from hostcall._core.wait import SLOW, wait
 from hostcall._policies.layer import Bound, Current, Row, RowContext, apply, shared
 from hostcall._runtime import loop as loops
@@ -74,8 +74,8 @@ class OnLoop:
     def __init__(self, bound: Bound, concurrency: int | None = None) -> None:
         self.bound = bound
         self.limit = concurrency or CONCURRENCY
-        mine = own(bound.fn)
-        self.lane = Static(mine.lane() if mine is bound.fn else bound.fn)
+        mine = as_host_code(bound.fn)
+        self.lane = Opaque(mine.lane() if mine is bound.fn else bound.fn)
 
     def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
         loop = free_loop(self.bound.fn)
@@ -84,7 +84,7 @@ class OnLoop:
         with contextlib.ExitStack() as held:
             # The objects of all rows are locked by this thread, in row order, until
             # they have ended. Another thread that enters them does so in that order.
-            enter = own(self.bound.fn).enter
+            enter = as_host_code(self.bound.fn).enter
             if (first := enter(here(0), held, *rows[0])) is not None:
                 others = enumerate(rows[1:], 1)
                 entered = [first, *(enter(here(i), held, *row) for i, row in others)]

@@ -40,7 +40,7 @@ from hostcall._jax.types import (
     Sharding,
     Value,
 )
-from hostcall._primitives.lowering import NUMBER, EngineCall, put
+from hostcall._primitives.lowering import NUMBER, EngineCall, make_slot
 
 if TYPE_CHECKING:
     from hostcall._job.after_failure import Failures
@@ -120,7 +120,7 @@ class Partitioned(abc.ABC):
         self._platforms = program.platforms
         self._avals = _jax.physical_avals(program.ctx.avals_in)
         whole = replace(self.placement, plan_of_block=self.plan_of_block)
-        self.attributes = put(program, params, whole, self._avals)
+        self.attributes = make_slot(program, params, whole, self._avals)
 
     def plan_of_block(self, block: str) -> _native.Plan:
         """The plan of the part that this text describes."""

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.callback import CallSpec
 from hostcall._core.options import CallOptions, check
-from hostcall._core.spec import Static
+from hostcall._core.spec import Opaque
 from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.buffer import BufferParams
 from hostcall._jax.types import LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
 from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
-from hostcall._primitives.lowering import begin, refuse_some_axes
+from hostcall._primitives.lowering import refuse_some_axes, start_lowering
 
 
 def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
@@ -63,7 +63,7 @@ def make(
     check(f"`{callback.name}`", how.met(callback.policy.at_least(), mask), {})
     on_device = replace(
         callback,
-        fn=Static(OnDevice(callback.fn, callback.results, callback.name)),
+        fn=Opaque(OnDevice(callback.fn, callback.results, callback.name)),
         options=replace(how, arrays="numpy", vmap_method=method or "sequential"),
     )
     avals = callback.results.avals
@@ -107,7 +107,7 @@ call.refuse_derivatives_as_jax(
 
 def lower(ctx: LoweringContext, *operands: Value, params: BufferParams) -> list[Value]:
     """The lowering of our primitive, and of JAX's (_compat/redirects.py)."""
-    program = begin(ctx)
+    program = start_lowering(ctx)
     for platform in program.platforms:
         if platform not in _jax.SERVED:
             raise ValueError(

@@ -30,7 +30,7 @@ from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
     job_of,
-    put,
+    make_slot,
     register,
 )
 
@@ -191,7 +191,7 @@ def prepare(
         leader: the device that calls; None for the program's first.
     """
     placement = placed(program, params, leader, job_of(program))
-    attributes = put(program, params, placement, avals)
+    attributes = make_slot(program, params, placement, avals)
     if params.runs_where_dispatched:
         _jax.run_where_dispatched(program)
     return EngineCall(

@@ -31,7 +31,9 @@ def chosen_of(params: Equation, devices: Sequence[Device], of: str) -> Device:
     first = devices[0]
     if device is None or device in devices:
         return device or first
-    if host_device.level(first.client) > 0:  # in host code, which has a device for all
+    if (
+        host_device.nesting_level(first.client) > 0
+    ):  # in host code, which has a device for all
         return first
     there = ", ".join(map(str, devices))
     raise HostcallError(

@@ -15,7 +15,7 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core.order import effects_with
-from hostcall._core.spec import Results, Static, Template, flatten_arguments
+from hostcall._core.spec import Opaque, Results, Template, flatten_arguments
 from hostcall._engine import targets
 from hostcall._engine.params.drop_in import DropInParams
 from hostcall._engine.params.equation import Equation
@@ -25,7 +25,7 @@ from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
 from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
-from hostcall._primitives.lowering import NUMBER, begin, job_of
+from hostcall._primitives.lowering import NUMBER, job_of, start_lowering
 
 _NAMES = ("pure_callback", "io_callback", "debug_callback", "debug_print")
 PRIMITIVES = {name: _jax.Primitive(name) for name in _NAMES}
@@ -142,7 +142,7 @@ def _debug_transpose(
 
 def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[Value]:
     """The lowering of our primitives, and on CPUs of JAX's (_compat/redirects.py)."""
-    program = begin(ctx)
+    program = start_lowering(ctx)
     if params.kind == "debug" and program.automatic:
         axes = sorted(program.automatic, key=str)
         return _lower_once_along(ctx, operands, axes, params)
@@ -213,7 +213,7 @@ def _with_number(params: DropInParams) -> DropInParams:
         params,
         callback=replace(
             callback,
-            fn=Static(numbered),
+            fn=Opaque(numbered),
             template=Template.flat(None, *template.keys),
             results=Results(jax.tree.structure(0), (NUMBER,), (None,)),
             fills=(None,),

@@ -42,7 +42,7 @@ def prepare(
     devices = () if place is None else place.device_set
     in_order = sorted(devices, key=lambda device: device.id) or [_jax.here()]
     home = chosen_here(params, in_order)
-    placement = alone(home, host_device.above_here())
+    placement = alone(home, host_device.host_device_here())
     hooks = params.hooks(params, placement)
     plan = plans.make_plan(hooks, arrays)
 

@@ -53,7 +53,7 @@ Lowering = Callable[..., list[Value]]  # (program, *operands, params=) -> result
 # --- The way in -----------------------------------------------------------------------
 
 
-def begin(ctx: LoweringContext) -> _jax.Program:
+def start_lowering(ctx: LoweringContext) -> _jax.Program:
     """The program whose equation is lowered, once the engine is ready for it."""
     program = _jax.program_of(ctx)
     targets.start()
@@ -90,7 +90,7 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
     def lowered(
         ctx: LoweringContext, *operands: Value, params: Equation
     ) -> list[Value]:
-        program = begin(ctx)
+        program = start_lowering(ctx)
         rule = here
         if not set(program.platforms) <= set(_jax.SERVED):
             _check_platform(program, params)
@@ -186,7 +186,7 @@ def _firsts(value: jax.Array, first: jax.Array, axes: Sequence[Hashable]) -> jax
 Attributes: TypeAlias = dict[str, str | int]
 
 
-def put(
+def make_slot(
     program: _jax.Program,
     equation: Equation,
     placement: Placement,

@@ -16,7 +16,7 @@ from hostcall._primitives.call import bind
 from hostcall._primitives.eager import run_and_keep
 
 
-def make(
+def bind_call(
     callback: CallSpec, operands: Sequence[jax.Array], mask: jax.Array | None
 ) -> list[jax.Array]:
     """Binds the call and returns one array for each leaf of its results.

@@ -43,7 +43,7 @@ class _Ladder(PerProcess):
 _ladder = _Ladder()
 
 
-def level(client: Any | None) -> int:
+def nesting_level(client: Any | None) -> int:
     """The number of a client's rung; 0 for the process's own clients, 1 for the first
     that was made for host code. Programs on a higher one are started by host code.
     """
@@ -53,7 +53,7 @@ def level(client: Any | None) -> int:
     return 0
 
 
-def above(client: Any | None) -> Any:
+def host_device_for(client: Any | None) -> Any:
     """The host device for callbacks of programs that run on `client`.
 
     None stands for the process's own clients.
@@ -65,7 +65,7 @@ def above(client: Any | None) -> Any:
     Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
     with starting.lock:
-        below = level(client)
+        below = nesting_level(client)
         if below == _MOST:
             raise HostcallError(
                 f"hostcall: programs and their host functions are nested {_MOST} deep:"
@@ -81,10 +81,10 @@ def above(client: Any | None) -> Any:
         return _ladder.clients[below].local_devices()[0]
 
 
-def above_here() -> Any:
+def host_device_here() -> Any:
     """The host device for a call that the calling thread makes eagerly."""
     default = _jax.default_device.value
-    return above(getattr(default, "client", None))
+    return host_device_for(getattr(default, "client", None))
 
 
 # --- Programs that would wait for the callback that starts them -----------------------
@@ -150,7 +150,7 @@ def guard(
             flights.log(flights.DEADLOCK)
             raise DeadlockError(_WOULD_WAIT)
         on_process = scouts and any(
-            device.platform == "cpu" and level(device.client) == 0
+            device.platform == "cpu" and nesting_level(device.client) == 0
             for device in of_program
         )
         # `ask_inside` is False if no call of this thread scouts. The setting stays

@@ -117,5 +117,5 @@ def be_host_code() -> bool:
     """
     if not _jax.back_ends_started():
         return False
-    ThreadSettings(host_device.above(None)).enter()
+    ThreadSettings(host_device.host_device_for(None)).enter()
     return True

@@ -246,7 +246,7 @@ def device_now(device: jax.Device | None) -> jax.Device:
     on_cpu = here is None or here.device is None or here.device.platform == "cpu"
     client = device.client
     own = jax.local_devices(backend="cpu")[0].client
-    shared = client is own or host_device.level(client) > 0
+    shared = client is own or host_device.nesting_level(client) > 0
     return host if on_cpu and shared else device
 
 

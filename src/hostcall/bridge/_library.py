@@ -24,7 +24,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import PackageError, SpecError, wrong
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import Static, Template, is_array_like, is_numeric
+from hostcall._core.spec import Opaque, Template, is_array_like, is_numeric
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import Rule, among
 from hostcall._host_function.trees import pick
@@ -306,7 +306,7 @@ def split(args: object, kwargs: object) -> tuple[Template, Arrays]:
     leaves, treedef = tree.tree_flatten((args, kwargs))
     flags = [is_operand(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     both = zip(leaves, flags, strict=True)
-    marks = tuple(None if flag else Static(x) for x, flag in both)
+    marks = tuple(None if flag else Opaque(x) for x, flag in both)
     return Template(treedef, marks), pick(leaves, flags)
 
 

@@ -19,7 +19,7 @@ from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import parse_mask
 from hostcall._core.options import FEED, CallOptions, check
 from hostcall._core.source import name_of, users_place
-from hostcall._core.spec import Results, Static, Template, is_array_like
+from hostcall._core.spec import Opaque, Results, Template, is_array_like
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
 from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once
@@ -80,7 +80,7 @@ class Feed(Handle):
         trees = template, results, (None,) * len(results.avals)
         how = CallOptions(order="ordered")
         params = FeedParams(
-            callback=CallSpec(Static(self._stream), *trees, how, users_place()),
+            callback=CallSpec(Opaque(self._stream), *trees, how, users_place()),
             avals=results.avals,
             masked=bool(mask),
             devices=() if shards is None else shards.devices,

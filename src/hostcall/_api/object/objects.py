@@ -41,15 +41,15 @@ from hostcall._core.options import CALL, CallOptions, Option, Policy, check
 from hostcall._core.process import PerProcess, living
 from hostcall._core.source import inspect_callable, name_of, users_place
 from hostcall._core.spec import (
+    Opaque,
     Results,
-    Static,
     flatten_arguments,
     parse_fill,
     parse_result,
 )
 from hostcall._core.suggestions import suggests
 from hostcall._policies.on_loop import settled
-from hostcall._primitives.make import make
+from hostcall._primitives.make import bind_call
 from hostcall._runtime import context, lifecycle, loop, workers
 from hostcall._runtime.context import Current
 from hostcall._runtime.lifecycle import Phase
@@ -392,9 +392,9 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         callback = CallSpec(
-            Static(entry), template, results, fills, how, users_place(), policy
+            Opaque(entry), template, results, fills, how, users_place(), policy
         )
-        return results.unflatten(make(callback, operands, mask))
+        return results.unflatten(bind_call(callback, operands, mask))
 
     method.__name__ = name
     method.__qualname__ = entry.__qualname__

@@ -29,7 +29,7 @@ from hostcall._core.errors import wrong
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
-from hostcall._core.spec import Results, Static, Template, overflowed
+from hostcall._core.spec import Opaque, Results, Template, overflowed
 from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
@@ -198,7 +198,7 @@ def make_params(
     how = CallOptions.of({**given, "order": "pure" if kind == "pure" else order})
     fills = (None,) * len(results.avals)
     place = place or users_place()
-    callback = CallSpec(Static(fn), template, results, fills, how, place)
+    callback = CallSpec(Opaque(fn), template, results, fills, how, place)
     return DropInParams(
         callback=callback,
         avals=results.avals,

@@ -44,7 +44,7 @@ class TapBlocks(Partitioned):
     target = targets.TAP_TARGET
 
     def __init__(self, program: _jax.Program, params: TapParams) -> None:
-        nested = host_device.level(program.client) > 0
+        nested = host_device.nesting_level(program.client) > 0
         super().__init__(program, params, nested=nested)
 
     def of_block(

@@ -32,7 +32,7 @@ from hostcall._primitives.eager import first_device, go_on_after_failures, row_m
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
-    put,
+    make_slot,
     refuse_export,
     register,
 )
@@ -72,7 +72,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
             if not kept[0].lets(counters, params.flag_of(operands)):
                 continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
-        placement = alone(home, host_device.above_here())
+        placement = alone(home, host_device.host_device_here())
         if block is not None:
             placement = replace(placement, blocks={-1: block})
         plan = plans.make_plan(params.hooks(params, placement), arrays)
@@ -286,7 +286,7 @@ def lower_here(
         elif program.local is not None:
             device = _tapping(program, params)
             only = (_jax.ordinal(device) if device in program.local else _NOT_HERE,)
-    nested = host_device.level(program.client) > 0
+    nested = host_device.nesting_level(program.client) > 0
     placement = Placement(
         devices=program.by_ordinal,
         mesh=program.mesh,
@@ -299,7 +299,7 @@ def lower_here(
     call = EngineCall(
         program,
         params.target,
-        put(program, params, placement, avals),
+        make_slot(program, params, placement, avals),
         has_side_effect=True,
         aliases={first + i: i for i in range(len(ctx.avals_out))},
         prepare=prepare,
