@@ -377,7 +377,7 @@ F = hc.host(matvec, result="(m,n),(n)->(m)")
         (lambda: hc.host(mean_of, result="(n)->(k)", sizes={"k": lambda q: 2}), "is a function of 'q', which is no dimension of an argument"),
         (lambda: hc.host(mean_of, result="(n)->(k)", sizes={"k": lambda n: n / 2})(X), "of `mean_of` gave 2.0 for {'n': 4}"),
         (lambda: hc.host(mean_of, result=X, sizes={"k": 2}), "has sizes= without a signature"),
-        (lambda: hc.host(mean_of, result="(n)->()", dtype=(np.float32,) * 2), "has 2 dtypes, and the signature '(n)->()' has 1 results"),
+        (lambda: hc.host(mean_of, result="(n)->()", dtype=(np.float32,) * 2), "has 2 dtypes, and the signature '(n)->()' has 1 result."),
         (lambda: jax.jit(lambda k: hc.host(mean_of, result="(n)->(k)", sizes={"k": k}))(3), "is a traced value"),
         (lambda: hc.host(mean_of, result="mean"), "A text is 'infer', or a signature such as '(m,n),(n)->(m)'"),
     ],

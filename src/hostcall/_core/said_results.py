@@ -10,7 +10,7 @@ import numpy as np
 
 from hostcall._core import result_rules, ufuncs
 from hostcall._core.annotations import Unreadable, of_annotations
-from hostcall._core.dimensions import Given, Signature, read_signature
+from hostcall._core.dimensions import ResultSize, Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.options import WHOLE
@@ -22,7 +22,7 @@ def rule_of(
     name: str,
     result: Tree,
     *,
-    sizes: Mapping[str, Given] | None = None,
+    sizes: Mapping[str, ResultSize] | None = None,
     dtype: Any = None,
     float64: bool = False,
 ) -> Tree:
@@ -76,7 +76,7 @@ def is_unsaid(result: Tree) -> bool:
 
 
 def signature(
-    text: str, *, sizes: Mapping[str, Given] | None = None, dtype: Any = None
+    text: str, *, sizes: Mapping[str, ResultSize] | None = None, dtype: Any = None
 ) -> Any:
     """A signature as `result=`, with sizes and dtypes, for `hc.host` and `hc.call`.
 
@@ -96,15 +96,15 @@ def signature(
     Raises:
         SpecError: the text is no signature, or a size or dtype is missing or wrong.
     """
-    found = rule_of(lambda: None, "a function", text, sizes=sizes, dtype=dtype)
-    assert isinstance(found, Signature), "a text that is none was refused"
-    return found
+    rule = rule_of(lambda: None, "a function", text, sizes=sizes, dtype=dtype)
+    assert isinstance(rule, Signature), "a text that is none was refused"
+    return rule
 
 
 def _dtypes(dtype: Any, name: str) -> tuple[np.dtype, ...]:
-    given = dtype if isinstance(dtype, (tuple, list)) else (dtype,)
+    several = dtype if isinstance(dtype, (tuple, list)) else (dtype,)
     try:
-        return tuple([np.dtype(each) for each in given])
+        return tuple(map(np.dtype, several))
     except TypeError as error:
         raise SpecError(
             f"hostcall: dtype= of `{name}` is {dtype!r}. Give a dtype such as"
