@@ -177,6 +177,14 @@ def test_names_of_arguments_that_a_partial_has_or_that_have_defaults():
     assert hc.host(functools.partial(f, X[0]))(X[0, :1]).shape == (3, 1)
 
 
+def test_a_keyword_that_has_a_default():
+    def f(x: Float[A, "n"], *, k: int = 2) -> Float[A, "{k} n"]:
+        return np.stack([x] * k)
+
+    assert hc.host(f)(X[0]).shape == (2, 3)
+    assert hc.host(functools.partial(f, k=3))(X[0]).shape == (3, 3)
+
+
 def test_any_number_of_arguments():
     def total(*xs: Float[A, "n"]) -> Float[A, "n"]:
         return np.sum(xs, axis=0)

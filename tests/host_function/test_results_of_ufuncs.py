@@ -288,6 +288,20 @@ def test_a_ufunc_of_numba():
     )
 
 
+def test_numbas_guvectorize_without_types_is_refused():
+    numba = pytest.importorskip("numba")
+
+    @numba.guvectorize("(n)->(n)")
+    def double(x, out):
+        out[:] = 2 * x
+
+    with pytest.raises(hc.errors.SpecError, match="without types") as caught:
+        hc.host(double)(np.ones(3, np.float32))
+    assert "@guvectorize(['void(float32[:], float32[:])'], '(n)->(n)')" in str(
+        caught.value
+    )
+
+
 def test_ufuncs_of_astropy():
     erfa = pytest.importorskip("erfa")
     theta, phi = jax.jit(hc.host(erfa.ufunc.c2s))(np.float32([[1, 0, 0], [0, 1, 0]]))
@@ -323,7 +337,7 @@ def test_what_a_ufunc_shows_of_itself():
         (lambda: hc.host(np.sin, dtype="what"), "dtype= of `sin` is 'what'. Give a dtype such as"),
         (lambda: hc.host(lambda x: x, dtype=np.float32), "neither a signature as result= nor a ufunc"),
         (lambda: hc.call(lambda x: x, ..., 1.0), "does not say what it returns"),
-        (lambda: hc.call(np.sin, ..., x=1.0), "its result what"),
+        (lambda: hc.call(np.sin, ..., x=1.0), "follows from its arguments by position"),
     ],
 )  # fmt: skip
 def test_what_is_refused_when_it_is_traced(call, said):
