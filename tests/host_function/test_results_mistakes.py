@@ -4,6 +4,11 @@ One table, for each word that says what a function returns: a signature, annotat
 a ufunc. Each text names the function, the argument or the result, and both values.
 """
 
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypedDict
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +16,7 @@ import pytest
 import hostcall as hc
 
 pytest.importorskip("jaxtyping")
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int, PyTree
 
 A = np.ndarray
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -38,6 +43,38 @@ def shorter(x: Float[A, "n"]) -> Float[A, "n"]:
 
 def first(x):
     return x[:1]
+
+
+def calls(x: Float[A, "n"]) -> Float[A, "{print(n)}"]: ...
+def attribute(x: Float[A, "n"]) -> Float[A, "{n.nothing}"]: ...
+def anything(x: Float[A, "..."]) -> Float[A, "..."]: ...
+def integers(x: Int[A, "n"]) -> Int[A, "n"]: ...
+def many(x: Bool[A, "n"]) -> Bool[A, "n"] | Int[A, "n"]: ...
+def without_shape(x) -> np.ndarray[Any, np.dtype[np.float32]]: ...
+def nowhere(x: Float[A, "n"]) -> NotThere[A, "n"]: ...
+def optional(x: Float[A, "n"]) -> Float[A, "n"] | None: ...
+def tree_of(x: Float[A, "n"]) -> PyTree[Float[A, "n"]]: ...
+def list_of(x: Float[A, "n"]) -> list[Float[A, "n"]]: ...
+def tuple_of(x: Float[A, "n"]) -> tuple[Float[A, "n"], ...]: ...
+def with_int(x: Float[A, "n"]) -> tuple[Float[A, "n"], int]: ...
+def unknown_class(x: Float[A, "n"]) -> Unregistered: ...
+def of_itself(x: Float[A, "n"]) -> Ring: ...
+def perhaps(x: Float[A, "n"]) -> Perhaps: ...
+
+
+@dataclasses.dataclass
+class Unregistered:
+    x: Float[A, "n"]
+
+
+@dataclasses.dataclass
+class Ring:
+    x: Float[A, "n"]
+    next: Ring
+
+
+class Perhaps(TypedDict, total=False):
+    x: Float[A, "n"]
 
 
 MISTAKES = {
@@ -348,6 +385,128 @@ MISTAKES = {
         lambda: hc.host(first, result="(n)->(n)", dtype=(np.float32,) * 2),
         "hc-result-spec",
         "dtype= of `first` has 2 dtypes, and the signature '(n)->(n)' has 1 result. Give one for each, or one for all",
+    ),
+    # Annotations that say nothing, or too much.
+    "annotation, a function in braces, host": (
+        lambda: hc.host(calls)(V),
+        "hc-result-spec",
+        "the result of `calls` is annotated Float[ndarray, '{print(n)}'], which has no meaning: an expression of sizes has numbers, names, attributes of arguments, + - * // % **, min, max, abs and len. The arguments name n. A result has names of arguments' axes, numbers, and expressions of both, as 'n-1' or '2*n'; or say with result= what the function returns",
+    ),
+    "annotation, an attribute in braces, host": (
+        lambda: hc.host(attribute)(V),
+        "hc-result-spec",
+        "the result of `attribute` is annotated Float[ndarray, '{n.nothing}'], which has no meaning: 'int' object has no attribute 'nothing'. The arguments name n. A result has names of arguments' axes, numbers, and expressions of both, as 'n-1' or '2*n'; or say with result= what the function returns",
+    ),
+    "annotation, any axes, host": (
+        lambda: hc.host(anything)(V),
+        "hc-result-spec",
+        "the result of `anything` is annotated Float[ndarray, '...'], which has no meaning: ... has no size. The arguments name nothing. A result has names of arguments' axes, numbers, and expressions of both, as 'n-1' or '2*n'; or say with result= what the function returns",
+    ),
+    "annotation, dtype, call": (
+        lambda: hc.call(integers, ..., V),
+        "hc-arguments",
+        "argument `x` of `integers` is float32[3], which is not Int[ndarray, 'n']: its dtype is float32",
+    ),
+    "annotation, no shape, host": (
+        lambda: hc.host(without_shape)(V),
+        "hc-result-spec",
+        "`without_shape` is annotated to return numpy.ndarray[typing.Any, numpy.dtype[numpy.float32]], which has a dtype and no shape. Annotate it with jaxtyping, as in Float[np.ndarray, 'n']; or say with result= what it returns",
+    ),
+    "annotation, a name of nothing, host": (
+        lambda: hc.host(nowhere)(V),
+        "hc-result-spec",
+        "the annotations of `nowhere` can't be evaluated: NameError: name 'NotThere' is not defined. With `from __future__ import annotations` they are texts, whose names must stand in the module. Move what they name there, or say with result= what the function returns",
+    ),
+    "annotation, perhaps None, host": (
+        lambda: hc.host(optional)(V),
+        "hc-result-spec",
+        "`optional` is annotated to return jaxtyping.Float[ndarray, 'n'] | None, which is one of several types. A result has one: annotate it; or say with result= what it returns",
+    ),
+    "annotation, a union, host": (
+        lambda: hc.host(many)(V),
+        "hc-result-spec",
+        "`many` is annotated to return jaxtyping.Bool[ndarray, 'n'] | jaxtyping.Int[ndarray, 'n'], which is one of several types. A result has one: annotate it; or say with result= what it returns",
+    ),
+    "annotation, PyTree, host": (
+        lambda: hc.host(tree_of)(V),
+        "hc-result-spec",
+        "`tree_of` is annotated to return PyTree[jaxtyping.Float[ndarray, 'n']], which does not say how many arrays there are. Annotate a tuple with a type for each, a TypedDict, a NamedTuple or a dataclass; or say with result= what it returns",
+    ),
+    "annotation, a list, call": (
+        lambda: hc.call(list_of, ..., V),
+        "hc-result-spec",
+        "`list_of` is annotated to return list[jaxtyping.Float[ndarray, 'n']], which does not say how many arrays there are. Annotate a tuple with a type for each, a TypedDict, a NamedTuple or a dataclass; or say with result= what it returns",
+    ),
+    "annotation, a tuple of any length, host": (
+        lambda: hc.host(tuple_of)(V),
+        "hc-result-spec",
+        "`tuple_of` is annotated to return tuple[jaxtyping.Float[ndarray, 'n'], ...], which does not say how many arrays there are. Annotate a tuple with a type for each, a TypedDict, a NamedTuple or a dataclass; or say with result= what it returns",
+    ),
+    "annotation, a tuple with an int, host": (
+        lambda: hc.host(with_int)(V),
+        "hc-result-spec",
+        "`with_int` is annotated to return tuple[jaxtyping.Float[ndarray, 'n'], int], whose part result[1] is annotated as no array, and has no default. Annotate it with jaxtyping; or say with result= what it returns",
+    ),
+    "annotation, a class without a pytree, host": (
+        lambda: hc.host(unknown_class)(V),
+        "hc-result-spec",
+        '`unknown_class` is annotated to return Unregistered, of which Unregistered is no pytree. Register it: jax.tree_util.register_dataclass(Unregistered); or say with result= what it returns',
+    ),
+    "annotation, a class of itself, host": (
+        lambda: hc.host(of_itself)(V),
+        "hc-result-spec",
+        '`of_itself` is annotated to return Ring, whose part result.next is of its own kind. A result has so many arrays; or say with result= what it returns',
+    ),
+    "annotation, keys that may be missing, host": (
+        lambda: hc.host(perhaps)(V),
+        "hc-result-spec",
+        '`perhaps` is annotated to return Perhaps, whose keys x may be missing. A result has all of them; or say with result= what it returns',
+    ),
+    "annotation, dtype= beside it, host": (
+        lambda: hc.host(annotated, dtype=np.float32),
+        "hc-result-spec",
+        '`annotated` has dtype= and neither a signature as result= nor a ufunc. Elsewhere result= has the dtypes: jax.ShapeDtypeStruct(shape, dtype)',
+    ),
+    # More of texts, sizes and dtypes.
+    "signature, another text, host": (
+        lambda: hc.host(first, result="first"),
+        "hc-result-spec",
+        "result= of `first` is 'first'. A text is 'infer', or a signature such as '(m,n),(n)->(m)'; otherwise give a spec, a function, hc.results.like(i), hc.results.same_tree(i) or hc.results.elementwise",
+    ),
+    "signature, sizes= of another kind, host": (
+        lambda: hc.host(first, result="(n)->(k)", sizes=3),
+        "hc-result-spec",
+        "sizes= of `first` is 3. Give a dict from dimensions to sizes: sizes={'k': 3}",
+    ),
+    "signature, a size of nothing, host": (
+        lambda: hc.host(first, result="(n)->(n)", sizes={"j": 3}),
+        "hc-result-spec",
+        "sizes= of `first` has 'j', and in the signature '(n)->(n)' it has no such dimension. Leave it out",
+    ),
+    "signature, a size that is no integer, host": (
+        lambda: hc.host(first, result="(n)->(k)", sizes={"k": lambda n: n / 2})(V),
+        "hc-result-spec",
+        "sizes={'k': ...} of `first` gave 1.5 for {'n': 3}. A size is an integer of at least 0",
+    ),
+    "signature, a static argument in place of an array, host": (
+        lambda: hc.host(matvec, result=MATVEC)("m", X),
+        "hc-arguments",
+        "`matvec` is a function with the signature '(m,n),(n)->(m)' of 2 arrays, and was called with 1. Give one for each",
+    ),
+    "ufunc, a key, host": (
+        lambda: hc.host(np.sin)(jax.random.key(0)),
+        "hc-arguments",
+        '`sin` has no loop for (key<fry>). It has (float16) -> float16; ...',
+    ),
+    "ufunc, objects, host": (
+        lambda: hc.host(np.frompyfunc(abs, 1, 1))(1.0),
+        "hc-result-spec",
+        "`abs (vectorized)` returns object for (float32), which JAX arrays can't have. Say what its results are: hc.host(fn, dtype=...)",
+    ),
+    "ufunc, dtype= of another kind, host": (
+        lambda: hc.host(np.sin, dtype="what"),
+        "hc-result-spec",
+        "dtype= of `sin` is 'what'. Give a dtype such as np.float32, or a tuple with one for each result",
     ),
 }  # fmt: skip
 

@@ -354,6 +354,7 @@ def _read_parameters(fn: types.FunctionType, name: str) -> Parameters:
             code="hc-result-spec",
         ) from error
     annotation = annotations.pop("return", None)
+    # A wrapper's own parameters are `*args`: `_python_function` has unwrapped it.
     names: list[str] = []
     rest = ""
     defaults: dict[str, Any] = {}
@@ -387,6 +388,7 @@ def _returned(annotation: Any, name: str) -> Hint | None:
     """
     hint = read_hint(annotation)
     why = ""
+    # NDArray[np.float32] is an alias of np.ndarray[...], which has no axes either.
     if typing.get_origin(meant(annotation)) is np.ndarray:
         why = (
             "which has a dtype and no shape. Annotate it with jaxtyping, as in"

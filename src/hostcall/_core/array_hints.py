@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import operator
 import re
 import sys
 import types
@@ -567,7 +568,10 @@ class Sizes:
     # --- Drawn sizes ------------------------------------------------------------------
 
     def resized(self, kind: ArrayHint, shape: Shape) -> Shape:
-        """Another shape of an argument, with these sizes where it had others."""
+        """Another shape of an argument, with these sizes where it had others.
+
+        The argument was bound before, so that its shape has the axes of its words.
+        """
         position = kind.variadic
         if position is None:
             return self._resized_axes(kind.words, shape)
@@ -577,7 +581,8 @@ class Sizes:
         if not word.anonymous:
             # These line up from the right: an argument may have fewer of them.
             axes = self.several[word.text].sizes
-            pairs = zip(between, axes[len(axes) - len(between) :], strict=True)
+            own_axes = axes[len(axes) - len(between) :]
+            pairs = zip(between, own_axes, strict=True)
             between = tuple([size if old != 1 else 1 for old, size in pairs])
         in_front = self._resized_axes(kind.words[:position], shape[:position])
         behind = self._resized_axes(kind.words[position + 1 :], shape[end:])
@@ -593,12 +598,12 @@ class Sizes:
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.Pow: lambda a, b: a**b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _FUNCTIONS: dict[str, Callable[..., Size]] = {
     "min": min,
@@ -611,6 +616,9 @@ _FUNCTIONS: dict[str, Callable[..., Size]] = {
 def _computed(node: ast.AST, named: Callable[[str], Any]) -> Any:
     """The value of an expression of sizes: numbers, names, attributes and items of
     arguments, arithmetic, min, max, abs and len.
+
+    Not `eval`: an annotation is text, which may come from anywhere, and must call no
+    function but these.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, str)):
         return node.value
@@ -623,8 +631,8 @@ def _computed(node: ast.AST, named: Callable[[str], Any]) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand, named)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        operator = _OPERATORS[type(node.op)]
-        return operator(_computed(node.left, named), _computed(node.right, named))
+        compute = _OPERATORS[type(node.op)]
+        return compute(_computed(node.left, named), _computed(node.right, named))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         function = _FUNCTIONS.get(node.func.id)
         if function is not None and not node.keywords:

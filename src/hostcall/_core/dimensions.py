@@ -115,6 +115,8 @@ class _Reader:
         self._text = text
         self._name = name
         self._position = 0
+        # Of each name or size, whether it may be missing.
+        self._optional: dict[str, bool] = {}
 
     def read(self) -> tuple[Lists, Lists]:
         arguments: list[Dimensions] = []
@@ -150,6 +152,13 @@ class _Reader:
             self._fail("a dimension's name or size")
         self._take(word, "")
         optional = self._peek() == "?"
+        # As in NumPy: a name that is missing in one place has no size in another.
+        if self._optional.setdefault(word, optional) != optional:
+            self._fail(
+                "',' or ')'" if optional else "'?'",
+                f" {word} has '?' in one place and none in another. Write it in all or"
+                " in none",
+            )
         if optional:
             self._take("?", "")
         # NEP 20 has "|1" too. NumPy alone can hand such an argument on as it is: here

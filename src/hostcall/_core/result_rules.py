@@ -1,6 +1,14 @@
 """What `result=` may say that depends on the arguments: a function from their specs to
 a spec, or a rule (`like`, `same_tree`, `elementwise`, a signature, a ufunc's own, what
 the function's annotations say).
+
+Rules are classes of their own (`OfArguments`), so that what a HostFunction or a call
+needs to know of them is asked of the rule: the spec for these arguments, which of an
+argument's axes belong to one item, how `repr` shows it. `elementwise` alone is a plain
+function, since users may call it in one of their own; it is told by identity.
+
+Rules see arguments as ShapeDtypeStructs (`avals_of`), so that they say the same of
+tracers, arrays, and what `jax.eval_shape` gets. Sizes may be symbolic, in an export.
 """
 
 from __future__ import annotations
@@ -96,7 +104,8 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     code) gets arguments with as many axes as the result: axes of length 1 are put in
     front, so that the batch axes line up.
     """
-    avals = list(filter(is_aval, map(aval_of, tree.tree_leaves(args))))
+    leaves = map(aval_of, tree.tree_leaves(args))
+    avals = [leaf for leaf in leaves if is_aval(leaf)]  # others are static
     shape = broadcast([aval.shape for aval in avals])
     return jax.ShapeDtypeStruct(shape, floating(promoted(avals)))
 
@@ -129,7 +138,8 @@ def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
     strong = [aval.dtype for aval in numbers if not aval.weak_type]
     # A Python number stands for a weak type: JAX knows these by their class.
     weak = [_SCALARS[aval.dtype.kind] for aval in numbers if aval.weak_type]
-    dtype: np.dtype = jnp.result_type(*(strong + weak or [float]))
+    without_numbers = [float]
+    dtype: np.dtype = jnp.result_type(*(strong + weak or without_numbers))
     return dtype
 
 
@@ -144,6 +154,7 @@ def _only_dtype(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
 
 def floating(dtype: np.dtype) -> np.dtype:
     """The dtype itself, or the default floating one if it is an integer's."""
+    # JAX knows bfloat16 and its like as floating, whose kind is NumPy's "V".
     if dtype.kind in "fc" or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     default: np.dtype = jnp.result_type(dtype, float)
@@ -157,7 +168,10 @@ def with_axes(arrays: Sequence[jax.Array], n: int) -> list[jax.Array]:
 
 def expanded(array: Any, n: int) -> Any:
     """The array with `n` axes of length 1 in front."""
-    return jnp.reshape(array, (1,) * n + np.shape(array)) if n else array
+    if n == 0:
+        return array
+    ones = (1,) * n
+    return jnp.reshape(array, ones + np.shape(array))
 
 
 _SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
@@ -221,6 +235,7 @@ def varies(result: Tree) -> bool:
     """Whether `result=` is no spec, but something that gives one."""
     if result is ... or isinstance(result, (str, OfArguments)):
         return True
+    # Classes and arrays may be callable, and stand for a dtype or for themselves.
     is_function = callable(result) and not isinstance(result, type)
     return is_function and not hasattr(result, "shape")
 
@@ -256,7 +271,9 @@ def shown(result: Tree) -> str:
         return "-> elementwise"
     if varies(result) or not tree.tree_leaves(result):  # a function, or nothing
         return ""
-    return f"-> {tree.tree_map(_short, result)}".replace("'", "")
+    # Each leaf is a text by now, which Python would show in quotes.
+    shapes = tree.tree_map(_short, result)
+    return f"-> {shapes}".replace("'", "")
 
 
 def core_axes(result: Tree, axes: Sequence[int]) -> tuple[int, ...] | None:

@@ -124,7 +124,8 @@ class OfUfunc(OfArguments):
         """
         if self.dimensions is not None:
             return self.dimensions.with_sizes(avals, draw)
-        most = max((len(aval.shape) for aval in avals if is_aval(aval)), default=0)
+        axes = [len(aval.shape) for aval in avals if is_aval(aval)]
+        most = max(axes, default=0)
         sizes = [int(draw()) for _ in range(most)]
         drawn: list[Any] = []
         for aval in avals:
@@ -190,7 +191,8 @@ def _takes_results_alone(fn: Callable[..., Any]) -> bool:
     """Whether this is Numba's `@guvectorize` without types. Numba does not allocate its
     results, so that a call without them fails even when it has a loop.
     """
-    return not isinstance(fn, np.ufunc) and getattr(fn, "is_dynamic", False) is True
+    is_of_numba = not isinstance(fn, np.ufunc)
+    return is_of_numba and getattr(fn, "is_dynamic", False) is True
 
 
 def _loop(
@@ -208,7 +210,8 @@ def _loop(
         if fn is ufunc or ufunc.signature is not None:
             raise
         # Numba compiles a loop at the first call for its dtypes.
-        fn(*[np.ones((), dtype) for dtype in arguments])
+        ones = [np.ones((), dtype) for dtype in arguments]
+        fn(*ones)
         dtypes = ufunc.resolve_dtypes(wanted)
     return tuple(dtypes[ufunc.nin :])
 
@@ -278,7 +281,9 @@ def with_numbers(fn: Callable[..., Any], result: object) -> Callable[..., Any]:
 
 def _returns_objects(ufunc: np.ufunc) -> bool:
     """Whether its only loop is one of Python objects, as that of numpy.frompyfunc."""
-    return ufunc.types == ["O" * ufunc.nin + "->" + "O" * ufunc.nout]
+    arguments = "O" * ufunc.nin
+    results = "O" * ufunc.nout
+    return ufunc.types == [f"{arguments}->{results}"]
 
 
 @dataclass(frozen=True)

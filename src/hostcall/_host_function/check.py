@@ -494,7 +494,8 @@ def check(
       * that a function with a transpose is linear, and its transpose by inner products;
       * whether the function keeps or writes to memory that it is lent;
       * calls from several threads at once against calls one by one;
-      * with a signature or annotations, what comes for other sizes against them.
+      * for a ufunc, a signature or annotations, what comes for other sizes against what
+        they say.
 
     Complex arguments move in both parts, so rules are checked by JAX's conventions
     whether or not the function is holomorphic.

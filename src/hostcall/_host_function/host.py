@@ -109,10 +109,9 @@ def host(
     """Makes a Python function part of JAX: its results, its batching and its
     derivatives are declared once.
 
-        like = hc.results.like(0)
-        j1 = hc.host(scipy.special.j1, result=like, vmap_method="expand_dims")
+        j1 = hc.host(scipy.special.j1)
 
-        @hc.host(result=hc.results.elementwise)
+        @hc.host(result="(n),(n)->()")
         def f(x, y): ...
 
         @f.defjvp
