@@ -73,7 +73,7 @@ class Word:
                 text = text.partition("=")[2]  # "rows=3": the name is for readers
         # "?n" has another size in each leaf of a tree, so it says as little as "_".
         return cls(
-            text=text or word,
+            text=text or word,  # "_" and "#" alone are their own text, for messages
             broadcasts="#" in signs,
             variadic="*" in signs,
             anonymous="_" in signs or "?" in signs,
@@ -122,7 +122,8 @@ class ArrayHint:
             return True
         known = self._allowed.get((dtype, weak_type))
         if known is None:
-            known = self._allowed[dtype, weak_type] = self._allows(dtype, weak_type)
+            known = self._allows(dtype, weak_type)
+            self._allowed[dtype, weak_type] = known
         return known
 
     @functools.cached_property

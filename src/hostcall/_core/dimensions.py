@@ -150,7 +150,7 @@ class _Reader:
         word = self._peek()
         if not re.fullmatch(r"\w+", word):
             self._fail("a dimension's name or size")
-        self._take(word, "")
+        self._take(word, "")  # it was seen, so that nothing else is expected
         optional = self._peek() == "?"
         # As in NumPy: a name that is missing in one place has no size in another.
         if self._optional.setdefault(word, optional) != optional:
@@ -243,6 +243,7 @@ class Signature(OfArguments):
         arrays = arrays_only(self, avals, name, len(self.arguments))
         loop, items = self._loop_and_items([array.shape for array in arrays], name)
         dtypes = self.dtypes or (promoted(arrays),) * len(items)
+        # A signature with one result is not a tuple of one, as in `numpy.vectorize`.
         specs = tuple(
             [
                 struct(loop + item, dtype)
@@ -300,6 +301,7 @@ class Signature(OfArguments):
         of its optional ones as it lacks, the first ones first.
         """
         missing: set[str] = set()
+        # `says_items` asks about no arguments at all.
         for count, dimensions in zip(axes, self.arguments, strict=False):
             lacking = len(dimensions) - count
             for dimension in dimensions:

@@ -83,6 +83,7 @@ def _argument(rule: like | same_tree, avals: Trees, name: str) -> Tree:
     """The argument that a rule names by its position."""
     number = rule.argument
     count = len(avals)
+    # Below 0 it counts from the end, as Python's positions do.
     if not isinstance(number, int) or not -count <= number < count:
         raise SpecError(
             f"hostcall: `{name}` has result=hc.results.{type(rule).__name__}"

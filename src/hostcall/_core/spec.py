@@ -42,7 +42,7 @@ class Opaque:
         self.value = value
         try:
             self._hash = hash(value)
-        except TypeError:
+        except TypeError:  # it has no hash, and so is equal to itself alone
             self._hash = id(value)
 
     def __hash__(self) -> int:
@@ -213,6 +213,7 @@ def canonical(leaf: Any) -> Array:
             " also pass the mask (np.ma.getmaskarray(x))"
         )
     if isinstance(leaf, int) and not isinstance(leaf, bool):
+        # NumPy would make objects of one that no int64 holds.
         dtype = _jax.canonical_dtype(np.int64)
         _refuse_lost((leaf,), "int", dtype)
         return np.asarray(leaf, dtype)
@@ -220,6 +221,7 @@ def canonical(leaf: Any) -> Array:
     if not array.dtype.isnative:  # big-endian, as some file formats have it
         array = array.astype(np.dtype(array.dtype.type))
     dtype = _jax.canonical_dtype(array.dtype)
+    # The conversion below would wrap around. If both ends fit, all between do.
     if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
         _refuse_lost((array.min(), array.max()), array.dtype, dtype)
     return np.asarray(array, dtype)
@@ -384,7 +386,7 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         return (None,) * len(results.avals)
     try:
         leaves = results.treedef.flatten_up_to(fill)
-    except ValueError:
+    except ValueError:  # no tree like the result: one number for all leaves
         leaves = [fill] * len(results.avals)
     out = []
     for leaf, aval, path in zip(leaves, results.avals, results.paths(), strict=True):

@@ -183,6 +183,8 @@ class OfUfunc(OfArguments):
                 " what its results are: hc.host(fn, dtype=...)",
                 code="hc-result-spec",
             )
+        # The loop may be float64's alone, as many of SciPy's are. Its results have the
+        # precision that those of JAX's own functions would have.
         precision = floating(promoted(arrays))
         return tuple([_at_precision(dtype, precision) for dtype in loop])
 
@@ -274,6 +276,7 @@ def with_numbers(fn: Callable[..., Any], result: object) -> Callable[..., Any]:
     """
     if not isinstance(fn, np.ufunc) or not isinstance(result, OfUfunc):
         return fn
+    # Objects are no results: NumPy has one loop for them, and says nothing of kinds.
     if result.dtypes is None or not _returns_objects(fn):
         return fn
     return NumbersOf(fn, result.dtypes)
@@ -303,6 +306,7 @@ class NumbersOf(HostCode):
 
     def __call__(self, *args: Any) -> Any:
         value = self.fn(*args)
+        # For scalars NumPy returns the objects themselves, and no arrays of them.
         if self.fn.nout == 1:
             return np.asarray(value).astype(self.dtypes[0])
         pairs = zip(value, self.dtypes, strict=True)
