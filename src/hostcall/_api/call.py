@@ -292,8 +292,9 @@ def _rule(
     if kwargs:
         raise SpecError(
             f"hostcall: `{name}` is called with the keyword arguments {sorted(kwargs)},"
-            f" and its result {rule!r} goes by position. Pass them by position, or put"
-            " them into a function around it (a lambda, or functools.partial)",
+            " and what it returns follows from its arguments by position. Pass them by"
+            " position, or put them into a function around it (a lambda, or"
+            " functools.partial)",
             code="hc-arguments",
         )
     return rule

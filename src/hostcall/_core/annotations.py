@@ -27,7 +27,7 @@ import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,20 @@ class Parameters:
     annotation: Any
 
 
+class Argument(NamedTuple):
+    """One argument of a call.
+
+    Attributes:
+        parameter: the name of its parameter.
+        value: an aval, a tree of such, or a static object.
+        words: what messages call it.
+    """
+
+    parameter: str
+    value: Tree
+    words: str
+
+
 @dataclass(frozen=True)
 class Unreadable(OfArguments):
     """Annotations that say something of arrays, and not what the function returns.
@@ -112,7 +126,7 @@ class OfAnnotations(OfArguments):
     Attributes:
         fn: the function as the user gave it.
         float64: whether floating arguments reach it as float64.
-        given: arguments that it has already, by name: of a partial, and a method's
+        preset: arguments that it has already, by name: of a partial, and a method's
             object.
         free: the names of the parameters that a call gives by position.
         parameters: of the Python function inside.
@@ -120,7 +134,7 @@ class OfAnnotations(OfArguments):
 
     fn: Callable[..., Any]
     float64: bool
-    given: Mapping[str, Any] = field(compare=False)
+    preset: Mapping[str, Any] = field(compare=False)
     free: tuple[str, ...] = field(compare=False)
     parameters: Parameters = field(compare=False)
 
@@ -135,11 +149,15 @@ class OfAnnotations(OfArguments):
         return _read_again, (self.fn, self.float64)
 
     def spec(self, avals: Trees, name: str) -> Tree:
-        sizes = self.bound(avals, name)
-        arrays = [leaf for leaf in tree.tree_leaves(avals) if is_aval(leaf)]
         returned = self.parameters.returned
         assert returned is not None, "`of_annotations` makes no other"
-        return _Result(sizes, arrays, name, self.float64).made(returned, "the result")
+        result = _Result(
+            sizes=self.bound(avals, name),
+            arrays=[leaf for leaf in tree.tree_leaves(avals) if is_aval(leaf)],
+            name=name,
+            float64=self.float64,
+        )
+        return result.spec_of(returned, "the result")
 
     def bound(self, avals: Trees, name: str) -> Sizes:
         """The sizes that these arguments give to names.
@@ -147,14 +165,21 @@ class OfAnnotations(OfArguments):
         Raises:
             SpecError: an argument is not what its annotation says.
         """
-        values = self._values(avals, name)
+        arguments = self._arguments(avals, name)
         hints = self.parameters.hints
-        objects = [value for each, value, _ in values if each not in hints]
-        sizes = Sizes({each: value for each, value, _ in values}, objects)
-        for parameter, value, of in values:
-            hint = hints.get(parameter)
+        sizes = Sizes(
+            arguments={argument.parameter: argument.value for argument in arguments},
+            objects=[
+                argument.value
+                for argument in arguments
+                if argument.parameter not in hints
+            ],
+        )
+        comparison = _Comparison(sizes, name, self.float64)
+        for argument in arguments:
+            hint = hints.get(argument.parameter)
             if hint is not None:
-                _Argument(sizes, name, self.float64).compare(hint, value, of)
+                comparison.compare(hint, argument.value, argument.words)
         return sizes
 
     def with_sizes(self, avals: Trees, draw: Callable[[], int]) -> Trees:
@@ -164,19 +189,21 @@ class OfAnnotations(OfArguments):
         that a partial's arguments have, or a method's object.
         """
         hints = self.parameters.hints
-        values = self._values(avals, "the function")
+        # Sizes of what no call gives can't be drawn: these arguments have them.
         fixed = Sizes({}, ())
-        for parameter, value, of in values:
-            if parameter not in self.free and parameter in hints:
-                _Argument(fixed, "", self.float64).compare(hints[parameter], value, of)
+        comparison = _Comparison(fixed, "", self.float64)
+        for argument in self._arguments(avals, "the function"):
+            hint = hints.get(argument.parameter)
+            if argument.parameter not in self.free and hint is not None:
+                comparison.compare(hint, argument.value, argument.words)
         sizes = self.bound(avals, "the function")
-        for name, (_, of) in sizes.one.items():
-            if name not in fixed.one:
-                sizes.one[name] = int(draw()), of
-        for name, known in sizes.several.items():
+        for name, (_, first) in sizes.by_name.items():
+            if name not in fixed.by_name:
+                sizes.by_name[name] = int(draw()), first
+        for name, axes in sizes.several.items():
             if name not in fixed.several:
-                drawn = [size if size == 1 else int(draw()) for size in known.sizes]
-                sizes.several[name] = replace(known, sizes=tuple(drawn))
+                drawn = [size if size == 1 else int(draw()) for size in axes.sizes]
+                sizes.several[name] = replace(axes, sizes=tuple(drawn))
         names = (*self.free, *(self.parameters.rest,) * len(avals))
         return tuple(
             [
@@ -185,28 +212,26 @@ class OfAnnotations(OfArguments):
             ]
         )
 
-    def _values(self, avals: Trees, name: str) -> list[tuple[str, Any, str]]:
-        """(parameter, value, what messages call it) of each argument, in the order of
-        the parameters; of those with a default too.
-        """
-        found: list[tuple[str, Any, str]] = []
+    def _arguments(self, avals: Trees, name: str) -> list[Argument]:
+        """Each argument, in the order of the parameters; those with a default too."""
+        known = self.parameters
+        rest = known.rest
         by_name = dict(zip(self.free, avals, strict=False))
         extra = avals[len(self.free) :]
-        for parameter in self.parameters.names:
-            value = by_name.get(parameter, self.given.get(parameter, _MISSING))
-            if value is _MISSING:
-                value = self.parameters.defaults.get(parameter, _MISSING)
-            if value is _MISSING:
-                self._refuse(avals, name)
-            found.append((parameter, value, f"argument `{parameter}`"))
-        if extra and not self.parameters.rest:
+        values = {**known.defaults, **self.preset, **by_name}
+        if (extra and not rest) or not values.keys() >= set(known.names):
             self._refuse(avals, name)
+        arguments = [
+            Argument(parameter, values[parameter], f"argument `{parameter}`")
+            for parameter in known.names
+        ]
         for number, value in enumerate(extra):
-            rest = self.parameters.rest
-            found.append((rest, value, f"argument `{rest}[{number}]`"))
-        named = [each for each in self.given if each not in self.parameters.names]
-        found += [(each, self.given[each], f"argument `{each}`") for each in named]
-        return found
+            arguments.append(Argument(rest, value, f"argument `{rest}[{number}]`"))
+        # What a call can't give by position: of a partial, and keywords' defaults.
+        for parameter, value in values.items():
+            if parameter not in known.names:
+                arguments.append(Argument(parameter, value, f"argument `{parameter}`"))
+        return arguments
 
     def _refuse(self, avals: Trees, name: str) -> NoReturn:
         """Refuses arguments that the function can't take, in Python's words."""
@@ -218,69 +243,86 @@ class OfAnnotations(OfArguments):
         raise SpecError(f"hostcall: `{name}`: {why}", code="hc-arguments")
 
 
-_MISSING = object()
-
-
 def of_annotations(
     fn: Callable[..., Any], name: str, float64: bool = False
 ) -> OfAnnotations | Unreadable | None:
     """What a function's annotations say of its results; None if they say nothing."""
     if "jaxtyping" not in sys.modules:  # nothing is evaluated for nobody
         return None
-    found = _python_function(fn)
-    if found is None:
+    inner = _python_function(fn)
+    if inner is None:
         return None
-    inner, before, named = found
     try:
-        parameters = _parameters(inner, name)
+        parameters = _parameters(inner.fn, name)
     except SpecError as error:
         return Unreadable(error)
     if parameters is None or parameters.returned is None:
         return None
-    names = parameters.names
-    given = dict(zip(names, before, strict=False)) | named
-    free = tuple([each for each in names[len(before) :] if each not in named])
-    return OfAnnotations(fn, float64, given, free, parameters)
+    by_position = dict(zip(parameters.names, inner.args, strict=False))
+    behind = parameters.names[len(inner.args) :]
+    return OfAnnotations(
+        fn=fn,
+        float64=float64,
+        preset=by_position | inner.keywords,
+        free=tuple([word for word in behind if word not in inner.keywords]),
+        parameters=parameters,
+    )
 
 
 def _read_again(fn: Callable[..., Any], float64: bool) -> OfAnnotations:
     """What a pickled rule was. Whoever unpickles the function has its annotations, and
     with them jaxtyping.
     """
-    found = of_annotations(fn, getattr(fn, "__name__", "a function"), float64)
-    assert isinstance(found, OfAnnotations), "it said so before it was pickled"
-    return found
+    rule = of_annotations(fn, getattr(fn, "__name__", "a function"), float64)
+    assert isinstance(rule, OfAnnotations), "it said so before it was pickled"
+    return rule
 
 
-def _python_function(
-    fn: Callable[..., Any],
-) -> tuple[types.FunctionType, tuple[Any, ...], dict[str, Any]] | None:
-    """The Python function inside partials, methods and objects with `__call__`, and the
-    arguments that those give it, by position and by name.
+@dataclass(frozen=True)
+class PythonFunction:
+    """The Python function inside a callable.
+
+    Attributes:
+        fn: the function.
+        args: arguments that it has already, by position: of partials, and the object
+            of a method.
+        keywords: the same by name.
+    """
+
+    fn: types.FunctionType
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def _python_function(fn: Callable[..., Any]) -> PythonFunction | None:
+    """What is inside partials, methods and objects with `__call__`.
 
     None for any other callable, which is asked nothing: it may be a proxy or a Mock.
     """
-    before: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
     while type(fn) is not types.FunctionType:
         if is_partial(fn):
-            before = (*fn.args, *before)
-            named = {**fn.keywords, **named}
+            args = (*fn.args, *args)
+            # As Python does: what a partial around it gives comes first.
+            keywords = {**fn.keywords, **keywords}
             fn = fn.func
         elif type(fn) is types.MethodType:
-            before = (fn.__self__, *before)
+            args = (fn.__self__, *args)
             fn = fn.__func__
         else:
             method = call_method(fn)
             if type(method) is not types.FunctionType:
                 return None
-            before = (fn, *before)
+            args = (fn, *args)
             fn = method
     try:
         inner = inspect.unwrap(fn)
     except ValueError:  # wrappers in a ring
         return None
-    return (inner, before, named) if type(inner) is types.FunctionType else None
+    if type(inner) is not types.FunctionType:
+        return None
+    return PythonFunction(inner, args, keywords)
 
 
 # Weak keys: a function that is defined anew has annotations of its own.
@@ -292,10 +334,12 @@ def _parameters(fn: types.FunctionType, name: str) -> Parameters | None:
     """What a function's annotations say; None if they say nothing of its result."""
     if "return" not in fn.__annotations__:
         return None
-    found = _known.get(fn)
-    if found is None:
-        found = _known[fn] = _read_parameters(fn, name)
-    return found
+    parameters = _known.get(fn)
+    if parameters is None:
+        # Two threads may both read them, and then keep what is equal.
+        parameters = _read_parameters(fn, name)
+        _known[fn] = parameters
+    return parameters
 
 
 def _read_parameters(fn: types.FunctionType, name: str) -> Parameters:
@@ -310,6 +354,7 @@ def _read_parameters(fn: types.FunctionType, name: str) -> Parameters:
             code="hc-result-spec",
         ) from error
     annotation = annotations.pop("return", None)
+    # A wrapper's own parameters are `*args`: `_python_function` has unwrapped it.
     names: list[str] = []
     rest = ""
     defaults: dict[str, Any] = {}
@@ -323,10 +368,10 @@ def _read_parameters(fn: types.FunctionType, name: str) -> Parameters:
             names.append(parameter.name)
         if parameter.default is not parameter.empty:
             defaults[parameter.name] = parameter.default
-    hints = {each: read_hint(annotations[each]) for each in annotations}
+    hints = {word: read_hint(written) for word, written in annotations.items()}
     return Parameters(
         names=tuple(names),
-        hints={each: hint for each, hint in hints.items() if hint is not None},
+        hints={word: hint for word, hint in hints.items() if hint is not None},
         rest=rest,
         defaults=defaults,
         returned=_returned(annotation, name),
@@ -343,6 +388,7 @@ def _returned(annotation: Any, name: str) -> Hint | None:
     """
     hint = read_hint(annotation)
     why = ""
+    # NDArray[np.float32] is an alias of np.ndarray[...], which has no axes either.
     if typing.get_origin(meant(annotation)) is np.ndarray:
         why = (
             "which has a dtype and no shape. Annotate it with jaxtyping, as in"
@@ -372,48 +418,63 @@ def _returned(annotation: Any, name: str) -> Hint | None:
 
 
 @dataclass(frozen=True)
-class _Argument:
-    """Compares an argument with its annotation, as far as that says something."""
+class _Comparison:
+    """Compares arguments with their annotations, as far as these say something.
+
+    Attributes:
+        sizes: of names; each argument adds those that it has first.
+        name: the function's, for messages.
+        float64: whether floating arguments reach it as float64.
+    """
 
     sizes: Sizes
     name: str
     float64: bool
 
-    def compare(self, hint: Hint, value: Tree, of: str) -> None:
+    def compare(self, hint: Hint, value: Tree, words: str) -> None:
+        """Compares one; `words` are what messages call it."""
         if isinstance(hint, TreeHint):
-            for key, part in hint.parts.items():
+            for key, hint_of_part in hint.parts.items():
                 inner = _part(value, key)
-                if part is not None and inner is not None:
-                    self.compare(part, inner, f"{of}, {key!r}")
+                if hint_of_part is not None and inner is not None:
+                    self.compare(hint_of_part, inner, f"{words}, {key!r}")
             return
-        given = aval_of(value)  # a default is an array itself
-        if not is_aval(given):
+        aval = aval_of(value)  # a default is an array itself
+        if not is_aval(aval):
             return  # a static argument
         kinds = hint.kinds if isinstance(hint, OneOf) else (hint,)
-        reasons = []
+        reasons: list[str] = []
         for kind in kinds:
+            # What one type of a union has bound must not hold for the next one.
             known = self.sizes.copied()
-            why = self._why_not(kind, given, of)
+            why = self._why_not(kind, aval, words)
             if not why:
                 return
             reasons.append(why)
             self.sizes.restore(known)
         raise SpecError(
-            f"hostcall: {of} of `{self.name}` is {given.dtype}{list(given.shape)},"
+            f"hostcall: {words} of `{self.name}` is {aval.dtype}{list(aval.shape)},"
             f" which is not {' or '.join(kind.shown for kind in kinds)}: {reasons[0]}",
             code="hc-arguments",
         )
 
-    def _why_not(self, kind: ArrayHint, given: jax.ShapeDtypeStruct, of: str) -> str:
+    def _why_not(self, kind: ArrayHint, aval: jax.ShapeDtypeStruct, words: str) -> str:
         """What does not fit; "" if all does."""
         try:
-            why = self.sizes.bind(kind, given.shape, of)
+            why = self.sizes.bind(kind, aval.shape, words)
         except Exception as error:  # of an expression, which may do anything
-            _no_meaning(kind, of, self.name, error, self.sizes)
-        dtype = given.dtype
+            _no_meaning(
+                kind=kind,
+                words=words,
+                name=self.name,
+                error=error,
+                sizes=self.sizes,
+            )
+        dtype = aval.dtype
+        # Typed PRNG keys have no NumPy dtype, and are never converted.
         if self.float64 and isinstance(dtype, np.dtype):
             dtype = widened(dtype) or dtype
-        if not why and not kind.allows(dtype, given.weak_type):
+        if not why and not kind.allows(dtype, aval.weak_type):
             why = f"its dtype is {dtype}"
         return why
 
@@ -425,15 +486,18 @@ def _resized(hint: Hint | None, value: Tree, sizes: Sizes) -> Tree:
         return struct(shape, value.dtype, value.weak_type)
     if not isinstance(hint, TreeHint):
         return value
+    # By JAX's paths, since a class of the user's is put together by JAX alone.
     leaves, treedef = tree.tree_flatten_with_path(value)
-    found: list[Any] = []
+    resized: list[Any] = []
     for path, leaf in leaves:
-        part: Hint | None = hint
+        hint_of_leaf: Hint | None = hint
         for step in path:
-            within = isinstance(part, TreeHint)
-            part = part.parts.get(_key(step)) if within else None  # type: ignore[union-attr]
-        found.append(_resized(part, leaf, sizes))
-    return treedef.unflatten(found)
+            if not isinstance(hint_of_leaf, TreeHint):
+                hint_of_leaf = None
+                break
+            hint_of_leaf = hint_of_leaf.parts.get(_key(step))
+        resized.append(_resized(hint_of_leaf, leaf, sizes))
+    return treedef.unflatten(resized)
 
 
 def _key(step: Any) -> Any:
@@ -447,7 +511,8 @@ def _key(step: Any) -> Any:
 def _part(value: Tree, key: Any) -> Any:
     """The part of a tree; None if it has none such."""
     if isinstance(key, int):
-        return value[key] if isinstance(value, tuple) and key < len(value) else None
+        is_there = isinstance(value, tuple) and key < len(value)
+        return value[key] if is_there else None
     if isinstance(value, Mapping):
         return value.get(key)
     return getattr(value, key, None)
@@ -458,36 +523,55 @@ def _part(value: Tree, key: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Result:
-    """Makes the spec of a result from its annotation."""
+    """Makes the spec of a result from its annotation.
+
+    Attributes:
+        sizes: of the names that arguments have.
+        arrays: the arguments' arrays, which a dtype is promoted from.
+        name: the function's, for messages.
+        float64: whether floating arguments reach it as float64.
+    """
 
     sizes: Sizes
     arrays: Sequence[jax.ShapeDtypeStruct]
     name: str
     float64: bool
 
-    def made(self, hint: Hint, of: str) -> Tree:
+    def spec_of(self, hint: Hint, words: str) -> Tree:
+        """The spec of a result, or of a part of one; messages call it `words`."""
         assert not isinstance(hint, OneOf), "`_returned` refuses these"
         if isinstance(hint, TreeHint):
-            parts = {
-                key: self.made(part, f"{of}, {key!r}")
-                for key, part in hint.parts.items()
-                if part is not None
+            specs = {
+                key: self.spec_of(hint_of_part, f"{words}, {key!r}")
+                for key, hint_of_part in hint.parts.items()
+                if hint_of_part is not None
             }
-            return hint.put_together(parts)
+            return hint.put_together(specs)
         try:
             shape = self.sizes.shape(hint)
         except Exception as error:  # of an expression, which may do anything
-            _no_meaning(hint, of, self.name, error, self.sizes)
+            _no_meaning(
+                kind=hint,
+                words=words,
+                name=self.name,
+                error=error,
+                sizes=self.sizes,
+            )
         for size in shape:
+            # Whether a symbolic size is below 0 is known where the program is called.
             if not _jax.is_symbolic(size) and size < 0:
                 raise SpecError(
-                    f"hostcall: {of} of `{self.name}` is {hint.shown}, which is"
+                    f"hostcall: {words} of `{self.name}` is {hint.shown}, which is"
                     f" {shape} for these arguments. A size is at least 0",
                     code="hc-result-spec",
                 )
-        return struct(shape, self._dtype(hint, of))
+        return struct(shape, self._dtype(hint, words))
 
-    def _dtype(self, hint: ArrayHint, of: str) -> np.dtype:
+    def _dtype(self, hint: ArrayHint, words: str) -> np.dtype:
+        """The dtype that the annotation says, or the first that it allows of: the one
+        promoted from the arguments, the floating, integer, real and complex one that
+        goes with that.
+        """
         dtype = promoted(self.arrays)
         only = hint.only_dtype
         if only is None and hint.allows(dtype):  # as nearly always
@@ -504,11 +588,11 @@ class _Result:
             real,
             np.dtype(jnp.result_type(real, np.complex64)),
         ]
-        for each in candidates:
-            if hint.allows(each):
-                return each
+        for candidate in candidates:
+            if hint.allows(candidate):
+                return candidate
         raise SpecError(
-            f"hostcall: {of} of `{self.name}` is {hint.shown}, which allows"
+            f"hostcall: {words} of `{self.name}` is {hint.shown}, which allows"
             f" {', '.join(map(str, hint.dtypes))}. Annotate one dtype, as Float32 does,"
             " or say with result= what the function returns",
             code="hc-result-spec",
@@ -522,15 +606,16 @@ def _at_precision(dtype: np.dtype, real: np.dtype) -> np.dtype:
 
 
 def _no_meaning(
-    kind: ArrayHint, of: str, name: str, error: BaseException, sizes: Sizes
+    kind: ArrayHint, words: str, name: str, error: BaseException, sizes: Sizes
 ) -> NoReturn:
+    """Refuses an annotation whose words could not be read or computed."""
     why = str(error).partition("\n")[0].rstrip(".")  # JAX's may be a page
     if isinstance(error, LookupError):
         why = f"{error} has no size"
     raise SpecError(
-        f"hostcall: {of} of `{name}` is annotated {kind.shown}, which has no meaning:"
-        f" {why}. The arguments name {sizes.names() or 'nothing'}. A result has names"
-        " of arguments' axes, numbers, and expressions of both, as 'n-1' or '2*n'; or"
-        " say with result= what the function returns",
+        f"hostcall: {words} of `{name}` is annotated {kind.shown}, which has no"
+        f" meaning: {why}. The arguments name {sizes.names() or 'nothing'}. A result"
+        " has names of arguments' axes, numbers, and expressions of both, as 'n-1' or"
+        " '2*n'; or say with result= what the function returns",
         code="hc-result-spec",
     ) from error

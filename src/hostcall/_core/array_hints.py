@@ -1,9 +1,17 @@
 """Annotations of jaxtyping's, read: the words of an array's shape, trees of arrays, and
 the sizes that names have in one call.
 
-A word is what jaxtyping's own reader makes of it: signs in front ("#" broadcasts, "*"
-stands for any number of axes, "_" gives no name), then a name, a number or an
-expression. "..." is "*_".
+A word is what jaxtyping's own reader makes of it:
+
+    annotation = { word }                     divided by blanks
+    word       = "..." | { sign } [ readers "=" ] ( name | number | expression )
+    sign       = "#" | "*" | "_" | "?"
+
+"#" broadcasts, "*" stands for any number of axes, and "_" gives no name. "..." is "*_".
+An expression may have braces: "{2*n}", "{self.width}".
+
+Three parts: the annotation of one array, trees of such, and `Sizes`, which binds the
+names in arguments' annotations (`bind`) and looks them up in a result's (`shape`).
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import operator
 import re
 import sys
 import types
@@ -27,6 +36,7 @@ from hostcall import _jax
 from hostcall._core.result_rules import Tree, broadcast
 
 Size = Any  # an int, or a symbolic size of an exported program
+Shape: TypeAlias = tuple[Size, ...]
 tree = jax.tree_util
 
 
@@ -61,9 +71,9 @@ class Word:
                 text = text[1:]
             else:
                 text = text.partition("=")[2]  # "rows=3": the name is for readers
-        # The size of "?n" is another one in each leaf of a tree.
+        # "?n" has another size in each leaf of a tree, so it says as little as "_".
         return cls(
-            text=text or word,
+            text=text or word,  # "_" and "#" alone are their own text, for messages
             broadcasts="#" in signs,
             variadic="*" in signs,
             anonymous="_" in signs or "?" in signs,
@@ -92,8 +102,9 @@ class ArrayHint:
     @functools.cached_property
     def variadic(self) -> int | None:
         """The position of the word that stands for any number of axes."""
-        found = [n for n, word in enumerate(self.words) if word.variadic]
-        return found[0] if found else None
+        # jaxtyping refuses annotations with two of them.
+        positions = [n for n, word in enumerate(self.words) if word.variadic]
+        return positions[0] if positions else None
 
     @functools.cached_property
     def only_dtype(self) -> np.dtype | None:
@@ -111,7 +122,8 @@ class ArrayHint:
             return True
         known = self._allowed.get((dtype, weak_type))
         if known is None:
-            known = self._allowed[dtype, weak_type] = self._allows(dtype, weak_type)
+            known = self._allows(dtype, weak_type)
+            self._allowed[dtype, weak_type] = known
         return known
 
     @functools.cached_property
@@ -123,12 +135,11 @@ class ArrayHint:
         assert self.dtypes is not None, "`allows` knows that answer"
         if not isinstance(dtype, np.dtype):
             return "prng_key" in self.dtypes and _jax.is_key_dtype(dtype)
-        name = dtype.name
-        for each in self.dtypes:
-            is_name = isinstance(each, str)
-            if (each == name) if is_name else re.match(each, name) is not None:
-                return True
-            if weak_type and is_name and _becomes(dtype, each):
+        for allowed in self.dtypes:
+            if isinstance(allowed, re.Pattern):
+                if allowed.match(dtype.name):
+                    return True
+            elif allowed == dtype.name or (weak_type and _becomes(dtype, allowed)):
                 return True
         return False
 
@@ -180,34 +191,31 @@ class TreeHint:
             return dict(enumerate(map(read_hint, typing.get_args(self.annotation))))
         hints = typing.get_type_hints(self.annotation)
         if dataclasses.is_dataclass(self.annotation):
-            names = [each.name for each in dataclasses.fields(self.annotation)]
+            # `hints` may have class variables too, which are no parts.
+            names = [field.name for field in dataclasses.fields(self.annotation)]
             return {name: read_hint(hints[name]) for name in names}
         return {name: read_hint(hint) for name, hint in hints.items()}
 
-    def unsaid(self, of: str, around: tuple[Any, ...] = ()) -> str:
+    def unsaid(self, path: str, outer: tuple[Any, ...] = ()) -> str:
         """What the annotation of a result leaves open, in words for a message; "" if it
         says all.
+
+        `path` is how a reader would write this part, as "result[0].x"; `outer` are the
+        annotations that this one stands in.
         """
-        if self.annotation in around:
-            return f"whose part {of} is of its own kind. A result has so many arrays"
-        if missing := getattr(self.annotation, "__optional_keys__", None):
+        if self.annotation in outer:
+            return f"whose part {path} is of its own kind. A result has so many arrays"
+        optional_keys = getattr(self.annotation, "__optional_keys__", None)
+        if optional_keys:
             return (
-                f"whose keys {', '.join(sorted(missing))} may be missing. A result has"
-                " all of them"
+                f"whose keys {', '.join(sorted(optional_keys))} may be missing. A"
+                " result has all of them"
             )
         for key, part in self.parts.items():
-            where = f"{of}[{key}]" if isinstance(key, int) else f"{of}.{key}"
-            if isinstance(part, OneOf):
-                return f"whose part {where} is one of several types. A result has one"
-            if part is None and key not in self._defaults:
-                return (
-                    f"whose part {where} is annotated as no array, and has no default."
-                    " Annotate it with jaxtyping"
-                )
-            if isinstance(part, TreeHint):
-                why = part.unsaid(where, (*around, self.annotation))
-                if why:
-                    return why
+            path_of_part = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
+            why = self._unsaid_of_part(key, part, path_of_part, outer)
+            if why:
+                return why
         if self._is_leaf():
             name = self.annotation.__name__
             return (
@@ -216,12 +224,27 @@ class TreeHint:
             )
         return ""
 
+    def _unsaid_of_part(
+        self, key: Any, part: Hint | None, path: str, outer: tuple[Any, ...]
+    ) -> str:
+        if isinstance(part, OneOf):
+            return f"whose part {path} is one of several types. A result has one"
+        if part is None and key not in self._defaults:
+            return (
+                f"whose part {path} is annotated as no array, and has no default."
+                " Annotate it with jaxtyping"
+            )
+        if isinstance(part, TreeHint):
+            return part.unsaid(path, (*outer, self.annotation))
+        return ""
+
     def _is_leaf(self) -> bool:
         """Whether this is a dataclass that JAX knows nothing of."""
         if not dataclasses.is_dataclass(self.annotation):
             return False
-        made = self.put_together({})
-        return any(leaf is made for leaf in tree.tree_leaves(made))
+        # JAX can't be asked about a class: it takes an object apart, or returns it.
+        value = self.put_together({})
+        return any(leaf is value for leaf in tree.tree_leaves(value))
 
     @functools.cached_property
     def _defaults(self) -> Mapping[str, Any]:
@@ -230,28 +253,29 @@ class TreeHint:
             return {}
         if not dataclasses.is_dataclass(self.annotation):
             return dict(getattr(self.annotation, "_field_defaults", {}))
-        found: dict[str, Any] = {}
-        for each in dataclasses.fields(self.annotation):
-            if each.default is not dataclasses.MISSING:
-                found[each.name] = each.default
-            elif each.default_factory is not dataclasses.MISSING:
-                found[each.name] = each.default_factory()
-        return found
+        defaults: dict[str, Any] = {}
+        for field in dataclasses.fields(self.annotation):
+            if field.default is not dataclasses.MISSING:
+                defaults[field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                defaults[field.name] = field.default_factory()
+        return defaults
 
-    def put_together(self, parts: Mapping[Any, Tree]) -> Tree:
+    def put_together(self, specs: Mapping[Any, Tree]) -> Tree:
         """The tree with these parts, and its defaults for what is no array."""
         if typing.get_origin(self.annotation) is tuple:
-            return tuple(parts.values())
-        whole = {**self._defaults, **parts}
+            return tuple(specs.values())
+        values = {**self._defaults, **specs}
         if typing.is_typeddict(self.annotation):
-            return whole
+            return values
         if issubclass(self.annotation, tuple):
-            return self.annotation(**whole)
-        # As unflattening does: the class's own __init__ may compute with its fields.
-        made = object.__new__(self.annotation)
+            return self.annotation(**values)
+        # As unflattening does: the class's own __init__ may compute with its fields,
+        # and a frozen one has no other way to set them.
+        value = object.__new__(self.annotation)
         for name in self.parts:
-            object.__setattr__(made, name, whole.get(name))
-        return made
+            object.__setattr__(value, name, values.get(name))
+        return value
 
 
 Hint: TypeAlias = ArrayHint | TreeHint | OneOf
@@ -271,17 +295,22 @@ def read_hint(annotation: Any) -> Hint | None:
         return array
     origin = typing.get_origin(annotation)
     if origin in _UNIONS:
-        kinds = [_array_hint(meant(each)) for each in typing.get_args(annotation)]
+        kinds = [_array_hint(meant(member)) for member in typing.get_args(annotation)]
         arrays = tuple([kind for kind in kinds if kind is not None])
         return OneOf(arrays) if arrays else None
     if origin is tuple:
         of_any_length = Ellipsis in typing.get_args(annotation)
         return None if of_any_length else TreeHint(annotation)
+    return TreeHint(annotation) if _is_class_of_trees(annotation) else None
+
+
+def _is_class_of_trees(annotation: Any) -> bool:
+    """Whether this is a NamedTuple, a TypedDict or a dataclass."""
     if not isinstance(annotation, type):
-        return None
-    is_named_tuple = issubclass(annotation, tuple) and hasattr(annotation, "_fields")
-    is_tree = is_named_tuple or typing.is_typeddict(annotation)
-    return TreeHint(annotation) if is_tree or _is_dataclass(annotation) else None
+        return False
+    if typing.is_typeddict(annotation) or _is_dataclass(annotation):
+        return True
+    return issubclass(annotation, tuple) and hasattr(annotation, "_fields")
 
 
 def _is_dataclass(annotation: type) -> bool:
@@ -291,23 +320,27 @@ def _is_dataclass(annotation: type) -> bool:
     )
 
 
-def mentions_arrays(annotation: Any, around: tuple[Any, ...] = ()) -> bool:
-    """Whether jaxtyping's annotation of an array stands somewhere in another one."""
+def mentions_arrays(annotation: Any, outer: tuple[Any, ...] = ()) -> bool:
+    """Whether jaxtyping's annotation of an array stands somewhere in another one.
+
+    `outer` are the annotations that this one stands in.
+    """
     annotation = meant(annotation)
-    if annotation in around:
+    if annotation in outer:  # a class that names itself
         return False
     hint = read_hint(annotation)
     if isinstance(hint, (ArrayHint, OneOf)):
         return True
-    within = [*typing.get_args(annotation)]
+    inner = [*typing.get_args(annotation)]
     if isinstance(annotation, type):
-        within += [getattr(annotation, "leaftype", None)]  # of jaxtyping's PyTree
+        inner += [getattr(annotation, "leaftype", None)]  # of jaxtyping's PyTree
     if isinstance(hint, TreeHint) and typing.get_origin(annotation) is not tuple:
         try:
-            within += typing.get_type_hints(annotation).values()
+            inner += typing.get_type_hints(annotation).values()
         except Exception:  # a class of somebody who does not write jaxtyping's types
             return False
-    return any(mentions_arrays(each, (*around, annotation)) for each in within)
+    outer = (*outer, annotation)
+    return any(mentions_arrays(member, outer) for member in inner)
 
 
 def meant(annotation: Any) -> Any:
@@ -329,22 +362,21 @@ def _array_hint(annotation: Any) -> ArrayHint | None:
         return None
     if jaxtyping.AbstractArray not in type.mro(annotation):
         return None
-    found: Any = annotation
-    allowed = found.dtypes
+    array_type: Any = annotation  # type checkers know none of jaxtyping's attributes
     dtypes = None
-    if isinstance(allowed, (tuple, list)):
+    if isinstance(array_type.dtypes, (tuple, list)):  # else it allows any
         # NumPy 1 and 2 have two names for one dtype.
-        names = ["bool" if name == "bool_" else name for name in allowed]
+        names = ["bool" if name == "bool_" else name for name in array_type.dtypes]
         dtypes = tuple(dict.fromkeys(names))
-    words = tuple([Word.read(word) for word in found.dim_str.split()])
-    return ArrayHint(found.__name__, words, dtypes)
+    words = tuple([Word.read(word) for word in array_type.dim_str.split()])
+    return ArrayHint(array_type.__name__, words, dtypes)
 
 
 def shown(annotation: Any) -> str:
     """How the user wrote an annotation."""
-    found = _array_hint(annotation)
-    if found is not None:
-        return found.shown
+    array = _array_hint(annotation)
+    if array is not None:
+        return array.shown
     is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
     return annotation.__name__ if is_class else str(annotation)
 
@@ -358,13 +390,13 @@ class Axes:
 
     Attributes:
         sizes: of the axes.
-        of: the argument that had them first, for messages.
+        first: the argument that had them first, for messages.
         grow: whether they are of annotations that broadcast alone, as `*#batch`: a
             later argument may have more of them, or larger ones.
     """
 
-    sizes: tuple[Size, ...]
-    of: str
+    sizes: Shape
+    first: str
     grow: bool
 
 
@@ -373,7 +405,7 @@ class Sizes:
 
     Attributes:
         arguments: of the call, by name, for expressions in braces: "{self.width}".
-        one: the size of a name of one axis, and the argument that had it first.
+        by_name: the size of a name of one axis, and the argument that had it first.
         several: the axes of a name such as `*batch`.
         ones: names that broadcast, of which an argument had an axis of size 1.
         objects: arguments without an annotation, such as `self`. The annotations of
@@ -383,45 +415,52 @@ class Sizes:
     def __init__(self, arguments: Mapping[str, Any], objects: Sequence[Any]) -> None:
         self.arguments = arguments
         self.objects = objects
-        self.one: dict[str, tuple[Size, str]] = {}
+        self.by_name: dict[str, tuple[Size, str]] = {}
         self.several: dict[str, Axes] = {}
         self.ones: set[str] = set()
 
     def names(self) -> str:
         """All names that have a size, for messages."""
-        one = {*self.one, *self.ones}
-        return ", ".join(sorted({*one, *(f"*{each}" for each in self.several)}))
+        several = [f"*{name}" for name in self.several]
+        return ", ".join(sorted({*self.by_name, *self.ones, *several}))
 
     def copied(self) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-        return dict(self.one), dict(self.several), set(self.ones)
+        return dict(self.by_name), dict(self.several), set(self.ones)
 
     def restore(self, known: tuple[dict[str, Any], dict[str, Any], set[str]]) -> None:
         """Forgets what was bound since `copied`."""
-        self.one, self.several, self.ones = known
+        self.by_name, self.several, self.ones = known
 
-    def bind(self, kind: ArrayHint, shape: tuple[Size, ...], of: str) -> str:
+    # --- Arguments --------------------------------------------------------------------
+
+    def bind(self, kind: ArrayHint, shape: Shape, argument: str) -> str:
         """Compares a shape with an annotation; returns what does not fit, or ""."""
-        at = kind.variadic
-        fixed = len(kind.words) - (at is not None)
-        if len(shape) < fixed or (at is None and len(shape) != fixed):
-            least = "at least " if at is not None else ""
+        position = kind.variadic
+        fixed = len(kind.words) - (position is not None)
+        if len(shape) < fixed or (position is None and len(shape) != fixed):
+            least = "at least " if position is not None else ""
             axes = "axis" if fixed == 1 else "axes"
             have = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
             return f"it has {have}, and the annotation {least}{fixed} {axes}"
-        if at is None:
-            return self._bind_axes(kind.words, shape, of)
-        after = len(kind.words) - at - 1
-        end = len(shape) - after
+        if position is None:
+            return self._bind_axes(kind.words, shape, argument)
+        # Words in front line up from the left, words behind from the right; the one in
+        # between has what is left of the axes.
+        end = len(shape) - (len(kind.words) - position - 1)
         return (
-            self._bind_axes(kind.words[:at], shape[:at], of)
-            or self._bind_several(kind.words[at], shape[at:end], of)
-            or self._bind_axes(kind.words[at + 1 :], shape[end:], of)
+            self._bind_axes(kind.words[:position], shape[:position], argument)
+            or self._bind_several(kind.words[position], shape[position:end], argument)
+            or self._bind_axes(kind.words[position + 1 :], shape[end:], argument)
         )
 
-    def _bind_axes(self, words: Sequence[Word], sizes: Sequence[Size], of: str) -> str:
+    def _bind_axes(
+        self, words: Sequence[Word], sizes: Sequence[Size], argument: str
+    ) -> str:
+        """As `bind`, for words of one axis each."""
         for word, size in zip(words, sizes, strict=True):
             if word.anonymous:
                 continue
+            # Whether a symbolic size is 1 is not known, so that one is compared.
             if word.broadcasts and not _jax.is_symbolic(size) and size == 1:
                 self.ones.add(word.text)
                 continue
@@ -430,31 +469,36 @@ class Sizes:
                 if wanted != size:
                     return f"it has {size} where {word.text} is {wanted}"
                 continue
-            known, first = self.one.setdefault(word.text, (size, of))
+            known, first = self.by_name.setdefault(word.text, (size, argument))
             if known != size:
                 name = word.text
                 return f"it has {name}={size}, and {first} has {name}={known}"
         return ""
 
-    def _bind_several(self, word: Word, sizes: tuple[Size, ...], of: str) -> str:
+    def _bind_several(self, word: Word, sizes: Shape, argument: str) -> str:
+        """As `bind`, for a word of any number of axes."""
         if word.anonymous:
             return ""
         name = word.text
         known = self.several.get(name)
         if known is None:
-            self.several[name] = Axes(sizes, of, word.broadcasts)
+            self.several[name] = Axes(sizes, argument, word.broadcasts)
             return ""
         try:
             both = broadcast([known.sizes, sizes])
         except ValueError:
             both = None
-        fits = (known.grow or both == known.sizes) and (
-            word.broadcasts or both == sizes
-        )
-        if both is None or not fits:
-            return f"it has *{name}={sizes}, and {known.of} has *{name}={known.sizes}"
-        self.several[name] = Axes(both, known.of, known.grow and word.broadcasts)
+        # Each of the two may become what both broadcast to if it has "#"; else it has
+        # to be that already.
+        known_fits = known.grow or both == known.sizes
+        this_fits = word.broadcasts or both == sizes
+        if both is None or not known_fits or not this_fits:
+            first = known.first
+            return f"it has *{name}={sizes}, and {first} has *{name}={known.sizes}"
+        self.several[name] = Axes(both, known.first, known.grow and word.broadcasts)
         return ""
+
+    # --- Results ----------------------------------------------------------------------
 
     def size(self, text: str) -> Size:
         """The size that a name, a number or an expression stands for.
@@ -470,39 +514,47 @@ class Sizes:
             return self._named(text)
         # jaxtyping puts the values of braces into the text, and reads it then.
         plain = text.replace("{", "(").replace("}", ")")
-        return _computed(ast.parse(plain, mode="eval").body, self._named)
+        try:
+            expression = ast.parse(plain, mode="eval")
+        except SyntaxError as error:
+            column = error.offset or len(plain) + 1  # 0: where the text ends
+            raise SyntaxError(f"{text!r} can't be read at column {column}") from None
+        return _computed(expression.body, self._named)
 
     def _named(self, name: str) -> Any:
         """What a name in an expression stands for."""
-        if name in self.one:
-            return self.one[name][0]
-        if name in self.ones:
+        if name in self.by_name:
+            size, _ = self.by_name[name]
+            return size
+        if name in self.ones:  # all its axes broadcast
             return 1
-        of_fields = self._fields
-        if name in of_fields:
-            return of_fields[name][0]
-        found = self.arguments[name]
-        if isinstance(found, jax.ShapeDtypeStruct) and not found.shape:
+        if name in self._fields:
+            size, _ = self._fields[name]
+            return size
+        argument = self.arguments[name]
+        # An array with axes may be asked for its shape: "{x.shape[0]}".
+        if isinstance(argument, jax.ShapeDtypeStruct) and not argument.shape:
             raise ValueError(
                 f"{name!r} is an argument whose value the program does not know yet"
             )
-        return found
+        return argument
 
     @functools.cached_property
     def _fields(self) -> Mapping[str, tuple[Size, str]]:
         """The sizes in the annotated fields of `objects`."""
-        found = Sizes({}, ())
-        for each in self.objects:
-            hint = read_hint(type(each))
-            if not isinstance(hint, TreeHint) or not mentions_arrays(type(each)):
+        fields = Sizes({}, ())
+        for owner in self.objects:
+            hint = read_hint(type(owner))
+            # An object of another kind is asked nothing: it may be a proxy or a Mock.
+            if not isinstance(hint, TreeHint) or not mentions_arrays(type(owner)):
                 continue
             for name, part in hint.parts.items():
-                shape = getattr(getattr(each, name, None), "shape", None)
+                shape = getattr(getattr(owner, name, None), "shape", None)
                 if isinstance(part, ArrayHint) and isinstance(shape, tuple):
-                    found.bind(part, shape, "a field")
-        return found.one
+                    fields.bind(part, shape, "a field")
+        return fields.by_name
 
-    def shape(self, kind: ArrayHint) -> tuple[Size, ...]:
+    def shape(self, kind: ArrayHint) -> Shape:
         """The shape that an annotation of a result stands for; raises as `size`."""
         sizes: list[Size] = []
         for word in kind.words:
@@ -514,24 +566,32 @@ class Sizes:
                 sizes.append(self.size(word.text))
         return tuple(sizes)
 
-    def resized(self, kind: ArrayHint, shape: tuple[Size, ...]) -> tuple[Size, ...]:
-        """Another shape of an argument, with these sizes where it had others."""
-        at = len(kind.words) if kind.variadic is None else kind.variadic
-        after = len(kind.words) - at - 1
-        end = len(shape) - max(after, 0)
-        sizes: list[Size] = []
-        for number, size in enumerate(shape):
-            if number < at:
-                sizes.append(self._resized(kind.words[number], size))
-            elif number >= end:
-                word = kind.words[number - len(shape)]
-                sizes.append(self._resized(word, size))
-            else:
-                word = kind.words[at]
-                stays = word.anonymous or size == 1
-                known = () if stays else self.several[word.text].sizes
-                sizes.append(size if stays else known[number - end])
-        return tuple(sizes)
+    # --- Drawn sizes ------------------------------------------------------------------
+
+    def resized(self, kind: ArrayHint, shape: Shape) -> Shape:
+        """Another shape of an argument, with these sizes where it had others.
+
+        The argument was bound before, so that its shape has the axes of its words.
+        """
+        position = kind.variadic
+        if position is None:
+            return self._resized_axes(kind.words, shape)
+        word = kind.words[position]
+        end = len(shape) - (len(kind.words) - position - 1)
+        between = shape[position:end]
+        if not word.anonymous:
+            # These line up from the right: an argument may have fewer of them.
+            axes = self.several[word.text].sizes
+            own_axes = axes[len(axes) - len(between) :]
+            pairs = zip(between, own_axes, strict=True)
+            between = tuple([size if old != 1 else 1 for old, size in pairs])
+        in_front = self._resized_axes(kind.words[:position], shape[:position])
+        behind = self._resized_axes(kind.words[position + 1 :], shape[end:])
+        return in_front + between + behind
+
+    def _resized_axes(self, words: Sequence[Word], shape: Shape) -> Shape:
+        pairs = zip(words, shape, strict=True)
+        return tuple([self._resized(word, size) for word, size in pairs])
 
     def _resized(self, word: Word, size: Size) -> Size:
         stays = word.anonymous or (word.broadcasts and size == 1)
@@ -539,12 +599,12 @@ class Sizes:
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.Pow: lambda a, b: a**b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _FUNCTIONS: dict[str, Callable[..., Size]] = {
     "min": min,
@@ -557,6 +617,9 @@ _FUNCTIONS: dict[str, Callable[..., Size]] = {
 def _computed(node: ast.AST, named: Callable[[str], Any]) -> Any:
     """The value of an expression of sizes: numbers, names, attributes and items of
     arguments, arithmetic, min, max, abs and len.
+
+    Not `eval`: an annotation is text, which may come from anywhere, and must call no
+    function but these.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, str)):
         return node.value
@@ -569,13 +632,12 @@ def _computed(node: ast.AST, named: Callable[[str], Any]) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_computed(node.operand, named)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left = _computed(node.left, named)
-        right = _computed(node.right, named)
-        return _OPERATORS[type(node.op)](left, right)
+        compute = _OPERATORS[type(node.op)]
+        return compute(_computed(node.left, named), _computed(node.right, named))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         function = _FUNCTIONS.get(node.func.id)
         if function is not None and not node.keywords:
-            return function(*[_computed(each, named) for each in node.args])
+            return function(*[_computed(argument, named) for argument in node.args])
     raise SyntaxError(
         "an expression of sizes has numbers, names, attributes of arguments,"
         " + - * // % **, min, max, abs and len"

@@ -1,6 +1,14 @@
 """What `result=` may say that depends on the arguments: a function from their specs to
 a spec, or a rule (`like`, `same_tree`, `elementwise`, a signature, a ufunc's own, what
 the function's annotations say).
+
+Rules are classes of their own (`OfArguments`), so that what a HostFunction or a call
+needs to know of them is asked of the rule: the spec for these arguments, which of an
+argument's axes belong to one item, how `repr` shows it. `elementwise` alone is a plain
+function, since users may call it in one of their own; it is told by identity.
+
+Rules see arguments as ShapeDtypeStructs (`avals_of`), so that they say the same of
+tracers, arrays, and what `jax.eval_shape` gets. Sizes may be symbolic, in an export.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import OfArguments
-from hostcall._core.spec import is_array_like
+from hostcall._core.spec import NUMBERS, is_array_like
 
 Tree = Any  # a pytree: of arrays, or of ShapeDtypeStructs
 Trees = tuple[Tree, ...]
@@ -40,16 +48,16 @@ class like(OfArguments):
         return f"{type(self).__name__}({self.argument!r})"
 
     def spec(self, avals: Trees, name: str) -> Tree:
-        found = _argument(self, avals, name)
-        if not is_aval(found):
+        argument = _argument(self, avals, name)
+        if not is_aval(argument):
             raise SpecError(
                 f"hostcall: `{name}` has result=hc.results.like({self.argument}), and"
                 f" argument {self.argument} is not an array but"
-                f" {tree.tree_structure(found)}. For a result with its structure write"
-                f" hc.results.same_tree({self.argument})",
+                f" {tree.tree_structure(argument)}. For a result with its structure"
+                f" write hc.results.same_tree({self.argument})",
                 code="hc-result-spec",
             )
-        return found
+        return argument
 
 
 @dataclass(frozen=True)
@@ -67,17 +75,19 @@ class same_tree(OfArguments):
         return f"{type(self).__name__}({self.argument!r})"
 
     def spec(self, avals: Trees, name: str) -> Tree:
-        found = _argument(self, avals, name)
-        return tree.tree_map(lambda x: x if is_aval(x) else None, found)
+        argument = _argument(self, avals, name)
+        return tree.tree_map(lambda leaf: leaf if is_aval(leaf) else None, argument)
 
 
-def _argument(which: like | same_tree, avals: Trees, name: str) -> Tree:
-    number = which.argument
-    n = len(avals)
-    if not isinstance(number, int) or not -n <= number < n:
+def _argument(rule: like | same_tree, avals: Trees, name: str) -> Tree:
+    """The argument that a rule names by its position."""
+    number = rule.argument
+    count = len(avals)
+    # Below 0 it counts from the end, as Python's positions do.
+    if not isinstance(number, int) or not -count <= number < count:
         raise SpecError(
-            f"hostcall: `{name}` has result=hc.results.{type(which).__name__}"
-            f"({number!r}), and was called with {counted(n, 'argument')}. Give the"
+            f"hostcall: `{name}` has result=hc.results.{type(rule).__name__}"
+            f"({number!r}), and was called with {counted(count, 'argument')}. Give the"
             " position of one of them, from 0",
             code="hc-result-spec",
         )
@@ -95,7 +105,8 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     code) gets arguments with as many axes as the result: axes of length 1 are put in
     front, so that the batch axes line up.
     """
-    avals = list(filter(is_aval, map(aval_of, tree.tree_leaves(args))))
+    leaves = map(aval_of, tree.tree_leaves(args))
+    avals = [leaf for leaf in leaves if is_aval(leaf)]  # others are static
     shape = broadcast([aval.shape for aval in avals])
     return jax.ShapeDtypeStruct(shape, floating(promoted(avals)))
 
@@ -109,8 +120,10 @@ def broadcast(shapes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     longest = max(shapes, key=len, default=())
     if all(not shape or shape == longest for shape in shapes):  # as nearly always
         return longest
+    # NumPy is faster, and can't compare the sizes of exported programs.
     symbolic = any(_jax.is_symbolic(size) for shape in shapes for size in shape)
-    return tuple((jnp if symbolic else np).broadcast_shapes(*shapes))
+    module = jnp if symbolic else np
+    return tuple(module.broadcast_shapes(*shapes))
 
 
 def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
@@ -118,21 +131,31 @@ def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
 
     Typed PRNG keys count for nothing: they are no numbers.
     """
-    dtypes = {aval.dtype for aval in avals if not aval.weak_type}
-    if len(dtypes) == 1 and not any(aval.weak_type for aval in avals):
-        (only,) = dtypes
-        if isinstance(only, np.dtype):  # as nearly always
-            canonical: np.dtype = _jax.canonical_dtype(only)
-            return canonical
-    avals = [aval for aval in avals if isinstance(aval.dtype, np.dtype)]
-    strong = [aval.dtype for aval in avals if not aval.weak_type]
-    weak = [_SCALARS[aval.dtype.kind] for aval in avals if aval.weak_type]
-    dtype: np.dtype = jnp.result_type(*(strong + weak or [float]))
+    only = _only_dtype(avals)
+    if isinstance(only, np.dtype):  # JAX takes some 10 us, for the same answer
+        canonical: np.dtype = _jax.canonical_dtype(only)
+        return canonical
+    numbers = [aval for aval in avals if isinstance(aval.dtype, np.dtype)]
+    strong = [aval.dtype for aval in numbers if not aval.weak_type]
+    # A Python number stands for a weak type: JAX knows these by their class.
+    weak = [_SCALARS[aval.dtype.kind] for aval in numbers if aval.weak_type]
+    without_numbers = [float]
+    dtype: np.dtype = jnp.result_type(*(strong + weak or without_numbers))
+    return dtype
+
+
+def _only_dtype(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """The dtype that all have, none of them weakly, as nearly always; else None."""
+    dtype = avals[0].dtype if avals else None
+    for aval in avals:
+        if aval.dtype != dtype or aval.weak_type:
+            return None
     return dtype
 
 
 def floating(dtype: np.dtype) -> np.dtype:
     """The dtype itself, or the default floating one if it is an integer's."""
+    # JAX knows bfloat16 and its like as floating, whose kind is NumPy's "V".
     if dtype.kind in "fc" or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     default: np.dtype = jnp.result_type(dtype, float)
@@ -146,7 +169,10 @@ def with_axes(arrays: Sequence[jax.Array], n: int) -> list[jax.Array]:
 
 def expanded(array: Any, n: int) -> Any:
     """The array with `n` axes of length 1 in front."""
-    return jnp.reshape(array, (1,) * n + np.shape(array)) if n else array
+    if n == 0:
+        return array
+    ones = (1,) * n
+    return jnp.reshape(array, ones + np.shape(array))
 
 
 _SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
@@ -155,12 +181,18 @@ _SCALARS = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}
 def aval_of(leaf: Tree) -> Tree:
     """A ShapeDtypeStruct for an array; other leaves themselves."""
     if isinstance(leaf, jax.Array):
-        aval = _jax.aval_of(leaf)
-        return struct(aval.shape, aval.dtype, aval.weak_type)
+        return _aval_of_array(leaf)
     if is_array_like(leaf):
-        weak = type(leaf) in (bool, int, float, complex)  # not np.float64
-        return struct(np.shape(leaf), _jax.canonical_dtype(np.result_type(leaf)), weak)
+        dtype = _jax.canonical_dtype(np.result_type(leaf))
+        # By the type itself: np.float64 is a Python float, and is strongly typed.
+        weak = type(leaf) in NUMBERS
+        return struct(np.shape(leaf), dtype, weak)
     return leaf
+
+
+def _aval_of_array(array: jax.Array) -> jax.ShapeDtypeStruct:
+    aval = _jax.aval_of(array)
+    return struct(aval.shape, aval.dtype, aval.weak_type)
 
 
 def avals_of(args: Trees) -> Trees:
@@ -171,18 +203,22 @@ def avals_of(args: Trees) -> Trees:
 
 
 def _aval_or_tree(arg: Tree) -> Tree:
+    if isinstance(arg, jax.Array):  # as nearly always; JAX's trees take longer
+        return _aval_of_array(arg)
     if isinstance(arg, jax.ShapeDtypeStruct):
         return arg
-    return aval_of(arg) if isinstance(arg, jax.Array) else tree.tree_map(aval_of, arg)
+    return tree.tree_map(aval_of, arg)
 
 
 def struct(
     shape: tuple[Any, ...], dtype: Any, weak_type: bool = False
 ) -> jax.ShapeDtypeStruct:
     """A ShapeDtypeStruct. Making one takes 2 us, so that those of numbers are kept."""
-    if all(type(size) is int for size in shape):
-        return _kept_struct(shape, dtype, weak_type)
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    for size in shape:
+        # A symbolic size belongs to the scope of one export, which a cache would keep.
+        if type(size) is not int:
+            return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return _kept_struct(shape, dtype, weak_type)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,6 +236,7 @@ def varies(result: Tree) -> bool:
     """Whether `result=` is no spec, but something that gives one."""
     if result is ... or isinstance(result, (str, OfArguments)):
         return True
+    # Classes and arrays may be callable, and stand for a dtype or for themselves.
     is_function = callable(result) and not isinstance(result, type)
     return is_function and not hasattr(result, "shape")
 
@@ -216,9 +253,9 @@ def spec_of(result: Tree, args: Trees, name: str) -> Tree:
     except SpecError:  # a bridge's, which says all
         raise
     except Exception as error:
-        given = ", ".join(map(_short, avals))
+        arguments = ", ".join(map(_short, avals))
         raise SpecError(
-            f"hostcall: the result= function of `{name}` failed for ({given}):"
+            f"hostcall: the result= function of `{name}` failed for ({arguments}):"
             f" {type(error).__name__}: {error}. It gets a ShapeDtypeStruct for each"
             " array, and should return what result= of hc.call may be",
             code="hc-result-spec",
@@ -235,7 +272,9 @@ def shown(result: Tree) -> str:
         return "-> elementwise"
     if varies(result) or not tree.tree_leaves(result):  # a function, or nothing
         return ""
-    return f"-> {tree.tree_map(_short, result)}".replace("'", "")
+    # Each leaf is a text by now, which Python would show in quotes.
+    shapes = tree.tree_map(_short, result)
+    return f"-> {shapes}".replace("'", "")
 
 
 def core_axes(result: Tree, axes: Sequence[int]) -> tuple[int, ...] | None:
@@ -274,7 +313,7 @@ def arrays_only(
     """
     if len(avals) == n and all(map(is_aval, avals)):  # as nearly always
         return list(avals)
-    what = rule._of_arrays()
+    rule_words = rule._of_arrays()
     arrays: list[jax.ShapeDtypeStruct] = []
     for number, aval in enumerate(avals):
         if is_aval(aval):
@@ -282,20 +321,22 @@ def arrays_only(
         elif any(map(is_aval, tree.tree_leaves(aval))):
             raise SpecError(
                 f"hostcall: argument {number} of `{name}` is {_short(aval)}, and not"
-                f" one array, as {what} takes. Give its arrays one by one, or say with"
-                " result= what the function returns",
+                f" one array, as {rule_words} takes. Give its arrays one by one, or say"
+                " with result= what the function returns",
                 code="hc-arguments",
             )
     if len(arrays) != n:
         raise SpecError(
-            f"hostcall: `{name}` is {what} of {counted(n, 'array')}, and was called"
-            f" with {len(arrays)}. Give one for each",
+            f"hostcall: `{name}` is {rule_words} of {counted(n, 'array')}, and was"
+            f" called with {len(arrays)}. Give one for each",
             code="hc-arguments",
         )
     return arrays
 
 
 def _short(arg: Tree) -> str:
+    """An argument for a message: the dtypes and shapes of its arrays."""
     if hasattr(arg, "shape") and hasattr(arg, "dtype"):
         return f"{arg.dtype}{list(arg.shape)}"
-    return str(tree.tree_map(_short, arg) if tree.tree_leaves(arg) != [arg] else arg)
+    is_leaf = tree.tree_leaves(arg) == [arg]
+    return str(arg if is_leaf else tree.tree_map(_short, arg))

@@ -1,4 +1,13 @@
-"""Finds out what a function returns: from `result=`, or from the function itself."""
+"""Finds out what a function returns: from `result=`, or from the function itself.
+
+What is asked, in this order:
+
+  1. `result=`, if it is given. A text that is not "infer" is read as a signature.
+  2. The function: a ufunc says it itself, any other one by jaxtyping's annotations.
+
+The second half of the file is about axes in front of items: what a signature or a ufunc
+describes is one item, and a call may have an array of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,7 @@ import numpy as np
 
 from hostcall._core import result_rules, ufuncs
 from hostcall._core.annotations import Unreadable, of_annotations
-from hostcall._core.dimensions import Given, Signature, read_signature
+from hostcall._core.dimensions import ResultSize, Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.options import WHOLE
@@ -22,7 +31,7 @@ def rule_of(
     name: str,
     result: Tree,
     *,
-    sizes: Mapping[str, Given] | None = None,
+    sizes: Mapping[str, ResultSize] | None = None,
     dtype: Any = None,
     float64: bool = False,
 ) -> Tree:
@@ -37,16 +46,14 @@ def rule_of(
     """
     dtypes = None if dtype is None else _dtypes(dtype, name)
     if isinstance(result, str) and result != "infer":
-        if "->" not in result and "(" not in result:
-            raise SpecError(
-                f"hostcall: result= of `{name}` is {result!r}. A text is 'infer', or a"
-                " signature such as '(m,n),(n)->(m)'; otherwise give a spec, a"
-                " function, hc.results.like(i), hc.results.same_tree(i) or"
-                " hc.results.elementwise",
-                code="hc-result-spec",
-            )
-        takes_batches = ufuncs.ufunc_of(fn) is not None
-        return read_signature(result, name, sizes, dtypes, takes_batches)
+        _refuse_other_text(result, name)
+        return read_signature(
+            text=result,
+            name=name,
+            sizes=sizes,
+            dtypes=dtypes,
+            takes_batches=ufuncs.ufunc_of(fn) is not None,
+        )
     if sizes is not None:
         raise SpecError(
             f"hostcall: `{name}` has sizes= without a signature. They are the sizes of"
@@ -57,6 +64,7 @@ def rule_of(
         of_ufunc = ufuncs.of_ufunc(fn, name, float64, dtypes)
         if of_ufunc is not None:
             return of_ufunc
+        # Annotations say dtypes themselves, so `dtype=` beside them is refused below.
         annotated = of_annotations(fn, name, float64) if dtypes is None else None
         if annotated is not None:
             return annotated
@@ -70,13 +78,28 @@ def rule_of(
     return result
 
 
+def _refuse_other_text(text: str, name: str) -> None:
+    """Refuses a text that nobody meant as a signature, in other words than a misspelt
+    one.
+    """
+    if "->" in text or "(" in text:
+        return
+    raise SpecError(
+        f"hostcall: result= of `{name}` is {text!r}. A text is 'infer', or a"
+        " signature such as '(m,n),(n)->(m)'; otherwise give a spec, a"
+        " function, hc.results.like(i), hc.results.same_tree(i) or"
+        " hc.results.elementwise",
+        code="hc-result-spec",
+    )
+
+
 def is_unsaid(result: Tree) -> bool:
     """Whether neither `result=` nor the function says what it returns."""
     return result is ... or isinstance(result, Unreadable)
 
 
 def signature(
-    text: str, *, sizes: Mapping[str, Given] | None = None, dtype: Any = None
+    text: str, *, sizes: Mapping[str, ResultSize] | None = None, dtype: Any = None
 ) -> Any:
     """A signature as `result=`, with sizes and dtypes, for `hc.host` and `hc.call`.
 
@@ -96,15 +119,16 @@ def signature(
     Raises:
         SpecError: the text is no signature, or a size or dtype is missing or wrong.
     """
-    found = rule_of(lambda: None, "a function", text, sizes=sizes, dtype=dtype)
-    assert isinstance(found, Signature), "a text that is none was refused"
-    return found
+    rule = rule_of(lambda: None, "a function", text, sizes=sizes, dtype=dtype)
+    assert isinstance(rule, Signature), "a text that is none was refused"
+    return rule
 
 
 def _dtypes(dtype: Any, name: str) -> tuple[np.dtype, ...]:
-    given = dtype if isinstance(dtype, (tuple, list)) else (dtype,)
+    """`dtype=` as one dtype for each result, or one for all of them."""
+    several = dtype if isinstance(dtype, (tuple, list)) else (dtype,)
     try:
-        return tuple([np.dtype(each) for each in given])
+        return tuple(map(np.dtype, several))
     except TypeError as error:
         raise SpecError(
             f"hostcall: dtype= of `{name}` is {dtype!r}. Give a dtype such as"
@@ -127,9 +151,9 @@ def default_method(result: Tree, elsewhere: bool = False) -> str | None:
     """`vmap_method` of a function for which none was given; `elsewhere` is whether it
     has an executor, which runs rows alone.
     """
-    takes_batches = isinstance(result, OfArguments) and result._takes_batches
-    if not takes_batches:
+    if not isinstance(result, OfArguments) or not result._takes_batches:
         return None
+    # An executor is there to run rows at once: a whole batch would be one of them.
     return "parallel" if elsewhere else "expand_dims"
 
 
@@ -142,12 +166,19 @@ def leading(result: Tree, avals: Sequence[Any]) -> Counts | None:
     """The counts of arguments with these avals; None if `result=` says nothing of
     items.
     """
-    axes = [len(aval.shape) if is_aval(aval) else None for aval in avals]
-    cores = result_rules.core_axes(result, [n for n in axes if n is not None])
+    arrays = [aval for aval in avals if is_aval(aval)]
+    cores = result_rules.core_axes(result, [len(aval.shape) for aval in arrays])
     if cores is None:
         return None
-    rest = iter(cores)
-    return [None if n is None else n - next(rest) for n in axes]
+    # A signature has no list for a static argument, which may stand between arrays.
+    remaining = iter(cores)
+    counts: list[int | None] = []
+    for aval in avals:
+        if is_aval(aval):
+            counts.append(len(aval.shape) - next(remaining))
+        else:
+            counts.append(None)
+    return counts
 
 
 def over_leading_axes(
@@ -157,12 +188,18 @@ def over_leading_axes(
 
     Axes of the arguments line up from the right, as NumPy broadcasts them. An axis of
     size 1 beside a longer one is dropped, and the `vmap` does not map that argument.
+
+    For matrices (5, 2, 3) and vectors (4, 1, 3) the items are in front of the last two
+    axes and of the last one. The loop is (4, 5): the outer `vmap` maps the vectors
+    alone, and the inner one the matrices alone, whose axis of 1 was dropped.
     """
     pairs = list(zip(args, counts, strict=True))
     arrays = [(arg, count) for arg, count in pairs if count is not None]
     loop = result_rules.broadcast([np.shape(arg)[:count] for arg, count in arrays])
+    # For each axis of the loop, `in_axes` of its `vmap`. An axis that is mapped is the
+    # first one by then: the outer ones are gone.
     in_axes: list[list[int | None]] = [[None] * len(arrays) for _ in loop]
-    items: list[Any] = []
+    stacks: list[Any] = []
     for number, (arg, count) in enumerate(arrays):
         shape = np.shape(arg)
         dropped: list[int] = []
@@ -172,16 +209,20 @@ def over_leading_axes(
                 dropped.append(axis)
             else:
                 in_axes[position][number] = 0
-        items.append(jax.numpy.squeeze(arg, dropped) if dropped else arg)
+        stacks.append(jax.numpy.squeeze(arg, dropped) if dropped else arg)
 
     def call_item(*items: Any) -> Tree:
-        rest = iter(items)
-        return call(*[arg if n is None else next(rest) for arg, n in pairs])
+        # Static arguments go around `vmap`, which takes arrays alone.
+        remaining = iter(items)
+        arguments: list[Any] = []
+        for arg, count in pairs:
+            arguments.append(arg if count is None else next(remaining))
+        return call(*arguments)
 
     function: Callable[..., Tree] = call_item
     for axes in reversed(in_axes):
         function = jax.vmap(function, tuple(axes))
-    return function(*items)
+    return function(*stacks)
 
 
 def lines_up(result: Tree, avals: Sequence[Any]) -> bool:
@@ -196,8 +237,9 @@ def lined_up(args: Sequence[Any], counts: Counts) -> list[Any]:
     """The arguments with as many axes in front of their items as any of them has, so
     that the axis of a batch, which comes in front, lines up.
     """
-    most = max((n for n in counts if n is not None), default=0)
+    of_arrays = [count for count in counts if count is not None]
+    most = max(of_arrays, default=0)
     return [
-        arg if n is None else expanded(arg, most - n)
-        for arg, n in zip(args, counts, strict=True)
+        arg if count is None else expanded(arg, most - count)
+        for arg, count in zip(args, counts, strict=True)
     ]

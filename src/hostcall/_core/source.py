@@ -134,15 +134,15 @@ def inspect_callable(fn: Any) -> CallableFacts:
 
 def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     """(name, code, awaits, yields) of what is no plain function."""
-    named = fn
     name = ""
     inner = fn
+    in_partial = False
     for inner in layers(fn):
         if not name:  # functools.update_wrapper may have named a partial
-            named = inner
             name = text_of(inner, "__qualname__")
+            in_partial = in_partial or (is_partial(inner) and not name)
     name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
-    if named is not fn:
+    if in_partial:  # what hostcall's own code wraps is called by its name alone
         name = f"partial({name})"
     found = asked(inner, "__code__", types.CodeType)
     if (ours := as_host_code(inner)) is inner:

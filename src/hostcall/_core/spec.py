@@ -42,21 +42,22 @@ class Opaque:
         self.value = value
         try:
             self._hash = hash(value)
-        except TypeError:
+        except TypeError:  # it has no hash, and so is equal to itself alone
             self._hash = id(value)
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Opaque):
+    def __eq__(self, leaf: object) -> bool:
+        if not isinstance(leaf, Opaque):
             return NotImplemented
-        if self.value is other.value:
+        if self.value is leaf.value:
             return True
-        # Of an unhashable object the hash is its identity, so no other has it.
-        if self._hash != other._hash or type(self.value) is not type(other.value):
+        # Of an unhashable object the hash is its identity, so no other has it. And
+        # 1, True and 1.0 are equal to Python, but make different programs.
+        if self._hash != leaf._hash or type(self.value) is not type(leaf.value):
             return False
-        return bool(self.value == other.value)
+        return bool(self.value == leaf.value)
 
     def __repr__(self) -> str:
         return f"Opaque({self.value!r})"
@@ -104,18 +105,23 @@ class Template:
         self, arrays: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these arrays in their places."""
-        rest = iter(arrays)
-        leaves = [x.value if isinstance(x, Opaque) else next(rest) for x in self.leaves]
+        remaining = iter(arrays)
+        leaves = [
+            leaf.value if isinstance(leaf, Opaque) else next(remaining)
+            for leaf in self.leaves
+        ]
         args, kwargs = self.treedef.unflatten(leaves)
         return args, kwargs
 
     def paths(self, static: bool = False) -> list[str]:
         """How a reader would write each array, or each `Opaque`: `args[0]['x']`."""
-        return [
-            ("args" if path[0].idx == 0 else "kwargs") + tree.keystr(path[1:])
-            for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True)
-            if isinstance(leaf, Opaque) == static
-        ]
+        paths: list[str] = []
+        for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True):
+            if isinstance(leaf, Opaque) == static:
+                pair, *inner = path  # the tree is the pair (args, kwargs)
+                root = "args" if pair.idx == 0 else "kwargs"
+                paths.append(root + tree.keystr(tuple(inner)))
+        return paths
 
 
 @functools.lru_cache  # asked in each call
@@ -125,8 +131,9 @@ def _flat(n: int) -> TreeDef:
 
 
 def _paths(treedef: TreeDef) -> list[Any]:
-    whole = treedef.unflatten([_LEAF] * treedef.num_leaves)
-    return [path for path, _ in tree.tree_flatten_with_path(whole)[0]]
+    value = treedef.unflatten([_LEAF] * treedef.num_leaves)
+    leaves, _ = tree.tree_flatten_with_path(value)
+    return [path for path, _ in leaves]
 
 
 def wrap_keys(arrays: Sequence[Any], keys: Sequence[Key]) -> list[Any]:
@@ -142,10 +149,11 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     marks: list[Opaque | Key] = []
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
-            plain = isinstance(leaf.dtype, np.dtype)  # most are
-            key = leaf.dtype if not plain and _jax.is_key_dtype(leaf.dtype) else None
-            marks.append(key)
-            arrays.append(leaf if key is None else jax.random.key_data(leaf))
+            is_plain = isinstance(leaf.dtype, np.dtype)  # as nearly always
+            is_key = not is_plain and _jax.is_key_dtype(leaf.dtype)
+            marks.append(leaf.dtype if is_key else None)
+            # Primitives take no keys: XLA knows their blocks of uint32 alone.
+            arrays.append(jax.random.key_data(leaf) if is_key else leaf)
         elif is_array_like(leaf):
             marks.append(None)
             arrays.append(canonical(leaf))
@@ -179,8 +187,8 @@ def overflowed(array: np.ndarray, cast: np.ndarray) -> tuple[np.intp, ...] | Non
         # A number with one infinite part counts as infinite, whatever the other one is.
         pairs = [(array.real, cast.real), (array.imag, cast.imag)]
     lost = np.zeros(array.shape, bool)
-    for before, after in pairs:
-        lost |= np.isfinite(before) & ~np.isfinite(after)
+    for number, converted in pairs:
+        lost |= np.isfinite(number) & ~np.isfinite(converted)
     return np.unravel_index(np.argmax(lost), lost.shape) if lost.any() else None
 
 
@@ -205,6 +213,7 @@ def canonical(leaf: Any) -> Array:
             " also pass the mask (np.ma.getmaskarray(x))"
         )
     if isinstance(leaf, int) and not isinstance(leaf, bool):
+        # NumPy would make objects of one that no int64 holds.
         dtype = _jax.canonical_dtype(np.int64)
         _refuse_lost((leaf,), "int", dtype)
         return np.asarray(leaf, dtype)
@@ -212,6 +221,7 @@ def canonical(leaf: Any) -> Array:
     if not array.dtype.isnative:  # big-endian, as some file formats have it
         array = array.astype(np.dtype(array.dtype.type))
     dtype = _jax.canonical_dtype(array.dtype)
+    # The conversion below would wrap around. If both ends fit, all between do.
     if dtype != array.dtype and array.dtype.kind in "iu" and array.size:
         _refuse_lost((array.min(), array.max()), array.dtype, dtype)
     return np.asarray(array, dtype)
@@ -276,10 +286,12 @@ def parse_result(result: Any, name: str) -> Results:
     as arguments of a jitted function.
     """
 
-    def wrong(what: str, code: str = "hc-result-spec") -> SpecError:
-        path, _ = tree.tree_flatten_with_path(result)[0][len(avals)]
-        where = f"result{tree.keystr(path)} of `{name}`"
-        return SpecError(f"hostcall: {where} {what}", code=code)
+    def wrong(fault: str, code: str = "hc-result-spec") -> SpecError:
+        # The leaf that is being read: those in front of it have their avals.
+        leaves_with_paths, _ = tree.tree_flatten_with_path(result)
+        path, _ = leaves_with_paths[len(avals)]
+        words = f"result{tree.keystr(path)} of `{name}`"
+        return SpecError(f"hostcall: {words} {fault}", code=code)
 
     leaves, treedef = tree.tree_flatten(result)
     avals: list[Aval] = []
@@ -303,6 +315,7 @@ def parse_result(result: Any, name: str) -> Results:
                 )
         dtype = leaf.dtype
         key = None
+        # What is not among these takes some microseconds, and depends on JAX's mode.
         if not isinstance(dtype, np.dtype) or dtype not in _ALWAYS:
             dtype, key = _parse_dtype(dtype, wrong)
         block = () if key is None else _jax.key_data_shape(key)
@@ -329,14 +342,20 @@ def _without_shape(leaf: object) -> str:
 _ALWAYS = frozenset(map(np.dtype, (np.bool_, np.int32, np.float32)))
 
 
-def _parse_dtype(given: Any, wrong: Callable[..., SpecError]) -> tuple[np.dtype, Key]:
+def _parse_dtype(
+    declared: Any, wrong: Callable[..., SpecError]
+) -> tuple[np.dtype, Key]:
+    """The dtype of the primitive's result, and that of a typed PRNG key.
+
+    `wrong` makes the error of a fault in words.
+    """
     try:
-        if _jax.is_key_dtype(given):
-            return np.dtype(np.uint32), given
-        dtype = np.dtype(given)
+        if _jax.is_key_dtype(declared):
+            return np.dtype(np.uint32), declared
+        dtype = np.dtype(declared)
     except TypeError as error:
         raise wrong(
-            f"has the dtype {given!r}, which NumPy does not know. Write one such as"
+            f"has the dtype {declared!r}, which NumPy does not know. Write one such as"
             " np.float32"
         ) from error
     if dtype.kind in "iufc" and not dtype.isnative:
@@ -346,9 +365,10 @@ def _parse_dtype(given: Any, wrong: Callable[..., SpecError]) -> tuple[np.dtype,
             f"is {dtype}, which JAX arrays can't have. Declare a numeric dtype, or keep"
             " Python objects on the host with hc.Object"
         )
-    if (canonical := _jax.canonical_dtype(dtype)) != dtype:
+    kept_by_jax = _jax.canonical_dtype(dtype)
+    if kept_by_jax != dtype:
         raise wrong(
-            f"is {dtype}, but JAX is in 32-bit mode. Declare {canonical}, or enable"
+            f"is {dtype}, but JAX is in 32-bit mode. Declare {kept_by_jax}, or enable"
             ' 64-bit types with jax.config.update("jax_enable_x64", True)',
             "hc-32-bit",
         )
@@ -366,7 +386,7 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         return (None,) * len(results.avals)
     try:
         leaves = results.treedef.flatten_up_to(fill)
-    except ValueError:
+    except ValueError:  # no tree like the result: one number for all leaves
         leaves = [fill] * len(results.avals)
     out = []
     for leaf, aval, path in zip(leaves, results.avals, results.paths(), strict=True):
@@ -379,10 +399,10 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         try:
             # Of a symbolic shape, one element: the plan repeats it for the real sizes.
             shape = () if _jax.has_symbolic([aval]) else aval.shape
-            given = np.asarray(leaf)
-            with np.errstate(over="ignore"):
-                array = given.astype(aval.dtype)
-            _refuse_lossy_fill(given, array)
+            number = np.asarray(leaf)
+            with np.errstate(over="ignore"):  # what is lost is told below
+                array = number.astype(aval.dtype)
+            _refuse_lossy_fill(number, array)
             array = np.broadcast_to(array, shape)
         except (TypeError, ValueError, OverflowError) as error:
             raise SpecError(
@@ -394,17 +414,17 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
     return tuple(out)
 
 
-def _refuse_lossy_fill(given: np.ndarray, fill: np.ndarray) -> None:
-    """Raises OverflowError if the dtype of `fill` can't hold a given number."""
+def _refuse_lossy_fill(number: np.ndarray, fill: np.ndarray) -> None:
+    """Raises OverflowError if the dtype of `fill` can't hold one of these numbers."""
     lost = None
-    if given.dtype.kind in "iu" and jnp.issubdtype(fill.dtype, np.integer):
+    if number.dtype.kind in "iu" and jnp.issubdtype(fill.dtype, np.integer):
         # As Python's integers, since int64 and uint64 are compared as floats.
-        changed = np.zeros(given.shape, bool)
-        changed[...] = given.astype(object) != fill.astype(object)
+        changed = np.zeros(number.shape, bool)
+        changed[...] = number.astype(object) != fill.astype(object)
         if changed.any():
-            lost = np.unravel_index(np.argmax(changed), given.shape)
-    elif given.dtype.kind in "fc" and jnp.issubdtype(fill.dtype, np.inexact):
-        lost = overflowed(given, fill)
+            lost = np.unravel_index(np.argmax(changed), number.shape)
+    elif number.dtype.kind in "fc" and jnp.issubdtype(fill.dtype, np.inexact):
+        lost = overflowed(number, fill)
     if lost is not None:
         raise OverflowError(f"it would become {fill[lost]}")
 
@@ -413,5 +433,6 @@ def _refuse_lossy_fill(given: np.ndarray, fill: np.ndarray) -> None:
 def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
     """(bits, signed) for elements that XLA packs into bytes; (0, False) for others."""
     bits = 8 if dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(dtype)
-    # XLA gives 6 bits a byte of their own.
-    return (bits, dtype.name.startswith("int")) if bits in (2, 4) else (0, False)
+    if bits not in (2, 4):  # XLA gives 6 bits a byte of their own
+        return 0, False
+    return bits, dtype.name.startswith("int")

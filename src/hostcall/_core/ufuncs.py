@@ -1,4 +1,16 @@
-"""What a ufunc says about itself: how many results it has, their dtypes and shapes."""
+"""What a ufunc says about itself: how many results it has, their dtypes and shapes.
+
+The story of a call:
+
+  1. The arguments broadcast to the shape of each result. Those of a generalized ufunc,
+     which has a signature, go by that (`dimensions`).
+  2. NumPy is asked for the loop that it would choose for the arguments' dtypes. That
+     says which kind each result is of: integer, floating, complex or bool.
+  3. Floating results have the precision to which JAX promotes the arguments, whatever
+     the loop computes in: float32 in, float32 out.
+
+Nothing of a ufunc is kept: Numba's get new loops as they are called.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.dimensions import Signature, read_signature
-from hostcall._core.errors import SpecError
+from hostcall._core.dimensions import Shape, Signature, read_signature
+from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import HostCode, OfArguments
 from hostcall._core.result_rules import (
     Trees,
     arrays_only,
     broadcast,
     floating,
+    is_aval,
     promoted,
     struct,
 )
@@ -34,12 +47,14 @@ def ufunc_of(fn: object) -> np.ufunc | None:
     """
     if isinstance(fn, np.ufunc):
         return fn
+    if type(fn) is NumbersOf:
+        return fn.fn
     # Numba's classes are no ufuncs. Nothing is asked of an object of another class.
-    for module, kind in (("dufunc", "DUFunc"), ("gufunc", "GUFunc")):
-        numbas = sys.modules.get(f"numba.np.ufunc.{module}")
-        if numbas is not None and type(fn) is vars(numbas).get(kind):
-            found = getattr(fn, "ufunc", None)
-            return found if isinstance(found, np.ufunc) else None
+    for module_name, class_name in (("dufunc", "DUFunc"), ("gufunc", "GUFunc")):
+        module = sys.modules.get(f"numba.np.ufunc.{module_name}")
+        if module is not None and type(fn) is vars(module).get(class_name):
+            ufunc = getattr(fn, "ufunc", None)
+            return ufunc if isinstance(ufunc, np.ufunc) else None
     return None
 
 
@@ -81,21 +96,47 @@ class OfUfunc(OfArguments):
     def spec(self, avals: Trees, name: str) -> Any:
         ufunc = self._ufunc
         arrays = arrays_only(self, avals, name, ufunc.nin)
-        shapes = [array.shape for array in arrays]
-        if self.dimensions is None:
-            try:
-                results = [broadcast(shapes)] * ufunc.nout
-            except ValueError:
-                raise SpecError(
-                    f"hostcall: the arguments of `{name}` don't broadcast: their shapes"
-                    f" are {', '.join(map(str, shapes))}",
-                    code="hc-arguments",
-                ) from None
-        else:
-            results = self.dimensions.shapes(shapes, name)
+        shapes = self._shapes([array.shape for array in arrays], ufunc.nout, name)
         dtypes = self.dtypes or self._dtypes(ufunc, arrays, name)
-        specs = tuple(map(struct, results, dtypes))
+        specs = tuple(map(struct, shapes, dtypes))
         return specs if len(specs) > 1 else specs[0]
+
+    def _shapes(
+        self, shapes: Sequence[Shape], results: int, name: str
+    ) -> Sequence[Shape]:
+        """The shapes of so many results for arguments of these shapes."""
+        if self.dimensions is not None:
+            return self.dimensions.shapes(shapes, name)
+        try:
+            return [broadcast(shapes)] * results
+        except ValueError:
+            raise SpecError(
+                f"hostcall: the arguments of `{name}` don't broadcast: their shapes"
+                f" are {', '.join(map(str, shapes))}",
+                code="hc-arguments",
+            ) from None
+
+    def with_sizes(self, avals: Trees, draw: Callable[[], int]) -> Trees:
+        """Other arguments that fit, with drawn sizes.
+
+        Without a signature each axis to which the arguments broadcast gets a size; axes
+        of size 1 stay, and so broadcast again.
+        """
+        if self.dimensions is not None:
+            return self.dimensions.with_sizes(avals, draw)
+        axes = [len(aval.shape) for aval in avals if is_aval(aval)]
+        most = max(axes, default=0)
+        sizes = [int(draw()) for _ in range(most)]
+        drawn: list[Any] = []
+        for aval in avals:
+            if not is_aval(aval):
+                drawn.append(aval)
+                continue
+            # Axes line up from the right.
+            pairs = zip(aval.shape, sizes[most - len(aval.shape) :], strict=True)
+            shape = tuple([size if old != 1 else 1 for old, size in pairs])
+            drawn.append(struct(shape, aval.dtype, aval.weak_type))
+        return tuple(drawn)
 
     def _of_arrays(self) -> str:
         return "a ufunc"
@@ -114,58 +155,78 @@ class OfUfunc(OfArguments):
     def _dtypes(
         self, ufunc: np.ufunc, arrays: Sequence[jax.ShapeDtypeStruct], name: str
     ) -> tuple[np.dtype, ...]:
-        given = [array.dtype for array in arrays]
+        dtypes = [array.dtype for array in arrays]
         if self.float64:
-            given = [widened(dtype) or dtype for dtype in given]
+            dtypes = [widened(dtype) or dtype for dtype in dtypes]
+        wanted = ", ".join(map(str, dtypes))
+        if _takes_results_alone(self.fn):
+            raise SpecError(
+                f"hostcall: `{name}` is Numba's @guvectorize without types, which takes"
+                " its results as arguments and returns none. Give it types, as in"
+                " @guvectorize(['void(float32[:], float32[:])'], '(n)->(n)')",
+                code="hc-result-spec",
+            )
         try:  # NumPy has no dtype for typed PRNG keys
-            loop = _loop(self.fn, ufunc, given)
+            loop = _loop(self.fn, ufunc, dtypes)
         except Exception as error:  # of NumPy's, of Numba's compiler, or the user's own
-            wanted = ", ".join(map(str, given))
             raise SpecError(
                 f"hostcall: `{name}` has no loop for ({wanted}). It has"
                 f" {_loops(ufunc)}. Convert the arguments before the call"
                 " (x.astype(jnp.float32)), or write hc.host(fn, float64=True)",
                 code="hc-arguments",
             ) from error
+        # "V" are the dtypes of JAX that NumPy does not have, as bfloat16.
         if any(dtype.kind not in "biufcV" for dtype in loop):
             raise SpecError(
                 f"hostcall: `{name}` returns {', '.join(map(str, loop))} for"
-                f" ({', '.join(map(str, given))}), which JAX arrays can't have. Say"
+                f" ({wanted}), which JAX arrays can't have. Say"
                 " what its results are: hc.host(fn, dtype=...)",
                 code="hc-result-spec",
             )
+        # The loop may be float64's alone, as many of SciPy's are. Its results have the
+        # precision that those of JAX's own functions would have.
         precision = floating(promoted(arrays))
         return tuple([_at_precision(dtype, precision) for dtype in loop])
 
 
+def _takes_results_alone(fn: Callable[..., Any]) -> bool:
+    """Whether this is Numba's `@guvectorize` without types. Numba does not allocate its
+    results, so that a call without them fails even when it has a loop.
+    """
+    is_of_numba = not isinstance(fn, np.ufunc)
+    return is_of_numba and getattr(fn, "is_dynamic", False) is True
+
+
 def _loop(
-    fn: Callable[..., Any], ufunc: np.ufunc, given: Sequence[np.dtype]
+    fn: Callable[..., Any], ufunc: np.ufunc, arguments: Sequence[np.dtype]
 ) -> tuple[np.dtype, ...]:
     """The dtypes of the results of the loop that NumPy chooses.
 
     Raises:
         Exception: there is none, and this says why.
     """
-    wanted = (*given, *(None,) * ufunc.nout)
+    wanted = (*arguments, *(None,) * ufunc.nout)
     try:
         dtypes = ufunc.resolve_dtypes(wanted)
     except TypeError:
         if fn is ufunc or ufunc.signature is not None:
             raise
         # Numba compiles a loop at the first call for its dtypes.
-        fn(*[np.ones((), dtype) for dtype in given])
+        ones = [np.ones((), dtype) for dtype in arguments]
+        fn(*ones)
         dtypes = ufunc.resolve_dtypes(wanted)
     return tuple(dtypes[ufunc.nin :])
 
 
 def _loops(ufunc: np.ufunc) -> str:
     """The loops of a ufunc, by the names of NumPy's dtypes."""
-    shown = []
-    for loop in ufunc.types:
+    loops = []
+    for loop in ufunc.types:  # "dd->d": one character of NumPy's for each dtype
         arguments, _, results = loop.partition("->")
-        words = [[np.dtype(c).name for c in part] for part in (arguments, results)]
-        shown.append(f"({', '.join(words[0])}) -> {', '.join(words[1])}")
-    return "; ".join(shown) or "none"
+        taken = [np.dtype(character).name for character in arguments]
+        returned = [np.dtype(character).name for character in results]
+        loops.append(f"({', '.join(taken)}) -> {', '.join(returned)}")
+    return "; ".join(loops) or "none"
 
 
 def _at_precision(dtype: np.dtype, precision: np.dtype) -> np.dtype:
@@ -173,10 +234,11 @@ def _at_precision(dtype: np.dtype, precision: np.dtype) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.inexact):
         canonical: np.dtype = _jax.canonical_dtype(dtype)
         return canonical
-    found: np.dtype = jnp.finfo(precision).dtype
+    real: np.dtype = jnp.finfo(precision).dtype  # of a complex one, its parts'
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        found = jnp.result_type(found, np.complex64)
-    return found
+        complexed: np.dtype = jnp.result_type(real, np.complex64)
+        return complexed
+    return real
 
 
 def of_ufunc(
@@ -194,7 +256,7 @@ def of_ufunc(
     if dtypes is not None and len(dtypes) != ufunc.nout:
         raise SpecError(
             f"hostcall: dtype= of `{name}` has {len(dtypes)} dtypes, and the ufunc has"
-            f" {ufunc.nout} results. Give one for each, or one for all",
+            f" {counted(ufunc.nout, 'result')}. Give one for each, or one for all",
             code="hc-result-spec",
         )
     dimensions = None
@@ -212,15 +274,19 @@ def with_numbers(fn: Callable[..., Any], result: object) -> Callable[..., Any]:
     """The function itself, or around a ufunc of numpy.frompyfunc what makes numbers of
     its objects.
     """
-    if isinstance(fn, np.ufunc) and isinstance(result, OfUfunc) and result.dtypes:
-        return NumbersOf(fn, result.dtypes) if _returns_objects(fn) else fn
-    return fn
+    if not isinstance(fn, np.ufunc) or not isinstance(result, OfUfunc):
+        return fn
+    # Objects are no results: NumPy has one loop for them, and says nothing of kinds.
+    if result.dtypes is None or not _returns_objects(fn):
+        return fn
+    return NumbersOf(fn, result.dtypes)
 
 
 def _returns_objects(ufunc: np.ufunc) -> bool:
-    return ufunc is not None and ufunc.types == [
-        "O" * ufunc.nin + "->" + "O" * ufunc.nout
-    ]
+    """Whether its only loop is one of Python objects, as that of numpy.frompyfunc."""
+    arguments = "O" * ufunc.nin
+    results = "O" * ufunc.nout
+    return ufunc.types == [f"{arguments}->{results}"]
 
 
 @dataclass(frozen=True)
@@ -240,7 +306,8 @@ class NumbersOf(HostCode):
 
     def __call__(self, *args: Any) -> Any:
         value = self.fn(*args)
+        # For scalars NumPy returns the objects themselves, and no arrays of them.
         if self.fn.nout == 1:
             return np.asarray(value).astype(self.dtypes[0])
         pairs = zip(value, self.dtypes, strict=True)
-        return tuple([np.asarray(each).astype(dtype) for each, dtype in pairs])
+        return tuple([np.asarray(result).astype(dtype) for result, dtype in pairs])

@@ -20,6 +20,7 @@ from hostcall._core.dimensions import Signature
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError
 from hostcall._core.result_rules import avals_of, is_aval
 from hostcall._core.spec import is_array_like
+from hostcall._core.ufuncs import OfUfunc
 from hostcall._host_function.difference_error import central_error, eps_of, lines
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
@@ -36,7 +37,9 @@ Status = Literal["passed", "failed", "left out"]
 # How many steps differences may try, without and with 64 bits. At the last one only
 # rounding is left to see.
 _STEPS = {False: 7, True: 10}
-# How many sets of sizes are drawn for a signature.
+# What says which sizes fit.
+_DRAWS_SIZES = (Signature, OfUfunc, OfAnnotations)
+# How many sets of sizes are drawn for it.
 _DRAWN = 5
 
 
@@ -110,7 +113,7 @@ class Checks:
             "lent arguments": self.lent,
             "threads": self.several_threads,
         }
-        if isinstance(self.f.result, (Signature, OfAnnotations)):
+        if isinstance(self.f.result, _DRAWS_SIZES):
             bodies["sizes"] = self.sizes
         found: list[Check] = []
         for name, body in bodies.items():
@@ -142,7 +145,7 @@ class Checks:
         repeat has no inverse.
         """
         rule = self.f.result
-        assert isinstance(rule, (Signature, OfAnnotations)), "`run` asks only then"
+        assert isinstance(rule, _DRAWS_SIZES), "`run` asks only then"
         examples = [np.asarray(self.leaves[n]) for n in self.arrays]
         avals = avals_of(self.args)
         fitted = 0
@@ -342,10 +345,16 @@ class Checks:
     def lent(self) -> str:
         if self.f.options.lend == "out":
             raise Ended("left out", 'lend="out": every call is checked')
-        spec = tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.out)
+        # A signature says which items the function gets, and so how it is called.
+        lent = host(
+            self.f.fn,
+            result=self.f.result,
+            vmap_method=self.f.options.vmap_method,
+            float64=self.f.policy.float64,
+            lend=True,
+        )
         try:
             with reraise():
-                lent = host(self.f.fn, result=spec, lend=True)
                 jax.block_until_ready(lent(*self.args))
         except EscapeError as error:
             what = f"keeps a view of its arguments ({_said(error)})"
@@ -485,7 +494,8 @@ def check(
       * that a function with a transpose is linear, and its transpose by inner products;
       * whether the function keeps or writes to memory that it is lent;
       * calls from several threads at once against calls one by one;
-      * with a signature or annotations, what comes for other sizes against them.
+      * for a ufunc, a signature or annotations, what comes for other sizes against what
+        they say.
 
     Complex arguments move in both parts, so rules are checked by JAX's conventions
     whether or not the function is holomorphic.

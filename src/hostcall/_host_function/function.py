@@ -23,6 +23,7 @@ from hostcall._core.host_code import (
     Handle,
     Kwargs,
     TakesMask,
+    as_host_code,
     dress,
 )
 from hostcall._core.mistakes import parse_mask
@@ -98,7 +99,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         nondiff: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        dress(self, fn)
+        self._dress(fn)
         seen = inspect_callable(fn)
         self.__name__ = name or seen.name.rpartition(".")[2]
         self.__qualname__ = name or seen.name
@@ -159,7 +160,11 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _inferred={})
-        dress(self, self.fn)
+        self._dress(self.fn)
+
+    def _dress(self, fn: Callable[..., Any]) -> None:
+        # What makes numbers of a ufunc's objects is nothing that `help` should show.
+        dress(self, as_host_code(fn).inside() or fn)
 
     # --- Calling -------------------------------------------------------------------
 
@@ -236,10 +241,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         spec = None
         if self._maps_items:
             avals = result_rules.avals_of(args)
-            spec = self._spec(avals)  # refuses arguments that no signature fits
-            counts = said_results.leading(self.result, avals)
-            assert counts is not None, "a signature says what an item is"
-            if any(counts):
+            # Refuses arguments that don't fit the signature. `avals_of` is not asked
+            # twice, as `_spec` would: it takes 2 us.
+            spec, loop = self.result.bind(avals, self.__name__)
+            if loop:
+                counts = said_results.leading(self.result, avals)
+                assert counts is not None, "a signature says what an item is"
                 return said_results.over_leading_axes(
                     lambda *items: self._call(items, {}, mask, fill), args, counts
                 )

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from hostcall._core.dimensions import Given
+from hostcall._core.dimensions import ResultSize
 from hostcall._core.errors import counted, wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
 from hostcall._core.options import GONE, Arrays, Lend
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     """The options of `host`, for type checkers."""
 
     result: Any
-    sizes: Mapping[str, Given] | None
+    sizes: Mapping[str, ResultSize] | None
     dtype: Any
     vmap_method: str | Callable[..., Any] | None
     order: Order
@@ -92,7 +92,7 @@ def host(
     fn: Callable[..., Any] | None = None,
     *,
     result: Any = ...,
-    sizes: Mapping[str, Given] | None = None,
+    sizes: Mapping[str, ResultSize] | None = None,
     dtype: Any = None,
     vmap_method: Any = None,
     order: Order = "pure",
@@ -109,10 +109,9 @@ def host(
     """Makes a Python function part of JAX: its results, its batching and its
     derivatives are declared once.
 
-        like = hc.results.like(0)
-        j1 = hc.host(scipy.special.j1, result=like, vmap_method="expand_dims")
+        j1 = hc.host(scipy.special.j1)
 
-        @hc.host(result=hc.results.elementwise)
+        @hc.host(result="(n),(n)->()")
         def f(x, y): ...
 
         @f.defjvp
