@@ -26,7 +26,7 @@ from hostcall._engine import plans
 from hostcall._native import ResultForm
 from hostcall._policies import on_loop
 from hostcall._policies.here import Here, OnThread
-from hostcall._policies.layer import Bound, RowContext
+from hostcall._policies.layer import RowContext, TimedFunction
 from hostcall._policies.on_executor import OnExecutor
 from hostcall._policies.on_loop import OnLoop
 from hostcall._policies.stack import Checked, Trees, entries
@@ -48,7 +48,9 @@ class Bad(Exception):
 
 
 def bound(fn, timeout=None):
-    return Bound(fn, workers.ThreadSettings(host_device.host_device_for(None)), timeout)
+    return TimedFunction(
+        fn, workers.ThreadSettings(host_device.host_device_for(None)), timeout
+    )
 
 
 # --- What runs the function ------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import dispatched, failures, mistakes
 from hostcall._core.daemon import limited
-from hostcall._core.wait import SLICE, ended, wait
+from hostcall._core.wait import SLICE, until_result, wait
 from hostcall._engine.counters import costs
 from hostcall._runtime import delivery, workers
 
@@ -113,7 +113,7 @@ def _programs_end_in(seconds: float) -> bool:
                     thing.block_until_ready()
 
     # A thread takes a moment, also without anything to wait for.
-    return wait(ended(limited.submit(wait_for_all)), max(seconds, SLICE))
+    return wait(until_result(limited.submit(wait_for_all)), max(seconds, SLICE))
 
 
 def discard_taps() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from hostcall import _native
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import PerProcess
-from hostcall._core.wait import over, wait
+from hostcall._core.wait import until_thread_ends, wait
 
 
 def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -63,7 +63,7 @@ class Service(PerProcess):
         self.thread: threading.Thread | None = None
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         if self.thread is not None:
             _native.keep_for_ever(self.thread)
             self.thread = None
@@ -87,7 +87,7 @@ class Service(PerProcess):
     def join(self, seconds: float | None = None) -> None:
         """Waits until it has ended, if it was started, but no longer than `seconds`."""
         if self.thread is not None:
-            wait(over(self.thread), seconds)
+            wait(until_thread_ends(self.thread), seconds)
 
 
 Job = tuple[futures.Future[Any], Callable[[], Any]]
@@ -145,7 +145,7 @@ class DaemonPool(PerProcess, futures.Executor):
         self._threads = 0
         self._free = 0  # threads that wait for a job, less the jobs that wait for them
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         _native.keep_for_ever((self._jobs, self._lock))
         self._start_anew()
 

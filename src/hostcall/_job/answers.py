@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from hostcall import _jax
 from hostcall._core import codec
-from hostcall._core.wait import seen, wait
+from hostcall._core.wait import until_true, wait
 from hostcall._job.mailbox import BOARD
 from hostcall._runtime.running import ProcessStatus, doing
 
@@ -72,7 +72,7 @@ def _fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]
                 found[giver] = text
         return all(giver in found for giver in givers)
 
-    wait(seen(look), seconds)
+    wait(until_true(look), seconds)
     return found
 
 

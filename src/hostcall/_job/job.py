@@ -50,7 +50,7 @@ from hostcall import _jax, _native
 from hostcall._core import failures
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import PerProcess, once, refusal
-from hostcall._core.wait import seen, wait
+from hostcall._core.wait import until_true, wait
 from hostcall._job import answers
 from hostcall._job.after_failure import Failures
 from hostcall._job.mailbox import BOARD, LEFT, Mailbox
@@ -203,7 +203,7 @@ class Job(PerProcess):
                 self._part()
         self._mailbox.stop()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """The thread does not exist in a forked child, nor do those of JAX's client."""
         self.watched = False
 
@@ -216,7 +216,7 @@ class Job(PerProcess):
             size = _jax.job_size()
             if arrived == size or len(_jax.job_folder(_HERE)) < size:
                 _jax.job_put(f"{_END}all", "go on")
-            if not wait(seen(met, self._mailbox.pause / 2), self.patience):
+            if not wait(until_true(met, self._mailbox.pause / 2), self.patience):
                 text = f"it waited {self.patience:g} s at its end for the others"
                 self.failures.tell(text)
         except jax.errors.JaxRuntimeError as error:
@@ -262,7 +262,7 @@ class Job(PerProcess):
                 until = now + seconds
             return others == 0 or now >= until
 
-        wait(seen(nothing_changes))
+        wait(until_true(nothing_changes))
         if fewest == 0 and not self._sees_others:
             # They have said that they end, and are about to. Even in the last moment
             # before its own end, jaxlib aborts a process whose service ends.

@@ -35,7 +35,7 @@ import jax
 from hostcall import _jax
 from hostcall._core.daemon import Service
 from hostcall._core.errors import HostcallError
-from hostcall._core.wait import ended, wait
+from hostcall._core.wait import until_result, wait
 
 BOARD = "hostcall/board/"
 LEFT = "hostcall/left/"  # a key for each process that ends after a failure
@@ -88,7 +88,7 @@ class Mailbox:
 
     def send(self, key: str, text: str = "") -> None:
         """Posts a text, and waits until it is there, but not for long."""
-        wait(ended(self.post(key, text)), self.patience)
+        wait(until_result(self.post(key, text)), self.patience)
 
     def stop(self) -> None:
         """Ends the thread, after what has been posted. A thread that waits for a

@@ -13,8 +13,8 @@ from typing import Any
 
 from hostcall._core.daemon import limited
 from hostcall._core.source import PACKAGE
-from hostcall._core.wait import ended, result_of, wait
-from hostcall._policies.layer import Bound, Row, RowContext
+from hostcall._core.wait import result_of, until_result, wait
+from hostcall._policies.layer import Row, RowContext, TimedFunction
 from hostcall._runtime import workers
 
 
@@ -39,7 +39,7 @@ class OnThread:
 
     sends = False
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: TimedFunction) -> None:
         self._bound = bound
 
     def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
@@ -65,7 +65,7 @@ class OnThread:
         outcome: Future[Any] | None = None
         try:
             outcome = limited.submit(job)
-            if not wait(ended(outcome), bound.timeout):
+            if not wait(until_result(outcome), bound.timeout):
                 raise bound.late(rows[0], _stack_of(worker))
             return result_of(outcome)  # type: ignore[no-any-return]
         finally:

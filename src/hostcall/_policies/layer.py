@@ -156,7 +156,7 @@ shared = Shared()
 # --- What the layers share in which the function runs ---------------------------------
 
 
-class Bound(NamedTuple):
+class TimedFunction(NamedTuple):
     """A function, and what all its runs share.
 
     Attributes:

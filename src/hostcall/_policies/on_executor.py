@@ -40,7 +40,7 @@ from hostcall._core.process import PerProcess
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
-from hostcall._policies.layer import Bound, Row, RowContext
+from hostcall._policies.layer import Row, RowContext, TimedFunction
 from hostcall._runtime import workers
 
 _CHUNKS = 4  # for each worker
@@ -71,7 +71,9 @@ class OnExecutor:
         once: no row may run twice.
     """
 
-    def __init__(self, bound: Bound, pool: Any = None, once: bool = False) -> None:
+    def __init__(
+        self, bound: TimedFunction, pool: Any = None, once: bool = False
+    ) -> None:
         self.bound = bound
         self.name = name_of(bound.fn)
         self.pool = pool

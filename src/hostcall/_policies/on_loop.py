@@ -41,7 +41,14 @@ from hostcall._core.host_code import as_host_code
 from hostcall._core.source import PACKAGE, name_of
 from hostcall._core.spec import Opaque
 from hostcall._core.wait import SLOW, wait
-from hostcall._policies.layer import Bound, Current, Row, RowContext, apply, shared
+from hostcall._policies.layer import (
+    Current,
+    Row,
+    RowContext,
+    TimedFunction,
+    apply,
+    shared,
+)
 from hostcall._runtime import loop as loops
 from hostcall._runtime import workers
 
@@ -71,7 +78,7 @@ class OnLoop:
 
     sends = False
 
-    def __init__(self, bound: Bound, concurrency: int | None = None) -> None:
+    def __init__(self, bound: TimedFunction, concurrency: int | None = None) -> None:
         self.bound = bound
         self.limit = concurrency or CONCURRENCY
         mine = as_host_code(bound.fn)
@@ -116,7 +123,7 @@ def run_one(fn: Callable[..., Any], *args: Any) -> Any:
 
     The settings of host code are those of this thread, and so is `hc.current()`.
     """
-    run = OnLoop(Bound(fn, workers.ThreadSettings.here()))
+    run = OnLoop(TimedFunction(fn, workers.ThreadSettings.here()))
     return run.rows([(args, {})], RowContext())[0]
 
 

@@ -14,13 +14,13 @@ from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import (
     Body,
-    Bound,
     Choices,
     Flat,
     Leaves,
     Row,
     RowContext,
     Runs,
+    TimedFunction,
 )
 from hostcall._runtime import delivery
 from hostcall._runtime.workers import ThreadSettings
@@ -89,7 +89,7 @@ def _runs(choices: Choices, together: bool) -> Runs:
         return Here(callback.function)
     settings = ThreadSettings(choices.device, choices.guard, callback.traced)
     name = choices.results.name
-    bound = Bound(callback.function, settings, policy.timeout, name)
+    bound = TimedFunction(callback.function, settings, policy.timeout, name)
     if callback.seen.awaits:
         from hostcall._policies.on_loop import OnLoop
 

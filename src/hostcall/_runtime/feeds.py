@@ -43,7 +43,7 @@ from hostcall._core.daemon import Job, daemon, fulfil, start
 from hostcall._core.errors import FeedEndError, FeedError, counted
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import PerProcess, living
-from hostcall._core.wait import ended, over, result_of, wait
+from hostcall._core.wait import result_of, until_result, until_thread_ends, wait
 from hostcall._native import FeedFound
 from hostcall._runtime import lifecycle, workers
 from hostcall._runtime.lifecycle import Phase
@@ -255,7 +255,7 @@ class Puller(PerProcess):
         start(self._thread, f"the feed `{name}`")
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         self.closed = FORKED
         # Never destroyed: a condition variable's destructor waits for its waiters, and
         # the threads of these do not exist here.
@@ -306,7 +306,7 @@ class Puller(PerProcess):
             self.ring.wake()
         try:
             self.check_open()
-            wait(ended(future), look=self.check_open)
+            wait(until_result(future), look=self.check_open)
             return result_of(future)
         finally:
             future.cancel()  # Ctrl-C: unless the thread has taken it
@@ -327,7 +327,7 @@ class Puller(PerProcess):
                 self.ring.close()
             self._wake()
         if patience and threading.get_ident() != self.thread:
-            wait(over(self._thread), patience)
+            wait(until_thread_ends(self._thread), patience)
 
     def position(self) -> dict[str, Any]:
         """The position after the last item that was taken."""

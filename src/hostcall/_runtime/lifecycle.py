@@ -63,7 +63,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hostcall import _jax, _native
 from hostcall._core import dispatched
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import refusal, renew_all, starting
+from hostcall._core.process import call_after_fork, refusal, starting
 from hostcall._core.wait import wait
 
 logger = logging.getLogger("hostcall")
@@ -253,14 +253,14 @@ def _start_anew() -> None:
     if started:
         _native.after_fork()
         _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))
-    renew_all()
+    call_after_fork()
     if not started:
         if _end.watch is not None:
             _end.watch()
         return
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
-    # kept alive; those of _runtime/host_device.py are by `renew_all`.
+    # kept alive; those of _runtime/host_device.py are by their `after_fork`.
     for client in _jax.clients():
         _native.keep_for_ever(client)
 

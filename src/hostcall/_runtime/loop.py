@@ -24,7 +24,7 @@ from hostcall._core import config
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import PerProcess
-from hostcall._core.wait import over, wait
+from hostcall._core.wait import until_thread_ends, wait
 from hostcall._runtime import lifecycle
 from hostcall._runtime.lifecycle import Phase
 
@@ -128,7 +128,7 @@ def stop() -> None:
     with contextlib.suppress(RuntimeError):  # it was closed meanwhile
         loop.call_soon_threadsafe(loop.stop)
     # A task that blocks the loop is left behind with the thread, a daemon.
-    if wait(over(thread), 2 * _LAST):
+    if wait(until_thread_ends(thread), 2 * _LAST):
         _state.stopping.clear()
         with _state.lock:
             _state.own = _state.thread = None

@@ -469,7 +469,7 @@ class Group(PerProcess):
         self.lock = threading.Lock()
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         self.lock = threading.Lock()
         if self.members:  # the child never finalizes the parent's objects
             _native.keep_for_ever(self.members)
