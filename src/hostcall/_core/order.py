@@ -73,8 +73,8 @@ def _heal(effect: Effect, token: Token | None) -> None:
     if failure is None:
         return
     number = failures.number_in(failure)
-    if not failures.is_told(number) and (own := failures.replacement(number)):
-        failures.tell(number)  # KeyboardInterrupt, SystemExit and the like
+    if not failures.is_reported(number) and (own := failures.replacement(number)):
+        failures.mark_reported(number)  # KeyboardInterrupt, SystemExit and the like
         raise own
     # JAX's own effects are those of drop-ins, and of JAX's own callbacks.
     if isinstance(effect, CallEffect) or number:

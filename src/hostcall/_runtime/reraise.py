@@ -97,7 +97,7 @@ class reraise(contextlib.ContextDecorator):
         found = None
         if isinstance(told, _jax.REPORTS):
             found = failures.original(told)
-            failures.tell(failures.number_in(told))
+            failures.mark_reported(failures.number_in(told))
             text = failures.summary(told).partition(": ")[2]
             if found is None and _OF_XLA.match(text):
                 failures.explain(told)
@@ -199,12 +199,12 @@ class _Block:
         self._failed = []
         for report, tokens in failed:
             number = failures.number_in(report)
-            if not failures.is_told(number):
+            if not failures.is_reported(number):
                 if first is not None or not waits:
                     self._failed.append((report, tokens))
                     continue
                 first = report
-                failures.tell(number)
+                failures.mark_reported(number)
             # An ordered program that came next has failed with this one's token, and
             # has its number. Its tokens are forgotten too; otherwise JAX's next wait
             # for effects would raise the same failure again.

@@ -241,7 +241,7 @@ class Object:
                 a callback or after close().
         """
         failed = self._wait("save", log=False)
-        error = failed[0] if failed else dispatched.first_owed()
+        error = failed[0] if failed else dispatched.first_unreported()
         if error is not None:
             raise error
         return self._group.snapshot()
