@@ -361,8 +361,11 @@ def _is_anothers(number: int) -> bool:
     if number in map(failures.number_in, _threads.failed.copy()):
         return True
     current = _threads.current()
-    others = [programs for programs in _threads.all() if programs is not current]
-    return any(programs.has_failed_with(number) for programs in others)
+    return any(
+        programs.has_failed_with(number)
+        for programs in _threads.all()
+        if programs is not current
+    )
 
 
 def first_unreported() -> BaseException | None:

@@ -95,8 +95,10 @@ class _KeptException:
         self.tracebacks: list[tuple[BaseException, TracebackType]] = []
 
     def get(self) -> BaseException | None:
-        held = self.held
-        return held() if type(held) is weakref.ref else held  # type: ignore[no-any-return]
+        reference = self.held
+        if type(reference) is weakref.ref:
+            return reference()  # type: ignore[no-any-return]
+        return reference  # type: ignore[no-any-return]
 
     def let_go_of_values(self) -> None:
         """Releases the values in its frames, once it is no longer the newest.
@@ -151,15 +153,19 @@ class _Ledger(Guarded):
         self.explainers: list[Callable[[BaseException], object]] = []
         super().__init__()
 
+    def exception_of(self, number: int) -> _KeptException | None:
+        failure = self.records.get(number)
+        # Read once: without the lock, another thread may release it meanwhile.
+        return None if failure is None else failure.exception
+
     def newest_exception(self) -> _KeptException | None:
-        newest = self.records.get(self.newest)
-        return None if newest is None else newest.exception
+        return self.exception_of(self.newest)
 
     def exceptions(self) -> list[_KeptException]:
         """What is held, the oldest first."""
         # The deque is copied in one step: a signal handler may add to it meanwhile.
-        kept = [failure.exception for failure in self.kept.copy()]
-        return [exception for exception in kept if exception is not None]
+        exceptions = [failure.exception for failure in self.kept.copy()]
+        return [exception for exception in exceptions if exception is not None]
 
     def add(self, exception: _KeptException) -> Failure:
         """Makes the record of a failure that has just happened."""
@@ -222,7 +228,7 @@ def explain(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def beside_a_failure(what: str) -> Iterator[None]:
+def beside_a_failure(step: str) -> Iterator[None]:
     """Runs a step that goes along with keeping or reporting a failure.
 
     An exception of it is logged and ends here, since the failure is what the user has
@@ -230,7 +236,7 @@ def beside_a_failure(what: str) -> Iterator[None]:
     logs, destructors. KeyboardInterrupt, SystemExit and the like pass.
 
     Args:
-        what: the step, for the log.
+        step: what it is, for the log.
     """
     try:
         yield
@@ -238,7 +244,7 @@ def beside_a_failure(what: str) -> Iterator[None]:
         with contextlib.suppress(Exception):  # a handler of the log may be what failed
             logger.error(
                 "%s failed while a failure was reported, which goes on: %s",
-                what,
+                step,
                 summary(error),
             )
 
@@ -264,10 +270,10 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
     released: list[_KeptException | None] = []
     with _ledger.lock:
         newest_before = _ledger.newest_exception()
-        kept = _kept_as(exception) or _KeptException(exception)
-        kept.tracebacks = tracebacks
-        kept.is_handed_over = handed_over
-        number = _ledger.add(kept).number
+        record = _record_of(exception) or _KeptException(exception)
+        record.tracebacks = tracebacks
+        record.is_handed_over = handed_over
+        number = _ledger.add(record).number
         # Before the program ends: whoever sees it end without a new failure does not
         # look at its results.
         _native.count_failure()
@@ -275,45 +281,44 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
             released.append(_ledger.release_oldest())
     # Outside the lock: emptying frames, and dropping `released` when this returns, may
     # run the user's destructors, which may come back here.
-    if newest_before is not None and newest_before is not kept:
+    if newest_before is not None and newest_before is not record:
         newest_before.let_go_of_values()
     return number
 
 
-def _kept_as(exception: BaseException) -> _KeptException | None:
+def _record_of(exception: BaseException) -> _KeptException | None:
     """What is held of this object, if it was raised before and is still kept."""
-    for kept in _ledger.exceptions():
-        if kept.held is exception:  # not one that is only held weakly
-            return kept
+    for record in _ledger.exceptions():
+        if record.held is exception:  # not one that is only held weakly
+            return record
     return None
 
 
 def hand_over(exception: BaseException) -> None:
     """Notes that the user gets this object, if it is a kept one."""
     with _ledger.lock:
-        kept = _kept_as(exception)
-    if kept is not None:
-        _hand_over(kept)
+        record = _record_of(exception)
+    if record is not None:
+        _hand_over(record)
 
 
 def hand_over_number(number: int) -> BaseException | None:
     """The exception of this failure, which the user gets now, or None if released."""
-    failure = _ledger.records.get(number)
-    kept = None if failure is None else failure.exception
-    return None if kept is None else _hand_over(kept)
+    record = _ledger.exception_of(number)
+    return None if record is None else _hand_over(record)
 
 
-def _hand_over(kept: _KeptException) -> BaseException | None:
+def _hand_over(record: _KeptException) -> BaseException | None:
     """The object, which the user gets now.
 
     Only the newest one is kept with its frames; hostcall lets go of any other at once.
     """
     with _ledger.lock:  # else a newer one may empty its frames in between
-        exception = kept.get()
-        kept.is_handed_over = True
-        is_newest = kept is _ledger.newest_exception()
+        exception = record.get()
+        record.is_handed_over = True
+        is_newest = record is _ledger.newest_exception()
     if not is_newest:
-        kept.let_go_of_values()
+        record.let_go_of_values()
     return exception
 
 
@@ -329,15 +334,14 @@ def _without_frames(exception: BaseException | None) -> Any:
 
 def kept(number: int) -> BaseException | None:
     """The exception that `store` gave this number, if it is still kept."""
-    failure = _ledger.records.get(number)
-    exception = None if failure is None else failure.exception
-    return None if exception is None else exception.get()
+    record = _ledger.exception_of(number)
+    return None if record is None else record.get()
 
 
 def is_kept(error: BaseException) -> bool:
     """Whether a callback raised this object."""
     with _ledger.lock:
-        return any(kept.get() is error for kept in _ledger.exceptions())
+        return any(record.get() is error for record in _ledger.exceptions())
 
 
 def failures_so_far() -> int:
@@ -516,8 +520,7 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
     if type(text) is not str:  # nothing of the user's runs here
         return None
     number = number_of(text)
-    failure = _ledger.records.get(number)
-    if failure is None or failure.exception is None or is_reported(number):
+    if _ledger.exception_of(number) is None or is_reported(number):
         return None
     mark_reported(number)
     return replacement(number) or jax.errors.JaxRuntimeError(text)
