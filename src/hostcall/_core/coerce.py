@@ -129,10 +129,11 @@ def _coerce(
 
     if value is None:
         raise wrong(f"None. {_RETURN}")
-    for found in _masked_in(value):
+    for array_with_mask in _masked_in(value):
         raise wrong(
-            f"{masked(found)}. Return np.ma.filled(x, number) to give those elements a"
-            " value, or return the mask as a separate result (np.ma.getmaskarray(x))"
+            f"{masked(array_with_mask)}. Return np.ma.filled(x, number) to give those"
+            " elements a value, or return the mask as a separate result"
+            " (np.ma.getmaskarray(x))"
         )
     array = _as_numpy(value, which)
     if not is_numeric(array.dtype):
@@ -213,8 +214,10 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
     converted = f"{'np.asarray(x)' if weak else 'x'}.astype('{want}')"
 
     def wrong(got: str) -> ResultError:
-        said = f"hostcall: {which()} should be {want}, got {have}{got}"
-        return ResultError(said, code="hc-result-dtype")
+        return ResultError(
+            f"hostcall: {which()} should be {want}, got {have}{got}",
+            code="hc-result-dtype",
+        )
 
     if _ORDER[kind_have] > _ORDER[kind_want]:
         raise wrong(_narrowing(array, want, weak))

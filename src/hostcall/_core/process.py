@@ -61,6 +61,7 @@ class Guarded(PerProcess):
         super().__init__()
 
     def after_fork(self) -> None:
+        # A thread that does not exist here may have held the parent's.
         self.lock = threading.RLock()
 
 
@@ -92,24 +93,26 @@ def once(make: Callable[[], Made]) -> Callable[[], Made]:
 
     If it raises, the next time is the first one.
     """
-    made: list[Made] = []
+    first: list[Made] = []
 
-    @functools.cache  # what is made needs no lock
+    @functools.cache  # once there is a value, no call waits for the lock
     @functools.wraps(make)
     def get() -> Made:
         with starting.lock:
-            if not made:
+            if not first:
                 value = make()
                 # A signal handler may have started it meanwhile, on this thread.
-                made[:] = made or [value]
-            return made[0]
+                first[:] = first or [value]
+            assert len(first) == 1, "what is started once is one thing"
+            return first[0]
 
     return get
 
 
-def refusal(what: str) -> HostcallError:
+def refusal(work: str) -> HostcallError:
+    """The error for work that a forked child may not do; `work` is a clause."""
     return HostcallError(
-        f"hostcall: {what} in a process that was forked from one that had started JAX."
+        f"hostcall: {work} in a process that was forked from one that had started JAX."
         " JAX's threads do not exist here. Start workers with multiprocessing's 'spawn'"
         " or 'forkserver' method",
         code="hc-process",

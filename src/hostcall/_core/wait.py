@@ -42,8 +42,10 @@ def wait(
         look: called after each slice; raises if `done` can't become true any more.
         slow: what is logged, once, if this takes long; "" for nothing so far.
     """
-    began = now = time.monotonic()
+    began = time.monotonic()
+    now = began
     until = math.inf if seconds is None else began + seconds
+    # With no seconds at all, `done` is asked once.
     while not done(min(SLICE, max(0.0, until - now))):
         now = time.monotonic()
         if now >= until:

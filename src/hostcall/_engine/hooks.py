@@ -94,7 +94,7 @@ class CallHooks:
         """(what a result is, which shape it has) if the function is a rule of
         hostcall's that says so; else empty texts.
         """
-        return self.callback.seen.own.result_words(number)
+        return self.callback.facts.own.result_words(number)
 
     def on_error(self, error: BaseException, row: tuple[int, ...]) -> str:
         """The text with which the program fails; `row` is () if no row has an index."""

@@ -85,12 +85,12 @@ def _runs(choices: Choices, together: bool) -> Runs:
     """
     callback = choices.callback
     policy = choices.callback.policy
-    if not (callback.seen.awaits or together or policy.timeout is not None):
+    if not (callback.facts.awaits or together or policy.timeout is not None):
         return Here(callback.function)
     settings = ThreadSettings(choices.device, choices.guard, callback.traced)
     name = choices.results.name
     bound = TimedFunction(callback.function, settings, policy.timeout, name)
-    if callback.seen.awaits:
+    if callback.facts.awaits:
         from hostcall._policies.on_loop import OnLoop
 
         return OnLoop(bound, policy.concurrency)
