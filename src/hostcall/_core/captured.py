@@ -15,7 +15,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,11 +28,22 @@ def has_tracers_text(value: Any) -> bool:
     return isinstance(value, str) and ("Traced<" in value or "Tracer(" in value)
 
 
-def traced_values(fn: Any, ids_seen: set[int]) -> Iterator[tuple[str, str, Any]]:
-    """The traced values that a function would use.
+class Capture(NamedTuple):
+    """A traced value that a function would use.
 
-    Of each the tracer, and before it a verb phrase that says how the function gets it,
-    and what to call it as an argument.
+    Attributes:
+        phrase: how the function gets it, as a verb phrase: "uses `x`".
+        name: what to call it as an argument.
+        tracer: the value.
+    """
+
+    phrase: str
+    name: str
+    tracer: Any
+
+
+def traced_values(fn: Any, ids_seen: set[int]) -> Iterator[Capture]:
+    """The traced values that a function would use.
 
     Args:
         fn: the function.
@@ -52,29 +63,30 @@ def traced_values(fn: Any, ids_seen: set[int]) -> Iterator[tuple[str, str, Any]]
     elif type(fn) is not types.FunctionType and not isinstance(fn, type):
         owner = fn
         fn = vars(type(fn)).get("__call__")  # an object that can be called
-    if type(fn) is not types.FunctionType:
+    if type(fn) is not types.FunctionType:  # C's, whose variables nobody sees
         return
     if owner is not None:
         yield from _in_owner(fn, owner)
     yield from _in_defaults(fn)
     for name, value in closed_over(fn).items():
         if type(value) in (types.FunctionType, types.MethodType) or is_partial(value):
-            for phrase, inner_name, tracer in traced_values(value, ids_seen):
-                yield f"uses `{name}`, which {phrase}", inner_name, tracer
+            for capture in traced_values(value, ids_seen):
+                phrase = f"uses `{name}`, which {capture.phrase}"
+                yield capture._replace(phrase=phrase)
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
             for path, tracer in _used(fn.__code__, name, value):
-                yield f"uses `{path}`", path, tracer
+                yield Capture(f"uses `{path}`", path, tracer)
 
 
-def _in_partial(fn: functools.partial[Any]) -> Iterator[tuple[str, str, Any]]:
+def _in_partial(fn: functools.partial[Any]) -> Iterator[Capture]:
     bound = {f"argument {i}": value for i, value in enumerate(fn.args)}
     bound |= {f"`{name}`": value for name, value in fn.keywords.items()}
     for label, value in bound.items():
         for tracer in _tracers_in(value):
-            yield f"uses {label} of its functools.partial", "x", tracer
+            yield Capture(f"uses {label} of its functools.partial", "x", tracer)
 
 
-def _in_owner(fn: types.FunctionType, owner: object) -> Iterator[tuple[str, str, Any]]:
+def _in_owner(fn: types.FunctionType, owner: object) -> Iterator[Capture]:
     """Those that a method reads of its own object."""
     attributes = own_dictionary(owner)
     if attributes is None or not fn.__code__.co_argcount:
@@ -82,10 +94,10 @@ def _in_owner(fn: types.FunctionType, owner: object) -> Iterator[tuple[str, str,
     itself = fn.__code__.co_varnames[0]  # `self`, as it is usually called
     for path, tracer in _used(fn.__code__, itself, attributes, of_object=True):
         _, _, name = path.partition(".")
-        yield f"uses `{path}`", name, tracer
+        yield Capture(f"uses `{path}`", name, tracer)
 
 
-def _in_defaults(fn: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
+def _in_defaults(fn: types.FunctionType) -> Iterator[Capture]:
     code = fn.__code__
     values = fn.__defaults__ or ()
     # Defaults belong to the last parameters by position.
@@ -94,7 +106,7 @@ def _in_defaults(fn: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
     defaults |= fn.__kwdefaults__ or {}
     for name, value in defaults.items():
         for tracer in _tracers_in(value):
-            yield f"uses the default of `{name}`", name, tracer
+            yield Capture(f"uses the default of `{name}`", name, tracer)
 
 
 _MOST_LOOKS = 300
@@ -103,7 +115,8 @@ _MOST_LOOKS = 300
 def _tracers_in(value: Any) -> list[Any]:
     """The tracers in a value or in the containers in it, among the first 300 items.
 
-    The limit keeps the check cheap for large containers.
+    The limit keeps the check cheap for large containers, and ends it in one that holds
+    itself.
     """
     tracers = []
     stack = [value]

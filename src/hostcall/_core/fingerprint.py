@@ -60,9 +60,9 @@ def _essence(value: Any, depth: int) -> Essence:
     if is_partial(value):
         bound = _functions(value.args, value.keywords.values())
         return "partial", _essence((value.func, *bound), depth - 1)
-    parts = as_host_code(value).parts()
-    if parts is not None:
-        return kind.__qualname__, _essence(parts, depth - 1)
+    host_code_parts = as_host_code(value).parts()
+    if host_code_parts is not None:
+        return kind.__qualname__, _essence(host_code_parts, depth - 1)
     inner = wrapped(value)  # jax.jit and its like
     if inner is None and callable(value):
         inner = kind.__call__
@@ -83,9 +83,9 @@ def _of_function(function: FunctionType, depth: int) -> Essence:
     return function.__module__, function.__qualname__, code, functions
 
 
-def _functions(*collections: Iterable[object]) -> list[object]:
+def _functions(*values_of: Iterable[object]) -> list[object]:
     """The functions among these: data may change from run to run."""
-    values = itertools.chain(*collections)
+    values = itertools.chain(*values_of)
     return [value for value in values if type(value) in (FunctionType, MethodType)]
 
 

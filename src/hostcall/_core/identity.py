@@ -25,7 +25,7 @@ _OF_JAX = Aval, KeyDtype, jax.sharding.Sharding
 FOLLOWS = types.MappingProxyType({"follows": True})
 
 
-def identity(thing: Any) -> Hashable:
+def identity(value: Any) -> Hashable:
     """Equal only for things that nobody can tell apart, while both are alive.
 
     What calls are made of (hostcall's frozen dataclasses, tuples, structures of
@@ -35,16 +35,16 @@ def identity(thing: Any) -> Hashable:
     So is a dict or list, which may be large (the globals of a module) or hold itself.
     """
     identities = list[Hashable]()
-    stack = [thing]
+    stack = [value]
     while stack:
         value = stack.pop()
         kind: type = type(value)
         if id(kind) in _PLAIN:
             identities.append((kind, value))  # with its type: True is not 1
-        elif (parts := _parts(value, kind)) is not None:
+        elif (components := _parts(value, kind)) is not None:
             # With their number: else (1, (2, 3)) and (1, (2,), 3) would be one row.
-            identities.append((kind, len(parts)))
-            stack += parts
+            identities.append((kind, len(components)))
+            stack += components
         elif kind is float or kind is complex:
             identities.append((kind, repr(value)))  # -0.0 is not 0.0
         elif kind is MethodType:

@@ -74,10 +74,12 @@ class Option:
 
 def choice(*values: object, or_none: bool = False) -> Option:
     """An option that has one of these values."""
+    # Other kinds may be equal to one of the values, as 1 is to True, or have an `==`
+    # that raises, as an array has.
     kinds = (str, bool, types.NoneType)
     return Option(
-        choices(values) + (" or None" if or_none else ""),
-        lambda v: isinstance(v, kinds) and v in values,
+        wanted=choices(values) + (" or None" if or_none else ""),
+        fits=lambda value: isinstance(value, kinds) and value in values,
         needed=not or_none,
         values=values,
     )
@@ -90,8 +92,8 @@ def _number(value: object) -> TypeGuard[float]:
 def count(of_things: str) -> Option:
     """An option that says how many."""
     return Option(
-        f"{of_things}, an int of 1 or more (below 2**31)",
-        lambda v: _number(v) and isinstance(v, int) and 0 < v < 2**31,
+        wanted=f"{of_things}, an int of 1 or more (below 2**31)",
+        fits=lambda v: _number(v) and isinstance(v, int) and 0 < v < 2**31,
     )
 
 
@@ -106,8 +108,8 @@ def _is_executor(value: object) -> bool:
 def _on(*words: str) -> Option:
     """Where a call or a tap is made."""
     return Option(
-        f"{', '.join(map(repr, words))} or a device, such as jax.devices()[0]",
-        lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in words),
+        wanted=f"{', '.join(map(repr, words))} or a device, such as jax.devices()[0]",
+        fits=lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in words),
         needed=True,
         values=words,
     )
@@ -298,11 +300,14 @@ class TapOptions(PlaceOptions):
     @property
     def native(self) -> dict[str, Any]:
         """Those that the engine acts on, as `_native.TapSettings` takes them."""
+        # An int counts executions, a float seconds. For the engine, 0 is "not thinned".
         every = self.every
+        every_steps = every if isinstance(every, int) else 0
+        every_ns = int(every * 1e9) if isinstance(every, float) else 0
         return {
             "when_full": _native.WhenFull[self.when_full.upper()],
-            "every_steps": every if isinstance(every, int) else 0,
-            "every_ns": int(every * 1e9) if isinstance(every, float) else 0,
+            "every_steps": every_steps,
+            "every_ns": every_ns,
             "sample": 1.0 if self.sample is None else self.sample,
             "batch": self.batch or 0,
         }
@@ -413,6 +418,8 @@ Pair = tuple[dict[str, Test], dict[str, Test], str]
 
 
 def _given(value: object) -> bool:
+    # None, and the False of lend= and float64=, say that an option is not given. 0 does
+    # not: no option may be 0, and `unfit` has refused it where it was given.
     return value is not None and value is not False
 
 
@@ -507,8 +514,10 @@ def pair_refused(values: Mapping[str, object]) -> str | None:
     """Which two of these may not meet, and why; None if all may."""
     for options, others, why in _PAIRS:
         first = _first_that_counts(options, values)
+        if first is None:  # most options are not given
+            continue
         second = _first_that_counts(others, values)
-        if first is not None and second is not None:
+        if second is not None:
             return f"{first} and {second}. {why}"
     return None
 

@@ -74,7 +74,7 @@ def users_frame() -> types.FrameType:
 
 
 class CallableFacts(NamedTuple):
-    """What hostcall knows of a callable, of which nothing has run.
+    """What hostcall knows of a callable without running any of it.
 
     Attributes:
         name: by which messages call it.
@@ -82,7 +82,7 @@ class CallableFacts(NamedTuple):
         awaits: whether a call makes a coroutine.
         yields: whether a call makes a generator, asynchronous or not.
         source: its name and place, which all closures over one `def` share.
-        own: what answers for it: itself, if hostcall made it.
+        host_code: what answers for it: itself, if hostcall made it.
     """
 
     name: str
@@ -90,7 +90,7 @@ class CallableFacts(NamedTuple):
     awaits: bool
     yields: bool
     source: str
-    own: HostCode = USERS
+    host_code: HostCode = USERS
 
     @property
     def place(self) -> Place:
@@ -136,7 +136,7 @@ def inspect_callable(fn: Any) -> CallableFacts:
         awaits=awaits,
         yields=yields,
         source=source or name,
-        own=host_code,
+        host_code=host_code,
     )
 
 

@@ -93,9 +93,9 @@ class WatchError(HostcallError, RuntimeError, ReplacesReport):
                 is no file then.
         """
         _, _, state = self.__reduce__()
-        parts = {"text": self.args[0]}
-        parts |= {name: state[name] for name in _SAVED}
-        parts["place"] = self.place and dataclasses.astuple(self.place)
+        saved = {"text": self.args[0]}
+        saved |= {name: state[name] for name in _SAVED}
+        saved["place"] = self.place and dataclasses.astuple(self.place)
         unfinished = f"{os.fspath(path)}.{os.getpid()}.part"
         with contextlib.suppress(FileNotFoundError):
             os.remove(
@@ -105,7 +105,7 @@ class WatchError(HostcallError, RuntimeError, ReplacesReport):
             # "x" follows no link, which "w" would.
             with zipfile.ZipFile(unfinished, "x", allowZip64=True) as file:
                 encoded: Json = {
-                    name: _encoded(file, part, name) for name, part in parts.items()
+                    name: _encoded(file, value, name) for name, value in saved.items()
                 }
                 encoded["version"] = _VERSION
                 file.writestr("failure.json", json.dumps(encoded, indent=1))

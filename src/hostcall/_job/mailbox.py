@@ -100,7 +100,7 @@ class Mailbox:
 
     def _run(self) -> None:
         while not (self._stopping and self._outbox.empty()):
-            key = ""
+            key = ""  # nothing is posted: this is one more look
             text = ""
             posted = Future[None]()
             with contextlib.suppress(queue.Empty):
@@ -120,18 +120,22 @@ class Mailbox:
                 posted.set_result(None)
 
     def _look(self) -> None:
-        here, size = _jax.place_in_job()
-        there = _jax.job_folder(BOARD)
-        self._seen &= there.keys()  # what was asked is deleted by who asked
+        this_process, size = _jax.place_in_job()
+        board = _jax.job_folder(BOARD)
+        self._seen &= board.keys()  # what was asked is deleted by who asked
         # Failures first: an answer may fail.
-        for name in sorted(there.keys() - self._seen, reverse=True):
+        for name in sorted(board.keys() - self._seen, reverse=True):
             self._seen.add(name)
-            known = _NAME.fullmatch(name)
-            if known is None or (process := int(known[2])) == here or process >= size:
+            match = _NAME.fullmatch(name)
+            if match is None:  # somebody else has written it
                 continue
-            if known[1] == "failed":
-                self._reader.failed_there(process, there[name])
-            elif known[1] == "asks":
+            kind, digits, _ = match.groups()
+            process = int(digits)
+            if process == this_process or process >= size:
+                continue
+            if kind == "failed":
+                self._reader.failed_there(process, board[name])
+            elif kind == "asks":
                 self._reader.asked(name.removeprefix("asks/"))
             elif process == 0:  # only its end takes the store along
                 self._reader.service_ends()

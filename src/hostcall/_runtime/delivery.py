@@ -92,11 +92,11 @@ def start() -> None:
             _native.stop_taps()
 
 
-def refuse_inside_a_tap(who: str) -> None:
+def refuse_inside_a_tap(face: str) -> None:
     if _native.on_tap_worker() or workers.in_tap.get():
         raise HostcallError(
-            f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
-            " the program is called",
+            f"hostcall: {face} inside a tap would wait for the tap itself. Call it"
+            " where the program is called",
             code="hc-deadlock",
         )
 
@@ -118,6 +118,8 @@ def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
     def delivered(seconds: float) -> bool:
         nonlocal mark
         if mark is None:
+            # The mark is set once all have been put there: only those before it count,
+            # so a program that taps for ever does not hold up this wait.
             if not _native.await_taps_of_gpus(seconds):
                 return False
             mark = _native.tap_mark()
@@ -198,7 +200,7 @@ class _Count:
         logged: how many of them the log mentions.
         until: the earliest time of the next line in the log.
         newest: the newest failure, as a text.
-        kept: the texts of those that are kept for the barrier.
+        kept_texts: of those that are kept for the barrier.
     """
 
     name: str
@@ -207,7 +209,7 @@ class _Count:
     logged: int = 0
     until: float = 0.0
     newest: str = ""
-    kept: set[str] = field(default_factory=set)
+    kept_texts: set[str] = field(default_factory=set)
 
     def log(self) -> None:
         """Logs how many there were since the last line."""
@@ -239,9 +241,9 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         # have filled the list.
         has_priority = count == 1 or not issubclass(type(error), Exception)
         limit = config.KEPT_TAP_ERRORS * (4 if has_priority else 1)
-        if text not in tally.kept and len(state.unreported) < limit:
+        if text not in tally.kept_texts and len(state.unreported) < limit:
             state.unreported[number] = error
-            tally.kept.add(text)
+            tally.kept_texts.add(text)
         tally.newest = text
         if count <= IN_FULL:
             tally.logged = count

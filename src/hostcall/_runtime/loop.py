@@ -60,15 +60,15 @@ _state = _State()
 
 def current() -> asyncio.AbstractEventLoop:
     """The loop for a call that begins now; starts hostcall's own if it is needed."""
-    given: asyncio.AbstractEventLoop | None = config.settings.loop
-    if given is not None:
-        if given.is_closed():
+    users_loop: asyncio.AbstractEventLoop | None = config.settings.loop
+    if users_loop is not None:
+        if users_loop.is_closed():
             raise HostcallError(
                 "hostcall: the event loop given by hc.configure(loop=) is closed."
                 " Give a running loop, or hc.configure(loop='own') for hostcall's",
                 code="hc-closed",
             )
-        return given
+        return users_loop
     with _state.lock:
         if _state.own is None:
             import asyncio
@@ -131,7 +131,8 @@ def stop() -> None:
     if wait(until_thread_ends(thread), 2 * _LAST):
         _state.stopping.clear()
         with _state.lock:
-            _state.own = _state.thread = None
+            _state.own = None
+            _state.thread = None
 
 
 lifecycle.at_end(Phase.LOOP, stop)
