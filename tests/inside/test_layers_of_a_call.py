@@ -47,7 +47,7 @@ class Bad(Exception):
     pass
 
 
-def bound(fn, timeout=None):
+def timed(fn, timeout=None):
     return TimedFunction(
         fn, workers.ThreadSettings(host_device.host_device_for(None)), timeout
     )
@@ -57,10 +57,10 @@ def bound(fn, timeout=None):
 
 RUNS = {
     "here": lambda fn, timeout: Here(fn),
-    "thread": lambda fn, timeout: OnThread(bound(fn, timeout)),
-    "loop": lambda fn, timeout: OnLoop(bound(fn, timeout), 2),
-    "default pool": lambda fn, timeout: OnExecutor(bound(fn, timeout)),
-    "executor": lambda fn, timeout: OnExecutor(bound(fn, timeout), POOL),
+    "thread": lambda fn, timeout: OnThread(timed(fn, timeout)),
+    "loop": lambda fn, timeout: OnLoop(timed(fn, timeout), 2),
+    "default pool": lambda fn, timeout: OnExecutor(timed(fn, timeout)),
+    "executor": lambda fn, timeout: OnExecutor(timed(fn, timeout), POOL),
 }
 LATE = [kind for kind in RUNS if kind != "here"]
 
@@ -146,7 +146,7 @@ def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch, failed_rows
 
     def number_of_the_first_that_fails(*xs):
         with pytest.raises(Bad):
-            OnLoop(bound(fn)).rows(rows_of(*xs), RowContext([0, 1, 2]))
+            OnLoop(timed(fn)).rows(rows_of(*xs), RowContext([0, 1, 2]))
         return failed_rows.pop()
 
     def wait_for_another(*args):

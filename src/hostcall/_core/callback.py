@@ -63,10 +63,14 @@ class CallSpec:
     def function(self) -> Callable[..., Any]:
         return self.fn.value  # type: ignore[no-any-return]
 
-    @functools.cached_property
+    @property
     def facts(self) -> CallableFacts:
         """What hostcall knows of the function."""
-        return self.known or inspect_callable(self.function)
+        return self.known or self._facts
+
+    @functools.cached_property
+    def _facts(self) -> CallableFacts:
+        return inspect_callable(self.function)
 
     @property
     def name(self) -> str:

@@ -74,8 +74,9 @@ class Unmasked:
         """These rows of an array that has some batch axes."""
         row_shape = array.shape[self._levels :]
         whole = np.broadcast_to(array, batch + row_shape)
-        lead = self._lead(len(rows[0]))
-        return whole[rows].reshape(lead + row_shape)
+        taken: np.ndarray = whole[rows]
+        lead = self._lead(len(taken))
+        return taken.reshape(lead + row_shape)
 
     def _filled(self, number: int) -> np.ndarray:
         aval = self._avals[number]
