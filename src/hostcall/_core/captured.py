@@ -150,8 +150,22 @@ def _used(
     """(source, tracer) for each use of a tracer that is in the variable `name`.
 
     The code, and functions that are defined in it, are searched for places that read
-    the variable. `x[0]["loss"]`, with constants, is followed to the item. With
-    `of_object`, `value` is the dictionary of the object that the variable holds.
+    the variable. With `of_object`, `value` is the dictionary of the object that the
+    variable holds.
+
+    Whether a place uses the value, the instructions beside it say:
+
+        x.shape             LOAD_DEREF x | LOAD_ATTR shape             known in a trace
+        x is None           LOAD_DEREF x | LOAD_CONST None | IS_OP     known
+        len(x)              LOAD_GLOBAL len | LOAD_DEREF x             known
+        x + 1               LOAD_DEREF x                               a use
+        m["loss"] + 1       LOAD_DEREF m | LOAD_CONST | BINARY_SUBSCR  a use of an item
+        print(m)            LOAD_GLOBAL print | LOAD_DEREF m           a use of all of m
+        m                   LOAD_DEREF m                               no use of items
+
+    A tracer is used wherever nothing says that only its shape is asked for. A container
+    is used only where it is printed or formatted: what else is done with it is not
+    followed, since a correct program must not be refused.
     """
     steps = _steps(code)
     for i, step in enumerate(steps):

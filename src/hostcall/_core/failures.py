@@ -541,22 +541,22 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
 #     and for BdbQuit: whoever quits a debugger should not have to read a report.
 
 
-class _ThisThread(threading.local):
-    is_looking = False  # whether hostcall, not the user, reads the reports made here
+class _Looking(threading.local):
+    is_on = False  # whether hostcall, not the user, reads the reports made here
 
 
-_this_thread = _ThisThread()
+_looking = _Looking()
 
 
 @contextlib.contextmanager
 def not_reporting() -> Iterator[None]:
     """Inside, hostcall reads reports on this thread, and the user hears of none."""
-    was_looking = _this_thread.is_looking
-    _this_thread.is_looking = True
+    was_looking = _looking.is_on
+    _looking.is_on = True
     try:
         yield
     finally:
-        _this_thread.is_looking = was_looking
+        _looking.is_on = was_looking
 
 
 def failures_of_effects() -> list[BaseException]:
@@ -577,7 +577,7 @@ def failure_of(result: Any) -> Exception | None:
 
 def _report_is_made(text: str) -> None:
     """Called in the constructor of each JaxRuntimeError, with its text."""
-    if _this_thread.is_looking:
+    if _looking.is_on:
         return
     number = number_of(text)
     raised_instead: BaseException | None = None

@@ -175,16 +175,16 @@ def refuse_traced(fn: Any, instead: Callable[[str, str], str]) -> None:
         )
 
 
-def warn_if_traced(wait: str, instead: str) -> None:
+def warn_if_traced(event: str, instead: str) -> None:
     """Warns of a wait that is part of no program, in a function that is being traced.
 
     Args:
-        wait: it, as a clause: "hc.barrier() is called".
+        event: the wait, as a clause: "hc.barrier() is called".
         instead: what it does there, and what to write.
     """
     if _jax.is_staged():
         warnings.warn(
-            f"hostcall: {wait} while a program is traced, and not when it runs."
+            f"hostcall: {event} while a program is traced, and not when it runs."
             f" {instead}",
             RuntimeWarning,
             stacklevel=3,
@@ -246,6 +246,7 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
     for keyword in names:
         if keyword in signature.parameters:
             continue
+        # Only what is nearly an option: all else is the function's own.
         if get_close_matches(keyword, options, n=1, cutoff=0.8):
             name = name_of(fn)
             raise SpecError(

@@ -215,6 +215,7 @@ class PlaceOptions:
     def of(cls, options: Mapping[str, Any], defaults: Self | None = None) -> Self:
         """Those of the options that a place has; `defaults` has what is not given."""
         values = {} if defaults is None else vars(defaults).copy()
+        # A face passes all of its options, those of the function and the mask too.
         names = cls.__dataclass_fields__
         values |= {name: value for name, value in options.items() if name in names}
         device = options.get("on")

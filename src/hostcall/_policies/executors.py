@@ -506,7 +506,7 @@ def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def explain(
-    error: BaseException, pool: Any, name: str, rows: str, sent_objects: Any
+    error: BaseException, pool: Any, name: str, which: str, sent_objects: Any
 ) -> None:
     """Explains a row that failed outside the user's function.
 
@@ -516,13 +516,13 @@ def explain(
         error: what the row failed with.
         pool: the executor.
         name: the name of the function.
-        rows: the row, in words.
+        which: the row, in words.
         sent_objects: the function and arguments that were sent.
     """
     if issubclass(type(error), futures.BrokenExecutor):
         failures.add_note(
             error,
-            f"hostcall: {rows} of `{name}` failed because a worker of executor= has"
+            f"hostcall: {which} of `{name}` failed because a worker of executor= has"
             " died. It may have crashed, run out of memory, been killed, or failed to"
             ' import the main module (with "spawn", a script needs'
             ' `if __name__ == "__main__":`). Make a new executor: this one is broken',
@@ -546,7 +546,7 @@ def explain(
         if "pickle" in failures.summary(error):
             failures.add_note(
                 error,
-                f"hostcall: {rows} failed. This executor pickles what `{name}`"
+                f"hostcall: {which} failed. This executor pickles what `{name}`"
                 " returns, and the residuals of a forward rule. Return objects that can"
                 " be pickled, or declare array residuals with residuals=",
             )

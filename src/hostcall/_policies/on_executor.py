@@ -325,7 +325,7 @@ class _RowsThere:
                     error=error,
                     pool=self._pool,
                     name=self._of.name,
-                    rows=self._rows_of(rows),
+                    which=self._rows_of(rows),
                     sent_objects=(self._fn, self._rows[rows.start]),
                 )
             raise error

@@ -174,9 +174,11 @@ def call_at_barrier(*, ending: bool) -> None:
     for fn in list(state.at_barrier):
         try:
             fn(ending)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # it ends the barrier, or the process
             raise
         except BaseException as error:
+            # SystemExit and the like end the thread that waits, but not the end of the
+            # process, which has more to do.
             if not (ending or isinstance(error, Exception)):
                 raise
             failed(name_of(fn), inspect_callable(fn).place, error, ())

@@ -326,7 +326,7 @@ class Puller(PerProcess):
     def close(self, why: str, patience: float = 0.0) -> None:
         """Ends the thread. Nothing is pulled after this."""
         if not self.closed:
-            self.closed = why
+            self.closed = why  # before the devices wake, which then look at it
             if self.ring is not None:
                 self.ring.close()
             self._wake()
@@ -439,6 +439,7 @@ class Puller(PerProcess):
 
     def _step(self) -> None:
         if self.ring is None or not self._jobs.empty():
+            # Without a ring there is nothing to pull for: this waits for a job.
             fulfil(*self._jobs.get())
         elif self.outcome.state is not State.OPEN:
             self.ring.idle()

@@ -87,7 +87,7 @@ class ProcessStatus:
 
 def running() -> list[ActiveCall]:
     """The running calls and the running tap, oldest first."""
-    frames = sys._current_frames()
+    frames = sys._current_frames()  # a call that begins later has no stack here
     calls = []
     for hooks, thread, seconds, row in _native.active():
         # The thread that runs the function, if the call's own waits for another.
