@@ -158,12 +158,12 @@ class PackageError(HostcallError, ModuleNotFoundError):
     code = "hc-package"
 
     @staticmethod
-    def needed(module: str, user: str, package: str, instead: str = "") -> Any:
+    def needed(module: str, who: str, package: str, instead: str = "") -> Any:
         """Imports a module of an optional package.
 
         Args:
             module: what to import.
-            user: the function that needs it, for the message.
+            who: the function that needs it, for the message.
             package: what to install: "hostcall[record]", or a package of no extra.
             instead: what to do without it.
 
@@ -189,7 +189,7 @@ class PackageError(HostcallError, ModuleNotFoundError):
             if instead:
                 install = f"{install}; or {instead}"
             missing = PackageError(
-                f"hostcall: {user} needs the package {name}, which {state}. Install it:"
+                f"hostcall: {who} needs the package {name}, which {state}. Install it:"
                 f" {install}"
             )
             missing.name = name
