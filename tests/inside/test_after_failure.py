@@ -10,11 +10,11 @@ from hostcall.errors import HostcallError
 
 
 def test_a_call_that_was_dispatched_before_the_failure(monkeypatch):
-    failures = Failures(tell=print)
+    failures = Failures(send=print)
     call = failures.until_failure(abs)
     assert call(-1) == 1
     monkeypatch.setattr(_jax, "refuse_programs_across", lambda refusal: None)
-    failures.failed("LookupError: no such row", tell=False)
+    failures.failed("LookupError: no such row", announces=False)
     with pytest.raises(
         HostcallError, match="first failure was: LookupError: no such row"
     ):

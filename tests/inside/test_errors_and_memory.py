@@ -15,16 +15,58 @@ from hostcall._core import callback, coerce, config, failures
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
 
-def test_numbers_of_raised_errors_do_not_pile_up():
+def test_records_of_failures_do_not_pile_up():
     first = failures.failures_so_far() + 1
-    most = 2 * failures._TOLD_AT_MOST
+    most = 3 * failures._REMEMBERED
     for _ in range(most + 1):
-        failures.tell(failures.store(LookupError()))
-    assert len(failures._failures.told) < most
-    assert len(failures._failures.kept) <= config.MOST_KEPT_ERRORS
-    assert all(map(failures.is_told, range(first, failures.failures_so_far() + 1)))
-    assert failures.is_told(0)  # no host call's
-    assert not failures.is_told(failures.store(LookupError()))
+        failures.mark_reported(failures.store(LookupError()))
+    assert len(failures._ledger.records) < most
+    assert len(failures._ledger.kept) <= config.MOST_KEPT_ERRORS
+    assert all(map(failures.is_reported, range(first, failures.failures_so_far() + 1)))
+    assert failures.is_reported(0)  # no host call's
+    assert not failures.is_reported(failures.store(LookupError()))
+
+
+def test_records_that_nobody_reported_do_not_pile_up_and_reported_ones_stay(
+    monkeypatch,
+):
+    monkeypatch.setattr(failures, "_ledger", failures._Ledger())
+    reported = failures.store(LookupError())
+    failures.mark_reported(reported)
+    for _ in range(3 * failures._REMEMBERED):
+        newest = failures.store(LookupError())
+    assert len(failures._ledger.records) < 3 * failures._REMEMBERED
+    assert failures.is_surely_reported(reported)
+    assert not failures.is_surely_reported(reported + 1)
+    assert failures.is_reported(reported + 1)  # very old ones count as reported
+    assert not failures.is_reported(newest)
+
+
+def test_the_states_of_a_failure():
+    """Kept and unreported, then reported, handed over, and released."""
+    error = LookupError("kept")
+    number = failures.store(error)
+    assert failures.kept(number) is error
+    assert not failures.is_reported(number)
+    assert failures.hand_over_number(number) is error
+    assert not failures.is_reported(number)  # a report of it has not been read
+    failures.mark_reported(number)
+    assert failures.is_reported(number)
+    while failures._ledger.kept:
+        failures._ledger.release_oldest()
+    assert failures.kept(number) is None
+    assert failures.hand_over_number(number) is None
+    assert failures.is_surely_reported(number)
+
+
+def test_an_exception_that_is_raised_again_is_one_with_two_failures():
+    error = LookupError("of a feed's source")
+    first = failures.store(error)
+    failures.mark_reported(first)
+    second = failures.store(error)
+    assert failures.is_reported(first)
+    assert not failures.is_reported(second)
+    assert failures.kept(first) is failures.kept(second) is error
 
 
 def test_ever_new_tags_do_not_pile_up(monkeypatch):
@@ -81,10 +123,10 @@ def test_a_barrier_finds_an_old_failure_that_nobody_saw():
 
     unread = f(1.0, jnp.zeros((600, 600)))
     failures.failure_of(unread)  # hostcall looks, not the user
-    for _ in range(failures._TOLD_AT_MOST + 100):
+    for _ in range(failures._REMEMBERED + 100):
         with contextlib.suppress(LookupError):
             hc.call(bad, F32, np.float32(2))
-        failures.tell(failures.failures_so_far())
+        failures.mark_reported(failures.failures_so_far())
     with pytest.raises(jax.errors.JaxRuntimeError, match="at 1"):
         hc.barrier()
     assert hc.barrier()

@@ -26,7 +26,7 @@ from hostcall._engine import plans
 from hostcall._native import ResultForm
 from hostcall._policies import on_loop
 from hostcall._policies.here import Here, OnThread
-from hostcall._policies.layer import Bound, RowContext
+from hostcall._policies.layer import RowContext, TimedFunction
 from hostcall._policies.on_executor import OnExecutor
 from hostcall._policies.on_loop import OnLoop
 from hostcall._policies.stack import Checked, Trees, entries
@@ -47,18 +47,20 @@ class Bad(Exception):
     pass
 
 
-def bound(fn, timeout=None):
-    return Bound(fn, workers.ThreadSettings(host_device.host_device_for(None)), timeout)
+def timed(fn, timeout=None):
+    return TimedFunction(
+        fn, workers.ThreadSettings(host_device.host_device_for(None)), timeout
+    )
 
 
 # --- What runs the function ------------------------------------------------------------
 
 RUNS = {
     "here": lambda fn, timeout: Here(fn),
-    "thread": lambda fn, timeout: OnThread(bound(fn, timeout)),
-    "loop": lambda fn, timeout: OnLoop(bound(fn, timeout), 2),
-    "default pool": lambda fn, timeout: OnExecutor(bound(fn, timeout)),
-    "executor": lambda fn, timeout: OnExecutor(bound(fn, timeout), POOL),
+    "thread": lambda fn, timeout: OnThread(timed(fn, timeout)),
+    "loop": lambda fn, timeout: OnLoop(timed(fn, timeout), 2),
+    "default pool": lambda fn, timeout: OnExecutor(timed(fn, timeout)),
+    "executor": lambda fn, timeout: OnExecutor(timed(fn, timeout), POOL),
 }
 LATE = [kind for kind in RUNS if kind != "here"]
 
@@ -144,7 +146,7 @@ def test_rows_of_two_calls_that_fail_with_one_exception(monkeypatch, failed_rows
 
     def number_of_the_first_that_fails(*xs):
         with pytest.raises(Bad):
-            OnLoop(bound(fn)).rows(rows_of(*xs), RowContext([0, 1, 2]))
+            OnLoop(timed(fn)).rows(rows_of(*xs), RowContext([0, 1, 2]))
         return failed_rows.pop()
 
     def wait_for_another(*args):

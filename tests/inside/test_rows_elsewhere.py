@@ -40,7 +40,9 @@ def appears(path):
 def test_what_a_run_is_where_it_is_sent(monkeypatch):
     """Itself in its own process, and None in another, even one of the same id."""
     rows = [((0.5,), {}), ((0.2,), {})]
-    of = on_executor.OnExecutor(layer.Bound(fails, workers.ThreadSettings.here()))
+    of = on_executor.OnExecutor(
+        layer.TimedFunction(fails, workers.ThreadSettings.here())
+    )
     with ThreadPool(1) as pool:
         run = on_executor._RowsThere(of, pool, rows, layer.RowContext())
     sent = pickle.dumps((run, (0, None, None), fails, rows))

@@ -298,3 +298,12 @@ def test_kinds_are_found_by_the_name_of_their_file():
     for name in ("equation", "nothing", "../call", ""):
         with pytest.raises(Malformed):
             records.kind_of(name)
+
+
+def test_executions_are_no_seconds():
+    """`every=2` and `every=2.0` are other options, though the numbers are equal."""
+    executions = options.TapOptions(every=2)
+    assert executions == options.TapOptions(every=2)
+    assert hash(executions) == hash(options.TapOptions(every=2))
+    assert executions != options.TapOptions(every=2.0)
+    assert executions != options.CallOptions()

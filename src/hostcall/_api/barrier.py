@@ -10,7 +10,7 @@ import jax
 from hostcall import _jax, _native
 from hostcall._core import dispatched, failures, mistakes
 from hostcall._core.daemon import limited
-from hostcall._core.wait import SLICE, ended, wait
+from hostcall._core.wait import SLICE, until_result, wait
 from hostcall._engine.counters import costs
 from hostcall._runtime import delivery, workers
 
@@ -56,7 +56,7 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
         "It waits only for what was before this program. Call it after the program",
     )
     start = _native.ticks()
-    owed: BaseException | None = None
+    unreported: BaseException | None = None
     raised: BaseException | None = None
     try:
         if not programs:
@@ -73,18 +73,21 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
             return False
         delivery.call_at_barrier(ending=False)
         # What the thread dispatched before the program of a call is not the call's.
-        owed = None if in_call else _first(failed) or dispatched.first_owed()
-        raised = owed or delivery.take()
+        if not in_call:
+            unreported = _first(failed) or dispatched.first_unreported()
+        raised = unreported or delivery.take()
         if raised is not None:
             raise raised
         return True
     finally:
-        owed = raised = None  # their tracebacks refer to this frame: break the cycle
+        # Their tracebacks refer to this frame: break the cycle.
+        unreported = None
+        raised = None
         costs.waited_in_barrier(start)
 
 
 def _first(failed: list[BaseException]) -> BaseException | None:
-    """Takes the first failure that nobody was told of. Those behind it stay.
+    """Takes the first failure that nobody has heard of. Those behind it stay.
 
     Others are passed over: a printed traceback may keep failed arrays in its frames,
     for long.
@@ -92,8 +95,8 @@ def _first(failed: list[BaseException]) -> BaseException | None:
     while failed:
         error = failed.pop(0)
         number = failures.number_in(error)
-        if not (number and failures.is_surely_told(number)):
-            failures.tell(number)
+        if not (number and failures.is_surely_reported(number)):
+            failures.mark_reported(number)
             return failures.replacement(number) or error
     return None
 
@@ -107,13 +110,13 @@ def _programs_end_in(seconds: float) -> bool:
     waiting = [*dispatched.signs(), *_jax.tokens(), *jax.live_arrays()]
 
     def wait_for_all() -> None:
-        with failures.looking():
+        with failures.not_reporting():
             for thing in waiting:
                 with contextlib.suppress(BaseException):  # its reader sees the error
                     thing.block_until_ready()
 
     # A thread takes a moment, also without anything to wait for.
-    return wait(ended(limited.submit(wait_for_all)), max(seconds, SLICE))
+    return wait(until_result(limited.submit(wait_for_all)), max(seconds, SLICE))
 
 
 def discard_taps() -> None:

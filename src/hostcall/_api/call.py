@@ -266,7 +266,7 @@ def call(
     mask = None if where is None else parse_mask(where, name, fn=fn)
     trees = template, results, parse_fill(fill, results, name)
     whole = Opaque(code), *trees, how, users_place(fn), policy
-    callback = CallSpec(*whole, looked=seen if code is fn else None)
+    callback = CallSpec(*whole, known=seen if code is fn else None)
     return results.unflatten(bind_call(callback, operands, mask))
 
 
@@ -334,7 +334,7 @@ def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     mistakes.check(_FACE, fn, args, {}, template.leaves)
     how = CallOptions(order="unordered", counted=True)
     callback = CallSpec(
-        Opaque(fn), template, _NO_RESULT, (), how, users_place(fn), looked=seen
+        Opaque(fn), template, _NO_RESULT, (), how, users_place(fn), known=seen
     )
     bind_call(callback, operands, parse_mask(where, seen.name))
 

@@ -263,7 +263,7 @@ def prepare(
     if flagged:
         operands.append(always)
     callback = CallSpec(
-        Opaque(fn), template, _NO_RESULT, (), how, users_place(), looked=seen
+        Opaque(fn), template, _NO_RESULT, (), how, users_place(), known=seen
     )
     masked = where is not None
     return operands, TapParams(callback=callback, masked=masked, always=flagged)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostcall import _jax
+from hostcall._core.identity import FOLLOWS
 from hostcall._core.options import PlaceOptions, Policy
 from hostcall._core.source import CallableFacts, Place, inspect_callable
 from hostcall._core.spec import Opaque, Results, Template
@@ -37,13 +39,9 @@ class CallSpec:
         policy: how the function is run.
         traced: the settings of JAX under which it was traced, so that the function
             runs under them on any thread; None if they were the process's own.
-        looked: what hostcall knows of it, if the face has looked.
-        function: the function itself.
-        seen: what hostcall knows of it.
-        name: by which messages call it.
-        shown: by which statistics and profiles call it.
-        lasting_tag: the tag, if it is among the first of the process, or else None.
-        counted_as: under which name its calls are counted; see `costs`.
+        known: what hostcall knows of the function, if the face has looked already: to
+            look takes microseconds, and each eager call does. It follows from `fn`, so
+            it takes no part in any comparison.
     """
 
     fn: Opaque
@@ -54,30 +52,53 @@ class CallSpec:
     place: Place = field(compare=False)
     policy: Policy = field(default=Policy(), hash=False)
     traced: _jax.Traced | None = field(default_factory=_jax.traced_here, hash=False)
-    looked: InitVar[CallableFacts | None] = None
-    function: Callable[..., Any] = field(init=False, compare=False)
-    seen: CallableFacts = field(init=False, compare=False)
-    name: str = field(init=False, compare=False)
-    shown: str = field(init=False, compare=False)
-    lasting_tag: str | None = field(init=False, compare=False)
-    counted_as: str = field(init=False, compare=False)
+    known: CallableFacts | None = field(default=None, compare=False, metadata=FOLLOWS)
 
-    def __post_init__(self, looked: CallableFacts | None) -> None:
-        function = self.fn.value
+    def __post_init__(self) -> None:
         tag = self.options.tag
-        seen = looked or inspect_callable(function)
         if tag is not None and len(_tags) < _MOST_TAGS:
             _tags[tag] = None
-        vars(self).update(function=function, seen=seen, name=seen.name)
-        lasting = tag if tag in _tags else None
-        vars(self).update(shown=tag or seen.name, lasting_tag=lasting)
-        vars(self).update(counted_as=lasting or seen.source)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.fn.value  # type: ignore[no-any-return]
+
+    @property
+    def facts(self) -> CallableFacts:
+        """What hostcall knows of the function."""
+        return self.known or self._facts
+
+    @functools.cached_property
+    def _facts(self) -> CallableFacts:
+        return inspect_callable(self.function)
+
+    @property
+    def name(self) -> str:
+        """By which messages call it."""
+        return self.facts.name
+
+    @property
+    def shown(self) -> str:
+        """By which statistics and profiles call it."""
+        return self.options.tag or self.name
+
+    @property
+    def lasting_tag(self) -> str | None:
+        """The tag, if it is among the first of the process, or else None."""
+        tag = self.options.tag
+        return tag if tag in _tags else None
+
+    @property
+    def counted_as(self) -> str:
+        """Under which name its calls are counted; see `costs`."""
+        return self.lasting_tag or self.facts.source
 
     @property
     def label(self) -> str:
         """The name and line by which profilers show its calls."""
         name = self.shown.rsplit("<locals>.", 1)[-1]
-        return f"{name} ({os.path.basename(self.place.file)}:{self.place.line})"
+        file = os.path.basename(self.place.file)
+        return f"{name} ({file}:{self.place.line})"
 
     def described(self) -> str:
         return f"`{self.name}`, called at {self.place}"

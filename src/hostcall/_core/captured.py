@@ -15,7 +15,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,26 +28,33 @@ def has_tracers_text(value: Any) -> bool:
     return isinstance(value, str) and ("Traced<" in value or "Tracer(" in value)
 
 
-def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
-    """The traced values that a function would use.
+class Capture(NamedTuple):
+    """A traced value that a function would use.
 
-    Of each the tracer, and before it a verb phrase that says how the function gets it,
-    and what to call it as an argument.
+    Attributes:
+        phrase: how the function gets it, as a verb phrase: "uses `x`".
+        name: what to call it as an argument.
+        tracer: the value.
+    """
+
+    phrase: str
+    name: str
+    tracer: Any
+
+
+def traced_values(fn: Any, ids_seen: set[int]) -> Iterator[Capture]:
+    """The traced values that a function would use.
 
     Args:
         fn: the function.
-        seen: ids of the functions that have been searched already; `fn` is added.
+        ids_seen: of the functions that have been searched already; `fn` is added.
     """
-    if id(fn) in seen:
+    if id(fn) in ids_seen:  # functions may use each other
         return
-    seen.add(id(fn))
+    ids_seen.add(id(fn))
     if is_partial(fn):
-        given = {f"argument {i}": x for i, x in enumerate(fn.args)}
-        given |= {f"`{k}`": x for k, x in fn.keywords.items()}
-        for name, value in given.items():
-            for tracer in _tracers_in(value):
-                yield f"uses {name} of its functools.partial", "x", tracer
-        yield from traced_values(fn.func, seen)
+        yield from _in_partial(fn)
+        yield from traced_values(fn.func, ids_seen)
         return
     owner = None
     if type(fn) is types.MethodType:
@@ -56,45 +63,73 @@ def traced_values(fn: Any, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
     elif type(fn) is not types.FunctionType and not isinstance(fn, type):
         owner = fn
         fn = vars(type(fn)).get("__call__")  # an object that can be called
-    if type(fn) is not types.FunctionType:
+    if type(fn) is not types.FunctionType:  # C's, whose variables nobody sees
         return
-    held = None if owner is None else own_dictionary(owner)
-    if held is not None and fn.__code__.co_argcount:
-        for path, tracer in _used(fn.__code__, fn.__code__.co_varnames[0], held, True):
-            yield f"uses `{path}`", path.partition(".")[2], tracer
-    code = fn.__code__
-    values = fn.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    defaults = dict(zip(names, values, strict=True)) | (fn.__kwdefaults__ or {})
-    for name, value in defaults.items():
-        for tracer in _tracers_in(value):
-            yield f"uses the default of `{name}`", name, tracer
+    if owner is not None:
+        yield from _in_owner(fn, owner)
+    yield from _in_defaults(fn)
     for name, value in closed_over(fn).items():
         if type(value) in (types.FunctionType, types.MethodType) or is_partial(value):
-            for how, inner, tracer in traced_values(value, seen):
-                yield f"uses `{name}`, which {how}", inner, tracer
+            for capture in traced_values(value, ids_seen):
+                phrase = f"uses `{name}`, which {capture.phrase}"
+                yield capture._replace(phrase=phrase)
         elif isinstance(value, jax.core.Tracer | list | tuple | dict):
-            for path, tracer in _used(code, name, value):
-                yield f"uses `{path}`", path, tracer
+            for path, tracer in _used(fn.__code__, name, value):
+                yield Capture(f"uses `{path}`", path, tracer)
+
+
+def _in_partial(fn: functools.partial[Any]) -> Iterator[Capture]:
+    bound = {f"argument {i}": value for i, value in enumerate(fn.args)}
+    bound |= {f"`{name}`": value for name, value in fn.keywords.items()}
+    for label, value in bound.items():
+        for tracer in _tracers_in(value):
+            yield Capture(f"uses {label} of its functools.partial", "x", tracer)
+
+
+def _in_owner(fn: types.FunctionType, owner: object) -> Iterator[Capture]:
+    """Those that a method reads of its own object."""
+    attributes = own_dictionary(owner)
+    if attributes is None or not fn.__code__.co_argcount:
+        return
+    itself = fn.__code__.co_varnames[0]  # `self`, as it is usually called
+    for path, tracer in _used(fn.__code__, itself, attributes, of_object=True):
+        _, _, name = path.partition(".")
+        yield Capture(f"uses `{path}`", name, tracer)
+
+
+def _in_defaults(fn: types.FunctionType) -> Iterator[Capture]:
+    code = fn.__code__
+    values = fn.__defaults__ or ()
+    # Defaults belong to the last parameters by position.
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    defaults = dict(zip(names, values, strict=True))
+    defaults |= fn.__kwdefaults__ or {}
+    for name, value in defaults.items():
+        for tracer in _tracers_in(value):
+            yield Capture(f"uses the default of `{name}`", name, tracer)
+
+
+_MOST_LOOKS = 300
 
 
 def _tracers_in(value: Any) -> list[Any]:
     """The tracers in a value or in the containers in it, among the first 300 items.
 
-    The limit keeps the check cheap for large containers.
+    The limit keeps the check cheap for large containers, and ends it in one that holds
+    itself.
     """
-    found = []
-    todo = [value]
-    left = 300
-    while todo and left:
-        value = todo.pop()
-        left = left - 1
+    tracers = []
+    stack = [value]
+    looks = 0
+    while stack and looks < _MOST_LOOKS:
+        value = stack.pop()
+        looks += 1
         if isinstance(value, jax.core.Tracer):
-            found.append(value)
+            tracers.append(value)
         elif isinstance(value, list | tuple | dict):
-            inner = value.values() if isinstance(value, dict) else value
-            todo += itertools.islice(inner, left)
-    return found
+            items = value.values() if isinstance(value, dict) else value
+            stack += itertools.islice(items, _MOST_LOOKS - looks)
+    return tracers
 
 
 # The attributes of a traced value that are known while it is traced.
@@ -115,41 +150,60 @@ def _used(
     """(source, tracer) for each use of a tracer that is in the variable `name`.
 
     The code, and functions that are defined in it, are searched for places that read
-    the variable. `x[0]["loss"]`, with constants, is followed to the item. With
-    `of_object`, `value` is the dictionary of the object that the variable holds.
+    the variable. With `of_object`, `value` is the dictionary of the object that the
+    variable holds.
+
+    Whether a place uses the value, the instructions beside it say:
+
+        x.shape             LOAD_DEREF x | LOAD_ATTR shape             known in a trace
+        x is None           LOAD_DEREF x | LOAD_CONST None | IS_OP     known
+        len(x)              LOAD_GLOBAL len | LOAD_DEREF x             known
+        x + 1               LOAD_DEREF x                               a use
+        m["loss"] + 1       LOAD_DEREF m | LOAD_CONST | BINARY_SUBSCR  a use of an item
+        print(m)            LOAD_GLOBAL print | LOAD_DEREF m           a use of all of m
+        m                   LOAD_DEREF m                               no use of items
+
+    A tracer is used wherever nothing says that only its shape is asked for. A container
+    is used only where it is printed or formatted: what else is done with it is not
+    followed, since a correct program must not be refused.
     """
     steps = _steps(code)
     for i, step in enumerate(steps):
         if not _reads(step, name):
             continue
+        # What the next instructions make of it: an attribute of the object, then an
+        # item of the container in it, as far as they are constants.
         path = name
-        found = value
+        reached = value
         rest = steps[i + 1 :]
         if of_object:
-            if rest[0].opname not in _ATTRIBUTES or rest[0].argval not in value:
+            attribute = rest[0].argval
+            if rest[0].opname not in _ATTRIBUTES or attribute not in value:
                 continue
-            path = f"{name}.{rest[0].argval}"
-            found = value[rest[0].argval]
+            path = f"{name}.{attribute}"
+            reached = value[attribute]
             rest = rest[1:]
-        while isinstance(found, list | tuple | dict) and _is_index(rest):
-            path = f"{path}[{rest[0].argval!r}]"
+        while isinstance(reached, list | tuple | dict) and _is_index(rest):
+            index = rest[0].argval
+            path = f"{path}[{index!r}]"
             try:
-                found = found[rest[0].argval]
+                reached = reached[index]
             except (KeyError, IndexError, TypeError):
-                found = None  # the function will raise this error when it runs
+                reached = None  # the function will raise this error when it runs
             rest = rest[2:]
-        before = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
-        asks = before in _ASK or _asks(rest)
-        wants = before in _WANT or (rest and "FORMAT" in rest[0].opname)
-        if isinstance(found, jax.core.Tracer):
+        # What it is an argument of, if that is called with it alone.
+        called = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
+        asks = called in _ASK or _asks(rest)
+        wants = called in _WANT or (rest and "FORMAT" in rest[0].opname)
+        if isinstance(reached, jax.core.Tracer):
             if not asks:
-                yield path, found
+                yield path, reached
         elif wants or (of_object and not asks):  # a loop over what an object holds
-            for tracer in _tracers_in(found):
+            for tracer in _tracers_in(reached):
                 yield path, tracer
-    for inner in code.co_consts:  # code of the functions defined inside
-        if isinstance(inner, types.CodeType) and name in inner.co_freevars:
-            yield from _used(inner, name, value, of_object)
+    for const in code.co_consts:  # code of the functions defined inside
+        if isinstance(const, types.CodeType) and name in const.co_freevars:
+            yield from _used(const, name, value, of_object)
 
 
 @functools.lru_cache(maxsize=1024)

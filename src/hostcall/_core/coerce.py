@@ -129,10 +129,11 @@ def _coerce(
 
     if value is None:
         raise wrong(f"None. {_RETURN}")
-    for found in _masked_in(value):
+    for array_with_mask in _masked_in(value):
         raise wrong(
-            f"{masked(found)}. Return np.ma.filled(x, number) to give those elements a"
-            " value, or return the mask as a separate result (np.ma.getmaskarray(x))"
+            f"{masked(array_with_mask)}. Return np.ma.filled(x, number) to give those"
+            " elements a value, or return the mask as a separate result"
+            " (np.ma.getmaskarray(x))"
         )
     array = _as_numpy(value, which)
     if not is_numeric(array.dtype):
@@ -148,7 +149,8 @@ def _coerce(
     if array.dtype == dtype:
         return array
     # Python's own numbers have no width that a conversion could lose.
-    return _cast(array, dtype, not hasattr(value, "dtype"), which)
+    is_weak = not hasattr(value, "dtype")
+    return _cast(array, dtype, is_weak, which)
 
 
 def _unawaited(value: object) -> str:
@@ -177,6 +179,7 @@ def _as_numpy(value: Any, which: Words) -> np.ndarray:
     by_dlpack = not is_numpys and hasattr(value, "__dlpack__")
     try:
         array = np.asarray(value)
+        # An object that has nothing but DLPack is one Python object for `asarray`.
         return np.from_dlpack(value) if by_dlpack and array.dtype == "O" else array
     except _UNREADABLE as error:
         fault: Exception = error
@@ -207,17 +210,22 @@ def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
 
 def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.ndarray:
     have = array.dtype
-    kind_have = _kind(array.dtype)
+    kind_have = _kind(have)
     kind_want = _kind(want)
 
-    converted = f"{'np.asarray(x)' if weak else 'x'}.astype('{want}')"
+    # What to write to convert it as NumPy does; Python's numbers have no `astype`.
+    x = "np.asarray(x)" if weak else "x"
+    converted = f"{x}.astype('{want}')"
 
     def wrong(got: str) -> ResultError:
-        said = f"hostcall: {which()} should be {want}, got {have}{got}"
-        return ResultError(said, code="hc-result-dtype")
+        return ResultError(
+            f"hostcall: {which()} should be {want}, got {have}{got}",
+            code="hc-result-dtype",
+        )
 
     if _ORDER[kind_have] > _ORDER[kind_want]:
         raise wrong(_narrowing(array, want, weak))
+    # Integers: each value must fit.
     if kind_have == kind_want == "integer" and array.size:
         info = ml_dtypes.iinfo(want)
         for end in int(array.min()), int(array.max()):
@@ -226,8 +234,9 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
                     f" holding {end}, which {want} can't hold. Declare a wider result,"
                     f" or return {converted} to wrap around"
                 )
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # found below, with the value
         cast = array.astype(want)
+    # Floats: another width is no mistake, unless a finite number becomes infinite.
     if kind_have != "integer":
         lost = overflowed(array, cast)
         if lost is not None:
@@ -236,8 +245,11 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
                 f" {cast[lost]}. Scale or clip it, declare a wider result, or return"
                 f" {converted} to let it overflow"
             )
-    rounds = kind_have == "integer" and kind_want != "integer"
-    if rounds and not np.array_equal(cast.astype(np.complex128), array.astype(object)):
+    # Integers to floats: 2**24 + 1 has no float32. Python's integers compare exactly.
+    may_round = kind_have == "integer" and kind_want != "integer"
+    if may_round and not np.array_equal(
+        cast.astype(np.complex128), array.astype(object)
+    ):
         raise wrong(
             f" with values that {want} can't hold exactly. Return {converted} to round"
         )

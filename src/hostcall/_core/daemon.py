@@ -20,7 +20,7 @@ from typing import Any
 from hostcall import _native
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import PerProcess
-from hostcall._core.wait import over, wait
+from hostcall._core.wait import until_thread_ends, wait
 
 
 def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -31,8 +31,8 @@ def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Threa
     return threading.Thread(target=target, args=args, **options)
 
 
-def start(thread: threading.Thread, what: str) -> threading.Thread:
-    """Starts a thread for `what`, which the error names if Python starts none any more:
+def start(thread: threading.Thread, user: str) -> threading.Thread:
+    """Starts a thread for `user`, which the error names if Python starts none any more:
     from 3.12 on, it refuses to in handlers of `atexit`.
     """
     try:
@@ -42,7 +42,7 @@ def start(thread: threading.Thread, what: str) -> threading.Thread:
         if "shutdown" not in str(error):
             raise
         raise HostcallError(
-            f"hostcall: {what} needs a new thread, and Python starts none while the"
+            f"hostcall: {user} needs a new thread, and Python starts none while the"
             " process ends. In a handler of atexit, use what needs no thread: a call"
             " without timeout=, a plain function in place of a coroutine function",
             code="hc-closed",
@@ -56,15 +56,16 @@ class Service(PerProcess):
         thread: None until it is started.
     """
 
-    def __init__(self, name: str, target: Callable[[], Any], what: str) -> None:
+    def __init__(self, name: str, target: Callable[[], Any], user: str) -> None:
         self._name = name
         self._target = target
-        self._what = what
+        self._user = user
         self.thread: threading.Thread | None = None
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         if self.thread is not None:
+            # Kept, as all that is the parent's: see the top of process.py.
             _native.keep_for_ever(self.thread)
             self.thread = None
 
@@ -78,8 +79,9 @@ class Service(PerProcess):
             return
         thread = self.thread = daemon(self._name, self._target)
         try:
-            start(thread, self._what)
+            start(thread, self._user)
         except BaseException:
+            # Ctrl-C may come after it has begun; then it stays noted.
             if thread.ident is None:
                 self.thread = None
             raise
@@ -87,7 +89,7 @@ class Service(PerProcess):
     def join(self, seconds: float | None = None) -> None:
         """Waits until it has ended, if it was started, but no longer than `seconds`."""
         if self.thread is not None:
-            wait(over(self.thread), seconds)
+            wait(until_thread_ends(self.thread), seconds)
 
 
 Job = tuple[futures.Future[Any], Callable[[], Any]]
@@ -124,17 +126,17 @@ class DaemonPool(PerProcess, futures.Executor):
         threads: int | None,
         begin: Callable[[], object] = lambda: None,
         name: str = "hostcall-rows",
-        what: str = "a parallel row",
+        user: str = "a parallel row",
     ) -> None:
         """At most `threads`; with None no job ever waits for the end of another.
 
-        `begin()` is called first on each thread, which has this `name`. `what` is what
+        `begin()` is called first on each thread, which has this `name`. `user` is what
         jobs are.
         """
         self._max_workers = threads  # asked for where ThreadPoolExecutor has it
         self._begin = begin
         self._name = name
-        self._what = what
+        self._user = user
         self._start_anew()
         super().__init__()
 
@@ -145,25 +147,28 @@ class DaemonPool(PerProcess, futures.Executor):
         self._threads = 0
         self._free = 0  # threads that wait for a job, less the jobs that wait for them
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         _native.keep_for_ever((self._jobs, self._lock))
         self._start_anew()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        made = futures.Future[Any]()
+        future = futures.Future[Any]()
         with self._lock:
-            most = self._max_workers
-            if self._free <= 0 and (most is None or self._threads < most):
+            limit = self._max_workers
+            if self._free <= 0 and (limit is None or self._threads < limit):
                 try:
-                    start(daemon(self._name, self._run), self._what)
+                    start(daemon(self._name, self._run), self._user)
                     self._threads += 1
                     self._free += 1
                 except HostcallError:
-                    if most is None or self._threads == 0:
+                    # At the end of the process the threads that there are go on, unless
+                    # the jobs wait for each other, as they may without a limit.
+                    if limit is None or self._threads == 0:
                         raise
-            self._free -= 1
-        self._jobs.put((made, functools.partial(fn, *args, **kwargs)))
-        return made
+            self._free -= 1  # for this job, which a thread takes or will take
+        job = functools.partial(fn, *args, **kwargs)
+        self._jobs.put((future, job))
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends each thread after the jobs that are queued; waits for none."""
@@ -182,4 +187,4 @@ class DaemonPool(PerProcess, futures.Executor):
 
 # What has a limit in seconds. It may hang for ever, so nobody waits for these threads
 # at the end of the process.
-limited = DaemonPool(None, name="hostcall-timeout", what="a limit in seconds")
+limited = DaemonPool(None, name="hostcall-timeout", user="a limit in seconds")

@@ -2,7 +2,7 @@
 
 A program with host calls on one CPU device leaves no token (_jax/fast_dispatch.py), but
 a *sign*: an array that is ready when the program has ended, and fails if it fails
-(_jax/signs.py). Each thread has a *ledger* of the signs of its programs. Other programs
+(_jax/signs.py). Each thread has a list of the signs of its programs. Other programs
 have JAX's tokens, which are each thread's own too.
 
 Guarantees
@@ -10,21 +10,24 @@ Guarantees
     ordered call, an object's close) waits for the programs that its thread dispatched
     before it, whatever other threads do. It runs no program, so it needs none of XLA's
     places and compiles nothing, unless a sign is gone (below).
-  * A failure is told once: to the thread that dispatched the program, where it reads a
-    result or waits. Other threads hear of it only if they read a result.
-  * A thread that has ended can't wait. What its programs failed with is told to the
+  * A failure is reported once: to the thread that dispatched the program, where it
+    reads a result or waits. Other threads hear of it only if they read a result.
+  * A thread that has ended can't wait. What its programs failed with is raised by the
     main thread's next wait; `hc.barrier` there waits for them first. A thread of XLA's
     dispatches only inside host calls, and counts as ended between these.
   * The end of the process waits for the programs of all threads.
-  * A ledger keeps no more than XLA runs: 32 programs of each device, and of each its
-    sign, which has at most 64 KiB. A thread whose programs have ended when their
-    dispatch returns has no ledger.
+  * A thread's list keeps no more than XLA runs: 32 programs of each device, and of each
+    its sign, which has at most 64 KiB. A thread whose programs have ended when their
+    dispatch returns has no list.
 
 What may be lost: a sign is *gone* if the user has deleted it, or donated it to another
 program. Then nothing of the program is left that could be asked. A wait runs a program
 that does nothing behind it, and takes the failures of calls with effects that came
 meanwhile, and that no other thread knows of, as the thread's own. With a time limit it
 does not wait for such a program.
+
+Whether a failure was reported is asked of the one ledger (_core/failures.py), by the
+number in JAX's error. Here is only which thread hears of it.
 
 Who changes what. A sign is added by its thread. It is looked at, then removed, by that
 thread, by the main thread once that thread has ended, or at the end of the process.
@@ -51,6 +54,9 @@ from hostcall._jax.types import Device
 
 _FAILURES_KEPT = 1024
 
+# With more signs than this, those behind a program that still runs are looked at too.
+_MANY_SIGNS = 32
+
 
 def _is_ready(array: jax.Array) -> bool:
     """Whether nothing has to be waited for."""
@@ -64,14 +70,15 @@ class _Sign:
     """
     Attributes:
         result: the array.
-        failures: how many callbacks had failed before the program was dispatched.
+        failures_before: how many callbacks had failed before the program was
+            dispatched.
     """
 
-    __slots__ = ("failures", "result")
+    __slots__ = ("failures_before", "result")
 
-    def __init__(self, result: jax.Array, failures: int) -> None:
+    def __init__(self, result: jax.Array, failures_before: int) -> None:
         self.result = result
-        self.failures = failures
+        self.failures_before = failures_before
 
     def is_gone(self) -> bool:
         return bool(self.result.is_deleted())
@@ -82,18 +89,19 @@ class _Sign:
 
     def failure(self) -> Exception | None:
         """Waits for the program. Returns what JAX raises if a host call failed."""
-        found = failures.failure_of(self.result)
-        if found is None or not failures.number_in(found):
+        error = failures.failure_of(self.result)
+        if error is None or not failures.number_in(error):
             return None
-        return found.with_traceback(None)  # which leads to this sign
+        return error.with_traceback(None)  # which leads to this sign
 
 
 class _Alive:
     """Dies with its thread, whose local variable it is."""
 
 
-class _Ledger:
-    """
+class _Programs:
+    """The programs that one thread has dispatched, by their signs.
+
     Attributes:
         pending: the signs of programs that may not have ended, the oldest first.
         failed: JAX's reports of programs that failed.
@@ -107,38 +115,52 @@ class _Ledger:
         self.gone: dict[Device, int] = {}
         self._alive = weakref.ref(alive)
         self._thread = threading.get_ident()
-        self._of_xla = _native.on_foreign_thread()
-        self._failures = 0  # at the dispatch before
-        self._scan_above = 32
+        self._is_xlas = _native.on_foreign_thread()
+        self._failures_before = 0  # at the dispatch before
+        self._scan_above = _MANY_SIGNS
+
+    def has_ended(self) -> bool:
+        """Whether the thread can't wait any more."""
+        return self._alive() is None
 
     def is_left(self) -> bool:
-        """Whether its thread can't wait for it."""
-        if self._alive() is None:
+        """Whether nobody waits for these programs: the thread has ended, or is a thread
+        of XLA's that runs no Python now.
+
+        XLA's threads keep their local variables, so `_alive` says nothing of them, and
+        no event tells when the host code that dispatched ends: it may be a callback of
+        JAX's own, which the engine does not see. A thread that runs Python has a frame,
+        so this asks whether there is one, not which
+        (test_waits_of_threads.py, with each JAX of the range).
+        """
+        if self.has_ended():
             return True
-        # A thread of XLA's keeps its local variables; between calls it runs no Python.
-        return self._of_xla and self._thread not in sys._current_frames()
+        return self._is_xlas and self._thread not in sys._current_frames()
 
     def add(self, result: jax.Array) -> None:
         """The thread has dispatched a program."""
-        self.pending.append(_Sign(result, self._failures))
-        self._failures = failures.failures_so_far()
+        # The count is that after the dispatch before, not of now: a callback of this
+        # program may have failed already.
+        self.pending.append(_Sign(result, self._failures_before))
+        self._failures_before = failures.failures_so_far()
         self.settle()
 
     def settle(self) -> None:
         """Removes the signs of programs that have ended: those in front, since programs
         of one device end in order; and all, once there are many.
         """
-        every = len(self.pending) > self._scan_above
+        looks_at_all = len(self.pending) > self._scan_above
         for sign in self.pending.copy():
             if sign.is_ready():
                 # A failure is counted before its program ends, so if there was none
                 # since the dispatch, there is nothing to look at.
-                failed = failures.failures_so_far() != sign.failures
-                self._remove(sign, sign.failure() if failed else None)
-            elif not every:
+                may_have_failed = failures.failures_so_far() != sign.failures_before
+                self._remove(sign, sign.failure() if may_have_failed else None)
+            elif not looks_at_all:
                 break
-        if every:
-            self._scan_above = max(32, 2 * len(self.pending))
+        if looks_at_all:
+            # Twice as many as stay: the looks then cost a constant for each dispatch.
+            self._scan_above = max(_MANY_SIGNS, 2 * len(self.pending))
 
     def wait(self) -> None:
         """Waits for the programs that are in it now."""
@@ -147,15 +169,16 @@ class _Ledger:
 
     def wait_for_gone(self) -> None:
         """Waits for programs whose signs are gone. Called by its thread."""
-        for device, before in list(self.gone.items()):
+        for device, failures_before in list(self.gone.items()):
             _jax.wait_for_all_on(device)
+            # After the wait, which Ctrl-C may end: the device is then waited for again.
             self.gone.pop(device, None)
-            self.failed.extend(_unknown_since(before))
+            self.failed.extend(_unknown_since(failures_before))
 
     def _remove(self, sign: _Sign, failure: Exception | None) -> None:
         if sign.is_gone():
             for device in sign.result.sharding.device_set:
-                self.gone.setdefault(device, sign.failures)
+                self.gone.setdefault(device, sign.failures_before)
         try:
             self.pending.remove(sign)
         except ValueError:  # somebody else has removed it, and added its failure
@@ -163,80 +186,84 @@ class _Ledger:
         if failure is not None:
             self.failed.append(failure)
 
-    def knows(self, number: int) -> bool:
+    def has_failed_with(self, number: int) -> bool:
         """Whether a program in it has failed with this failure."""
-        found: list[Exception | None] = [*self.failed.copy()]
-        found += [sign.failure() for sign in self.pending.copy() if sign.is_ready()]
-        return any(error and failures.number_in(error) == number for error in found)
+        errors: list[Exception | None] = [*self.failed.copy()]
+        errors += [sign.failure() for sign in self.pending.copy() if sign.is_ready()]
+        return any(error and failures.number_in(error) == number for error in errors)
 
 
 class _Threads(PerProcess):
     """
     Attributes:
-        local: its `ledger` and `reports` (of barriers) are the thread's own; its
+        local: its `programs` and `reports` (of barriers) are the thread's own; its
             `alive` dies with the thread.
-        ledgers: all, by a number.
+        programs: those of all threads, by a number.
         failed: reports of threads that have ended.
-        of_calls: (number, text) of failures of calls with effects, in programs without
-            tokens. They are looked at only if a sign is gone.
+        of_effects: (number, text) of failures of calls with effects, in programs
+            without tokens. They are looked at only if a sign is gone.
     """
 
     def __init__(self) -> None:
         self.local = threading.local()
-        self.ledgers: dict[int, _Ledger] = {}
+        self.programs: dict[int, _Programs] = {}
         self.failed: deque[Exception] = deque(maxlen=_FAILURES_KEPT)
-        self.of_calls: deque[tuple[int, str]] = deque(maxlen=_FAILURES_KEPT)
+        self.of_effects: deque[tuple[int, str]] = deque(maxlen=_FAILURES_KEPT)
         super().__init__()
 
-    def mine(self) -> _Ledger | None:
-        """The calling thread's ledger, if it has one."""
-        return getattr(self.local, "ledger", None)
+    def current(self) -> _Programs | None:
+        """The calling thread's programs, if it has dispatched any."""
+        return getattr(self.local, "programs", None)
 
-    def begun(self) -> _Ledger:
-        """The calling thread's ledger, which is made now if there is none."""
-        found = self.mine()
-        if found is None:
+    def begun(self) -> _Programs:
+        """The calling thread's programs; the list begins now if there is none."""
+        programs = self.current()
+        if programs is None:
             self.sweep()
             alive = _Alive()
-            found = _Ledger(alive)
-            self.ledgers[id(found)] = found
+            programs = _Programs(alive)
+            # A signal handler that dispatches in between makes a list of its own, which
+            # this one replaces: the main thread then takes over what it fails with.
+            self.programs[id(programs)] = programs
             self.local.alive = alive
-            self.local.ledger = found
-        return found
+            self.local.programs = programs
+        return programs
 
     @contextlib.contextmanager
     def leaving_gone(self) -> Iterator[None]:
         """Inside, the calling thread does not wait for programs whose signs are gone:
         that needs a place of XLA's, and so has no limit.
         """
-        mine = self.mine()
-        if mine is None:
+        programs = self.current()
+        if programs is None:
             yield
             return
-        gone = mine.gone
-        mine.gone = {}
+        gone = programs.gone
+        programs.gone = {}
         try:
             yield
         finally:
-            mine.gone = mine.gone | gone
+            # What was there first has the older, lower counts of failures.
+            programs.gone = programs.gone | gone
 
-    def all(self) -> list[_Ledger]:
-        return list(self.ledgers.values())
+    def all(self) -> list[_Programs]:
+        return list(self.programs.values())
 
-    def left(self) -> list[_Ledger]:
-        return [ledger for ledger in self.all() if ledger.is_left()]
+    def left(self) -> list[_Programs]:
+        return [programs for programs in self.all() if programs.is_left()]
 
     def sweep(self) -> None:
-        """Takes over the failures of threads that have ended. Their ledgers go once
-        their programs have ended, however many threads there were.
+        """Takes over the failures of threads that have ended. Their lists go once their
+        programs have ended, however many threads there were.
         """
-        for ledger in self.left():
-            ledger.settle()
-            with contextlib.suppress(IndexError):
+        for programs in self.left():
+            programs.settle()
+            with contextlib.suppress(IndexError):  # until there is none left
                 while True:
-                    self.failed.append(ledger.failed.popleft())
-            if not ledger.pending and ledger._alive() is None:
-                self.ledgers.pop(id(ledger), None)
+                    self.failed.append(programs.failed.popleft())
+            # A thread of XLA's that is between two calls goes on with its list.
+            if not programs.pending and programs.has_ended():
+                self.programs.pop(id(programs), None)
 
 
 _threads = _Threads()
@@ -247,27 +274,28 @@ _threads = _Threads()
 
 def _may_not_have_ended(sign: jax.Array, is_hidden: bool) -> None:
     """Called where the calling thread has dispatched a program (_jax/signs.py)."""
-    ledger = _threads.begun()
-    ledger.add(sign)
-    _native.set_pending(bool(ledger.pending))
+    programs = _threads.begun()
+    programs.add(sign)
+    _native.set_pending(bool(programs.pending))
     if is_hidden:
         _jax.tell_of_dispatch([sign], ())
 
 
 def call_failed(text: str) -> None:
     """A call with effects has failed, in a program without tokens."""
-    _threads.of_calls.append((failures.number_of(text), text))
+    _threads.of_effects.append((failures.number_of(text), text))
 
 
-def _unknown_since(before: int) -> Iterator[Exception]:
+def _unknown_since(failures_before: int) -> Iterator[Exception]:
     """The failures of calls with effects that nobody knows of, after so many."""
-    for number, text in list(_threads.of_calls.copy()):
-        if number <= before or failures.is_told(number):
+    programs = _threads.current()
+    for number, text in list(_threads.of_effects.copy()):
+        if number <= failures_before or failures.is_reported(number):
             continue
-        mine = _threads.mine()
-        known = mine is not None and mine.knows(number)
-        if not known and not _is_anothers(number):
-            with failures.looking():
+        is_known = programs is not None and programs.has_failed_with(number)
+        if not is_known and not _is_anothers(number):
+            # What JAX would have raised where it read the sign.
+            with failures.not_reporting():
                 yield jax.errors.JaxRuntimeError(f"INTERNAL: {text}")
 
 
@@ -276,25 +304,29 @@ def _unknown_since(before: int) -> Iterator[Exception]:
 
 def wait() -> None:
     """Waits for the programs without tokens that this thread has dispatched."""
-    ledger = _threads.mine()
-    if ledger is None:
+    programs = _threads.current()
+    if programs is None:
         return
-    ledger.wait()
-    ledger.wait_for_gone()
-    _native.set_pending(bool(ledger.pending))
+    programs.wait()
+    programs.wait_for_gone()
+    _native.set_pending(bool(programs.pending))
 
 
 def signs() -> list[jax.Array]:
     """What `hc.barrier` waits for, without what it does for signs that are gone."""
-    mine = _threads.mine()
-    ledgers = _ledgers_left() if mine is None else [mine, *_ledgers_left()]
-    return [sign.result for ledger in ledgers for sign in ledger.pending.copy()]
+    threads = _left_to_main()
+    if (current := _threads.current()) is not None:
+        threads.insert(0, current)
+    return [sign.result for programs in threads for sign in programs.pending.copy()]
 
 
-def _ledgers_left() -> list[_Ledger]:
-    """The ledgers of ended threads, on the main thread, which takes them over."""
-    on_main = threading.get_ident() == threading.main_thread().ident
-    return _threads.left() if on_main else []
+def _is_main() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def _left_to_main() -> list[_Programs]:
+    """The programs of ended threads, on the main thread, which takes them over."""
+    return _threads.left() if _is_main() else []
 
 
 def failures_of_all(*, limited: bool = False) -> Iterator[BaseException]:
@@ -302,7 +334,8 @@ def failures_of_all(*, limited: bool = False) -> Iterator[BaseException]:
     every live array; on the main thread also for programs of threads that have ended.
 
     Yields the failures of programs with tokens, and those of host calls of the live
-    arrays that are no other thread's. Those of programs without tokens are owed.
+    arrays that are no other thread's. Those of programs without tokens stay with their
+    thread: `first_unreported` raises them.
 
     `limited`: everything has ended that can be waited for in a limited time.
     """
@@ -310,66 +343,71 @@ def failures_of_all(*, limited: bool = False) -> Iterator[BaseException]:
         return
     with _threads.leaving_gone() if limited else contextlib.nullcontext():
         yield from failures.failures_of_effects()
-    for ledger in _ledgers_left():
-        ledger.wait()
+    for programs in _left_to_main():
+        programs.wait()
     for array in jax.live_arrays():
         if limited and not _is_ready(array):  # another thread has made it since
             continue
-        failure = failures.failure_of(array)
-        number = 0 if failure is None else failures.number_in(failure)
-        if failure is not None and number and not _is_anothers(number):
-            yield failure
+        error = failures.failure_of(array)
+        number = 0 if error is None else failures.number_in(error)
+        if error is not None and number and not _is_anothers(number):
+            yield error
 
 
 def _is_anothers(number: int) -> bool:
     """Whether another thread hears of this failure, or the main one for it."""
-    if failures.is_surely_told(number):
+    if failures.is_surely_reported(number):
         return False
     if number in map(failures.number_in, _threads.failed.copy()):
         return True
-    mine = _threads.mine()
-    return any(ledger.knows(number) for ledger in _threads.all() if ledger is not mine)
+    current = _threads.current()
+    return any(
+        programs.has_failed_with(number)
+        for programs in _threads.all()
+        if programs is not current
+    )
 
 
-def first_owed() -> BaseException | None:
-    """What JAX would have raised for the oldest failure that nobody was told of, among
+def first_unreported() -> BaseException | None:
+    """What JAX would have raised for the oldest failure that nobody has heard of, among
     those that this thread hears of.
 
     The caller raises it; those behind it stay.
     """
-    owed = []
-    if (mine := _threads.mine()) is not None:
-        owed.append(mine.failed)
-    if threading.get_ident() == threading.main_thread().ident:
+    heard_here = []
+    if (programs := _threads.current()) is not None:
+        heard_here.append(programs.failed)
+    if _is_main():
         _threads.sweep()
-        owed.append(_threads.failed)
-    return next(filter(None, map(_first_of, owed)), None)
+        heard_here.append(_threads.failed)
+    return next(filter(None, map(_take_unreported, heard_here)), None)
 
 
-def _first_of(failed: deque[Exception]) -> BaseException | None:
+def _take_unreported(failed: deque[Exception]) -> BaseException | None:
+    """Takes the first of these reports that is news, and all before it."""
     with contextlib.suppress(IndexError):  # there is none, or no other one
         while True:
             error = failed.popleft()
             number = failures.number_in(error)
-            if not failures.is_told(number):
-                failures.tell(number)
+            if not failures.is_reported(number):
+                failures.mark_reported(number)
                 return failures.replacement(number) or error
     return None
 
 
 def failures_of_programs() -> list[BaseException]:
     """Waits for the programs that this thread has dispatched. Returns the failures."""
-    return [*failures.failures_of_effects(), *iter(first_owed, None)]
+    return [*failures.failures_of_effects(), *iter(first_unreported, None)]
 
 
 def failures_of_all_threads() -> list[BaseException]:
     """The same for the programs of all threads, at the end of the process."""
-    found = failures_of_programs()
-    for ledger in _threads.all():
-        ledger.wait()
-        while (failure := _first_of(ledger.failed)) is not None:
-            found.append(failure)
-    return found
+    errors = failures_of_programs()
+    for programs in _threads.all():
+        programs.wait()
+        while (error := _take_unreported(programs.failed)) is not None:
+            errors.append(error)
+    return errors
 
 
 def reports() -> list[BaseException]:
@@ -377,10 +415,10 @@ def reports() -> list[BaseException]:
     local = _threads.local
     if not hasattr(local, "reports"):
         local.reports = []
-    found: list[BaseException] = local.reports
-    return found
+    reports_here: list[BaseException] = local.reports
+    return reports_here
 
 
 _jax.tell_of_signs(_may_not_have_ended)
 _jax.handlers.wait = wait
-_jax.handlers.first_failure = first_owed
+_jax.handlers.first_failure = first_unreported

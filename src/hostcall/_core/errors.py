@@ -34,8 +34,8 @@ def without_code(text: str) -> str:
 
 def code_in(text: str) -> str | None:
     """The code of a text, the last one if it has more lines of codes."""
-    found: list[str] = re.findall(_LINE, text)
-    return found[-1] if found else None
+    codes: list[str] = re.findall(_LINE, text)
+    return codes[-1] if codes else None
 
 
 # --- The exceptions ------------------------------------------------------------------
@@ -173,18 +173,24 @@ class PackageError(HostcallError, ModuleNotFoundError):
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            name = module.partition(".")[0]
+            name, _, _ = module.partition(".")
             state = f"can't be imported ({error})"
+            # Else the package is there, and what it imports is not.
             if isinstance(error, ModuleNotFoundError) and error.name in (name, module):
                 state = "is not installed"
-            pip = f'pip install "{package}"'
+            install = f'pip install "{package}"'
             if package.startswith("hostcall"):
                 # There is no release, so pip finds no "hostcall[...]" anywhere.
-                here = f'pip install "{package.replace("hostcall", ".", 1)}"'
-                pip = f"pip install {name}; in a checkout of hostcall: {here}"
+                extra = package.replace("hostcall", ".", 1)
+                in_checkout = f'pip install "{extra}"'
+                install = (
+                    f"pip install {name}; in a checkout of hostcall: {in_checkout}"
+                )
+            if instead:
+                install = f"{install}; or {instead}"
             missing = PackageError(
                 f"hostcall: {who} needs the package {name}, which {state}. Install it:"
-                f" {pip}{instead and f'; or {instead}'}"
+                f" {install}"
             )
             missing.name = name
             raise missing from error
@@ -193,20 +199,24 @@ class PackageError(HostcallError, ModuleNotFoundError):
 # --- Words of messages ---------------------------------------------------------------
 
 
-def wrong(option: str, of: str, wanted: str, got: Any, more: str = "") -> SpecError:
-    """The error for `option=` of `of`, which should be `wanted`."""
-    # Python refuses to write a very long int.
-    is_long = isinstance(got, int) and got.bit_length() > 256
-    shown = f"an int of {got.bit_length()} bits" if is_long else repr(got)
+def wrong(
+    option: str, owner: str, wanted: str, got: Any, advice: str = ""
+) -> SpecError:
+    """The error for `option=` of `owner`, which should be `wanted`."""
+    if isinstance(got, int) and got.bit_length() > 256:
+        # Python refuses to write a very long one.
+        shown = f"an int of {got.bit_length()} bits"
+    else:
+        shown = repr(got)
     return SpecError(
-        f"hostcall: {option}= of {of} should be {wanted}, got {shown}{more}",
+        f"hostcall: {option}= of {owner} should be {wanted}, got {shown}{advice}",
         code="hc-option",
     )
 
 
-def conflict(of: str, what: str) -> SpecError:
-    """The error for options of `of` that do not go together."""
-    return SpecError(f"hostcall: {of} has {what}", code="hc-conflict")
+def conflict(owner: str, refused: str) -> SpecError:
+    """The error for options of `owner` that do not go together."""
+    return SpecError(f"hostcall: {owner} has {refused}", code="hc-conflict")
 
 
 def choices(allowed: Sequence[object]) -> str:
@@ -218,7 +228,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-for _each in list(globals().values()):
-    if isinstance(_each, type) and issubclass(_each, HostcallError):
+for _class in list(globals().values()):
+    if isinstance(_class, type) and issubclass(_class, HostcallError):
         # Where users import them from, and what tracebacks show.
-        _each.__module__ = "hostcall.errors"
+        _class.__module__ = "hostcall.errors"

@@ -1,22 +1,41 @@
-"""Keeps the exceptions that callbacks raised, and records which the user knows of.
+"""The ledger of failures: a record of each, with its exception and what became of it.
 
-The idea: XLA carries only text. So a failed callback's exception object is kept here
-under a number, the text ends with that number, and whoever reads the text can find the
-object again.
+The idea: XLA carries only text. So the exception object of a call or tap that failed
+is kept here under a number, the text ends with that number, and whoever reads the text
+can find the object again.
+
+A *failure* is an exception that left one call or tap. A *report* is what JAX raises of
+it, a JaxRuntimeError with the number in its text. What becomes of a failure, in words
+that all files use:
+
+    kept          `store` has made the record, and holds the exception
+    unreported    nobody has heard of it: a wait, or the end of a block, raises it
+    reported      the user has read JAX's report of it, or hostcall has raised it
+    handed over   the user has the object itself, so hostcall leaves its frames alone
+    released      there are too many newer ones: number and "reported" remain
+
+Whether it is reported and what is held of it are independent: `hc.errors.last_error()`
+hands over the object of a failure that the program's own error still reports.
+
+Which failures a wait raises, the files that wait say: those of the programs that a
+thread has dispatched (_core/dispatched.py) or a block (_runtime/reraise.py), and those
+of taps (_runtime/delivery.py). They hold numbers, and ask here what was reported.
 
 Guarantees
   * The newest KEPT_ERRORS exceptions can be found, and up to MOST_KEPT_ERRORS of the
-    last KEPT_SECONDS. Older ones are forgotten.
+    last KEPT_SECONDS. Older ones are released.
   * Only the newest exception keeps the values in its frames (arrays, models). When a
     newer one arrives, the frames of the one before are emptied; its lines stay.
   * An exception object that the user has been given is never changed. hostcall then
     drops its own strong reference instead.
+  * No failure is raised twice by hostcall, unless thousands came in between.
+  * What fails while a failure is kept or reported never takes its place. Each step that
+    is not the failure's own text and number stands in a block of `beside_a_failure`.
+    Only what ends the process (Ctrl-C, SystemExit) comes out of such a block.
 
-  * What fails while a failure is kept or told never takes its place. Each step that is
-    not the failure's own text and number stands in a block of `beside_a_failure`. Only
-    what ends the process (Ctrl-C, SystemExit) comes out of such a block.
-
-Frames are emptied outside the lock, because that may run the user's destructors.
+The ledger's lock is held for each change; a single read of a dict goes without it.
+Frames are emptied, and exceptions dropped, outside the lock: that may run the user's
+destructors, which may come back here.
 """
 
 from __future__ import annotations
@@ -29,7 +48,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -44,108 +63,190 @@ logger = logging.getLogger("hostcall")
 
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
+# How many failures later a record is forgotten whose exception is released. The failure
+# then counts as reported, so a program that fails for ever keeps a bounded ledger.
+_REMEMBERED = 4096
 
-class _KeptError:
-    """One kept exception.
+
+# --- The records ----------------------------------------------------------------------
+
+
+class _KeptException:
+    """The exception of a failure, or of several: what a feed's source raised comes
+    again from each program that asks the feed.
 
     Attributes:
-        exception: the object. Once the user has the object and a newer exception has
-            arrived, a weak reference to it, or a copy without frames if its type (one
-            written in C) allows no weak references.
-        own: those of its chain that belong to the callback, with their tracebacks.
-        handed_over: the user has the object itself, and it was not raised again since
-            then. So its frames must stay.
-        since: when it was raised first.
+        held: the object. Once the user has it and a newer failure has arrived, a weak
+            reference to it, or a copy without frames if its type (one written in C)
+            allows no weak references, or None if it allows neither.
+        tracebacks: those of its chain that belong to the callback, with their
+            tracebacks, until they are emptied.
+        is_handed_over: the user has the object itself, and it was not raised again
+            since then. So its frames must stay.
+        first_raised: when, in seconds of time.monotonic().
     """
 
-    __slots__ = ("exception", "handed_over", "own", "since")
+    __slots__ = ("first_raised", "held", "is_handed_over", "tracebacks")
 
     def __init__(self, exception: BaseException) -> None:
-        self.exception: Any = exception
-        self.handed_over = False
-        self.since = time.monotonic()
-        self.own: list[tuple[BaseException, TracebackType]] = []
+        self.held: Any = exception
+        self.is_handed_over = False
+        self.first_raised = time.monotonic()
+        self.tracebacks: list[tuple[BaseException, TracebackType]] = []
 
     def get(self) -> BaseException | None:
-        held = self.exception
-        return held() if type(held) is weakref.ref else held  # type: ignore[no-any-return]
+        reference = self.held
+        if type(reference) is weakref.ref:
+            return reference()  # type: ignore[no-any-return]
+        return reference  # type: ignore[no-any-return]
 
-    def let_go(self) -> None:
+    def let_go_of_values(self) -> None:
         """Releases the values in its frames, once it is no longer the newest.
 
         If the user has the object, its frames are left alone, and hostcall releases
-        its reference to the object instead.
+        its reference to the object instead. Called without the ledger's lock.
         """
-        with _failures.lock:
-            own = self.own
-            self.own = []
-            if self.handed_over:
-                own = []
-                self.exception = _without_frames(self.get())
-        for error, trace in own:
+        with _ledger.lock:
+            # Taken under the lock, so that one thread alone empties them.
+            tracebacks = self.tracebacks
+            self.tracebacks = []
+            if self.is_handed_over:
+                tracebacks = []
+                self.held = _without_frames(self.get())
+        for error, trace in tracebacks:
             with beside_a_failure("emptying the frames of an earlier one"):
                 frames.clear_values(trace)
                 frames.keep_lines(error, trace)
 
 
-class _Known(Guarded):
+class Failure:
+    """The record of one failure.
+
+    Attributes:
+        number: the one in its text; 1 for the first of the process.
+        exception: what was raised; None once it is released.
+        is_reported: whether the user has heard of it.
+    """
+
+    __slots__ = ("exception", "is_reported", "number")
+
+    def __init__(self, number: int, exception: _KeptException | None) -> None:
+        self.number = number
+        self.exception = exception
+        self.is_reported = False
+
+
+class _Ledger(Guarded):
     """
     Attributes:
         lock: held for every change of the rest; single reads go without it.
-        kept: the exceptions, by number.
-        last: the number of the newest.
-        told: the numbers of those that the user has seen, without very old ones.
+        records: by number.
+        kept: the records whose exception is held, the oldest first.
+        newest: the number of the newest.
         explainers: add to an error what it may follow from; see `explained_by`.
     """
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[int, _KeptError] = OrderedDict()
-        self.last = 0
-        self.told: set[int] = set()
+        self.records: dict[int, Failure] = {}
+        self.kept: deque[Failure] = deque()
+        self.newest = 0
         self.explainers: list[Callable[[BaseException], object]] = []
         super().__init__()
 
-    def keeps_too_many(self, now: float) -> bool:
+    def exception_of(self, number: int) -> _KeptException | None:
+        failure = self.records.get(number)
+        # Read once: without the lock, another thread may release it meanwhile.
+        return None if failure is None else failure.exception
+
+    def newest_exception(self) -> _KeptException | None:
+        return self.exception_of(self.newest)
+
+    def exceptions(self) -> list[_KeptException]:
+        """What is held, the oldest first."""
+        # The deque is copied in one step: a signal handler may add to it meanwhile.
+        exceptions = [failure.exception for failure in self.kept.copy()]
+        return [exception for exception in exceptions if exception is not None]
+
+    def add(self, exception: _KeptException) -> Failure:
+        """Makes the record of a failure that has just happened."""
+        self.newest += 1
+        failure = Failure(self.newest, exception)
+        self.records[failure.number] = failure
+        self.kept.append(failure)
+        self.forget_old()
+        return failure
+
+    def keeps_too_many(self) -> bool:
         if len(self.kept) <= config.KEPT_ERRORS:
             return False
-        oldest = next(iter(self.kept.values()))
-        late = now - oldest.since > config.KEPT_SECONDS
-        return late or len(self.kept) > config.MOST_KEPT_ERRORS
+        if len(self.kept) > config.MOST_KEPT_ERRORS:
+            return True
+        oldest = self.kept[0].exception
+        assert oldest is not None, "a kept failure has its exception"
+        return time.monotonic() - oldest.first_raised > config.KEPT_SECONDS
+
+    def release_oldest(self) -> _KeptException | None:
+        """Returns what the oldest kept record held, for the caller to drop."""
+        failure = self.kept.popleft()
+        exception = failure.exception
+        failure.exception = None
+        return exception
+
+    def forget_old(self) -> None:
+        """Drops records that are old and released, once there are many.
+
+        The reported ones are remembered longest: an array of a failed program may live
+        on (a printed traceback keeps it in its frames), and each barrier looks at it.
+        """
+        # Each time removes at least a third of them, so it costs little per failure.
+        if len(self.records) < 3 * _REMEMBERED:
+            return
+        oldest_remembered = self.newest - _REMEMBERED
+        records = list(self.records.values())
+        old = [failure for failure in records if failure.number <= oldest_remembered]
+        reported = [failure for failure in old if failure.is_reported]
+        for failure in old:
+            assert failure.exception is None, "fewer are kept than are remembered"
+            if not failure.is_reported or len(reported) > _REMEMBERED:
+                del self.records[failure.number]
 
 
-_failures = _Known()
+_ledger = _Ledger()
 
 
 def explained_by(fn: Callable[[BaseException], object]) -> None:
     """From now on `fn(error)` adds to an error of a program the failure of another
     process that it may follow from.
     """
-    _failures.explainers.append(fn)
+    _ledger.explainers.append(fn)
 
 
 def explain(error: BaseException) -> None:
     """Adds to an error what it may follow from; nothing in a job of one process."""
-    for fn in _failures.explainers.copy():
+    for fn in _ledger.explainers.copy():
         fn(error)
 
 
 @contextlib.contextmanager
-def beside_a_failure(what: str) -> Iterator[None]:
-    """Runs a step that goes along with keeping or telling a failure.
+def beside_a_failure(step: str) -> Iterator[None]:
+    """Runs a step that goes along with keeping or reporting a failure.
 
     An exception of it is logged and ends here, since the failure is what the user has
     to learn. The step may run the user's code: methods of the exception, handlers of
     logs, destructors. KeyboardInterrupt, SystemExit and the like pass.
 
     Args:
-        what: the step, for the log.
+        step: what it is, for the log.
     """
     try:
         yield
     except Exception as error:
         with contextlib.suppress(Exception):  # a handler of the log may be what failed
-            said = "%s failed while a failure was reported, which goes on: %s"
-            logger.error(said, what, summary(error))
+            logger.error(
+                "%s failed while a failure was reported, which goes on: %s",
+                step,
+                summary(error),
+            )
 
 
 @once
@@ -154,75 +255,144 @@ def _watch_reports() -> None:
 
 
 def store(exception: BaseException, handed_over: bool = False) -> int:
-    """Stores an exception that a callback raised; returns its number.
+    """Keeps an exception that a callback raised; returns the failure's number.
 
     Args:
         exception: the object.
         handed_over: the caller gets this object too, and may look at its frames.
     """
-    mine = _failures
-    gone: list[tuple[int, _KeptError]] = []
-    own: list[tuple[BaseException, TracebackType]] = []
+    tracebacks: list[tuple[BaseException, TracebackType]] = []
     with beside_a_failure("looking for its tracebacks"):
-        own = frames.own_tracebacks(exception)
+        tracebacks = frames.own_tracebacks(exception)
     with beside_a_failure("watching JAX's reports"):
         _jax.install(_jax.When.FAILURE)
         _watch_reports()
-    with mine.lock:
-        before = mine.kept.get(mine.last)
-        # What a feed's source raised comes again from each program that asks the feed.
-        # `list` makes a copy in one step: a signal handler may come back here.
-        same = (k for k in list(mine.kept.values()) if k.exception is exception)
-        kept = next(same, None) or _KeptError(exception)
-        kept.own = own
-        kept.handed_over = handed_over
-        number = mine.last = mine.last + 1
-        mine.kept[number] = kept
+    released: list[_KeptException | None] = []
+    with _ledger.lock:
+        newest_before = _ledger.newest_exception()
+        record = _record_of(exception) or _KeptException(exception)
+        record.tracebacks = tracebacks
+        record.is_handed_over = handed_over
+        number = _ledger.add(record).number
+        # Before the program ends: whoever sees it end without a new failure does not
+        # look at its results.
         _native.count_failure()
-        while mine.keeps_too_many(time.monotonic()):
-            gone.append(mine.kept.popitem(last=False))
-    # Outside the lock: emptying frames, and dropping `gone`, may run the user's
-    # destructors, which may come back here.
-    if before is not None and before is not kept:
-        before.let_go()
+        while _ledger.keeps_too_many():
+            released.append(_ledger.release_oldest())
+    # Outside the lock: emptying frames, and dropping `released` when this returns, may
+    # run the user's destructors, which may come back here.
+    if newest_before is not None and newest_before is not record:
+        newest_before.let_go_of_values()
     return number
+
+
+def _record_of(exception: BaseException) -> _KeptException | None:
+    """What is held of this object, if it was raised before and is still kept."""
+    for record in _ledger.exceptions():
+        if record.held is exception:  # not one that is only held weakly
+            return record
+    return None
 
 
 def hand_over(exception: BaseException) -> None:
     """Notes that the user gets this object, if it is a kept one."""
-    with _failures.lock:
-        every = list(_failures.kept.items())
-        number = next((n for n, k in every if k.exception is exception), None)
-    if number is not None:
-        _handed_over(number)
+    with _ledger.lock:
+        record = _record_of(exception)
+    if record is not None:
+        _hand_over(record)
 
 
-def _handed_over(number: int | None) -> BaseException | None:
-    """The exception of this number, or the newest one, which the user gets now; None if
-    it isn't kept.
+def hand_over_number(number: int) -> BaseException | None:
+    """The exception of this failure, which the user gets now, or None if released."""
+    record = _ledger.exception_of(number)
+    return None if record is None else _hand_over(record)
 
-    Only the newest one is kept with its frames; any other is released to the user at
-    once.
+
+def _hand_over(record: _KeptException) -> BaseException | None:
+    """The object, which the user gets now.
+
+    Only the newest one is kept with its frames; hostcall lets go of any other at once.
     """
-    with _failures.lock:  # else a newer one may empty its frames in between
-        kept = _failures.kept.get(_failures.last if number is None else number)
-        if kept is None:
-            return None
-        found = kept.get()
-        kept.handed_over = True
-        newest = kept is _failures.kept.get(_failures.last)
-    if not newest:
-        kept.let_go()
-    return found
+    with _ledger.lock:  # else a newer one may empty its frames in between
+        exception = record.get()
+        record.is_handed_over = True
+        is_newest = record is _ledger.newest_exception()
+    if not is_newest:
+        record.let_go_of_values()
+    return exception
 
 
 def _without_frames(exception: BaseException | None) -> Any:
+    """What hostcall holds of an object that the user has: as little as can be."""
     with contextlib.suppress(TypeError):
         return weakref.ref(exception)
     if not issubclass(type(exception), BaseExceptionGroup):  # its members have frames
         with contextlib.suppress(Exception):  # its type may need other arguments
             return copy.copy(exception)
     return None
+
+
+def kept(number: int) -> BaseException | None:
+    """The exception that `store` gave this number, if it is still kept."""
+    record = _ledger.exception_of(number)
+    return None if record is None else record.get()
+
+
+def is_kept(error: BaseException) -> bool:
+    """Whether a callback raised this object."""
+    with _ledger.lock:
+        return any(record.get() is error for record in _ledger.exceptions())
+
+
+def failures_so_far() -> int:
+    """How many callbacks have failed in this process."""
+    return _ledger.newest
+
+
+def last_error() -> BaseException | None:
+    """The exception object that a callback raised last, or None.
+
+    Its traceback leads into the callback, with the values of local variables. The
+    newest 32 exceptions of all threads are kept, and up to 1,024 of the last minute.
+    hostcall keeps the local variables of the newest one only. Cost: none unless
+    something failed.
+    """
+    return hand_over_number(_ledger.newest)
+
+
+# --- What was reported ----------------------------------------------------------------
+
+
+def is_reported(number: int) -> bool:
+    """Whether the user has heard of this failure, by a report or the object. A very old
+    one counts as reported, and so does 0, which is no host call's.
+    """
+    old = max(0, _ledger.newest - _REMEMBERED)
+    return number <= old or is_surely_reported(number)
+
+
+def is_surely_reported(number: int) -> bool:
+    """The same for a caller who would rather raise a very old failure again than
+    never.
+    """
+    failure = _ledger.records.get(number)
+    return failure is not None and failure.is_reported
+
+
+def mark_reported(number: int) -> None:
+    """Notes that the user hears of this failure now; nothing for 0."""
+    if number == 0:
+        return
+    with _ledger.lock:
+        failure = _ledger.records.get(number)
+        if failure is None:
+            # It is very old, or a text that somebody else wrote has its number.
+            failure = _ledger.records[number] = Failure(number, None)
+        failure.is_reported = True
+        _ledger.forget_old()
+
+
+# --- Texts about failures -------------------------------------------------------------
 
 
 def summary(exception: BaseException) -> str:
@@ -253,20 +423,24 @@ def text_for_xla(
     hint: str = "",
 ) -> str:
     """The text that JaxRuntimeError shows for an exception of a callback."""
+    message = summary(exception)
+    if hint:
+        message = f"{message}. {hint}"
     # XLA passes the text on as a C string in UTF-8.
-    said = (summary(exception) + (hint and f". {hint}")).replace("\0", "\\0")
-    said = said.encode("utf-8", "backslashreplace").decode()
-    at = f", row {row[0] if len(row) == 1 else row}" if row else ""
-    where = f"(in callback `{name}`{at}, called at {place})"
+    message = message.replace("\0", "\\0")
+    message = message.encode("utf-8", "backslashreplace").decode()
+    of_row = f", row {row[0] if len(row) == 1 else row}" if row else ""
+    origin = f"(in callback `{name}`{of_row}, called at {place})"
     if issubclass(type(exception), _OF_TRACERS):
-        said = (
+        _, _, jax_says = message.partition(": ")
+        message = (
             f"{_name_of(type(exception))}: hostcall: `{name}` uses a traced value, by a"
             " global variable or an attribute, or in a function that it traces itself."
-            f" Such a value has no number. Pass it as an argument {where}. JAX says:"
-            f" {said.partition(': ')[2]}"
+            f" Such a value has no number. Pass it as an argument {origin}. JAX says:"
+            f" {jax_says}"
         )
-        return numbered(exception, errors.with_code(said, "hc-traced"))
-    return numbered(exception, f"{said} {where}")
+        return numbered(exception, errors.with_code(message, "hc-traced"))
+    return numbered(exception, f"{message} {origin}")
 
 
 # Closures are searched for tracers when a call is traced (_core/captured.py).
@@ -277,13 +451,14 @@ _OF_TRACERS = (
 )
 
 
-def numbered(exception: BaseException, said: str) -> str:
-    """Keeps an exception, and appends its number to what is said about it.
+def numbered(exception: BaseException, text: str) -> str:
+    """Keeps an exception, and appends its number to a text about it.
 
     The line of the text's code stays the last one.
     """
-    code = errors.code_in(said)
-    text = f"{errors.without_code(said)} [hostcall error {store(exception)}]"
+    code = errors.code_in(text)
+    number = store(exception)
+    text = f"{errors.without_code(text)} [hostcall error {number}]"
     return errors.with_code(text, code) if code else text
 
 
@@ -294,19 +469,17 @@ def without_number(text: str) -> str:
     return errors.without_code(_NUMBER.sub("", text)).rstrip()
 
 
-def failures_so_far() -> int:
-    """How many callbacks have failed in this process."""
-    return _failures.last
-
-
 def number_in(report: BaseException) -> int:
     """The number at the end of JAX's report; 0 if the failure is not a host call's."""
     return number_of(summary(report))
 
 
 def number_of(text: str) -> int:
-    found = _NUMBER.findall(text)
-    return int(found[-1]) if found else 0
+    numbers = _NUMBER.findall(text)
+    return int(numbers[-1]) if numbers else 0
+
+
+# --- From JAX's report to the exception -----------------------------------------------
 
 
 def original(report: BaseException) -> BaseException | None:
@@ -314,46 +487,7 @@ def original(report: BaseException) -> BaseException | None:
 
     The caller raises it in place of the report, so the user has it from now on.
     """
-    return _handed_over(number_in(report))
-
-
-def kept(number: int) -> BaseException | None:
-    """The exception that `store` gave this number, if it is still kept."""
-    found = _failures.kept.get(number)
-    return None if found is None else found.get()
-
-
-def is_kept(error: BaseException) -> bool:
-    """Whether a callback raised this object."""
-    with _failures.lock:
-        return any(kept.get() is error for kept in list(_failures.kept.values()))
-
-
-def last_error() -> BaseException | None:
-    """The exception object that a callback raised last, or None.
-
-    Its traceback leads into the callback, with the values of local variables. The
-    newest 32 exceptions of all threads are kept, and up to 1,024 of the last minute.
-    hostcall keeps the local variables of the newest one only. Cost: none unless
-    something failed.
-    """
-    return _handed_over(None)
-
-
-def failures_of_effects() -> list[BaseException]:
-    """Calls `_jax.wait_for_effects`; reports made there don't count as told."""
-    with looking():
-        return _jax.wait_for_effects(is_kept)
-
-
-def failure_of(result: Any) -> Exception | None:
-    """Waits for an array or a token; returns what JAX raises if its program failed."""
-    with looking():
-        try:
-            result.block_until_ready()
-        except (*_jax.REPORTS, RuntimeError) as error:  # RuntimeError: it was deleted
-            return error
-    return None
+    return hand_over_number(number_in(report))
 
 
 def replacement(number: int) -> BaseException | None:
@@ -362,37 +496,34 @@ def replacement(number: int) -> BaseException | None:
     KeyboardInterrupt, SystemExit and the like, WatchError, what `hc.observe` raises and
     a debugger's `quit` replace the report.
     """
-    found = kept(number)
+    exception = kept(number)
+    if exception is None:
+        return None
+    kind = type(exception)  # `isinstance` would ask the exception's own `__class__`
     debugger = sys.modules.get("bdb")  # the base of pdb, imported by debuggers only
-    own: tuple[type, ...] = (errors.ReplacesReport,)
-    if debugger is not None:
-        own += (debugger.BdbQuit,)
-    kind = type(found)  # `isinstance` would ask the exception's own `__class__`
-    replaces = issubclass(kind, own) or not issubclass(kind, Exception)
-    return _handed_over(number) if found is not None and replaces else None
-
-
-def told_as(text: str) -> BaseException:
-    """What the caller raises for a failure of which XLA says this: JAX's report, or
-    what replaces it.
-    """
-    number = number_of(text)
-    tell(number)
-    return replacement(number) or jax.errors.JaxRuntimeError(text)
+    is_no_error = not issubclass(kind, Exception)
+    is_quit = debugger is not None and issubclass(kind, debugger.BdbQuit)
+    if is_no_error or is_quit or issubclass(kind, errors.ReplacesReport):
+        return hand_over_number(number)
+    return None
 
 
 def in_place_of_value_error(report: ValueError) -> BaseException | None:
-    """The same for a ValueError of JAX's fast path, which should be a JaxRuntimeError.
+    """What the caller of a program sees in place of a ValueError of JAX's fast path: a
+    JaxRuntimeError, or what replaces that. None: the ValueError is none of JAX's.
 
     The engine calls this on the thread that raises it, before Python looks for a
     handler (native/base/report.h), and for every other ValueError. One that the user
-    made of a report's text stays: that failure has been told.
+    made of a report's text stays: that failure has been reported.
     """
     text = report.args[0] if len(report.args) == 1 else None
     if type(text) is not str:  # nothing of the user's runs here
         return None
     number = number_of(text)
-    return None if is_told(number) or number not in _failures.kept else told_as(text)
+    if _ledger.exception_of(number) is None or is_reported(number):
+        return None
+    mark_reported(number)
+    return replacement(number) or jax.errors.JaxRuntimeError(text)
 
 
 # --- Reports at the time JAX makes them ----------------------------------------------
@@ -402,75 +533,60 @@ def in_place_of_value_error(report: ValueError) -> BaseException | None:
 # JaxRuntimeError. From the first failure on, that constructor is wrapped, for two
 # purposes:
 #
-#   * A report with one of our numbers marks that failure as told, so that `reraise`
+#   * A report with one of our numbers marks that failure as reported, so that `reraise`
 #     does not raise it a second time.
 #   * If the callback raised KeyboardInterrupt or SystemExit, the wrapper raises that
 #     object, and Python drops the half-made report. The user's `except Exception` then
 #     can't swallow a Ctrl-C. The same goes for WatchError, which has the bad values,
 #     and for BdbQuit: whoever quits a debugger should not have to read a report.
 
-_TOLD_AT_MOST = 4096
-
 
 class _Looking(threading.local):
-    inside = False
+    is_on = False  # whether hostcall, not the user, reads the reports made here
 
 
 _looking = _Looking()
 
 
 @contextlib.contextmanager
-def looking() -> Iterator[None]:
-    """Marks reports made inside, on this thread, as read by hostcall, not the user."""
-    before = _looking.inside
-    _looking.inside = True
+def not_reporting() -> Iterator[None]:
+    """Inside, hostcall reads reports on this thread, and the user hears of none."""
+    was_looking = _looking.is_on
+    _looking.is_on = True
     try:
         yield
     finally:
-        _looking.inside = before
+        _looking.is_on = was_looking
 
 
-def is_told(number: int) -> bool:
-    """Whether the user has seen this failure, as a report or as the object. A very old
-    one counts as told, and so does 0, which is no host call's.
-    """
-    old = max(0, _failures.last - _TOLD_AT_MOST)
-    return number <= old or is_surely_told(number)
+def failures_of_effects() -> list[BaseException]:
+    """Calls `_jax.wait_for_effects`; what it finds is not reported yet."""
+    with not_reporting():
+        return _jax.wait_for_effects(is_kept)
 
 
-def is_surely_told(number: int) -> bool:
-    """The same for a caller who would rather raise a very old failure again than
-    never.
-    """
-    return number in _failures.told
-
-
-def tell(number: int) -> None:
-    """Notes that the user has seen this failure."""
-    mine = _failures
-    with mine.lock:
-        mine.told.add(number)
-        if len(mine.told) > 2 * _TOLD_AT_MOST:
-            mine.told = {n for n in mine.told if n > mine.last - _TOLD_AT_MOST}
+def failure_of(result: Any) -> Exception | None:
+    """Waits for an array or a token; returns what JAX raises if its program failed."""
+    with not_reporting():
+        try:
+            result.block_until_ready()
+        except (*_jax.REPORTS, RuntimeError) as error:  # RuntimeError: it was deleted
+            return error
+    return None
 
 
 def _report_is_made(text: str) -> None:
-    replaced: BaseException | None = None
-    if _looking.inside:
+    """Called in the constructor of each JaxRuntimeError, with its text."""
+    if _looking.is_on:
         return
-    with beside_a_failure("noting JAX's report"):
-        replaced = _noted(text)
-    if replaced is not None:
-        raise replaced
-
-
-def _noted(text: str) -> BaseException | None:
-    """Notes that JAX makes a report; returns what is raised in place of it."""
     number = number_of(text)
-    if number:
-        tell(number)
-    return replacement(number)
+    raised_instead: BaseException | None = None
+    with beside_a_failure("noting JAX's report"):
+        mark_reported(number)
+        raised_instead = replacement(number)
+    if raised_instead is not None:
+        raise raised_instead
 
 
-_jax.handlers.quietly = looking
+_jax.handlers.quietly = not_reporting
 _jax.handlers.report = _report_is_made

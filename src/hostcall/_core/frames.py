@@ -26,20 +26,20 @@ def chained(
 
     `around` is left out, and so are exceptions that are only behind `around`.
     """
-    found: list[BaseException] = []
-    todo = [exception]
-    seen = {id(around)}
-    while todo:
-        current = todo.pop()
-        if id(current) in seen:
+    exceptions: list[BaseException] = []
+    stack = [exception]
+    ids_seen = {id(around)}
+    while stack:
+        current = stack.pop()
+        if id(current) in ids_seen:  # a chain may lead back to itself
             continue
-        seen.add(id(current))
-        found.append(current)
+        ids_seen.add(id(current))
+        exceptions.append(current)
         behind = [_cause_of(current), _context_of(current)]
         if issubclass(type(current), BaseExceptionGroup):
             behind += _members_of(current)
-        todo += [e for e in behind if e is not None]
-    return found
+        stack += [error for error in behind if error is not None]
+    return exceptions
 
 
 def own_tracebacks(
@@ -51,8 +51,9 @@ def own_tracebacks(
     The callback may run on the dispatching thread while that thread handles another
     exception. Python chains that one as a context, but its frames belong to the caller.
     """
-    found = chained(exception, around=sys.exception())
-    return [(e, trace) for e in found if (trace := traceback_of(e)) is not None]
+    errors = chained(exception, around=sys.exception())
+    pairs = [(error, traceback_of(error)) for error in errors]
+    return [(error, trace) for error, trace in pairs if trace is not None]
 
 
 # The values that Python itself keeps in an exception. Its class may have attributes of
@@ -91,10 +92,9 @@ def keep_lines(error: BaseException, trace: TracebackType) -> None:
     frames of generators that never run, which hold nothing.
     """
     lines = None
-    for frame, told in reversed([*traceback.walk_tb(trace)]):
+    for frame, line_or_none in reversed([*traceback.walk_tb(trace)]):
         code = frame.f_code
-        names = frame.f_globals
-        line = _line(told)
+        line = _line(line_or_none)
         bare = _BARE.replace(
             co_filename=code.co_filename,
             co_name=code.co_name,
@@ -102,22 +102,25 @@ def keep_lines(error: BaseException, trace: TracebackType) -> None:
             co_firstlineno=line,
         )
         # Of these, linecache finds the text of a line that is in no file.
-        known: dict[str, Any]
-        known = {k: names[k] for k in ("__name__", "__loader__") if k in names}
-        made = FunctionType(bare, known)().gi_frame
-        lines = TracebackType(lines, made, 0, line)  # it is at its first line
+        names = frame.f_globals
+        source: dict[str, Any] = {
+            name: names[name] for name in ("__name__", "__loader__") if name in names
+        }
+        bare_frame = FunctionType(bare, source)().gi_frame
+        lines = TracebackType(lines, bare_frame, 0, line)  # it is at its first line
     if traceback_of(error) is trace:  # else somebody has raised it since
+        # Not `error.with_traceback`, which its class may have written.
         BaseException.with_traceback(error, lines)
 
 
 _BARE = (lambda: (yield)).__code__
 
 
-def _line(told: int | None) -> int:
-    """A line that code can have. Code that was made or changed may tell of none: None
+def _line(line_or_none: int | None) -> int:
+    """A line that code can have. Code that was made or changed may have none: None
     stands for that, or -1 (Python 3.11.2).
     """
-    return max(told or 1, 1)
+    return max(line_or_none or 1, 1)
 
 
 def let_go(error: BaseException) -> None:
@@ -133,9 +136,9 @@ def let_go(error: BaseException) -> None:
         for cell in cells:
             with contextlib.suppress(ValueError):  # the cell is empty
                 del cell.cell_contents
-        given = _arguments.__get__(current)
-        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in given]
-        if any(copy is not arg for copy, arg in zip(copies, given, strict=True)):
+        arguments = _arguments.__get__(current)
+        if any(isinstance(argument, np.ndarray) for argument in arguments):
+            copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
             _arguments.__set__(current, tuple(copies))
 
 
@@ -145,15 +148,16 @@ def _own_cells(frame: FrameType) -> list[CellType]:
     Clearing a frame does not empty them. Cells of the frame's own outer variables are
     left out, since they belong to functions further out.
     """
-    inside = gc.get_referents(frame)
-    free = {
+    referents = gc.get_referents(frame)
+    # A frame refers to its function, whose closure has the outer ones.
+    outer = {
         id(cell)
-        for f in inside
-        if isinstance(f, FunctionType) and f.__code__ is frame.f_code
-        for cell in f.__closure__ or ()
+        for function in referents
+        if isinstance(function, FunctionType) and function.__code__ is frame.f_code
+        for cell in function.__closure__ or ()
     }
-    cells = [x for x in inside if isinstance(x, CellType)]
-    return [cell for cell in cells if id(cell) not in free]
+    cells = [referent for referent in referents if isinstance(referent, CellType)]
+    return [cell for cell in cells if id(cell) not in outer]
 
 
 # --- Views of lent memory that only seem to be kept -----------------------------------
@@ -181,6 +185,7 @@ def release_views(step: int, error: BaseException | None) -> bool:
     Returns:
         Whether there is another step.
     """
+    assert 0 <= step <= len(_GENERATIONS), "the caller stops where this returns False"
     if step == 0:
         if error is not None:
             let_go(error)
@@ -195,9 +200,8 @@ def release_views(step: int, error: BaseException | None) -> bool:
 # passed an object already, and has not freed what it has found. So a collection counts
 # only if it has run on the calling thread, which gc.callbacks tell.
 
-_WAIT = (
-    10.0  # seconds, for a finalizer in the other thread's collection that never ends
-)
+# Seconds, for a finalizer in the other thread's collection that never ends.
+_WAIT = 10.0
 
 
 class _Collections(threading.local):
@@ -225,6 +229,7 @@ def collect(generation: int = 2) -> None:
         # A finalizer of this thread's collection made the call. No other one can begin
         # before it returns.
         return
+    assert generation >= 0, "-1 stands for none"
     _collections.oldest = -1
     deadline = time.monotonic() + _WAIT
     while True:

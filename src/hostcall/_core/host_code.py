@@ -1,9 +1,9 @@
 """Tells hostcall's own callables from a user's, and follows wrappers of either.
 
 A user's callable may have every attribute (a Mock), or run code when it is asked for
-one (an xmlrpc proxy). So nothing of hostcall's is looked up on it by name: `own` asks
-for its class, and all that hostcall wants to know of its own callables are methods of
-`HostCode`.
+one (an xmlrpc proxy). So nothing of hostcall's is looked up on it by name:
+`as_host_code` asks for its class, and all that hostcall wants to know of its own
+callables are methods of `HostCode`.
 """
 
 from __future__ import annotations
@@ -72,10 +72,12 @@ class HostCode:
         return None
 
     def enter(
-        self, here: Any, held: contextlib.ExitStack, args: Args, kwargs: Kwargs
+        self, current: Any, locks: contextlib.ExitStack, args: Args, kwargs: Kwargs
     ) -> Callable[..., Any] | None:
-        """Locks what a row needs until `held` is closed; returns what to await then.
+        """Locks what a row needs until `locks` is closed; returns what to await then.
         None if nothing is locked.
+
+        `current` is what `hc.current()` answers in the row.
         """
         return None
 
@@ -103,13 +105,13 @@ class Callee(NamedTuple):
         function: the HostFunction.
         code: what calls its Python function, in a form that its executor can send.
         options: those of a call, unless it has its own: CallOptions.
-        before: arguments before those that are given: the object of a method.
+        bound: arguments before those that are given: the object of a method.
     """
 
     function: Any
     code: Callable[..., Any]
     options: Any
-    before: tuple[Any, ...] = ()
+    bound: tuple[Any, ...] = ()
 
 
 class Handle:
@@ -184,15 +186,15 @@ def as_host_code(fn: object) -> HostCode:
     return fn if issubclass(type(fn), HostCode) else USERS  # type: ignore[return-value]
 
 
-def handle(thing: object) -> Handle | None:
-    """The object, if it is one of hostcall's handles; see `own`."""
-    return thing if issubclass(type(thing), Handle) else None  # type: ignore[return-value]
+def handle(value: object) -> Handle | None:
+    """The object, if it is one of hostcall's handles; see `as_host_code`."""
+    return value if issubclass(type(value), Handle) else None  # type: ignore[return-value]
 
 
-def is_function(thing: object) -> bool:
+def is_function(value: object) -> bool:
     """Whether this is a HostFunction, or a bound one."""
-    given = handle(thing)
-    return given is not None and given._definition() is not None
+    of_ours = handle(value)
+    return of_ours is not None and of_ours._definition() is not None
 
 
 def is_partial(fn: object) -> TypeGuard[functools.partial[Any]]:
@@ -221,22 +223,22 @@ def layers(fn: Any) -> Iterator[Any]:
     )
 
 
-def asked(thing: object, attribute: str, kind: type[T]) -> T | None:
+def asked(value: object, attribute: str, kind: type[T]) -> T | None:
     """An attribute of Python's own, such as `__code__`, if it has the type that it has
     in Python's own objects.
 
     None otherwise: a proxy may raise anything, and a Mock with a spec answers a Mock.
     """
     try:
-        found = getattr(thing, attribute, None)
+        answer = getattr(value, attribute, None)
     except Exception:
         return None
-    return found if type(found) is kind else None
+    return answer if type(answer) is kind else None
 
 
-def text_of(thing: object, attribute: str) -> str:
+def text_of(value: object, attribute: str) -> str:
     """As `asked`, for a text; "" without."""
-    return asked(thing, attribute, str) or ""
+    return asked(value, attribute, str) or ""
 
 
 def dress(wrapper: Any, fn: Any) -> None:
@@ -244,9 +246,9 @@ def dress(wrapper: Any, fn: Any) -> None:
 
     `__wrapped__` is left out if Python and JAX could not ask for the signature then.
     """
-    for each in ("__module__", "__doc__"):
-        if text_of(fn, each):
-            setattr(wrapper, each, text_of(fn, each))
+    for attribute in ("__module__", "__doc__"):
+        if text := text_of(fn, attribute):
+            setattr(wrapper, attribute, text)
     try:
         inspect.unwrap(fn)
         with contextlib.suppress(TypeError, ValueError):  # JAX does without it then
@@ -256,15 +258,15 @@ def dress(wrapper: Any, fn: Any) -> None:
     wrapper.__wrapped__ = fn
 
 
-def own_dictionary(thing: object) -> dict[str, Any] | None:
+def own_dictionary(value: object) -> dict[str, Any] | None:
     """The attributes of an object itself, for which `__getattr__` can't answer."""
     try:
-        kept = object.__getattribute__(thing, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except Exception:  # no dictionary, or a property of that name
         return None
-    return kept if type(kept) is dict else None
+    return attributes if type(attributes) is dict else None
 
 
-def wrapped(thing: object) -> Any:
+def wrapped(value: object) -> Any:
     """What `functools.wraps` has kept in an object; None without."""
-    return (own_dictionary(thing) or {}).get("__wrapped__")
+    return (own_dictionary(value) or {}).get("__wrapped__")

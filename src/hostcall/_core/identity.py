@@ -1,7 +1,12 @@
-"""What tells two calls apart whose users' objects may say that they are equal."""
+"""What tells two calls apart whose users' objects may say that they are equal.
+
+It decides which calls of live programs share a slot: one of the four equalities
+(docs/design/equalities.md), and the strictest.
+"""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from types import MethodType, NoneType
@@ -16,8 +21,11 @@ from hostcall._jax.types import Aval, KeyDtype, TreeDef
 _PLAIN = frozenset(map(id, (int, bool, str, bytes, NoneType)))
 _OF_JAX = Aval, KeyDtype, jax.sharding.Sharding
 
+# The metadata of a field of a dataclass that follows from its other fields.
+FOLLOWS = types.MappingProxyType({"follows": True})
 
-def identity(thing: Any) -> Hashable:
+
+def identity(value: Any) -> Hashable:
     """Equal only for things that nobody can tell apart, while both are alive.
 
     What calls are made of (hostcall's frozen dataclasses, tuples, structures of
@@ -26,44 +34,51 @@ def identity(thing: Any) -> Hashable:
     Anything else is a user's object, which is only itself: none of its code runs here.
     So is a dict or list, which may be large (the globals of a module) or hold itself.
     """
-    told = list[Hashable]()
-    left = [thing]
-    while left:
-        one = left.pop()
-        kind: type = type(one)
+    identities = list[Hashable]()
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        kind: type = type(value)
         if id(kind) in _PLAIN:
-            told.append((kind, one))  # with its type: True is not 1
-        elif (parts := _parts(one, kind)) is not None:
-            told.append((kind, len(parts)))
-            left += parts
+            identities.append((kind, value))  # with its type: True is not 1
+        elif (components := _parts(value, kind)) is not None:
+            # With their number: else (1, (2, 3)) and (1, (2,), 3) would be one row.
+            identities.append((kind, len(components)))
+            stack += components
         elif kind is float or kind is complex:
-            told.append((kind, repr(one)))  # -0.0 is not 0.0
+            identities.append((kind, repr(value)))  # -0.0 is not 0.0
         elif kind is MethodType:
-            told.append((kind, id(one.__self__), id(one.__func__)))
+            # Python makes a new object for each look at a method.
+            identities.append((kind, id(value.__self__), id(value.__func__)))
         else:
-            told.append(one if issubclass(kind, _OF_JAX) else id(one))
-    return tuple(told)
+            identities.append(value if issubclass(kind, _OF_JAX) else id(value))
+    return tuple(identities)
 
 
 _PACKAGE = __name__.partition(".")[0]
 _attributes = type.__dict__["__dict__"].__get__  # runs nothing of a metaclass
 
 
-def _parts(thing: Any, kind: type) -> Sequence[Any] | None:
-    """What a thing is made of that calls are made of; None for others."""
+def _parts(value: Any, kind: type) -> Sequence[Any] | None:
+    """What a value is made of that calls are made of; None for others."""
     if kind is tuple:
-        return thing  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]
     if kind is TreeDef:
-        of, more = thing.node_data() or (None, ())
-        keys_or_more = tuple(more) if of is dict else more
-        return of, keys_or_more, *thing.children()
+        node_type, node_data = value.node_data() or (None, ())
+        # Only the keys of a dict come as a list, which would count as a user's object.
+        data = tuple(node_data) if node_type is dict else node_data
+        return node_type, data, *value.children()
     if kind is Opaque:
-        return (thing.value,)
+        return (value.value,)
     # Frozen dataclasses of hostcall's: all that they are follows from what they were
     # made of. Functions and rules are among them.
-    its = _attributes(kind)
-    how = its.get("__dataclass_params__")
-    package, _, _ = str(its.get("__module__")).partition(".")
-    if how is None or package != _PACKAGE or not how.frozen:
+    attributes = _attributes(kind)
+    dataclass = attributes.get("__dataclass_params__")
+    package, _, _ = str(attributes.get("__module__")).partition(".")
+    if dataclass is None or package != _PACKAGE or not dataclass.frozen:
         return None
-    return [getattr(thing, f.name) for f in fields(kind) if f.init]
+    return [
+        getattr(value, field.name)
+        for field in fields(kind)
+        if field.init and "follows" not in field.metadata
+    ]

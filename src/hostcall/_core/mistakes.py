@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 import warnings
@@ -48,8 +49,12 @@ class Face(NamedTuple):
 
     def given(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Those of its options whose value is not the default."""
-        own = self.options
-        return {k: v for k, v in values.items() if k in own and v is not own[k]}
+        defaults = self.options
+        return {
+            name: value
+            for name, value in values.items()
+            if name in defaults and value is not defaults[name]
+        }
 
     def with_argument(self, name: str, argument: str) -> str:
         return self.form.format(fn=name, args=f"..., {argument}")
@@ -59,17 +64,19 @@ class Face(NamedTuple):
         passed = self.with_argument(name, value)
         return f"Pass it as an argument: {passed}, with a parameter for it"
 
-    def hint(self, keyword: str, others: Collection[str] = ()) -> str:
+    def hint(self, keyword: str, parameters: Collection[str] = ()) -> str:
         """Guesses what an unknown keyword was meant to be.
 
-        `others` are further names that it may be a misspelling of.
+        `parameters` are the function's, of which it may be a misspelling too.
         """
         if keyword in self.jaxs:
             return f"In {self.name}, JAX's {keyword}= is {self.jaxs[keyword]}"
-        near = get_close_matches(keyword, [*self.options, *self.gone, *others], n=1)
-        if near and near[0] in self.gone:
-            return f"{self.name} has no {near[0]}=: {self.gone[near[0]]}."
-        return f"Did you mean {near[0]}=?" if near else ""
+        names = [*self.options, *self.gone, *parameters]
+        for nearest in get_close_matches(keyword, names, n=1):
+            if nearest in self.gone:
+                return f"{self.name} has no {nearest}=: {self.gone[nearest]}."
+            return f"Did you mean {nearest}=?"
+        return ""
 
     def refuse(self, unknown: Collection[str], word: str = "option") -> None:
         """Refuses keywords that are none of its options; says what to write instead."""
@@ -81,10 +88,15 @@ class Face(NamedTuple):
             )
 
 
-def options_of(function: Callable[..., Any], *others: str) -> dict[str, object]:
-    """The keywords that `function` takes itself, without `others`; their defaults."""
+def options_of(function: Callable[..., Any], *left_out: str) -> dict[str, object]:
+    """The keywords that `function` takes itself, without `left_out`; their defaults."""
+    no_options = {"args", "kwargs", *left_out}
     parameters = inspect.signature(function).parameters.items()
-    return {k: p.default for k, p in parameters if k not in {"args", "kwargs", *others}}
+    return {
+        name: parameter.default
+        for name, parameter in parameters
+        if name not in no_options
+    }
 
 
 def check(
@@ -109,16 +121,17 @@ def check(
     """
     n = len(args)
     names = (*kwargs, *also)
-    plain = type(fn) is types.FunctionType  # most are, with n parameters
-    code = fn.__code__ if plain and not names else None
+    is_plain = type(fn) is types.FunctionType  # most are, with n parameters
+    # A quick look first: to ask for a signature takes longer than the rest.
+    code = fn.__code__ if is_plain and not names else None
     fits = code is not None and code.co_argcount == n and not code.co_kwonlyargcount
     if not fits and not accepts(fn, n, names):
         _refuse_arguments(face, fn, n, tuple(kwargs), tuple(also), result)
     if kwargs:
         _refuse_swallowed(face, fn, kwargs)
-    if _jax.traces_nothing():
+    if _jax.traces_nothing():  # so there is no traced value that it could use
         return
-    if not plain or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
+    if not is_plain or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
         refuse_traced(fn, face.instead_of_traced)
     for mark in marks:
         if isinstance(mark, Opaque) and has_tracers_text(mark.value):
@@ -151,26 +164,27 @@ def refuse_traced(fn: Any, instead: Callable[[str, str], str]) -> None:
         fn: the function.
         instead: says what to write, given the names of the function and of the value.
     """
-    for how, value, tracer in traced_values(fn, set()):
+    for phrase, value, tracer in traced_values(fn, set()):
         name = name_of(fn)
         raise SpecError(
-            f"hostcall: `{name}` {how}, a traced value ({tracer.aval.str_short()}) of"
-            f" the program around it. It has no value when `{name}` runs on the host."
+            f"hostcall: `{name}` {phrase}, a traced value"
+            f" ({tracer.aval.str_short()}) of the program around it. It has no value"
+            f" when `{name}` runs on the host."
             f" {instead(name, value)}",
             code="hc-traced",
         )
 
 
-def warn_if_traced(what: str, instead: str) -> None:
+def warn_if_traced(event: str, instead: str) -> None:
     """Warns of a wait that is part of no program, in a function that is being traced.
 
     Args:
-        what: the wait, as a clause: "hc.barrier() is called".
+        event: the wait, as a clause: "hc.barrier() is called".
         instead: what it does there, and what to write.
     """
     if _jax.is_staged():
         warnings.warn(
-            f"hostcall: {what} while a program is traced, and not when it runs."
+            f"hostcall: {event} while a program is traced, and not when it runs."
             f" {instead}",
             RuntimeWarning,
             stacklevel=3,
@@ -191,22 +205,24 @@ def _refuse_arguments(
     if signature is not None:
         has = f" `{name}` takes {without_types(signature)}."
     begin = f"hostcall: {face.name} calls `{name}` with "
-    for k in names:
-        if takes(signature, k):
+    for keyword in names:
+        if takes(signature, keyword):
             continue
-        said = f"{begin}the keyword {k}=, which it does not take."
-        hint = face.hint(k, [] if signature is None else signature.parameters)
+        parameters = [] if signature is None else signature.parameters
+        hint = face.hint(keyword, parameters)
         if not hint and face.options:
             hint = f"The options of {face.name} are {', '.join(sorted(face.options))}"
-        raise SpecError(f"{said}{has} {hint}".rstrip(), code="hc-arguments")
-    given = counted(n, "positional argument")
-    if names or also:
-        given += f" and {', '.join(f'{k}=' for k in (*names, *also))}"
+        text = f"{begin}the keyword {keyword}=, which it does not take.{has} {hint}"
+        raise SpecError(text.rstrip(), code="hc-arguments")
+    keywords = (*names, *also)
+    passed = counted(n, "positional argument")
+    if keywords:
+        passed += f" and {', '.join(f'{keyword}=' for keyword in keywords)}"
     form = face.form.format(fn=name, args="*args")
     match = f"Arguments and parameters must match: {form}"
     # An array may describe a result, so it is a mistake only if an argument is missing.
     arrays = (jax.Array, np.ndarray, np.generic)
-    if isinstance(result, arrays) and accepts(fn, n + 1, (*names, *also)):
+    if isinstance(result, arrays) and accepts(fn, n + 1, keywords):
         match = (
             f"The first array ({result.dtype}{list(result.shape)}) was taken for the"
             f" result. What `{name}` returns is described before its arguments:"
@@ -215,7 +231,7 @@ def _refuse_arguments(
         )
     elif also and accepts(fn, n, names):
         match = _how_to_take_out(fn, signature)
-    raise SpecError(f"{begin}{given}.{has} {match}", code="hc-arguments")
+    raise SpecError(f"{begin}{passed}.{has} {match}", code="hc-arguments")
 
 
 def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
@@ -226,16 +242,18 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
     signature = signature_of(fn)
     if signature is None:
         return
-    for k in names:
-        if k in signature.parameters:
+    options = [*face.options, *face.gone]
+    for keyword in names:
+        if keyword in signature.parameters:
             continue
-        if get_close_matches(k, [*face.options, *face.gone], n=1, cutoff=0.8):
+        # Only what is nearly an option: all else is the function's own.
+        if get_close_matches(keyword, options, n=1, cutoff=0.8):
             name = name_of(fn)
             raise SpecError(
-                f"hostcall: {face.name} has no option {k}=, and would pass it to"
-                f" `{name}`, which takes any keyword. {face.hint(k)} If `{name}` shall"
-                f" have it: functools.partial({name}, {k}=...), or lambda x, a:"
-                f" {name}(x, {k}=a)",
+                f"hostcall: {face.name} has no option {keyword}=, and would pass it to"
+                f" `{name}`, which takes any keyword. {face.hint(keyword)} If `{name}`"
+                f" shall have it: functools.partial({name}, {keyword}=...), or"
+                f" lambda x, a: {name}(x, {keyword}=a)",
                 code="hc-arguments",
             )
 
@@ -243,12 +261,13 @@ def _refuse_swallowed(face: Face, fn: Any, names: Collection[str]) -> None:
 def warn_of_own(face: Face, fn: Any, options: Mapping[str, object]) -> None:
     """Warns if an option that is given is also a parameter of the function."""
     for option, value in options.items():
-        own = own_option(fn, option, value)
-        if own:
+        instead = own_option(fn, option, value)
+        if instead:
+            name = name_of(fn)
             warnings.warn(
                 f"hostcall: {option}={value!r} is an option of {face.name}, so"
-                f" `{name_of(fn)}` does not get it{own}. If the option is meant, wrap"
-                f" the function: lambda *args: {name_of(fn)}(*args)",
+                f" `{name}` does not get it{instead}. If the option is meant, wrap"
+                f" the function: lambda *args: {name}(*args)",
                 UserWarning,
                 stacklevel=_jax_and_own_frames(),
             )
@@ -256,10 +275,10 @@ def warn_of_own(face: Face, fn: Any, options: Mapping[str, object]) -> None:
 
 def _jax_and_own_frames() -> int:
     """The `stacklevel` of the user's line, for a warning of this function's caller."""
-    user = users_frame()
-    frame = sys._getframe(1)
+    users = users_frame()
+    frame = sys._getframe(1)  # of the caller, for which `stacklevel` is 1
     level = 1
-    while frame is not user and frame.f_back is not None:
+    while frame is not users and frame.f_back is not None:
         frame = frame.f_back
         level = level + 1
     return level
@@ -267,10 +286,15 @@ def _jax_and_own_frames() -> int:
 
 def _how_to_take_out(fn: Any, signature: inspect.Signature | None) -> str:
     """What to write if lend="out" was given for a function without `out`."""
-    known = () if signature is None else signature.parameters.values()
-    own = [str(p).partition(":")[0].partition("=")[0] for p in known]
-    short = name_of(fn).rpartition(".")[2]
-    head = f"{'f' if '<' in short else short}({', '.join([*own, 'out'])})"
+    parameters: list[str] = []
+    if signature is not None:
+        # Without types and defaults, but with the stars.
+        texts = map(str, signature.parameters.values())
+        parameters = [re.split("[:=]", text)[0] for text in texts]
+    _, _, name = name_of(fn).rpartition(".")
+    if "<" in name:  # a lambda
+        name = "f"
+    head = f"{name}({', '.join([*parameters, 'out'])})"
     return (
         'lend="out" also passes out=, the arrays of the results, for the function to'
         f" write into: write def {head}, or leave out lend="
@@ -303,15 +327,15 @@ def check_function(
         returns: the caller uses what the function returns.
     """
     check_callable(fn, usage)
-    plain = type(fn) is types.FunctionType  # most are
-    for each in () if plain else layers(fn):
-        made = handle(each)
-        if made is not None and (why := made._why_not()):
+    is_plain = type(fn) is types.FunctionType  # most are
+    for layer in () if is_plain else layers(fn):
+        of_ours = handle(layer)
+        if of_ours is not None and (why := of_ours._why_not()):
             raise SpecError(why, code="hc-result-spec")
-    seen = inspect_callable(fn)
-    if seen.awaits and not awaits:
+    facts = inspect_callable(fn)
+    if facts.awaits and not awaits:
         refuse_coroutines(fn)
-    if seen.yields:
+    if facts.yields:
         instead = (
             "Make the generator outside the program, and pass a function that takes its"
             ' next value: lambda: next(generator), with order="ordered"'
@@ -321,18 +345,18 @@ def check_function(
             " start it outside the program, and pass its method generator.send"
         )
         raise SpecError(
-            f"hostcall: `{seen.name}` is a generator function: calling it only makes a"
+            f"hostcall: `{facts.name}` is a generator function: calling it only makes a"
             f" generator. {instead}",
             code="hc-coroutine",
         )
-    return seen
+    return facts
 
 
 def refuse_coroutines(fn: Any) -> None:
     """Refuses a coroutine function where nothing would await what it returns."""
-    seen = inspect_callable(fn)
-    if seen.awaits:
-        name = seen.name
+    facts = inspect_callable(fn)
+    if facts.awaits:
+        name = facts.name
         raise SpecError(
             f"hostcall: `{name}` is a coroutine function: calling it only makes a"
             " coroutine, which nothing here awaits. hc.call, hc.host, hc.Object and"
@@ -343,11 +367,11 @@ def refuse_coroutines(fn: Any) -> None:
 
 
 def of_a_number(
-    function: Callable[..., Any], what: str, number: str, name: str
+    function: Callable[..., Any], label: str, number: str, name: str
 ) -> Callable[[Any], Any]:
     """Calls a user's function with a number, or without one if it requires none.
 
-    `what`, `number` and `name` are what messages call the function, the number, and an
+    `label`, `number` and `name` are what messages call the function, the number, and an
     argument for it.
     """
     if accepts(function, 0, ()):
@@ -355,14 +379,14 @@ def of_a_number(
     if accepts(function, 1, ()):
         return function
     signature = signature_of(function)
-    assert signature is not None  # without one, all arguments are accepted
+    assert signature is not None, "without one, all arguments are accepted"
     needed = [
         p.name
         for p in signature.parameters.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     raise SpecError(
-        f"hostcall: {what} should require no argument, or only {number}, but it"
+        f"hostcall: {label} should require no argument, or only {number}, but it"
         f" requires {', '.join(needed)}. Write lambda: ... or lambda {name}: ...",
         code="hc-arguments",
     )
@@ -374,34 +398,36 @@ def first_default(function: Callable[..., Any]) -> str:
     if signature is None or not accepts(function, 0, ()):
         return ""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return next((p.name for p in signature.parameters.values() if p.kind in kinds), "")
+    parameters = signature.parameters.values()
+    return next((p.name for p in parameters if p.kind in kinds), "")
 
 
 def parse_mask(
-    where: object,
+    value: object,
     name: str,
     option: str = "where",
     fn: Callable[..., Any] | None = None,
 ) -> jax.Array | np.ndarray:
     """The mask as an array. `fn` is the function, if its own keywords come with it."""
-    mask = where if isinstance(where, jax.Array) else np.asarray(where)
+    mask = value if isinstance(value, jax.Array) else np.asarray(value)
     if mask.dtype != np.bool_ or mask.shape != ():
-        own = "" if fn is None else own_option(fn, option, where)
+        advice = "" if fn is None else own_option(fn, option, value)
         raise SpecError(
             f"hostcall: {option}= of `{name}` should be one bool, got"
             f" {mask.dtype}{list(mask.shape)}. For one bool per row, vmap the function"
-            f" that makes the call{own}",
+            f" that makes the call{advice}",
             code="hc-option",
         )
     return mask
 
 
-def of_all_processes(processes: object, limit: object, who: str, alone: str) -> bool:
+def of_all_processes(processes: object, limit: object, face: str, alone: str) -> bool:
     """Whether all processes take part; refuses wrong options. `alone` is the remedy."""
     if processes is None:
         return False
     if processes != "all":
-        raise wrong("processes", who, "'all'", processes, f". Leave it out for {alone}")
+        advice = f". Leave it out for {alone}"
+        raise wrong("processes", face, "'all'", processes, advice)
     if not isinstance(limit, (int, float)) or not limit > 0:
-        raise wrong("limit", who, "a number of seconds above 0", limit)
+        raise wrong("limit", face, "a number of seconds above 0", limit)
     return True

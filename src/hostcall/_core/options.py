@@ -74,10 +74,12 @@ class Option:
 
 def choice(*values: object, or_none: bool = False) -> Option:
     """An option that has one of these values."""
+    # Other kinds may be equal to one of the values, as 1 is to True, or have an `==`
+    # that raises, as an array has.
     kinds = (str, bool, types.NoneType)
     return Option(
-        choices(values) + (" or None" if or_none else ""),
-        lambda v: isinstance(v, kinds) and v in values,
+        wanted=choices(values) + (" or None" if or_none else ""),
+        fits=lambda value: isinstance(value, kinds) and value in values,
         needed=not or_none,
         values=values,
     )
@@ -87,11 +89,11 @@ def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def count(what: str) -> Option:
+def count(of_things: str) -> Option:
     """An option that says how many."""
     return Option(
-        f"{what}, an int of 1 or more (below 2**31)",
-        lambda v: _number(v) and isinstance(v, int) and 0 < v < 2**31,
+        wanted=f"{of_things}, an int of 1 or more (below 2**31)",
+        fits=lambda v: _number(v) and isinstance(v, int) and 0 < v < 2**31,
     )
 
 
@@ -106,8 +108,8 @@ def _is_executor(value: object) -> bool:
 def _on(*words: str) -> Option:
     """Where a call or a tap is made."""
     return Option(
-        f"{', '.join(map(repr, words))} or a device, such as jax.devices()[0]",
-        lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in words),
+        wanted=f"{', '.join(map(repr, words))} or a device, such as jax.devices()[0]",
+        fits=lambda v: isinstance(v, jax.Device) or (isinstance(v, str) and v in words),
         needed=True,
         values=words,
     )
@@ -136,7 +138,7 @@ def option(
     *,
     key: bool = True,
     stays: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> Any:
     """The field of an option.
 
@@ -145,15 +147,20 @@ def option(
         default: its value if it is not given.
         key: whether the keys of programs differ that differ in it.
         stays: whether it does not leave the process with a program.
-        how: as for `dataclasses.field`.
+        options: as for `dataclasses.field`.
     """
-    return field(default=default, metadata={_ROW: row, _KEY: key, _STAYS: stays}, **how)
+    metadata = {_ROW: row, _KEY: key, _STAYS: stays}
+    return field(default=default, metadata=metadata, **options)
 
 
-def table(*of: type) -> dict[str, Option]:
+def table(*classes: type) -> dict[str, Option]:
     """The rows of the options that these dataclasses have."""
-    every = [f for each in of for f in fields(each)]
-    return {f.name: f.metadata[_ROW] for f in every if _ROW in f.metadata}
+    return {
+        member.name: member.metadata[_ROW]
+        for cls in classes
+        for member in fields(cls)
+        if _ROW in member.metadata
+    }
 
 
 def _keyed(cls: type[DataclassInstance]) -> operator.attrgetter[Any]:
@@ -200,19 +207,22 @@ class PlaceOptions:
         """The device that `on` names."""
         return None if self.sharding is None else next(iter(self.sharding.device_set))
 
-    def met(self, policy: Policy, where: object = None) -> dict[str, object]:
+    def met(self, policy: Policy, mask: object = None) -> dict[str, object]:
         """All that is said of a call, for `check`: what of it may not meet."""
-        return {"on": self.sharding, **vars(self), **vars(policy), "where": where}
+        return {"on": self.sharding, **vars(self), **vars(policy), "where": mask}
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], others: Self | None = None) -> Self:
-        """Those of the options that a place has; `others` has what is not given."""
-        own = {} if others is None else vars(others).copy()
-        own |= {k: v for k, v in given.items() if k in cls.__dataclass_fields__}
-        if isinstance(on := given.get("on"), jax.Device):
-            own["sharding"] = jax.sharding.SingleDeviceSharding(on)
-            own.pop("on", None)
-        return cls(**own)
+    def of(cls, options: Mapping[str, Any], defaults: Self | None = None) -> Self:
+        """Those of the options that a place has; `defaults` has what is not given."""
+        values = {} if defaults is None else vars(defaults).copy()
+        # A face passes all of its options, those of the function and the mask too.
+        names = cls.__dataclass_fields__
+        values |= {name: value for name, value in options.items() if name in names}
+        device = options.get("on")
+        if isinstance(device, jax.Device):
+            values["sharding"] = jax.sharding.SingleDeviceSharding(device)
+            values.pop("on", None)  # a tap's `on` is then "once"
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,11 +275,13 @@ class TapOptions(PlaceOptions):
         )
     )
     batch: int | None = option(count("the most taps that a call gets"))
-    # 2 executions are not 2.0 seconds, though the numbers are equal.
-    _kind_of_every: type = field(init=False, repr=False, metadata=LOCAL_ONLY)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_kind_of_every", type(self.every))
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        # 2 executions are not 2.0 seconds, though the numbers are equal.
+        same_unit = type(self.every) is type(other.every)
+        return same_unit and vars(self) == vars(other)
 
     @property
     def collected(self) -> str | None:  # type: ignore[override]
@@ -289,11 +301,14 @@ class TapOptions(PlaceOptions):
     @property
     def native(self) -> dict[str, Any]:
         """Those that the engine acts on, as `_native.TapSettings` takes them."""
+        # An int counts executions, a float seconds. For the engine, 0 is "not thinned".
         every = self.every
+        every_steps = every if isinstance(every, int) else 0
+        every_ns = int(every * 1e9) if isinstance(every, float) else 0
         return {
             "when_full": _native.WhenFull[self.when_full.upper()],
-            "every_steps": every if isinstance(every, int) else 0,
-            "every_ns": int(every * 1e9) if isinstance(every, float) else 0,
+            "every_steps": every_steps,
+            "every_ns": every_ns,
             "sample": 1.0 if self.sample is None else self.sample,
             "batch": self.batch or 0,
         }
@@ -338,11 +353,12 @@ class Policy:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Policy:
         """The policy in options as `hc.host` takes them."""
-        given = {k: v for k, v in options.items() if k in cls.__dataclass_fields__}
-        executor = given.get("executor")
+        names = cls.__dataclass_fields__
+        values = {name: value for name, value in options.items() if name in names}
+        executor = values.get("executor")
         if executor is not None:
-            given["executor"] = Opaque(executor)
-        return cls(**given)
+            values["executor"] = Opaque(executor)  # it may not be hashable
+        return cls(**values)
 
     def at_least(self) -> Policy:
         """What holds for each call: rows one by one do without the executor, and plain
@@ -403,6 +419,8 @@ Pair = tuple[dict[str, Test], dict[str, Test], str]
 
 
 def _given(value: object) -> bool:
+    # None, and the False of lend= and float64=, say that an option is not given. 0 does
+    # not: no option may be 0, and `unfit` has refused it where it was given.
     return value is not None and value is not False
 
 
@@ -421,8 +439,22 @@ def _is_not(*texts: object) -> Test:
 _TOGETHER = "Taps of a batch are delivered together, not one by one between others"
 _LENT = "A function on another thread could outlive the memory it was lent"
 
-# (options, others, why): none of the first may meet one of the others. "awaits" is
-# whether the function is a coroutine function.
+# Which options may not meet, a row for each reason: (options, others, why). A row
+# refuses what has one of `options` together with one of `others`, where an option
+# counts if its test is true of the value. `pair_refused` names both in the error, and
+# `why` goes on from there: what it is, and what to write instead. For example
+#
+#     ({"batch": _given}, {"order": _is("ordered")}, "...: leave out order=, or batch=")
+#
+# makes hc.tap(f, x, batch=8, order="ordered") an error that says "batch= and
+# order='ordered'. ...: leave out order=, or batch=".
+#
+# The tests get the values as `PlaceOptions.met` has them, so "where" is the mask, "on"
+# the sharding of a device, and "awaits", which is no option, says whether the function
+# is a coroutine function. An option that is not among the values is not tested, so a
+# face that has no `timeout=` passes all rows of it. The first row that fits is named.
+# tests/call/test_option_pairs.py tries all pairs of all faces: it finds a row that is
+# missing or refuses too much.
 _PAIRS: tuple[Pair, ...] = (
     (
         {"lend": _given},
@@ -479,14 +511,25 @@ _PAIRS: tuple[Pair, ...] = (
 )
 
 
-def pair_refused(given: Mapping[str, object]) -> str | None:
+def pair_refused(values: Mapping[str, object]) -> str | None:
     """Which two of these may not meet, and why; None if all may."""
-    for ones, others, why in _PAIRS:
-        met = [k for k, test in ones.items() if k in given and test(given[k])]
-        for other, test in others.items() if met else ():
-            if other in given and test(given[other]):
-                two = [_shown(k, given[k]) for k in (*met, other)]
-                return f"{' and '.join(two)}. {why}"
+    for options, others, why in _PAIRS:
+        first = _first_that_counts(options, values)
+        if first is None:  # most options are not given
+            continue
+        second = _first_that_counts(others, values)
+        if second is not None:
+            return f"{first} and {second}. {why}"
+    return None
+
+
+def _first_that_counts(
+    tests: Mapping[str, Test], values: Mapping[str, object]
+) -> str | None:
+    """The first of these options whose test is true, in the words of an error."""
+    for option, test in tests.items():
+        if option in values and test(values[option]):
+            return _shown(option, values[option])
     return None
 
 
@@ -495,15 +538,17 @@ def _shown(option: str, value: object) -> str:
         return f"is {'' if value else 'not '}a coroutine function"
     if _missing(value):
         return f"no {option}="
-    return f"{option}={value!r}" if isinstance(value, (str, bool)) else f"{option}="
+    if isinstance(value, (str, bool)):
+        return f"{option}={value!r}"
+    return f"{option}="
 
 
 # --- Checks --------------------------------------------------------------------------
 
 
-def unfit(given: Mapping[str, object], options: Mapping[str, Option]) -> str | None:
+def unfit(values: Mapping[str, object], options: Mapping[str, Option]) -> str | None:
     """The option that is given a value which it can't have; None if there is none."""
-    for name, value in given.items():
+    for name, value in values.items():
         option = options.get(name)
         if option is None or (value is None and not option.needed):
             continue
@@ -513,26 +558,27 @@ def unfit(given: Mapping[str, object], options: Mapping[str, Option]) -> str | N
 
 
 def check(
-    of: str,
-    given: Mapping[str, object],
+    owner: str,
+    values: Mapping[str, object],
     options: Mapping[str, Option] = CALL,
     fn: Callable[..., Any] | None = None,
 ) -> None:
     """Refuses wrong values of options, and those that may not meet.
 
     Args:
-        of: what has them, in the words of an error.
-        given: the values, and "awaits". Pairs with what is not here are not looked for.
+        owner: what has them, in the words of an error.
+        values: what is given, and "awaits". Pairs with what is not here are not looked
+            for.
         options: what they may be; empty if only pairs are looked for.
         fn: the function, if its own keywords come with them, so that a value may have
             been meant for it.
     """
-    if (name := unfit(given, options)) is not None:
-        option = options[name]
-        value = given[name]
-        more = _INSTEAD.get(value, "") if isinstance(value, str) else ""
-        own = "" if fn is None else own_option(fn, name, value)
-        more = more.format(fn="fn" if fn is None else name_of(fn))
-        raise wrong(name, of, option.wanted, value, more or own)
-    if (what := pair_refused(given)) is not None:
-        raise conflict(of, what)
+    if (name := unfit(values, options)) is not None:
+        value = values[name]
+        instead = _INSTEAD.get(value, "") if isinstance(value, str) else ""
+        instead = instead.format(fn="fn" if fn is None else name_of(fn))
+        if not instead and fn is not None:
+            instead = own_option(fn, name, value)
+        raise wrong(name, owner, options[name].wanted, value, instead)
+    if (refused := pair_refused(values)) is not None:
+        raise conflict(owner, refused)

@@ -73,14 +73,18 @@ def _heal(effect: Effect, token: Token | None) -> None:
     if failure is None:
         return
     number = failures.number_in(failure)
-    if not failures.is_told(number) and (own := failures.replacement(number)):
-        failures.tell(number)  # KeyboardInterrupt, SystemExit and the like
-        raise own
+    if not failures.is_reported(number):
+        # KeyboardInterrupt, SystemExit and the like end the thread here: it would never
+        # look at the results of the failed program.
+        raised_instead = failures.replacement(number)
+        if raised_instead is not None:
+            failures.mark_reported(number)
+            raise raised_instead
     # JAX's own effects are those of drop-ins, and of JAX's own callbacks.
     if isinstance(effect, CallEffect) or number:
         _jax.forget_tokens([token])
-        said = str(failure)  # a handler may keep what it gets
-        logger.error("ordered calls continue after a failed program: %s", said)
+        # As text: a handler may keep what it gets, and an error holds frames.
+        logger.error("ordered calls continue after a failed program: %s", str(failure))
 
 
 _jax.handlers.before_token = _heal

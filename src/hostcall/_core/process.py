@@ -26,7 +26,11 @@ Made = TypeVar("Made")
 
 
 class PerProcess:
-    """All of its state is made by `__init__`, which takes nothing, or by `renew`."""
+    """State of one process, which a forked child starts anew.
+
+    By default `__init__`, which takes nothing, makes all of it again; a kind whose
+    `__init__` takes arguments, or that keeps something, has an `after_fork` of its own.
+    """
 
     # By id. A dict is changed, and its values are copied, in single steps, with the GIL
     # and without: no lock, which a fork could leave locked.
@@ -38,8 +42,9 @@ class PerProcess:
         living = PerProcess._living  # a module's names are None at the end
         living[number] = weakref.ref(self, lambda _: living.pop(number, None))
 
-    def renew(self) -> None:
-        """Called in a forked child."""
+    def after_fork(self) -> None:
+        """Called in a forked child, by the one hook that hostcall has for forks."""
+        # Never destroyed: the end of an object may close what the parent still uses.
         _native.keep_for_ever(vars(self).copy())
         vars(self).clear()
         type(self).__init__(self)
@@ -55,7 +60,8 @@ class Guarded(PerProcess):
         self.lock = threading.RLock()
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
+        # A thread that does not exist here may have held the parent's.
         self.lock = threading.RLock()
 
 
@@ -65,14 +71,14 @@ def living(kind: type[T]) -> list[T]:
     return [owner for owner in owners if isinstance(owner, kind)]
 
 
-def renew_all() -> None:
-    """Called in a forked child, by the end of the process (_runtime/lifecycle.py).
+def call_after_fork() -> None:
+    """Calls `after_fork` of all state, in a forked child (_runtime/lifecycle.py).
 
     One that fails is logged: the others must not keep locks of the parent's for it.
     """
     for owner in living(PerProcess):
         try:
-            owner.renew()
+            owner.after_fork()
         except Exception:
             logger.exception("a forked child could not start %r anew", owner)
 
@@ -87,24 +93,26 @@ def once(make: Callable[[], Made]) -> Callable[[], Made]:
 
     If it raises, the next time is the first one.
     """
-    made: list[Made] = []
+    first: list[Made] = []
 
-    @functools.cache  # what is made needs no lock
+    @functools.cache  # once there is a value, no call waits for the lock
     @functools.wraps(make)
     def get() -> Made:
         with starting.lock:
-            if not made:
+            if not first:
                 value = make()
                 # A signal handler may have started it meanwhile, on this thread.
-                made[:] = made or [value]
-            return made[0]
+                first[:] = first or [value]
+            assert len(first) == 1, "what is started once is one thing"
+            return first[0]
 
     return get
 
 
-def refusal(what: str) -> HostcallError:
+def refusal(work: str) -> HostcallError:
+    """The error for work that a forked child may not do; `work` is a clause."""
     return HostcallError(
-        f"hostcall: {what} in a process that was forked from one that had started JAX."
+        f"hostcall: {work} in a process that was forked from one that had started JAX."
         " JAX's threads do not exist here. Start workers with multiprocessing's 'spawn'"
         " or 'forkserver' method",
         code="hc-process",

@@ -39,10 +39,10 @@ class Names(Guarded):
         self.replaced = weakref.WeakKeyDictionary()
         super().__init__()
 
-    def of(self, held: Any) -> Name | None:
+    def of(self, value: Any) -> Name | None:
         """The name of what a program holds, or None."""
         try:
-            return self.names.get(held)
+            return self.names.get(value)
         except TypeError:  # unhashable
             return None
 

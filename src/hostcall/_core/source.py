@@ -51,8 +51,8 @@ class Place:
 
 def users_place(fn: Any = None) -> Place:
     """The place of `users_frame`, or the one that a function of hostcall tells."""
-    if issubclass(type(fn), HostCode) and (told := fn.place()) is not None:
-        return Place(*told)
+    if (place := as_host_code(fn).place()) is not None:
+        return Place(*place)
     frame = users_frame()
     code = frame.f_code
     return Place(code.co_filename, frame.f_lineno, code.co_qualname)
@@ -66,14 +66,15 @@ def users_frame() -> types.FrameType:
     with a context manager.
     """
     frame = sys._getframe(1)
-    inner = (PACKAGE, _JAX, contextlib.__file__)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+    skipped = (PACKAGE, _JAX, contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
+    # The outermost one, if there is none of the user's: `python -m hostcall`.
     return frame
 
 
 class CallableFacts(NamedTuple):
-    """What hostcall knows of a callable, of which nothing has run.
+    """What hostcall knows of a callable without running any of it.
 
     Attributes:
         name: by which messages call it.
@@ -81,7 +82,7 @@ class CallableFacts(NamedTuple):
         awaits: whether a call makes a coroutine.
         yields: whether a call makes a generator, asynchronous or not.
         source: its name and place, which all closures over one `def` share.
-        own: what answers for it: itself, if hostcall made it.
+        host_code: what answers for it: itself, if hostcall made it.
     """
 
     name: str
@@ -89,7 +90,7 @@ class CallableFacts(NamedTuple):
     awaits: bool
     yields: bool
     source: str
-    own: HostCode = USERS
+    host_code: HostCode = USERS
 
     @property
     def place(self) -> Place:
@@ -117,23 +118,25 @@ def inspect_callable(fn: Any) -> CallableFacts:
     if type(fn) is types.FunctionType:  # most are; eager calls look each time
         name = fn.__qualname__
         code = fn.__code__
-        ours = USERS
-        told = ""
+        host_code = USERS
+        source = ""
         awaits = bool(code.co_flags & inspect.CO_COROUTINE)
         if fn.__dict__:  # perhaps the mark of inspect.markcoroutinefunction
             awaits = inspect.iscoroutinefunction(fn)
         yields = bool(code.co_flags & _YIELDS)
     else:
         name, code, awaits, yields = _look_inside(fn)
-        ours = as_host_code(fn)
-        told = ours.source()
-    if not told and code is not None:
-        told = f"{name} ({code.co_filename}:{code.co_firstlineno})"
-    return CallableFacts(name, code, awaits, yields, told or name, ours)
+        host_code = as_host_code(fn)
+        source = host_code.source()
+    if not source and code is not None:
+        source = f"{name} ({code.co_filename}:{code.co_firstlineno})"
+    # By position: keywords take a third of a microsecond more, of each eager call.
+    return CallableFacts(name, code, awaits, yields, source or name, host_code)
 
 
 def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     """(name, code, awaits, yields) of what is no plain function."""
+    # The name is the outermost that a layer has; all else is the innermost's.
     name = ""
     inner = fn
     in_partial = False
@@ -144,20 +147,22 @@ def _look_inside(fn: Any) -> tuple[str, types.CodeType | None, bool, bool]:
     name = name or text_of(inner, "__name__") or type(inner).__qualname__  # a ufunc
     if in_partial:  # what hostcall's own code wraps is called by its name alone
         name = f"partial({name})"
-    found = asked(inner, "__code__", types.CodeType)
-    if (ours := as_host_code(inner)) is inner:
-        return name, found, ours.awaits(), False
+    code = asked(inner, "__code__", types.CodeType)
+    host_code = as_host_code(inner)
+    if host_code is inner:
+        return name, code, host_code.awaits(), False
     try:
         if _is_written_in_c(inner):
-            return name, found, False, False
+            return name, code, False, False
         # By its type, since a Mock with a spec has the `__class__` of a function.
-        routine = issubclass(type(inner), _ROUTINES)
-        body = inner if routine else type(inner).__call__
+        is_routine = issubclass(type(inner), _ROUTINES)
+        body = inner if is_routine else type(inner).__call__
         awaits = any(map(inspect.iscoroutinefunction, (inner, body)))
         yields = inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
     except Exception:  # it can't be called, or is such a Mock, without code
-        awaits = yields = False
-    return name, found, awaits, yields
+        awaits = False
+        yields = False
+    return name, code, awaits, yields
 
 
 # What inspect.markcoroutinefunction sets begins so in all versions of Python.
@@ -191,11 +196,11 @@ def closed_over(fn: types.FunctionType) -> dict[str, Any]:
     """The variables of the functions around it that a function uses, without those that
     are not assigned yet.
     """
-    found = {}
+    variables = {}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+        with contextlib.suppress(ValueError):  # it is empty
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def is_anonymous(fn: Function) -> bool:

@@ -37,13 +37,15 @@ def wait(
     """Waits until `done(slice)` is true; returns False if it isn't after `seconds`.
 
     Args:
-        done: `ended`, `over` and `seen` make one.
+        done: `until_result`, `until_thread_ends` and `until_true` make one.
         seconds: the limit; None for no limit.
         look: called after each slice; raises if `done` can't become true any more.
         slow: what is logged, once, if this takes long; "" for nothing so far.
     """
-    began = now = time.monotonic()
+    began = time.monotonic()
+    now = began
     until = math.inf if seconds is None else began + seconds
+    # With no seconds at all, `done` is asked once.
     while not done(min(SLICE, max(0.0, until - now))):
         now = time.monotonic()
         if now >= until:
@@ -56,7 +58,7 @@ def wait(
     return True
 
 
-def ended(future: futures.Future[Any]) -> Done:
+def until_result(future: futures.Future[Any]) -> Done:
     """For `wait`: whether a future has a value or an error."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
@@ -76,7 +78,7 @@ def result_of(future: futures.Future[T]) -> T:
         del error, future  # breaks the cycle error -> this frame -> error
 
 
-def over(thread: threading.Thread) -> Done:
+def until_thread_ends(thread: threading.Thread) -> Done:
     """For `wait`: whether a thread has ended."""
 
     def done(seconds: float) -> bool:
@@ -86,7 +88,7 @@ def over(thread: threading.Thread) -> Done:
     return done
 
 
-def seen(look: Callable[[], object], pause: float | None = None) -> Done:
+def until_true(look: Callable[[], object], pause: float | None = None) -> Done:
     """For `wait`: whether `look()` is true, which wakes nobody when it becomes so.
 
     `pause` is the time between two looks, if they are dear. It may be longer than a

@@ -92,33 +92,39 @@ class WatchError(HostcallError, RuntimeError, ReplacesReport):
             SpecError: a leaf is neither an array nor a number, a text or None. There
                 is no file then.
         """
-        state = self.__reduce__()[2]
-        state = {"text": self.args[0], **{name: state[name] for name in _SAVED}}
-        state["place"] = self.place and dataclasses.astuple(self.place)
-        beside = f"{os.fspath(path)}.{os.getpid()}.part"
+        _, _, state = self.__reduce__()
+        saved = {"text": self.args[0]}
+        saved |= {name: state[name] for name in _SAVED}
+        saved["place"] = self.place and dataclasses.astuple(self.place)
+        unfinished = f"{os.fspath(path)}.{os.getpid()}.part"
         with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)  # of a killed process, or a link that somebody put there
+            os.remove(
+                unfinished
+            )  # of a killed process, or a link that somebody put there
         try:
             # "x" follows no link, which "w" would.
-            with zipfile.ZipFile(beside, "x", allowZip64=True) as file:
-                told = {name: _told(file, x, name) for name, x in state.items()}
-                text = json.dumps({**told, "version": _VERSION}, indent=1)
-                file.writestr("failure.json", text)
-            os.replace(beside, path)  # so that no half of a file gets this name
+            with zipfile.ZipFile(unfinished, "x", allowZip64=True) as file:
+                encoded: Json = {
+                    name: _encoded(file, value, name) for name, value in saved.items()
+                }
+                encoded["version"] = _VERSION
+                file.writestr("failure.json", json.dumps(encoded, indent=1))
+            os.replace(unfinished, path)  # so that no half of a file gets this name
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.remove(beside)
+                os.remove(unfinished)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WatchError:
         """Reads what `save` wrote; `hc.tools.load_failure` says what comes back."""
         try:
             with zipfile.ZipFile(path) as file:
-                if any(one.compress_type for one in file.infolist()):
+                # A small compressed part may be read as one that fills the memory.
+                if any(part.compress_type for part in file.infolist()):
                     raise ValueError("it has compressed parts; `save` writes none")
-                told = json.loads(file.read("failure.json"))
-                version = told.pop("version")
-                told.pop("history", None)  # which earlier versions kept
+                encoded = json.loads(file.read("failure.json"))
+                version = encoded.pop("version")
+                encoded.pop("history", None)  # which earlier versions kept
                 if version > _VERSION:
                     raise SpecError(
                         f"hostcall: {os.fspath(path)!r} was written by a newer hostcall"
@@ -126,7 +132,7 @@ class WatchError(HostcallError, RuntimeError, ReplacesReport):
                         f" {_VERSION}). Update hostcall",
                         code="hc-load",
                     )
-                state = {name: _read(file, part) for name, part in told.items()}
+                state = {name: _read(file, part) for name, part in encoded.items()}
             state["place"] = state["place"] and Place(*state["place"])
             return cls(state.pop("text"), **state)
         except (SpecError, FileNotFoundError, IsADirectoryError, PermissionError):
@@ -155,60 +161,68 @@ Array: TypeAlias = np.ndarray | np.generic | jax.Array
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _told(file: zipfile.ZipFile, x: object, at: str) -> Json:
-    """The JSON of a tree; its arrays go to the file. `at` names it in errors."""
-    if type(x) in _PLAIN:
-        return {"leaf": x}
-    if isinstance(x, (np.ndarray, np.generic, jax.Array)):
-        return _told_array(file, x, at)
-    paths = jax.tree_util.tree_flatten_with_path(x, lambda y: y is not x)[0]
-    if len(paths) == 1 and paths[0][1] is x:
+def _encoded(file: zipfile.ZipFile, tree: object, label: str) -> Json:
+    """The JSON of a tree; its arrays go to the file. Errors call it by its label."""
+    if type(tree) in _PLAIN:
+        return {"leaf": tree}
+    if isinstance(tree, (np.ndarray, np.generic, jax.Array)):
+        return _encoded_array(file, tree, label)
+    # One level: each child is a leaf of it.
+    is_child = lambda node: node is not tree  # noqa: E731
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_child)
+    if len(children) == 1 and children[0][1] is tree:
         raise SpecError(
-            f"hostcall: {at} can't be saved: it is of type {type(x).__name__}."
+            f"hostcall: {label} can't be saved: it is of type {type(tree).__name__}."
             " Arrays, numbers, texts and None are saved, and pytrees of them; leave"
             " it out of the watched tree and of also=",
             code="hc-pickle",
         )
     keystr = jax.tree_util.keystr
-    told = [_told(file, child, at + keystr(path)) for path, child in paths]
-    if type(x) in (list, tuple):
-        return {type(x).__name__: told}
-    keys = [keystr(path, simple=True) for path, _ in paths]
-    if type(x) is dict and all(type(key) in (str, int) for key in x):
-        keys = [path[0].key for path, _ in paths]
-    return {"dict": list(zip(keys, told, strict=True))}
+    encoded = [_encoded(file, child, label + keystr(path)) for path, child in children]
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: encoded}
+    keys = [keystr(path, simple=True) for path, _ in children]
+    if type(tree) is dict and all(type(key) in (str, int) for key in tree):
+        keys = [path[0].key for path, _ in children]
+    return {"dict": list(zip(keys, encoded, strict=True))}
 
 
-def _told_array(file: zipfile.ZipFile, x: Array, at: str) -> Json:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        kind = str(jax.random.key_impl(x))
-        return {"key": _told_array(file, jax.random.key_data(x), at), "impl": kind}
-    array = np.asarray(x)
+def _encoded_array(file: zipfile.ZipFile, value: Array, label: str) -> Json:
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        block = jax.random.key_data(value)
+        implementation = str(jax.random.key_impl(value))
+        return {"key": _encoded_array(file, block, label), "impl": implementation}
+    array = np.asarray(value)
     if array.dtype.hasobject:
         raise SpecError(
-            f"hostcall: {at} can't be saved: it is an array of Python objects",
+            f"hostcall: {label} can't be saved: it is an array of Python objects",
             code="hc-pickle",
         )
     # NumPy's file format does not know the dtypes of ml_dtypes (bfloat16).
     if array.dtype.isbuiltin != 1:
         array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
     name = f"{len(file.namelist())}.npy"
-    with file.open(name, "w", force_zip64=True) as to:
-        np.lib.format.write_array(cast("BinaryIO", to), array, allow_pickle=False)
-    return {"array": name, "dtype": str(x.dtype), "shape": x.shape}
+    with file.open(name, "w", force_zip64=True) as stream:
+        np.lib.format.write_array(cast("BinaryIO", stream), array, allow_pickle=False)
+    return {"array": name, "dtype": str(value.dtype), "shape": value.shape}
 
 
-def _read(file: zipfile.ZipFile, told: Json) -> Any:
-    if "leaf" in told:
-        return told["leaf"]
-    if "array" in told:
-        with file.open(told["array"]) as data:
-            read_array = np.lib.format.read_array
-            array = read_array(cast("BinaryIO", data), allow_pickle=False)
-        return array.view(jax.numpy.dtype(told["dtype"])).reshape(told["shape"])
-    if "key" in told:
-        return jax.random.wrap_key_data(_read(file, told["key"]), impl=told["impl"])
-    if "dict" in told:
-        return {k: _read(file, child) for k, child in told["dict"]}
-    ((kind, children),) = told.items()
-    return {"list": list, "tuple": tuple}[kind](_read(file, x) for x in children)
+def _read(file: zipfile.ZipFile, encoded: Json) -> Any:
+    if "leaf" in encoded:
+        return encoded["leaf"]
+    if "array" in encoded:
+        with file.open(encoded["array"]) as stream:
+            # Never pickled objects, which would run code of whoever wrote the file.
+            array = np.lib.format.read_array(
+                cast("BinaryIO", stream), allow_pickle=False
+            )
+        dtype = jax.numpy.dtype(encoded["dtype"])
+        return array.view(dtype).reshape(encoded["shape"])
+    if "key" in encoded:
+        block = _read(file, encoded["key"])
+        return jax.random.wrap_key_data(block, impl=encoded["impl"])
+    if "dict" in encoded:
+        return {key: _read(file, child) for key, child in encoded["dict"]}
+    ((kind, children),) = encoded.items()
+    container = {"list": list, "tuple": tuple}[kind]
+    return container(_read(file, child) for child in children)

@@ -94,7 +94,7 @@ class CallHooks:
         """(what a result is, which shape it has) if the function is a rule of
         hostcall's that says so; else empty texts.
         """
-        return self.callback.seen.own.result_words(number)
+        return self.callback.facts.host_code.result_words(number)
 
     def on_error(self, error: BaseException, row: tuple[int, ...]) -> str:
         """The text with which the program fails; `row` is () if no row has an index."""
@@ -179,7 +179,7 @@ class CallHooks:
         job = self.placement.job
         assert job is not None, "only programs over several processes have an outcome"
         if ours:
-            job.failed(said, tell=False)
+            job.failed(said, announces=False)
             return said
         process = self.placement.calling_process
         origins = self.placement.origins
@@ -199,7 +199,7 @@ class CallHooks:
             f"hostcall: `{self.name}`{taken} failed in {where}", code="hc-failed"
         )
         text = failures.numbered(error, failures.summary(error))
-        job.failed(text, tell=False)
+        job.failed(text, announces=False)
         return text
 
     def on_view_left(self, step: int, error: BaseException | None) -> bool:

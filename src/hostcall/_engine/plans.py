@@ -152,7 +152,7 @@ def _called(
     as_they_are = equation.options.arrays == "numpy" and not any(keys)  # most calls
     if not as_they_are or callback.policy.float64:
         converters = _converters(hooks, shapes)
-    layered = compressed or callback.seen.awaits or callback.policy.layered
+    layered = compressed or callback.facts.awaits or callback.policy.layered
     if hooks.placement.called_by_other_process:
         called = EngineFunctions(_nothing, ResultForm.NOTHING, plain=True)
         native["feed"] = None  # its items are taken there

@@ -523,7 +523,7 @@ class Method(Handle, TakesMask):
 
     def _callee(self) -> Callee | None:
         callee = self.__func__._callee()
-        return callee and callee._replace(before=(self.__self__,))
+        return callee and callee._replace(bound=(self.__self__,))
 
     def _why_not(self) -> str:
         return self.__func__._why_not()

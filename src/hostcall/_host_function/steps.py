@@ -174,8 +174,8 @@ class RuleCall(HostCode, Value):
         if method is not how.vmap_method:
             how = replace(how, vmap_method=method)
         given = Opaque(self), *trees, fills, how, site.place, policy
-        looked = self.seen._replace(own=self)
-        return bind_call(CallSpec(*given, looked=looked), operands, mask)
+        looked = self.seen._replace(host_code=self)
+        return bind_call(CallSpec(*given, known=looked), operands, mask)
 
     def _of_results(self, own: Sequence[T] | None) -> tuple[T | None, ...]:
         """One entry for each result of the call: from those for the function's results

@@ -11,9 +11,9 @@ So after such a failure this process refuses every program over several processe
 the rest of its life. Programs over its own devices still run. A process that learns
 that another one failed refuses them too: they could only hang.
 
-A failure that reaches all processes by the program's own reduction is not told to the
-others. They will raise it by themselves, and one that has not even started the program
-must not refuse it: the failed process waits for it in the reduction.
+A failure that reaches all processes by the program's own reduction is not announced to
+the others. They will raise it by themselves, and one that has not even started the
+program must not refuse it: the failed process waits for it in the reduction.
 """
 
 from __future__ import annotations
@@ -35,68 +35,69 @@ _LONGEST = 10_000  # characters of a text of another process
 
 
 class Failures:
-    """The first failures that this process knows of."""
+    """The first failures that this process knows of: here, and in other processes."""
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        """`tell(text)` tells the other processes that this one failed."""
-        # The first text that is "told" to all, the first one of a failure "here", and
-        # the first one that another process told: "there".
+    def __init__(self, send: Callable[[str], object]) -> None:
+        """`send(text)` sends the other processes the text of a failure here."""
+        # The first text that is "announced" to all, the first one of a failure "here",
+        # and the first one that another process announced: "there".
         # `setdefault` is one step, with the GIL and without, so one thread finds its
         # own text there: no lock.
         self._first: dict[str, str] = {}
-        self._tell = tell
+        self._send = send
 
     @property
-    def told(self) -> str | None:
-        """The first one that all processes are told of, with its process; or None."""
-        return self._first.get("told")
+    def announced(self) -> str | None:
+        """The first one that all processes hear of, with its process; or None."""
+        return self._first.get("announced")
 
     @property
     def by_program(self) -> bool:
-        """Whether a program has told all processes of the first failure here."""
+        """Whether a program brings all processes the first failure here."""
         return "by program" in self._first
 
-    def failed(self, text: str, *, tell: bool = True) -> None:
+    def failed(self, text: str, *, announces: bool = True) -> None:
         """Notes that a call of a program over several processes failed here.
 
-        `tell`: the others do not learn it from the program itself.
+        `announces`: the others do not learn it from the program itself.
         """
         if self._is_first("here", text):
             _jax.refuse_programs_across(self._refusal)
-            if tell:
-                self.tell(text)
+            if announces:
+                self.announce(text)
             else:
                 self._is_first("by program", text)
 
-    def tell(self, text: str) -> None:
-        """Tells the other processes of a failure here."""
+    def announce(self, text: str) -> None:
+        """Lets the other processes know of a failure here."""
         text = failures.without_number(text)
-        self._tell(text)
+        self._send(text)
         # Now, since this failure may follow from another's, which is learned there.
-        self._is_first("told", f"process {_jax.job_rank()} failed: {text}")
+        self._is_first("announced", f"process {_jax.job_rank()} failed: {text}")
 
     def failed_there(self, process: int, text: str) -> None:
         """Notes that another process failed, and logs the first one that did."""
-        told = f"process {process} failed: {_shown(text)}"
-        self._is_first("there", told)
-        if self._is_first("told", told):
+        failure = f"process {process} failed: {_shown(text)}"
+        self._is_first("there", failure)
+        if self._is_first("announced", failure):
             _jax.refuse_programs_across(self._refusal)
             logger.error(
                 "%s. This process may run no further program over several processes",
-                self.told,
+                self.announced,
             )
 
     def explain(self, error: BaseException) -> None:
         """Adds the failure of another process to an error that follows from it: that
         of a collective, which says that a connection was closed.
         """
-        there = self._first.get("there")
-        # What failed here has a text of its own, and refusals have the other's.
-        if there is None or "here" in self._first or there in failures.summary(error):
+        failure = self._first.get("there")
+        if failure is None or "here" in self._first:  # which has a text of its own
+            return
+        if failure in failures.summary(error):  # a refusal says it already
             return
         failures.add_note(
             error,
-            f"hostcall: before this error, {there}. Collectives that wait for that"
+            f"hostcall: before this error, {failure}. Collectives that wait for that"
             " process raise in all others",
         )
 
@@ -155,7 +156,7 @@ class Failures:
         return HostcallError(
             f"hostcall: {why}. End all processes of the job, and restart them from the"
             " last checkpoint. Programs over this process's own devices still run. The"
-            f" first failure was: {self._first.get('here', self.told)}",
+            f" first failure was: {self._first.get('here', self.announced)}",
             code="hc-process",
         )
 

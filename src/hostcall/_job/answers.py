@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from hostcall import _jax
 from hostcall._core import codec
-from hostcall._core.wait import seen, wait
+from hostcall._core.wait import until_true, wait
 from hostcall._job.mailbox import BOARD
 from hostcall._runtime.running import ProcessStatus, doing
 
@@ -37,25 +37,27 @@ _numbers = itertools.count()
 
 def ask(seconds: float) -> list[ProcessStatus]:
     """Asks all processes; those that do not answer in time are in the list too."""
-    here, processes = _jax.place_in_job()
-    own = doing(here)
-    question = f"{here}.{next(_numbers)}"
-    others = [process for process in range(processes) if process != here]
+    this_process, processes = _jax.place_in_job()
+    statuses = {this_process: doing(this_process)}
+    question = f"{this_process}.{next(_numbers)}"
+    asked = [process for process in range(processes) if process != this_process]
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
-        texts = _fetch(f"{_ANSWERS}{question}", others, seconds)
-        found = [_read(process, texts.get(process)) for process in others]
-        return [*found[:here], own, *found[here:]]
+        texts = _fetch(f"{_ANSWERS}{question}", asked, seconds)
+        for process in asked:
+            statuses[process] = _read(process, texts.get(process))
+        return [statuses[process] for process in range(processes)]
     finally:
+        # Also after Ctrl-C: a question that stays would be answered by all for ever.
         _jax.job_delete(f"{BOARD}asks/{question}")
         _jax.job_delete(f"{_ANSWERS}{question}/")
 
 
 def answer(question: str) -> None:
     """Answers another process. Called on the job's thread."""
-    own = doing(_jax.job_rank())
-    text = codec.write(_CODEC.encode(own, "an answer"))
-    _jax.job_put(f"{_ANSWERS}{question}/{own.process}", text)
+    status = doing(_jax.job_rank())
+    text = codec.write(_CODEC.encode(status, "an answer"))
+    _jax.job_put(f"{_ANSWERS}{question}/{status.process}", text)
 
 
 def _fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]:
@@ -63,17 +65,19 @@ def _fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]
 
     Looks 20 times a second, so that Ctrl-C ends the wait.
     """
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
 
-    def look() -> bool:
+    def all_are_there() -> bool:
         for giver in givers:
-            text = None if giver in found else _jax.job_get(f"{name}/{giver}")
+            if giver in texts:
+                continue
+            text = _jax.job_get(f"{name}/{giver}")
             if text is not None:  # it may be empty
-                found[giver] = text
-        return all(giver in found for giver in givers)
+                texts[giver] = text
+        return all(giver in texts for giver in givers)
 
-    wait(seen(look), seconds)
-    return found
+    wait(until_true(all_are_there), seconds)
+    return texts
 
 
 def _read(process: int, text: str | None) -> ProcessStatus:
@@ -82,8 +86,8 @@ def _read(process: int, text: str | None) -> ProcessStatus:
     """
     if text is not None and len(text) <= _LARGEST:
         with contextlib.suppress(codec.Malformed, KeyError):
-            said: ProcessStatus = _CODEC.decode(
-                codec.read(text), ProcessStatus, "answer"
-            )
-            return replace(said, process=process, answered=True)
+            json_status = codec.read(text)
+            status: ProcessStatus = _CODEC.decode(json_status, ProcessStatus, "answer")
+            # By the key, not by what the text says of itself.
+            return replace(status, process=process, answered=True)
     return ProcessStatus(process, answered=False)

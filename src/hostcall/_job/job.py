@@ -50,7 +50,7 @@ from hostcall import _jax, _native
 from hostcall._core import failures
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import PerProcess, once, refusal
-from hostcall._core.wait import seen, wait
+from hostcall._core.wait import until_true, wait
 from hostcall._job import answers
 from hostcall._job.after_failure import Failures
 from hostcall._job.mailbox import BOARD, LEFT, Mailbox
@@ -88,7 +88,7 @@ class Job(PerProcess):
     ending = 1.0
 
     def __init__(self) -> None:
-        self.failures = Failures(self._tell)
+        self.failures = Failures(self._send_failure)
         self._mailbox = Mailbox(self)
         self._ended_by: BaseException | None = None  # what ended the script
         self._script_ended = False
@@ -97,26 +97,26 @@ class Job(PerProcess):
         self.watched = not _jax.job_outlives_processes()
         # All are connected now: `jax.distributed.initialize` meets them. If this does
         # not see as many (there is a proxy between them), it can't see them go.
-        others = _jax.job_size() - 1
-        self._sees_others = self.watched and _jax.processes_at_service() == others
+        expected = _jax.job_size() - 1
+        self._sees_others = self.watched and _jax.processes_at_service() == expected
         if self.watched:
             self._mailbox.start()
             self._mailbox.post(f"{_HERE}{_jax.job_rank()}")
             sys.excepthook = functools.partial(self._note, sys.excepthook)
         super().__init__()
 
-    def _tell(self, text: str) -> None:
+    def _send_failure(self, text: str) -> None:
         if self.watched:
             self._mailbox.send(f"{BOARD}failed/{_jax.job_rank()}", text)
 
-    def _note(self, before: Any, kind: Any, error: BaseException, trace: Any) -> None:
+    def _note(self, hook: Any, kind: Any, error: BaseException, trace: Any) -> None:
         """Notes an exception that Python reports; in an interactive session it only
         ends a statement.
         """
         if not hasattr(sys, "ps1"):
             self._ended_by = error
             self.explain(error)
-        before(kind, error, trace)
+        hook(kind, error, trace)  # the one that was set before
 
     def explain(self, error: BaseException) -> None:
         """Adds to an error the failure of another process that it may follow from."""
@@ -138,7 +138,7 @@ class Job(PerProcess):
         """Ends the collectives of this process, some time after a failure; and again,
         ever less often, for a program that was about to begin one.
         """
-        if self.failures.told is None:
+        if self.failures.announced is None:
             return
         now = time.monotonic()
         if self._closes_next == math.inf:
@@ -152,12 +152,12 @@ class Job(PerProcess):
         """Raises in the main thread, which has gone on after a failure."""
         # Nobody else has to hear of it: this process is ending, or no failure is known,
         # and somebody else than process 0 has written this.
-        if self._script_ended or self.failures.told is None:
+        if self._script_ended or self.failures.announced is None:
             return
         why = (
             "process 0 of the job, which has the coordination service, ends now. jaxlib"
             " aborts this process then, which has gone on after a failure:"
-            f" {self.failures.told}"
+            f" {self.failures.announced}"
         )
         logger.error("%s", why)
 
@@ -171,7 +171,7 @@ class Job(PerProcess):
         ServiceEnds.__qualname__ = HostcallError.__qualname__
         ServiceEnds.__module__ = HostcallError.__module__
         main = threading.main_thread().ident
-        assert main is not None  # it runs: the interpreter ends after this thread
+        assert main is not None, "the interpreter ends after this thread"
         _native.raise_in_thread(main, ServiceEnds)
         # It may wait in XLA for a program that waits for a call.
         _native.interrupt_calls(taps=True)
@@ -184,54 +184,58 @@ class Job(PerProcess):
         if self.watched and self._ended_by is not None:
             # It may follow from another's failure, which is to be told then.
             self._mailbox.send("")
-            if self.failures.told is None:
-                self.failures.tell(failures.summary(self._ended_by))
+            if self.failures.announced is None:
+                self.failures.announce(failures.summary(self._ended_by))
 
     def interrupted(self) -> None:
         """Tells the others that Ctrl-C ends this process's end."""
         if self.watched and _jax.job_size() > 1:
-            self.failures.tell("KeyboardInterrupt at its end")
+            self.failures.announce("KeyboardInterrupt at its end")
 
     def leave(self) -> None:
         """Meets the other processes, or leaves a job that failed."""
         if not self.watched:
             return
         if _jax.job_size() > 1:  # not shut down yet
-            if self.failures.told is None:
+            if self.failures.announced is None:
                 self._meet()
-            if self.failures.told is not None:
+            if self.failures.announced is not None:
                 self._part()
         self._mailbox.stop()
 
-    def renew(self) -> None:
-        """The thread does not exist in a forked child, nor do those of JAX's client."""
+    def after_fork(self) -> None:
+        # Neither the mailbox's thread exists here, nor do those of JAX's client.
         self.watched = False
 
     def _meet(self) -> None:
-        def met() -> str | None:
-            return self.failures.told or _jax.job_get(f"{_END}all")
+        """Waits for the others at the end, until one of them fails."""
+
+        def have_met() -> str | None:
+            return self.failures.announced or _jax.job_get(f"{_END}all")
 
         try:
             arrived = _jax.job_count(f"{_END}count")
             size = _jax.job_size()
+            # Whoever comes last lets all go on. So does each, if some process has run
+            # nothing of hostcall's over several: that one does not come here.
             if arrived == size or len(_jax.job_folder(_HERE)) < size:
                 _jax.job_put(f"{_END}all", "go on")
-            if not wait(seen(met, self._mailbox.pause / 2), self.patience):
+            if not wait(until_true(have_met, self._mailbox.pause / 2), self.patience):
                 text = f"it waited {self.patience:g} s at its end for the others"
-                self.failures.tell(text)
+                self.failures.announce(text)
         except jax.errors.JaxRuntimeError as error:
             logger.error("the job's other processes can't be awaited: %s", error)
 
     def _part(self) -> None:
         """Leaves a job that failed. Process 0 waits for all others."""
-        here = _jax.job_rank()
+        rank = _jax.job_rank()
         # Some may still be in the reduction that tells them of a failure: they get a
         # moment, until the end of this process, or `looked`, closes the connections.
         if not self.failures.by_program:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
                 _jax.close_collectives()
-        self._mailbox.send(f"{LEFT}{here}")
-        if here == 0 and not self._left_by_all():
+        self._mailbox.send(f"{LEFT}{rank}")
+        if rank == 0 and not self._left_by_all():
             logger.warning(
                 "process 0 ends, and with it the job's coordination service. jaxlib"
                 " aborts the other processes that have gone on after the failure, of"
@@ -253,16 +257,16 @@ class Job(PerProcess):
         fewest = self._others()
         until = time.monotonic() + seconds
 
-        def nothing_changes() -> bool:
+        def all_end_or_none_does() -> bool:
             nonlocal fewest, until
             now = time.monotonic()
-            others = self._others()
-            if others < fewest:
-                fewest = others
-                until = now + seconds
-            return others == 0 or now >= until
+            running = self._others()
+            if running < fewest:
+                fewest = running
+                until = now + seconds  # the next one gets as long again
+            return running == 0 or now >= until
 
-        wait(seen(nothing_changes))
+        wait(until_true(all_end_or_none_does))
         if fewest == 0 and not self._sees_others:
             # They have said that they end, and are about to. Even in the last moment
             # before its own end, jaxlib aborts a process whose service ends.
@@ -271,25 +275,26 @@ class Job(PerProcess):
 
     def _others(self) -> int:
         """How many other processes have not ended yet, as far as process 0 knows."""
-        others = _jax.job_size() - 1
+        all_others = _jax.job_size() - 1
         if self._sees_others:
             connected = _jax.processes_at_service()
-            return others if connected is None else connected
+            return all_others if connected is None else connected
         try:
-            return others - len(_jax.job_folder(LEFT).keys() - {"0"})
+            have_left = _jax.job_folder(LEFT).keys() - {"0"}
         except jax.errors.JaxRuntimeError:  # the service does not answer
-            return others
+            return all_others
+        return all_others - len(have_left)
 
 
 @once
 def job() -> Job:
     """The part of this process, in a job of several; begins at the first call."""
-    made = Job()
-    lifecycle.at_end(Phase.SCRIPT, made.script_ended)
-    lifecycle.at_end(Phase.JOB, made.leave)
-    lifecycle.at_ctrl_c(made.interrupted)
-    failures.explained_by(made.explain)
-    return made
+    new = Job()
+    lifecycle.at_end(Phase.SCRIPT, new.script_ended)
+    lifecycle.at_end(Phase.JOB, new.leave)
+    lifecycle.at_ctrl_c(new.interrupted)
+    failures.explained_by(new.explain)
+    return new
 
 
 def ask(seconds: float) -> list[ProcessStatus]:

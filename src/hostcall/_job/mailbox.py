@@ -35,7 +35,7 @@ import jax
 from hostcall import _jax
 from hostcall._core.daemon import Service
 from hostcall._core.errors import HostcallError
-from hostcall._core.wait import ended, wait
+from hostcall._core.wait import until_result, wait
 
 BOARD = "hostcall/board/"
 LEFT = "hostcall/left/"  # a key for each process that ends after a failure
@@ -88,7 +88,7 @@ class Mailbox:
 
     def send(self, key: str, text: str = "") -> None:
         """Posts a text, and waits until it is there, but not for long."""
-        wait(ended(self.post(key, text)), self.patience)
+        wait(until_result(self.post(key, text)), self.patience)
 
     def stop(self) -> None:
         """Ends the thread, after what has been posted. A thread that waits for a
@@ -100,7 +100,7 @@ class Mailbox:
 
     def _run(self) -> None:
         while not (self._stopping and self._outbox.empty()):
-            key = ""
+            key = ""  # nothing is posted: this is one more look
             text = ""
             posted = Future[None]()
             with contextlib.suppress(queue.Empty):
@@ -120,18 +120,22 @@ class Mailbox:
                 posted.set_result(None)
 
     def _look(self) -> None:
-        here, size = _jax.place_in_job()
-        there = _jax.job_folder(BOARD)
-        self._seen &= there.keys()  # what was asked is deleted by who asked
+        this_process, size = _jax.place_in_job()
+        board = _jax.job_folder(BOARD)
+        self._seen &= board.keys()  # what was asked is deleted by who asked
         # Failures first: an answer may fail.
-        for name in sorted(there.keys() - self._seen, reverse=True):
+        for name in sorted(board.keys() - self._seen, reverse=True):
             self._seen.add(name)
-            known = _NAME.fullmatch(name)
-            if known is None or (process := int(known[2])) == here or process >= size:
+            match = _NAME.fullmatch(name)
+            if match is None:  # somebody else has written it
                 continue
-            if known[1] == "failed":
-                self._reader.failed_there(process, there[name])
-            elif known[1] == "asks":
+            kind, digits, _ = match.groups()
+            process = int(digits)
+            if process == this_process or process >= size:
+                continue
+            if kind == "failed":
+                self._reader.failed_there(process, board[name])
+            elif kind == "asks":
                 self._reader.asked(name.removeprefix("asks/"))
             elif process == 0:  # only its end takes the store along
                 self._reader.service_ends()

@@ -43,21 +43,22 @@ from hostcall._core.wait import result_of
 logger = logging.getLogger("hostcall")
 
 
-def by_name(given: Any) -> bool:
+def by_name(pool: Any) -> bool:
     """Whether the executor sends functions by name, with pickle.
 
     The standard library's process pools do. Those of Dask, Ray and loky send a function
     without an importable name by value.
     """
-    kind = type(given)
-    if kind.__module__.partition(".")[0] == "multiprocessing":
+    kind = type(pool)
+    package, _, _ = kind.__module__.partition(".")
+    if package == "multiprocessing":
         return kind.__name__ != "ThreadPool"
-    return isinstance(given, futures.ProcessPoolExecutor)
+    return isinstance(pool, futures.ProcessPoolExecutor)
 
 
-def is_of_processes(given: Any) -> bool:
+def is_of_processes(pool: Any) -> bool:
     """Whether rows run in other processes of this machine."""
-    return by_name(given) or "loky" in type(given).__module__.split(".")
+    return by_name(pool) or "loky" in type(pool).__module__.split(".")
 
 
 class FailedRow(Exception):
@@ -91,14 +92,14 @@ class Workers:
     takes_back = True
     leash: str | None = None
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
         self._files: list[str] = []
         self._ended: queue.SimpleQueue[Any] | None = queue.SimpleQueue()
 
     def open(self) -> None:
         """Lets rows begin."""
-        pool = self._given
+        pool = self._pool
         if isinstance(pool, futures.ProcessPoolExecutor) and pool._processes == {}:
             # Workers that were forked before JAX started are sound, so those that exist
             # already are left alone. `multiprocessing.Pool` forks when it is made.
@@ -115,10 +116,10 @@ class Workers:
 
     def count(self) -> int | None:
         """How many tasks run at once; None if that is not known."""
-        return getattr(self._given, "_max_workers", None)
+        return getattr(self._pool, "_max_workers", None)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
-        return self._noticed(self._given.submit(fn, *args))
+        return self._noticed(self._pool.submit(fn, *args))
 
     def _noticed(self, task: futures.Future[Any]) -> futures.Future[Any]:
         # A callback, not `futures.wait`: that is not woken for tasks which an executor
@@ -180,7 +181,7 @@ class Workers:
 
     def pickler(self) -> Any:
         """The pickler class that turns rows into bytes."""
-        if by_name(self._given):
+        if by_name(self._pool):
             # Imported here, since most programs never make a pool of processes.
             from multiprocessing.reduction import ForkingPickler
 
@@ -225,11 +226,12 @@ class _File:
 def _memory_for(size: int) -> str | None:
     """The folder of files in memory; None if there is none or it lacks room."""
     try:
-        there = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except (OSError, AttributeError):
         return None
-    room = there.f_bavail * there.f_frsize > 2 * size
-    return "/dev/shm" if room and os.access("/dev/shm", os.W_OK) else None
+    # Half of the room is left to others.
+    has_room = status.f_bavail * status.f_frsize > 2 * size
+    return "/dev/shm" if has_room and os.access("/dev/shm", os.W_OK) else None
 
 
 def begin(leash: str, start: int) -> None:
@@ -273,12 +275,12 @@ class MultiprocessingPool(Workers):
             self._seen = {w.pid: w for w in list(pool._pool) if not _ended(w)}
 
     def count(self) -> int | None:
-        return getattr(self._given, "_processes", None)
+        return getattr(self._pool, "_processes", None)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
         task = self._noticed(futures.Future())
         task.set_running_or_notify_cancel()  # a pool can't cancel a task
-        self._given.apply_async(
+        self._pool.apply_async(
             _with_traceback,
             (fn, args),
             callback=task.set_result,
@@ -302,28 +304,31 @@ class MultiprocessingPool(Workers):
     def dead(self, unfinished: Collection[int]) -> str:
         if self._seen is None:
             return ""
-        self._seen.update((worker.pid, worker) for worker in list(self._given._pool))
-        alive = {pid for pid, one in self._seen.items() if not _ended(one)}
+        # A copy, since the pool's own thread replaces workers.
+        pool_workers = list(self._pool._pool)
+        self._seen.update((worker.pid, worker) for worker in pool_workers)
+        ended = {pid: worker for pid, worker in self._seen.items() if _ended(worker)}
         begun = self._begun()
-        mine = [begun[start] for start in unfinished if start in begun]
-        lost = [pid for pid in mine if pid not in alive]
-        if not mine:
+        busy = [begun[start] for start in unfinished if start in begun]
+        lost = [pid for pid in busy if pid in ended or pid not in self._seen]
+        if not busy:
             # A worker may have died after it took a task and before it wrote that into
             # the leash.
-            gone = {pid: one for pid, one in self._seen.items() if _ended(one)}
-            lost = [pid for pid, worker in gone.items() if worker.exitcode]
+            lost = [pid for pid, worker in ended.items() if worker.exitcode]
         if not lost:
             self._since = None
             return ""
         # The worker may have sent its result before it died.
-        self._since = self._since or time.monotonic()
-        if time.monotonic() - self._since < _ON_ITS_WAY:
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since < _ON_ITS_WAY:
             return ""
-        code = self._seen[lost[0]].exitcode if lost[0] in self._seen else None
+        pid = lost[0]
+        code = self._seen[pid].exitcode if pid in self._seen else None
         if code is None:
-            return f"process {lost[0]}"
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"process {lost[0]}, {how}"
+            return f"process {pid}"
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"process {pid}, {cause}"
 
 
 def _ended(worker: Any) -> bool:
@@ -351,26 +356,27 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
 # --- Which kind an executor is --------------------------------------------------------
 
 
-def sends(given: Any) -> bool:
+def sends(pool: Any) -> bool:
     """Whether rows are sent to another process, and get copies of their arguments."""
-    return is_of_processes(given) or _is_dask(given) or _is_ray(given)
+    return is_of_processes(pool) or _is_dask(pool) or _is_ray(pool)
 
 
-def _is_dask(given: Any) -> bool:
-    return hasattr(given, "get_executor")
+def _is_dask(pool: Any) -> bool:
+    return hasattr(pool, "get_executor")
 
 
-def _is_ray(given: Any) -> bool:
-    return type(given).__module__.partition(".")[0] == "ray"
+def _is_ray(pool: Any) -> bool:
+    package, _, _ = type(pool).__module__.partition(".")
+    return package == "ray"
 
 
-def workers_of(given: Any, once: bool) -> Workers:
+def workers_of(pool: Any, once: bool) -> Workers:
     """The `Workers` for an executor. With `once`, no row runs twice, whatever fails."""
-    if _is_dask(given):
-        return _Dask(given, once)
-    if _is_ray(given):
-        return _RayPool(given)
-    return Workers(given) if hasattr(given, "submit") else MultiprocessingPool(given)
+    if _is_dask(pool):
+        return _Dask(pool, once)
+    if _is_ray(pool):
+        return _RayPool(pool)
+    return Workers(pool) if hasattr(pool, "submit") else MultiprocessingPool(pool)
 
 
 class _RayPool(MultiprocessingPool):
@@ -382,7 +388,7 @@ class _RayPool(MultiprocessingPool):
     takes_back = False
 
     def count(self) -> int | None:
-        return len(self._given._actor_pool)
+        return len(self._pool._actor_pool)
 
     def share(self, array: np.ndarray) -> Any:
         import ray
@@ -417,7 +423,7 @@ class _Dask(Workers):
         self._claims: list[str] | None = [] if once else None
 
     def count(self) -> int | None:
-        return sum(self._given.nthreads().values()) or None
+        return sum(self._pool.nthreads().values()) or None
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self._claims is not None:
@@ -425,7 +431,7 @@ class _Dask(Workers):
             self._claims.append(claim)
             fn, args = _claimed, (claim, fn, *args)
         # With pure=True, Dask would run tasks with equal arguments only once.
-        return self._given.submit(fn, *args, pure=False)
+        return self._pool.submit(fn, *args, pure=False)
 
     def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
         """Waits until all tasks have ended or one has failed; returns those that ended.
@@ -436,18 +442,19 @@ class _Dask(Workers):
         import distributed
 
         end = time.monotonic() + seconds
+        fine = ("pending", "finished")
         awaited = [task for task in tasks if not task.done()]
         with contextlib.suppress(TimeoutError):
-            while awaited and all(t.status in ("pending", "finished") for t in tasks):
-                left = max(0.0, end - time.monotonic())
-                distributed.wait(awaited, left, "FIRST_COMPLETED")
+            while awaited and all(task.status in fine for task in tasks):
+                seconds = max(0.0, end - time.monotonic())
+                distributed.wait(awaited, seconds, "FIRST_COMPLETED")
                 awaited = [task for task in awaited if not task.done()]
             return [task for task in tasks if task.done()]
         return []
 
     def outcomes(self, tasks: Collection[Any]) -> list[tuple[Any, Any]]:
         finished = [task for task in tasks if task.status == "finished"]
-        values = dict(zip(finished, self._given.gather(finished), strict=True))
+        values = dict(zip(finished, self._pool.gather(finished), strict=True))
         return [
             (values[task], None) if task in values else (None, _failure(task))
             for task in tasks
@@ -455,17 +462,17 @@ class _Dask(Workers):
 
     def cancel(self, tasks: Collection[Any]) -> list[Any]:
         if tasks:
-            self._given.cancel(list(tasks))
+            self._pool.cancel(list(tasks))
         return []  # Dask does not say when the running ones end
 
     def share(self, array: np.ndarray) -> Any:
-        return self._given.scatter(array, broadcast=True, hash=False)
+        return self._pool.scatter(array, broadcast=True, hash=False)
 
     def forget(self) -> None:
         from distributed import Event
 
         for claim in self._claims or ():
-            Event(claim, self._given).clear()
+            Event(claim, self._pool).clear()
 
 
 def _failure(task: Any) -> Any:
@@ -498,17 +505,19 @@ def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
 # --- Messages for failures of workers ------------------------------------------------
 
 
-def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) -> None:
+def explain(
+    error: BaseException, pool: Any, name: str, which: str, sent_objects: Any
+) -> None:
     """Explains a row that failed outside the user's function.
 
     Adds a note to `error`, or raises a clearer error. Does nothing for other errors.
 
     Args:
         error: what the row failed with.
-        given: the executor.
+        pool: the executor.
         name: the name of the function.
         which: the row, in words.
-        sent: the function and arguments that were sent.
+        sent_objects: the function and arguments that were sent.
     """
     if issubclass(type(error), futures.BrokenExecutor):
         failures.add_note(
@@ -518,12 +527,14 @@ def explain(error: BaseException, given: Any, name: str, which: str, sent: Any) 
             ' import the main module (with "spawn", a script needs'
             ' `if __name__ == "__main__":`). Make a new executor: this one is broken',
         )
-    elif by_name(given) and (
+    elif by_name(pool) and (
         issubclass(type(error), _OF_PICKLE)
         or type(error).__name__ == "MaybeEncodingError"
     ):
+        # The error may be the function's own: only if they can't be pickled here
+        # either, they are to blame.
         try:
-            pickle.dumps(sent)
+            pickle.dumps(sent_objects)
         except Exception as reason:
             raise SpecError(
                 f"hostcall: `{name}` or its arguments can't be sent to another process:"

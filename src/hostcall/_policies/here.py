@@ -13,8 +13,8 @@ from typing import Any
 
 from hostcall._core.daemon import limited
 from hostcall._core.source import PACKAGE
-from hostcall._core.wait import ended, result_of, wait
-from hostcall._policies.layer import Bound, Row, RowContext
+from hostcall._core.wait import result_of, until_result, wait
+from hostcall._policies.layer import Row, RowContext, TimedFunction
 from hostcall._runtime import workers
 
 
@@ -39,25 +39,25 @@ class OnThread:
 
     sends = False
 
-    def __init__(self, bound: Bound) -> None:
-        self._bound = bound
+    def __init__(self, timed: TimedFunction) -> None:
+        self._timed = timed
 
     def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
-        bound = self._bound
-        here = site.here()
-        worker = list[int]()
+        timed = self._timed
+        current = site.current()
+        worker = list[int]()  # its number, once it has begun
         context = contextvars.copy_context()
 
-        def each() -> list[Any]:
+        def run_rows() -> list[Any]:
             results = []
             for number, (args, kwargs) in enumerate(rows):
-                workers.answer_here(functools.partial(here, number))
-                results.append(bound.fn(*args, **kwargs))
+                workers.answer_here(functools.partial(current, number))
+                results.append(timed.fn(*args, **kwargs))
             return results
 
         def job() -> list[Any]:
             worker.append(threading.get_ident())
-            return bound.settings.run(context.run, each)  # type: ignore[no-any-return]
+            return timed.settings.run(context.run, run_rows)  # type: ignore[no-any-return]
 
         waiting = threading.get_ident()
         # Before the function begins: from then on hc.monitor.status() shows its stack.
@@ -65,8 +65,8 @@ class OnThread:
         outcome: Future[Any] | None = None
         try:
             outcome = limited.submit(job)
-            if not wait(ended(outcome), bound.timeout):
-                raise bound.late(rows[0], _stack_of(worker))
+            if not wait(until_result(outcome), timed.timeout):
+                raise timed.late(rows[0], _stack_of(worker))
             return result_of(outcome)  # type: ignore[no-any-return]
         finally:
             workers.delegates.pop(waiting, None)
@@ -80,6 +80,7 @@ def _stack_of(worker: list[int]) -> str:
     if frame is None:
         return "its thread has ended"
     lines = traceback.format_stack(frame)
-    ours = PACKAGE, "threading.py"
-    users = [line for line in lines if not any(each in line for each in ours)]
+    # Without the frames that hostcall and the thread begin with.
+    skipped = (PACKAGE, "threading.py")
+    users = [line for line in lines if not any(file in line for file in skipped)]
     return "it is stuck in:\n" + "".join(users or lines).rstrip()

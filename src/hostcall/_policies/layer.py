@@ -70,11 +70,13 @@ class RowContext(NamedTuple):
 
     indices: Sequence[Index] = ()
 
-    def here(self) -> Current:
+    def current(self) -> Current:
         """What `hc.current()` answers in each row. To be asked on the call's thread."""
-        here = context.current()
+        call = context.current()
         indices = self.indices
-        return lambda row: here.at_row(indices[row]) if here and indices else here
+        if call is None or not indices:
+            return lambda row: call
+        return lambda row: call.at_row(indices[row])
 
     def failed(self, row: int) -> None:
         """Tells the engine which row failed, on the thread that is in the call.
@@ -146,7 +148,9 @@ class Shared(PerProcess):
         super().__init__()
 
     def one(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The one thing of this key, which is made now if nobody has it."""
         with self._lock:
+            # A destructor that runs in `make` may have made one meanwhile.
             return self.things.get(key) or self.things.setdefault(key, make())
 
 
@@ -156,7 +160,7 @@ shared = Shared()
 # --- What the layers share in which the function runs ---------------------------------
 
 
-class Bound(NamedTuple):
+class TimedFunction(NamedTuple):
     """A function, and what all its runs share.
 
     Attributes:
@@ -174,12 +178,15 @@ class Bound(NamedTuple):
     def late(self, row: Row, stuck: str) -> CallTimeoutError:
         """The error of a run that takes too long; has the shapes of one of its rows."""
         running.log(flights.LATE)
+        # By their types: a leaf may be a user's object, which may answer anything.
         kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
-        arrays = [x for x in jax.tree.leaves(row) if issubclass(type(x), kinds)]
-        shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+        leaves = jax.tree.leaves(row)
+        arrays = [leaf for leaf in leaves if issubclass(type(leaf), kinds)]
+        shapes = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        name = self.name or name_of(self.fn)
         return CallTimeoutError(
-            f"hostcall: `{self.name or name_of(self.fn)}`({shapes}) took longer than"
-            f" timeout={self.timeout} s; {stuck}"
+            f"hostcall: `{name}`({shapes}) took longer than timeout={self.timeout} s;"
+            f" {stuck}"
         )
 
     def split(
@@ -187,14 +194,25 @@ class Bound(NamedTuple):
     ) -> tuple[Callable[..., Any], Sequence[Row], list[Callable[[Any], Any]]]:
         """The function and rows to run elsewhere, and what finishes each row here.
 
-        See `HostCode.split`; a user's function runs elsewhere as it is.
+        Code of hostcall's own, a rule, may have a part that only this process can run
+        (`HostCode.split`): the trees of its arguments can't be pickled, and residuals
+        stay here. All rows have it or none, since they are calls of one function. A
+        user's function runs elsewhere as it is.
         """
-        steps = [as_host_code(self.fn).split(*row) for row in rows]
-        found = [step for step in steps if step is not None]
-        if not found:
+        host_code = as_host_code(self.fn)
+        splits = [host_code.split(*row) for row in rows]
+        sendable_rows: list[Row] = []
+        finishes = []
+        for split in splits:
+            if split is None:
+                continue
+            part, args, finish = split
+            sendable_rows.append(((part, *args), {}))
+            finishes.append(finish)
+        if not sendable_rows:
             return self.fn, rows, [same] * len(rows)
-        there: list[Row] = [((part, *args), {}) for part, args, _ in found]
-        return apply, there, [finish for *_, finish in found]
+        assert len(sendable_rows) == len(rows), "rows are calls of one function"
+        return apply, sendable_rows, finishes
 
 
 def same(value: Any) -> Any:

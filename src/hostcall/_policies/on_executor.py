@@ -40,7 +40,7 @@ from hostcall._core.process import PerProcess
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
 from hostcall._policies import executors
-from hostcall._policies.layer import Bound, Row, RowContext
+from hostcall._policies.layer import Row, RowContext, TimedFunction
 from hostcall._runtime import workers
 
 _CHUNKS = 4  # for each worker
@@ -66,14 +66,17 @@ class OnExecutor:
     """A plain function whose rows run at the same time.
 
     Args:
-        bound: the function. Code of hostcall's own may have steps (`HostCode.split`).
+        timed: the function. Code of hostcall's own may have a part for each process
+            (`TimedFunction.split`).
         pool: of `executor=`, as `hc.host` takes it; None for the default one.
         once: no row may run twice.
     """
 
-    def __init__(self, bound: Bound, pool: Any = None, once: bool = False) -> None:
-        self.bound = bound
-        self.name = name_of(bound.fn)
+    def __init__(
+        self, timed: TimedFunction, pool: Any = None, once: bool = False
+    ) -> None:
+        self.timed = timed
+        self.name = name_of(timed.fn)
         self.pool = pool
         self.once = once
         self.sends = pool is not None and executors.sends(pool)
@@ -85,20 +88,26 @@ class OnExecutor:
         # A row on a thread of the pool makes this call and waits for it. Rows in the
         # same pool could wait for a free thread forever, so they get a pool of their
         # own.
-        own = _pool(len(rows))
+        inner_pool = _pool(len(rows))
         try:
-            return _RowsThere(self, own, rows, site).values()
+            return _RowsThere(self, inner_pool, rows, site).values()
         finally:
-            own.shutdown()
+            inner_pool.shutdown()
 
 
 def _shared(rows: Sequence[Row]) -> list[np.ndarray]:
     """The arrays that all rows share, as far as the first two tell."""
     if len(rows) < 2:
         return []
-    pairs = zip(*map(jax.tree.leaves, rows[:2]), strict=False)
-    same = {id(a): a for a, b in pairs if a is b and type(a) is np.ndarray}
-    return [array for array in same.values() if not array.dtype.hasobject]
+    leaves, leaves_of_second = map(jax.tree.leaves, rows[:2])
+    # The engine makes one array for all rows of an argument without a batch axis.
+    shared = {
+        id(leaf): leaf
+        for leaf, of_second in zip(leaves, leaves_of_second, strict=False)
+        if leaf is of_second and type(leaf) is np.ndarray
+    }
+    # Python objects can't be put into a file as they are.
+    return [array for array in shared.values() if not array.dtype.hasobject]
 
 
 class _RowsThere:
@@ -117,22 +126,24 @@ class _RowsThere:
     def __init__(
         self, of: OnExecutor, pool: Any, rows: Sequence[Row], site: RowContext
     ) -> None:
+        n = len(rows)
         self._of = of
-        self._bound = of.bound
+        self._timed = of.timed
         self._pool = pool
         self._first = rows[0]  # whose shapes messages have
-        self._fn, self._rows, self._finish = of.bound.split(rows)
+        self._fn, self._rows, self._finish = of.timed.split(rows)
         self._workers = executors.workers_of(pool, of.once)
         self._site = site
-        self._here = site.here()
+        self._current = site.current()
         self._context = contextvars.copy_context()  # for rows on threads
-        self.until = self._at_once = n = len(rows)
+        self.until = n
         self.over = False
+        self._at_once = n  # how many chunks are submitted and not done
         self._unsent: list[range] = []
         self._started: dict[Any, range] = {}  # the rows that each task runs
         self._values: list[Any] = [None] * n
         self._shared: list[np.ndarray] = []  # the arrays that all rows share, and
-        self._there: list[Any] = []  # what is sent in place of them
+        self._stand_ins: list[Any] = []  # what is sent in place of them
         self._failed: tuple[range, Any] | None = None  # first failed chunk and error
         self._number = next(_runs.numbers)
         _runs.alive[self._number] = self
@@ -142,18 +153,19 @@ class _RowsThere:
 
     def values(self) -> list[Any]:
         began = time.monotonic()
-        leave = False
+        leaves_running_rows = False
         try:
             try:
                 self._workers.open()
                 self._divide()
-                left = self._bound.timeout
-                if left is not None:  # sharing arrays takes a part of it
-                    left = max(0.0, left - (time.monotonic() - began))
-                if not wait(self._step, left, self._look_for_dead):
-                    raise self._bound.late(self._first, self._rows_of(self._oldest()))
+                seconds = self._timed.timeout
+                if seconds is not None:  # sharing arrays takes a part of it
+                    seconds = max(0.0, seconds - (time.monotonic() - began))
+                if not wait(self._step, seconds, self._look_for_dead):
+                    stuck = self._rows_of(self._oldest())
+                    raise self._timed.late(self._first, stuck)
             except (CallTimeoutError, KeyboardInterrupt, SystemExit):
-                leave = True  # running rows are left to themselves
+                leaves_running_rows = True
                 raise
             if self._failed is not None:
                 self._raise(*self._failed)
@@ -166,12 +178,12 @@ class _RowsThere:
             started = self._started
             self._started = {}
             self._failed = None
-            self._there = []
+            self._stand_ins = []
             self.over = True  # rows on threads of this process no longer begin,
             self._workers.drop()  # nor do rows in other processes
             try:
                 running = self._workers.cancel(started)
-                if not leave:
+                if not leaves_running_rows:
                     self._wait_for(running, started, began)
                 del running
             finally:
@@ -187,13 +199,16 @@ class _RowsThere:
     ) -> None:
         """Waits for rows behind a failed one, until they are late too."""
         unfinished = [started[task].start for task in running]
-        limit = self._bound.timeout
 
-        def ended(seconds: float) -> bool:
-            left = futures.wait(running, seconds).not_done
-            return not left or bool(self._workers.dead(unfinished))
+        def have_ended(seconds: float) -> bool:
+            not_done = futures.wait(running, seconds).not_done
+            # The task of a worker that has died may never be done.
+            return not not_done or bool(self._workers.dead(unfinished))
 
-        wait(ended, None if limit is None else limit - (time.monotonic() - began))
+        seconds = self._timed.timeout
+        if seconds is not None:
+            seconds -= time.monotonic() - began
+        wait(have_ended, seconds)
 
     def _divide(self) -> None:
         n = len(self._rows)
@@ -206,7 +221,7 @@ class _RowsThere:
             self._at_once = _UNDER_WAY * count
         if self._of.sends:
             self._shared = _shared(self._rows)
-            self._there = [self._workers.share(array) for array in self._shared]
+            self._stand_ins = [self._workers.share(array) for array in self._shared]
 
     def _step(self, seconds: float) -> bool:
         """Waits so long for chunks at most; True if none is waited for any more."""
@@ -245,8 +260,13 @@ class _RowsThere:
                 # before each of its rows.
                 self._failed = chunk, error
                 self.until = min(self.until, chunk.start)
-                started = self._started.items()
-                self._workers.cancel([t for t, c in started if c.start > chunk.start])
+                self._workers.cancel(
+                    [
+                        task
+                        for task, rows in self._started.items()
+                        if rows.start > chunk.start
+                    ]
+                )
 
     def _send(self, chunk: range) -> Any:
         rows: Sequence[Any] = self._rows[chunk.start : chunk.stop]
@@ -255,24 +275,25 @@ class _RowsThere:
                 rows = _bytes_of(rows, self._shared, self._workers.pickler())
             except Exception as error:
                 self._raise(chunk, error)
-        where = chunk.start, self._bound.settings.traced, self._workers.leash
+        setting = (chunk.start, self._timed.settings.traced, self._workers.leash)
         return self._workers.submit(
-            run_chunk, self, where, self._fn, rows, *self._there
+            run_chunk, self, setting, self._fn, rows, *self._stand_ins
         )
 
     def chunk(self, start: int, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
         """Runs the rows from `start` on, on the calling thread of this process."""
 
-        def each() -> Iterator[Row]:
+        def rows_that_begin() -> Iterator[Row]:
             for i, row in enumerate(rows, start):
                 if self.over or i > self.until:
                     raise _dropped()
-                workers.answer_here(functools.partial(self._here, i))
+                workers.answer_here(functools.partial(self._current, i))
                 yield _taken(row, shared)
 
         context = self._context.copy()  # since no two threads may be in one context
+        settings = self._timed.settings
         try:
-            return self._bound.settings.run(context.run, _run_each, self._fn, each())
+            return settings.run(context.run, _run_each, self._fn, rows_that_begin())
         except BaseException:
             # At once: the waiting thread may take a while to notice.
             self.until = min(self.until, start)
@@ -296,13 +317,17 @@ class _RowsThere:
     def _raise(self, chunk: range, error: Any) -> NoReturn:
         error, row = _as_raised(error)
         rows = chunk if row is None else chunk[row : row + 1]
-        which = self._rows_of(rows)
         try:
             if len(rows) == 1:
                 self._site.failed(rows.start)
             if isinstance(error, Exception):
-                sent = (self._fn, self._rows[rows.start])
-                executors.explain(error, self._pool, self._of.name, which, sent)
+                executors.explain(
+                    error=error,
+                    pool=self._pool,
+                    name=self._of.name,
+                    which=self._rows_of(rows),
+                    sent_objects=(self._fn, self._rows[rows.start]),
+                )
             raise error
         finally:
             del error
@@ -338,7 +363,7 @@ def _run_of(token: bytes, number: int) -> _RowsThere | None:
 
 def run_chunk(
     run: _RowsThere | None,
-    where: tuple[int, _jax.Traced | None, str | None],
+    setting: tuple[int, _jax.Traced | None, str | None],
     fn: Callable[..., Any],
     rows: Sequence[Any],
     *shared: Any,
@@ -347,30 +372,31 @@ def run_chunk(
 
     Args:
         run: the run; None in another process.
-        where: the number of the first row, the settings of JAX that the run's trace had
-            of its own, and the leash.
+        setting: the number of the first row, the settings of JAX that the run's trace
+            had of its own, and the leash.
         fn: the function.
         rows: (args, kwargs) of each row, or bytes if they were sent.
         *shared: arrays that all rows share, as `Workers.share` made them.
     """
-    start, traced, leash = where
+    start, traced, leash = setting
     if run is not None:
         return run.chunk(start, rows, shared)  # type: ignore[no-any-return]
     if leash is not None:
         executors.begin(leash, start)
 
-    def each() -> Iterator[Row]:
+    def rows_that_begin() -> Iterator[Row]:
         for row in rows:
+            # The process of the call has deleted it: no further row may begin.
             if leash is not None and not os.path.exists(leash):
                 raise _dropped()
             yield _taken(row, shared)
 
-    before = None if traced is None else traced.enter()
+    former_settings = None if traced is None else traced.enter()
     try:
-        return _run_each(fn, each())
+        return _run_each(fn, rows_that_begin())
     finally:
-        if traced is not None and before is not None:
-            traced.leave(before)
+        if traced is not None and former_settings is not None:
+            traced.leave(former_settings)
 
 
 def _run_each(fn: Callable[..., Any], rows: Iterable[Row]) -> list[Any]:
@@ -423,8 +449,8 @@ def _bytes_of(rows: Sequence[Row], shared: list[np.ndarray], pickler: Any) -> li
     numbers = {id(array): number for number, array in enumerate(shared)}
 
     class Pickler(pickler):  # type: ignore[misc]
-        def persistent_id(self, thing: Any) -> int | None:
-            return numbers.get(id(thing))
+        def persistent_id(self, value: Any) -> int | None:
+            return numbers.get(id(value))
 
     pickled = []
     for row in rows:

@@ -41,7 +41,14 @@ from hostcall._core.host_code import as_host_code
 from hostcall._core.source import PACKAGE, name_of
 from hostcall._core.spec import Opaque
 from hostcall._core.wait import SLOW, wait
-from hostcall._policies.layer import Bound, Current, Row, RowContext, apply, shared
+from hostcall._policies.layer import (
+    Current,
+    Row,
+    RowContext,
+    TimedFunction,
+    apply,
+    shared,
+)
 from hostcall._runtime import loop as loops
 from hostcall._runtime import workers
 
@@ -64,34 +71,39 @@ class OnLoop:
     """A function that returns awaitables.
 
     Args:
-        bound: the function.
+        timed: the function.
         concurrency: how many rows of the function run at the same time; None for the
             default. Equal functions, and all rules of one, count as the same function.
     """
 
     sends = False
 
-    def __init__(self, bound: Bound, concurrency: int | None = None) -> None:
-        self.bound = bound
+    def __init__(self, timed: TimedFunction, concurrency: int | None = None) -> None:
+        self.timed = timed
         self.limit = concurrency or CONCURRENCY
-        mine = as_host_code(bound.fn)
-        self.lane = Opaque(mine.lane() if mine is bound.fn else bound.fn)
+        host_code = as_host_code(timed.fn)
+        is_ours = host_code is timed.fn
+        self.lane = Opaque(host_code.lane() if is_ours else timed.fn)
 
     def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
-        loop = free_loop(self.bound.fn)
-        here = site.here()
-        part, there, finish = self.bound.split(rows)
-        with contextlib.ExitStack() as held:
+        loop = free_loop(self.timed.fn)
+        current = site.current()
+        part, part_rows, finishes = self.timed.split(rows)
+        with contextlib.ExitStack() as locks:
             # The objects of all rows are locked by this thread, in row order, until
             # they have ended. Another thread that enters them does so in that order.
-            enter = as_host_code(self.bound.fn).enter
-            if (first := enter(here(0), held, *rows[0])) is not None:
-                others = enumerate(rows[1:], 1)
-                entered = [first, *(enter(here(i), held, *row) for i, row in others)]
+            enter = as_host_code(self.timed.fn).enter
+            entered = enter(current(0), locks, *rows[0])
+            if entered is not None:
                 part = apply
-                there = [((entry,), {}) for entry in entered]
-            values = _RowTasks(self, loop, part, there, here).wait(rows[0], site)
-        return [end(value) for end, value in zip(finish, values, strict=True)]
+                part_rows = [((entered,), {})]
+                for i, row in enumerate(rows[1:], 1):
+                    entered = enter(current(i), locks, *row)
+                    part_rows.append(((entered,), {}))
+            tasks = _RowTasks(self, loop, part, part_rows, current)
+            values = tasks.wait(rows[0], site)
+        pairs = zip(finishes, values, strict=True)
+        return [finish(value) for finish, value in pairs]
 
 
 def free_loop(fn: Callable[..., Any]) -> asyncio.AbstractEventLoop:
@@ -116,8 +128,9 @@ def run_one(fn: Callable[..., Any], *args: Any) -> Any:
 
     The settings of host code are those of this thread, and so is `hc.current()`.
     """
-    run = OnLoop(Bound(fn, workers.ThreadSettings.here()))
-    return run.rows([(args, {})], RowContext())[0]
+    timed = TimedFunction(fn, workers.ThreadSettings.here())
+    (value,) = OnLoop(timed).rows([(args, {})], RowContext())
+    return value
 
 
 def settled(value: Any) -> Any:
@@ -156,8 +169,9 @@ class _RowTasks:
         loop: asyncio.AbstractEventLoop,
         fn: Callable[..., Any],
         rows: Sequence[Row],
-        here: Current,
+        current: Current,
     ) -> None:
+        assert rows, "without rows nothing would set `_done`"
         above = _above.get()
         # The tasks above hold their places until these rows have ended. So there is a
         # lane for each depth, and places are only waited for by rows of the same depth,
@@ -165,12 +179,12 @@ class _RowTasks:
         # in a circle if each had one lane for itself.
         self._lane: Lane = shared.one((Lane, loop, of.lane, len(above)), Lane)
         self.limit = of.limit
-        self._bound = of.bound
-        self._name = name_of(of.bound.fn)
+        self._timed = of.timed
+        self._name = name_of(of.timed.fn)
         self._loop = loop
         self._fn = fn
         self._rows = rows
-        self._here = here
+        self._current = current
         self._context = contextvars.copy_context()
         self._context.run(_above.set, (*above, of.lane))
         if _native.on_tap_worker():
@@ -180,16 +194,17 @@ class _RowTasks:
         self._done = threading.Event()
         self._failed: tuple[int, BaseException] | None = None
         self._left = len(rows)
-        self._begun = self.over = False
+        self._begun = False
+        self.over = False
 
     # --- On the waiting thread -------------------------------------------------------
 
     def wait(self, first: Row, site: RowContext) -> list[Any]:
         try:
             self._post(self._begin)
-            seconds = self._bound.timeout
+            seconds = self._timed.timeout
             if not wait(self._done.wait, seconds, self._look, self._blocked):
-                raise self._bound.late(first, self._late())
+                raise self._timed.late(first, self._late())
             if self._failed is None:
                 return self._values
             number, error = self._failed
@@ -272,6 +287,24 @@ class _RowTasks:
         self._fill()
 
     def _fill(self) -> None:
+        """Starts the rows that wait in the lane, as far as there is room.
+
+        The lane has the rows of all calls of the function, in the order in which they
+        came, and each row brings the limit of its own call. So the row in front decides
+        alone: if there is no room for it, it waits, and all behind it wait too, also
+        those whose limit is higher. Otherwise calls with a high limit could keep one
+        with a low limit waiting for ever.
+
+            running 2    waiting: A's row 7 (limit 2) | B's row 0 (limit 32) | ...
+
+        waits for one of the two to end, and then starts A's row, then B's. Rows of a
+        call that is over are dropped wherever the front meets them, whether or not
+        there is room: they take none.
+
+        Called after each change of `running`, `waiting` or `over`, on the loop's
+        thread. `_start` makes a task and runs nothing of it, so the lane stays as it is
+        between the steps.
+        """
         lane = self._lane
         while lane.waiting:
             run, number = lane.waiting[0]
@@ -283,8 +316,11 @@ class _RowTasks:
                 run._start(number)
 
     def _start(self, number: int) -> None:
+        # A copy: the tasks of rows run in turns, and may set variables of their own.
         context = self._context.copy()
-        context.run(workers.answer.set, (None, functools.partial(self._here, number)))
+        current = functools.partial(self._current, number)
+        # For all threads: asyncio.to_thread takes the context to another one.
+        context.run(workers.answer.set, (None, current))
         task = self._loop.create_task(self._row(number), context=context)
         self._tasks[number] = task
         task.add_done_callback(functools.partial(self._ended, number))
@@ -297,7 +333,7 @@ class _RowTasks:
         try:
             args, kwargs = self._rows[number]
             row = functools.partial(self._fn, *args, **kwargs)
-            self._values[number] = await _made(row, self._bound.settings)
+            self._values[number] = await _awaited(row, self._timed.settings)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -307,6 +343,7 @@ class _RowTasks:
         del self._tasks[number]
         self._left -= 1
         self._lane.running -= 1
+        assert self._lane.running >= 0, "each row that ends has been started"
         if task.cancelled() and not self.over:
             error = HostcallError(
                 f"hostcall: `{self._name}` was cancelled, but not by hostcall:"
@@ -338,7 +375,7 @@ class _RowTasks:
             self._settle()
 
 
-async def _made(row: Callable[[], Any], settings: workers.ThreadSettings) -> Any:
+async def _awaited(row: Callable[[], Any], settings: workers.ThreadSettings) -> Any:
     awaitable = settings.run(row)
     if not inspect.isawaitable(awaitable):
         return awaitable  # a plain function of a HostFunction's or an object's
@@ -352,22 +389,24 @@ def _stepped(
     awaited_in_steps: Any, run: Callable[..., Any]
 ) -> Generator[Any, Any, Any]:
     """Awaits, with the settings of host code during each step, not between them."""
+    # What a coroutine yields goes out to asyncio, and what asyncio answers goes in: a
+    # value is sent, an error (of what it waits for, or CancelledError) is thrown.
     step: Callable[[Any], Any] = awaited_in_steps.send
-    given: Any = None
+    answer: Any = None
     try:
         while True:
             try:
-                waits_for = run(step, given)
+                waits_for = run(step, answer)
             except StopIteration as end:
                 return end.value
             try:
                 step = awaited_in_steps.send
-                given = yield waits_for
+                answer = yield waits_for
             except GeneratorExit:
                 raise
             except BaseException as error:
                 step = awaited_in_steps.throw
-                given = error
+                answer = error
     finally:
         awaited_in_steps.close()
 

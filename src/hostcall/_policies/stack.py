@@ -14,13 +14,13 @@ from hostcall._native import ResultForm
 from hostcall._policies.here import Here, OnThread
 from hostcall._policies.layer import (
     Body,
-    Bound,
     Choices,
     Flat,
     Leaves,
     Row,
     RowContext,
     Runs,
+    TimedFunction,
 )
 from hostcall._runtime import delivery
 from hostcall._runtime.workers import ThreadSettings
@@ -51,7 +51,7 @@ class EngineFunctions(NamedTuple):
 
 def entries(choices: Choices) -> EngineFunctions:
     """The function with its layers."""
-    together = choices.grid and choices.parallel
+    together = choices.grid and choices.parallel  # rows run at the same time
     # Innermost is what runs the function and waits for it, so what has the limit. It
     # gets (args, kwargs), which can be sent elsewhere; no treedef can.
     run = _runs(choices, together)
@@ -71,10 +71,14 @@ def entries(choices: Choices) -> EngineFunctions:
     def runner(rows: list[Leaves], indices: Sequence[tuple[int, ...]]) -> list[Any]:
         return layer.rows(rows, RowContext(indices))  # type: ignore[no-any-return]
 
-    flat = plain and not choices.tap  # one plain array for each result
-    form = ResultForm.TUPLE if flat else choices.form
-    several = runner if together else None
-    return EngineFunctions(function, form, several, run.sends, plain)
+    is_flat = plain and not choices.tap  # one plain array for each result
+    return EngineFunctions(
+        function=function,
+        form=ResultForm.TUPLE if is_flat else choices.form,
+        runner=runner if together else None,
+        sends=run.sends,
+        plain=plain,
+    )
 
 
 def _runs(choices: Choices, together: bool) -> Runs:
@@ -84,21 +88,25 @@ def _runs(choices: Choices, together: bool) -> Runs:
     and executors don't meet.
     """
     callback = choices.callback
-    policy = choices.callback.policy
-    if not (callback.seen.awaits or together or policy.timeout is not None):
+    policy = callback.policy
+    awaits = callback.facts.awaits
+    if not (awaits or together or policy.timeout is not None):
         return Here(callback.function)
-    settings = ThreadSettings(choices.device, choices.guard, callback.traced)
-    name = choices.results.name
-    bound = Bound(callback.function, settings, policy.timeout, name)
-    if callback.seen.awaits:
+    timed = TimedFunction(
+        fn=callback.function,
+        settings=ThreadSettings(choices.device, choices.guard, callback.traced),
+        timeout=policy.timeout,
+        name=choices.results.name,
+    )
+    if awaits:
         from hostcall._policies.on_loop import OnLoop
 
-        return OnLoop(bound, policy.concurrency)
+        return OnLoop(timed, policy.concurrency)
     if together:
         from hostcall._policies.on_executor import OnExecutor
 
-        return OnExecutor(bound, policy.pool, choices.once)
-    return OnThread(bound)
+        return OnExecutor(timed, policy.pool, choices.once)
+    return OnThread(timed)
 
 
 # --- The layers that most stacks have -------------------------------------------------
@@ -126,12 +134,13 @@ def unflattened(callback: CallSpec) -> Callable[[Leaves], Row]:
     if tag is None:
         return unflatten
 
-    def seen(leaves: Leaves) -> Row:
+    def unflatten_for_collectors(leaves: Leaves) -> Row:
+        # Each gets containers of its own, which the function can't change.
         for take in delivery.state.collectors.copy():
             take(tag, *unflatten(leaves))
         return unflatten(leaves)
 
-    return seen
+    return unflatten_for_collectors
 
 
 class Checked:
@@ -146,11 +155,11 @@ class Checked:
         self._flatten = (lambda value: []) if choices.tap else choices.results.flatten
 
     def rows(self, rows: Sequence[Leaves], site: RowContext) -> list[Flat]:
-        made = [
-            [
-                array if convert is None else convert(array)
-                for array, convert in zip(row, self._converters, strict=True)
-            ]
-            for row in rows
+        converted = [self._converted(row) for row in rows]
+        return [self._flatten(value) for value in self._inner.rows(converted, site)]
+
+    def _converted(self, row: Leaves) -> Leaves:
+        pairs = zip(row, self._converters, strict=True)
+        return [
+            array if convert is None else convert(array) for array, convert in pairs
         ]
-        return [self._flatten(value) for value in self._inner.rows(made, site)]

@@ -37,30 +37,46 @@ class Unmasked:
 
     def _batch(self, mask: np.ndarray, arrays: Leaves, site: RowContext) -> Flat:
         levels = self._levels
+        # The batch axes of each array, of size 1 where its rows are the same.
         leads = [array.shape[:levels] for array in arrays]
         batch = np.broadcast_shapes(mask.shape, *leads)
-        rows = np.nonzero(np.broadcast_to(mask, batch))
-        outs = [self._filled(i) for i in range(len(self._avals))]
+        whole_mask = np.broadcast_to(mask, batch)
+        rows = np.nonzero(whole_mask)
         count = len(rows[0])
-        if count == 0:
-            return tuple(outs)
-        ones = (1,) * (levels - 1)
+        results = [self._filled(i) for i in range(len(self._avals))]
+        if count == 0:  # the function is not called
+            return tuple(results)
+        has_rows = [any(size != 1 for size in lead) for lead in leads]
         taken = []
-        for array, lead in zip(arrays, leads, strict=True):
-            if any(size != 1 for size in lead):
-                rest = array.shape[levels:]
-                full = np.broadcast_to(array, batch + rest)
-                array = full[rows].reshape((count, *ones, *rest))
+        for array, has_own_rows in zip(arrays, has_rows, strict=True):
+            if has_own_rows:
+                array = self._rows_of(array, batch, rows)
             taken.append(array)
         (values,) = self._inner.rows([taken], site)
         # If all rows share every argument, one computed row serves them all.
-        seen = count if any(size != 1 for lead in leads for size in lead) else 1
-        for i, (out, value) in enumerate(zip(outs, values, strict=True)):
-            rest = out.shape[levels:]
-            want = (seen, *ones, *rest) if arrays else rest
+        computed = count if any(has_rows) else 1
+        lead = self._lead(computed)
+        for i, (result, value) in enumerate(zip(results, values, strict=True)):
+            row_shape = result.shape[levels:]
+            want = (*lead, *row_shape) if arrays else row_shape
             leaf = self._results.shaped(i, value, want)
-            out[rows] = leaf.reshape((seen, *rest))
-        return tuple(outs)
+            # NumPy repeats a single row for all that are assigned.
+            result[rows] = leaf.reshape((computed, *row_shape))
+        return tuple(results)
+
+    def _lead(self, count: int) -> tuple[int, ...]:
+        """The batch axes of so many rows: the first has them all."""
+        return (count, *[1] * (self._levels - 1))
+
+    def _rows_of(
+        self, array: np.ndarray, batch: tuple[int, ...], rows: tuple[np.ndarray, ...]
+    ) -> np.ndarray:
+        """These rows of an array that has some batch axes."""
+        row_shape = array.shape[self._levels :]
+        whole = np.broadcast_to(array, batch + row_shape)
+        taken: np.ndarray = whole[rows]
+        lead = self._lead(len(taken))
+        return taken.reshape(lead + row_shape)
 
     def _filled(self, number: int) -> np.ndarray:
         aval = self._avals[number]
@@ -69,7 +85,8 @@ class Unmasked:
         if fill is None:
             return np.zeros(aval.shape, dtype)
         row = np.frombuffer(fill, dtype)  # of a row, or one element for all (spec.py)
-        row = row.reshape(() if row.size == 1 else aval.shape[self._levels :])
+        row_shape = () if row.size == 1 else aval.shape[self._levels :]
+        row = row.reshape(row_shape)
         return np.broadcast_to(row, aval.shape).copy()
 
 
@@ -96,24 +113,27 @@ class UnmaskedTap:
         return [()] * len(rows)
 
     def _deliver(self, row: Leaves, site: RowContext) -> None:
-        kept = np.nonzero(self._full(0, row[0]))
-        if not len(kept[0]):
+        mask = self._full(0, row[0])
+        kept_rows = np.nonzero(mask)
+        if not len(kept_rows[0]):
             return
         leaves = []
         for i, array in enumerate(row[1:], start=1):
-            own = any(flags[i] for flags, _ in self._levels)
-            leaves.append(self._full(i, array)[kept] if own else array)
-        before = context.kept_rows.set(kept)
+            has_batch_axis = any(flags[i] for flags, _ in self._levels)
+            leaves.append(self._full(i, array)[kept_rows] if has_batch_axis else array)
+        token = context.kept_rows.set(kept_rows)  # for `hc.current().rows`
         try:
             self._inner.rows([leaves], site)
         finally:
-            context.kept_rows.reset(before)
+            context.kept_rows.reset(token)
 
     def _full(self, number: int, array: np.ndarray) -> np.ndarray:
         """The array broadcast to all batch axes, the outermost first."""
         levels = self._levels
-        has = [flags[number] for flags, _ in levels]
-        rest = array.shape[sum(has) :]
-        lead = tuple(size if f else 1 for f, (_, size) in zip(has, levels, strict=True))
+        has_axis = [flags[number] for flags, _ in levels]
         batch = tuple(size for _, size in levels)
+        rest = array.shape[sum(has_axis) :]
+        # Axes of size 1 for those that it lacks: NumPy then repeats it along them.
+        axes = zip(has_axis, batch, strict=True)
+        lead = tuple(size if has else 1 for has, size in axes)
         return np.broadcast_to(array.reshape(lead + rest), batch + rest)

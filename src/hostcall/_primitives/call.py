@@ -123,7 +123,7 @@ def _no_jvp(params: CallParams) -> errors.DerivativeError:
 def _why_and_what(params: CallParams) -> str:
     """Why a call has no derivative, and what to write first."""
     name = params.callback.name
-    why = params.callback.seen.own.no_derivative()
+    why = params.callback.facts.host_code.no_derivative()
     if why:  # an object's method
         return why
     rule = f"f = hc.host({name}, result=...) with a rule: f.defvjp(fwd, bwd)"

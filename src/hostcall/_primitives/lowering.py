@@ -257,7 +257,7 @@ def _may_travel(callback: CallSpec) -> bool:
     owner = callback.policy.owner
     held = (function,) if owner is None else (owner, owner.fn)
     named = bool(names.names) and any(map(names.of, held))
-    return named or callback.seen.own.travels_alone
+    return named or callback.facts.host_code.travels_alone
 
 
 def _why_here(params: Equation, operands: Sequence[Aval]) -> str:

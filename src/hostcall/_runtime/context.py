@@ -82,14 +82,17 @@ class Current:
     def block(self) -> tuple[tuple[int, ...], ...] | None:
         if self.index is None:
             return None
-        # Blocks of one array are equally large, so a block's start tells its number.
-        return tuple(
-            tuple(p.start // ((p.stop - p.start) or 1) for p in parts)
-            for parts in self.index
-        )
+        return tuple(tuple(map(_number_of, slices)) for slices in self.index)
 
     def at_row(self, row: tuple[int, ...]) -> Current:
         return replace(self, row=tuple(row))
+
+
+def _number_of(block: slice) -> int:
+    """Which block this is along its axis."""
+    # Blocks of one array are equally large, so a block's start tells its number.
+    size = block.stop - block.start
+    return int(block.start // (size or 1))
 
 
 def current() -> Current | None:
@@ -97,16 +100,20 @@ def current() -> Current | None:
 
     Cost: nothing until asked; then a few microseconds.
     """
-    found = _native.current()
-    if found is None:  # a worker thread may run this function for another thread's call
+    call = _native.current()
+    if call is None:  # a worker thread may run this function for another thread's call
         return workers.stand_in()
-    hooks, ordinal, row, run, step, stream, events, execution = found
+    hooks, ordinal, row, run, step, stream, events, execution = call
     placement = hooks.placement
     runs = None
     steps = None
-    if events is not None:
+    if events is not None:  # of a batch of taps: all runs, then all steps
         runs, steps = np.frombuffer(events, np.int64).reshape(2, -1)
     device = placement.devices.get(ordinal)
+    devices = placement.program_devices
+    if devices is None:  # outside of programs
+        devices = (device,)
+    mesh_shape = {} if placement.mesh is None else dict(placement.mesh.shape)
     process, processes = _jax.place_in_job()
     return Current(
         name=hooks.name,
@@ -125,36 +132,34 @@ def current() -> Current | None:
         stream=stream,
         execution=execution,
         grid=hooks.equation.grid,
-        mesh_shape={} if placement.mesh is None else dict(placement.mesh.shape),
-        devices=(
-            (device,)
-            if placement.program_devices is None
-            else placement.program_devices
-        ),
+        mesh_shape=mesh_shape,
+        devices=devices,
         process=process,
         processes=processes,
     )
 
 
 def place_in_batch(
-    here: Current | None = None,
+    call: Current | None = None,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Where a call, this thread's or `here`, is in its batch: (axes, index along each).
+    """Where a call, this thread's or `call`, is in its batch: (axes, index along each).
 
     The devices of a shard_map count as the outermost axes. The axes are (name, size)
     for each mesh axis, then the size of each batch axis. None if the index is not
     known: the program was lowered without its devices, or an executor runs rows on the
     thread that waits for them. Cost: 0.1 us without a mesh.
     """
-    found = _native.current() if here is None else None
-    if found is not None and found[0].placement.mesh is None:
-        batch = found[0].equation.grid
-        index = found[2] or ()
+    on_this_thread = _native.current() if call is None else None
+    if on_this_thread is not None and on_this_thread[0].placement.mesh is None:
+        # The quick way, which makes no `Current`.
+        hooks, _, row, *_ = on_this_thread
+        batch = hooks.equation.grid
+        index = row or ()
     else:
-        here = here or current()
-        assert here is not None
-        batch = (*here.mesh_shape.items(), *here.grid)
-        index = (*here.mesh_coords.values(), *here.row)
+        call = call or current()
+        assert call is not None, "only host code asks"
+        batch = (*call.mesh_shape.items(), *call.grid)
+        index = (*call.mesh_coords.values(), *call.row)
     return (batch, index) if len(batch) == len(index) else None
 
 
@@ -167,7 +172,8 @@ kept_rows: contextvars.ContextVar[tuple[np.ndarray, ...] | None] = (
 def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:
     if mesh is None or device is None or isinstance(mesh, jax.sharding.AbstractMesh):
         return {}
-    places = np.argwhere(mesh.devices == device)
-    if not len(places):
+    positions = np.argwhere(mesh.devices == device)
+    if not len(positions):
         return {}
-    return {name: int(i) for name, i in zip(mesh.axis_names, places[0], strict=True)}
+    axes = zip(mesh.axis_names, positions[0], strict=True)
+    return {name: int(index) for name, index in axes}

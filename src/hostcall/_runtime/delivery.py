@@ -10,8 +10,16 @@ many more there were, with the newest one; the end of each wait for taps logs su
 line too. The next barrier raises a few of the exceptions, one of those that are equal,
 and says how many there were.
 
-The worker adds failures while other threads log counts or take the exceptions. Logging
-is done outside the lock.
+Guarantees
+  * The log, or a barrier, names each failure or counts it, also at the end.
+  * A barrier raises the first KEPT_TAP_ERRORS failures that differ, and the first one
+    of each further tap, up to four times as many. It holds these exceptions itself: the
+    ledger (_core/failures.py) may release its own before.
+  * What two barriers raise has nothing in common.
+
+The worker adds failures while other threads log counts or take the exceptions: `lock`
+keeps a tap's counts and the exceptions in step. Logging, which may run the user's
+code, is done outside it.
 """
 
 from __future__ import annotations
@@ -48,7 +56,8 @@ class _Taps(PerProcess):
             for taps while this thread holds it.
         tallies: by the names of the tap's function and its place, not by its tag: no
             more than lines that tap.
-        failures: the exceptions of taps that are kept for the barrier.
+        unreported: the exceptions that the next barrier raises, by the number of the
+            failure.
     """
 
     at_barrier: ClassVar[list[Callable[[bool], object]]] = []
@@ -57,7 +66,7 @@ class _Taps(PerProcess):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.tallies: dict[tuple[str, Any], _Count] = {}
-        self.failures: list[BaseException] = []
+        self.unreported: dict[int, BaseException] = {}
         super().__init__()
 
 
@@ -83,11 +92,11 @@ def start() -> None:
             _native.stop_taps()
 
 
-def refuse_inside_a_tap(who: str) -> None:
+def refuse_inside_a_tap(face: str) -> None:
     if _native.on_tap_worker() or workers.in_tap.get():
         raise HostcallError(
-            f"hostcall: {who} inside a tap would wait for the tap itself. Call it where"
-            " the program is called",
+            f"hostcall: {face} inside a tap would wait for the tap itself. Call it"
+            " where the program is called",
             code="hc-deadlock",
         )
 
@@ -109,6 +118,8 @@ def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
     def delivered(seconds: float) -> bool:
         nonlocal mark
         if mark is None:
+            # The mark is set once all have been put there: only those before it count,
+            # so a program that taps for ever does not hold up this wait.
             if not _native.await_taps_of_gpus(seconds):
                 return False
             mark = _native.tap_mark()
@@ -163,9 +174,11 @@ def call_at_barrier(*, ending: bool) -> None:
     for fn in list(state.at_barrier):
         try:
             fn(ending)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # it ends the barrier, or the process
             raise
         except BaseException as error:
+            # SystemExit and the like end the thread that waits, but not the end of the
+            # process, which has more to do.
             if not (ending or isinstance(error, Exception)):
                 raise
             failed(name_of(fn), inspect_callable(fn).place, error, ())
@@ -189,7 +202,7 @@ class _Count:
         logged: how many of them the log mentions.
         until: the earliest time of the next line in the log.
         newest: the newest failure, as a text.
-        kept: the texts of those that are kept for the barrier.
+        kept_texts: of those that are kept for the barrier.
     """
 
     name: str
@@ -198,21 +211,21 @@ class _Count:
     logged: int = 0
     until: float = 0.0
     newest: str = ""
-    kept: set[str] = field(default_factory=set)
+    kept_texts: set[str] = field(default_factory=set)
 
     def log(self) -> None:
         """Logs how many there were since the last line."""
         with state.lock:
             count = self.count
-            more = self.count - self.logged
+            unlogged = count - self.logged
             self.logged = count
             self.until = clock() + SECONDS
-        if more:
+        if unlogged:
             logger.error(
                 "tap `%s`, written at %s, failed %s (%d in all). Last error: %s",
                 self.name,
                 self.place,
-                counted(more, "more time"),
+                counted(unlogged, "more time"),
                 count,
                 self.newest,
             )
@@ -220,32 +233,33 @@ class _Count:
 
 def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) -> None:
     """Logs the exception of a tap, and keeps it for the next barrier."""
-    failures.store(error)
-    said = errors.without_code(failures.summary(error))[:500]
+    number = failures.store(error)
+    text = errors.without_code(failures.summary(error))[:500]
     with state.lock:
         tally = state.tallies.setdefault((name, place), _Count(name, place))
         tally.count += 1
+        count = tally.count
         # The first failure of a tap, or a KeyboardInterrupt, is kept even if other taps
         # have filled the list.
-        first = tally.count == 1 or not issubclass(type(error), Exception)
-        most = config.KEPT_TAP_ERRORS * (4 if first else 1)
-        if said not in tally.kept and len(state.failures) < most:
-            state.failures.append(error)
-            tally.kept.add(said)
-        count = tally.count
-        tally.newest = said
+        has_priority = count == 1 or not issubclass(type(error), Exception)
+        limit = config.KEPT_TAP_ERRORS * (4 if has_priority else 1)
+        if text not in tally.kept_texts and len(state.unreported) < limit:
+            state.unreported[number] = error
+            tally.kept_texts.add(text)
+        tally.newest = text
         if count <= IN_FULL:
-            tally.logged, tally.until = count, clock() + SECONDS
+            tally.logged = count
+            tally.until = clock() + SECONDS
     with failures.beside_a_failure("logging it"):
         if count <= IN_FULL:
+            in_row = f", row {row[0] if len(row) == 1 else row}" if row else ""
+            last = " (its further failures are only counted here)"
             logger.error(
                 "tap `%s`%s, written at %s, failed; the program goes on%s",
                 name,
-                f", row {row[0] if len(row) == 1 else row}" if row else "",
+                in_row,
                 place,
-                " (its further failures are only counted here)"
-                if count == IN_FULL
-                else "",
+                last if count == IN_FULL else "",
                 exc_info=error,
             )
         elif clock() >= tally.until:
@@ -267,19 +281,25 @@ def take() -> BaseException | None:
     with state.lock:  # a handler of a signal may take the errors in between
         tallies = state.tallies
         state.tallies = {}
-        raised = state.failures
-        state.failures = []
-    if not raised:
+        unreported = state.unreported
+        state.unreported = {}
+    if not unreported:
         return None
-    for error in raised:
+    for number, error in unreported.items():
+        failures.mark_reported(number)
         failures.hand_over(error)
+    raised = list(unreported.values())
+    # A signal handler on the thread that adds a failure may take its count before: the
+    # lock is reentrant. Then the exceptions count themselves.
     count = max(len(raised), sum(tally.count for tally in tallies.values()))
     if count == 1:
         return raised[0]
     text = f"{counted(count, 'tap')} failed"
     if count > len(raised):
-        here = f"the errors here are different ones ({len(raised)})"
-        text += f"; {here}, and the log counts the rest"
+        text += (
+            f"; the errors here are different ones ({len(raised)}), and the log counts"
+            " the rest"
+        )
     return BaseExceptionGroup(text, raised)
 
 

@@ -43,7 +43,7 @@ from hostcall._core.daemon import Job, daemon, fulfil, start
 from hostcall._core.errors import FeedEndError, FeedError, counted
 from hostcall._core.host_code import HostCode
 from hostcall._core.process import PerProcess, living
-from hostcall._core.wait import ended, over, result_of, wait
+from hostcall._core.wait import result_of, until_result, until_thread_ends, wait
 from hostcall._native import FeedFound
 from hostcall._runtime import lifecycle, workers
 from hostcall._runtime.lifecycle import Phase
@@ -93,16 +93,16 @@ class Stream(HostCode):
         began = time.monotonic()
         waiting = threading.get_ident()
 
-        def item(seconds: float) -> bool:
-            found = self.ring.wait(lane, seconds)
-            if found is FeedFound.STOPPED:
+        def has_item(seconds: float) -> bool:
+            answer = self.ring.wait(lane, seconds)
+            if answer is FeedFound.STOPPED:
                 self.puller.check_open()
                 error = self.puller.outcome.error
                 if error is not None:  # else there was a reset
                     raise error()
-            return found is not FeedFound.NOTHING
+            return answer is not FeedFound.NOTHING
 
-        def look() -> None:
+        def refuse_at_the_end() -> None:
             since = max(began, Stream.ending_since)
             if time.monotonic() - since > config.EXIT_TIMEOUT:
                 seconds = time.monotonic() - began
@@ -111,9 +111,10 @@ class Stream(HostCode):
         # hc.monitor.status() shows where the source is.
         workers.delegates[waiting] = [self.puller.thread]
         try:
-            if not wait(item, self.timeout, look):
+            if not wait(has_item, self.timeout, refuse_at_the_end):
                 self._late(f"timeout={self.timeout:g} s")
-                wait(item)
+                # With several lanes this closes the feed, which is found now.
+                wait(has_item)
         except KeyboardInterrupt:
             self.puller.close(INTERRUPTED)
             raise
@@ -122,13 +123,13 @@ class Stream(HostCode):
 
     def _late(self, limit: str) -> None:
         frame = sys._current_frames().get(self.puller.thread)
-        where = "its thread has ended"
+        position = "its thread has ended"
         if frame is not None:
-            last = traceback.extract_stack(frame)[-1]
-            where = f"it is at {last.filename}:{last.lineno} in {last.name}"
+            line = traceback.extract_stack(frame)[-1]
+            position = f"it is at {line.filename}:{line.lineno} in {line.name}"
         why = (
-            f"gave no item for {limit}; {where}. If it only is slow, raise timeout=, or"
-            " prefetch= if it comes in bursts"
+            f"gave no item for {limit}; {position}. If it only is slow, raise timeout=,"
+            " or prefetch= if it comes in bursts"
         )
         if self.ring.lanes > 1:
             # All devices must fail, and before the same item: one that went on would
@@ -148,10 +149,12 @@ def process_ends() -> None:
 
 def end_all() -> None:
     """Ends the threads of all feeds. No program can take items any more."""
-    for puller in (mine := living(Puller)):
+    pullers = living(Puller)
+    for puller in pullers:
         puller.close(ENDING)
+    # All end at the same time, so one limit holds for all.
     until = time.monotonic() + PATIENCE
-    for puller in mine:
+    for puller in pullers:
         puller.close(ENDING, max(0.01, until - time.monotonic()))
 
 
@@ -207,6 +210,7 @@ class Positions:
         newest, _ = self._after[-1]
         self._after.append((newest + 1, position))
         oldest, _ = self._after[0]
+        assert oldest <= taken <= newest + 1, "devices take what was pulled, in order"
         del self._after[: taken - oldest]
 
     def restart(self, position: dict[str, Any], taken: int) -> None:
@@ -215,11 +219,11 @@ class Positions:
 
     def after(self, count_taken: Callable[[], int]) -> dict[str, Any]:
         """The position after the last item that was taken."""
-        after = self._after[:]  # before the count: then its first item is taken
-        oldest, _ = after[0]
+        positions = self._after[:]  # before the count: then its first item is taken
+        oldest, _ = positions[0]
         # A restart, which is under way, may have begun to count again.
-        index = max(0, min(count_taken() - oldest, len(after) - 1))
-        _, position = after[index]
+        index = max(0, min(count_taken() - oldest, len(positions) - 1))
+        _, position = positions[index]
         return copy.deepcopy(position)
 
 
@@ -255,8 +259,8 @@ class Puller(PerProcess):
         start(self._thread, f"the feed `{name}`")
         super().__init__()
 
-    def renew(self) -> None:
-        self.closed = FORKED
+    def after_fork(self) -> None:
+        self.closed = FORKED  # the thread does not exist here
         # Never destroyed: a condition variable's destructor waits for its waiters, and
         # the threads of these do not exist here.
         if self.ring is not None:
@@ -306,7 +310,7 @@ class Puller(PerProcess):
             self.ring.wake()
         try:
             self.check_open()
-            wait(ended(future), look=self.check_open)
+            wait(until_result(future), look=self.check_open)
             return result_of(future)
         finally:
             future.cancel()  # Ctrl-C: unless the thread has taken it
@@ -322,12 +326,12 @@ class Puller(PerProcess):
     def close(self, why: str, patience: float = 0.0) -> None:
         """Ends the thread. Nothing is pulled after this."""
         if not self.closed:
-            self.closed = why
+            self.closed = why  # before the devices wake, which then look at it
             if self.ring is not None:
                 self.ring.close()
             self._wake()
         if patience and threading.get_ident() != self.thread:
-            wait(over(self._thread), patience)
+            wait(until_thread_ends(self._thread), patience)
 
     def position(self) -> dict[str, Any]:
         """The position after the last item that was taken."""
@@ -378,8 +382,8 @@ class Puller(PerProcess):
             opened = self._opened or self._open(epoch)
             ahead = item - now["item"]
             if ahead < 0 or epoch != now["epoch"]:
-                what = f"restore() can't go back to item {item}"
-                raise FeedError(once(self.name, what))
+                refused = f"restore() can't go back to item {item}"
+                raise FeedError(once(self.name, refused))
             # The ring forgets its end too.
             self._go_on(opened, opened.item + ahead - self.ring.drop(ahead))
             return
@@ -435,6 +439,7 @@ class Puller(PerProcess):
 
     def _step(self) -> None:
         if self.ring is None or not self._jobs.empty():
+            # Without a ring there is nothing to pull for: this waits for a job.
             fulfil(*self._jobs.get())
         elif self.outcome.state is not State.OPEN:
             self.ring.idle()
@@ -455,7 +460,8 @@ class Puller(PerProcess):
         except BaseException as error:
             self._fail(error)
             return
-        # Before the push: no device can have taken it then.
+        # Before the push: no device can have taken it then, and the position is there
+        # when one does.
         self._positions.add(position, taken=self.ring.counts()["taken"])
         self.ring.push(arrays)
 
@@ -502,14 +508,15 @@ class Puller(PerProcess):
         holds the feed, and no garbage collector sees that circle.
         """
         number = failures.store(error)
-        said = failures.summary(error)
+        summary = failures.summary(error)
 
         def failure() -> BaseException:
-            if (found := failures.kept(number)) is not None:
-                return found
+            exception = failures.kept(number)
+            if exception is not None:
+                return exception
             return FeedError(
                 f"hostcall: the source of the feed `{self.name}` has failed before with"
-                f" {said}. It gives nothing until reset() or restore() is called"
+                f" {summary}. It gives nothing until reset() or restore() is called"
             )
 
         self._finish(Outcome(State.FAILED, failure))
@@ -540,30 +547,31 @@ class Opened:
         iterator: gives the items.
     """
 
-    def __init__(self, made: Any, epoch: int, again: bool) -> None:
-        if callable(getattr(made, "as_numpy_iterator", None)):  # a tf.data.Dataset
-            made = made.as_numpy_iterator()
+    def __init__(self, source: Any, epoch: int, again: bool) -> None:
+        if callable(getattr(source, "as_numpy_iterator", None)):  # a tf.data.Dataset
+            source = source.as_numpy_iterator()
         self.epoch = epoch
         self.item = 0
         self.again = again
         try:
-            self.iterator: Iterator[Any] = iter(made)
+            self.iterator: Iterator[Any] = iter(source)
         except TypeError as error:
-            if isinstance(made, Iterable):  # an error of its own
+            if isinstance(source, Iterable):  # an error of its own
                 raise
             raise FeedError(
-                f"hostcall: the function of a feed returned {made!r:.60}, which can't"
+                f"hostcall: the function of a feed returned {source!r:.60}, which can't"
                 " be iterated. It should return the items of an epoch: a generator"
                 " function (yield item)",
                 code="hc-feed-source",
             ) from error
-        able = [
+        # The iterator's own state first: that of the source may be of its last epoch.
+        stateful = [
             (holder, *names)
-            for holder in (self.iterator, made)
+            for holder in (self.iterator, source)
             for names in _STATES
             if all(callable(getattr(holder, name, None)) for name in names)
         ]
-        self._stateful = able[0] if able else None
+        self._stateful = stateful[0] if stateful else None
 
     def position(self, saved: Any = None) -> dict[str, Any]:
         """The position after the item that was pulled last; `saved` is the source's."""
@@ -590,10 +598,10 @@ class Opened:
         self.iterator = iter(holder)  # an iterator is its own
 
 
-def once(name: str, what: str) -> str:
+def once(name: str, refused: str) -> str:
     return (
         f"hostcall: the source of the feed `{name}` is an iterator, which can be"
-        f" iterated only once: {what}. Give a function that returns a new iterator,"
+        f" iterated only once: {refused}. Give a function that returns a new iterator,"
         " hc.feed(lambda: make_iterator())"
     )
 

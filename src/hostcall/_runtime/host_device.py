@@ -47,8 +47,8 @@ def nesting_level(client: Any | None) -> int:
     """The number of a client's rung; 0 for the process's own clients, 1 for the first
     that was made for host code. Programs on a higher one are started by host code.
     """
-    for number, made in enumerate(_ladder.clients, 1):
-        if made is client:
+    for number, of_host_code in enumerate(_ladder.clients, 1):
+        if of_host_code is client:
             return number
     return 0
 
@@ -66,6 +66,7 @@ def host_device_for(client: Any | None) -> Any:
     """
     with starting.lock:
         below = nesting_level(client)
+        assert below <= len(_ladder.clients) <= _MOST, "a rung is made above another"
         if below == _MOST:
             raise HostcallError(
                 f"hostcall: programs and their host functions are nested {_MOST} deep:"

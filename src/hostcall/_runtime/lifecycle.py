@@ -63,7 +63,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hostcall import _jax, _native
 from hostcall._core import dispatched
 from hostcall._core.errors import HostcallError
-from hostcall._core.process import refusal, renew_all, starting
+from hostcall._core.process import call_after_fork, refusal, starting
 from hostcall._core.wait import wait
 
 logger = logging.getLogger("hostcall")
@@ -207,8 +207,10 @@ def _ending_by_ctrl_c() -> Iterator[None]:
 
 def _wait_for_programs() -> None:
     for failure in dispatched.failures_of_all_threads():
-        what = str(failure) if isinstance(failure, Exception) else repr(failure)
-        logger.error("a program failed while the process was ending: %s", what)
+        # KeyboardInterrupt and its like have no text of their own.
+        is_error = isinstance(failure, Exception)
+        text = str(failure) if is_error else repr(failure)
+        logger.error("a program failed while the process was ending: %s", text)
 
 
 at_end(Phase.PROGRAMS, _wait_for_programs)
@@ -219,6 +221,13 @@ def _in_a_late_handler() -> bool:
 
     Then the interpreter does not end meanwhile. JAX's own handler, which drops the
     back ends, waits for no call.
+
+    A call comes on a thread of XLA's, and atexit says nothing of the handler that runs,
+    nor is there an event between two handlers, so this looks at the ending thread: the
+    outermost frame is the handler's. No frame means that it is past atexit. Only the
+    first part of a module's name is read, which is `jax` for all of JAX's handlers
+    (tests/runtime/test_process.py, with each JAX of the range: handlers of all kinds
+    run programs, and one drops a program with a long call).
     """
     if threading.get_ident() == _end.ender:
         return True
@@ -228,7 +237,8 @@ def _in_a_late_handler() -> bool:
     while frame.f_back is not None:
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
-    return module.partition(".")[0] not in ("jax", "hostcall")
+    package, _, _ = module.partition(".")
+    return package not in ("jax", "hostcall")
 
 
 def _wait_for_calls(interpreter: bool) -> None:
@@ -251,16 +261,17 @@ def _start_anew() -> None:
     _jax.install_anew()
     started = _end.begun and _jax.back_ends_started()
     if started:
+        # Before all else that may enter the engine: it is closed in this process.
         _native.after_fork()
         _jax.refuse_programs(lambda: refusal("a JAX program is compiled or run"))
-    renew_all()
+    call_after_fork()
     if not started:
         if _end.watch is not None:
             _end.watch()
         return
     # A client's destructor joins its threads, which do not exist here. A child that
     # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
-    # kept alive; those of _runtime/host_device.py are by `renew_all`.
+    # kept alive; those of _runtime/host_device.py are by their `after_fork`.
     for client in _jax.clients():
         _native.keep_for_ever(client)
 

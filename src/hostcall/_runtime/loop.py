@@ -24,7 +24,7 @@ from hostcall._core import config
 from hostcall._core.daemon import Pool, daemon, start
 from hostcall._core.errors import HostcallError
 from hostcall._core.process import PerProcess
-from hostcall._core.wait import over, wait
+from hostcall._core.wait import until_thread_ends, wait
 from hostcall._runtime import lifecycle
 from hostcall._runtime.lifecycle import Phase
 
@@ -60,15 +60,15 @@ _state = _State()
 
 def current() -> asyncio.AbstractEventLoop:
     """The loop for a call that begins now; starts hostcall's own if it is needed."""
-    given: asyncio.AbstractEventLoop | None = config.settings.loop
-    if given is not None:
-        if given.is_closed():
+    users_loop: asyncio.AbstractEventLoop | None = config.settings.loop
+    if users_loop is not None:
+        if users_loop.is_closed():
             raise HostcallError(
                 "hostcall: the event loop given by hc.configure(loop=) is closed."
                 " Give a running loop, or hc.configure(loop='own') for hostcall's",
                 code="hc-closed",
             )
-        return given
+        return users_loop
     with _state.lock:
         if _state.own is None:
             import asyncio
@@ -128,10 +128,11 @@ def stop() -> None:
     with contextlib.suppress(RuntimeError):  # it was closed meanwhile
         loop.call_soon_threadsafe(loop.stop)
     # A task that blocks the loop is left behind with the thread, a daemon.
-    if wait(over(thread), 2 * _LAST):
+    if wait(until_thread_ends(thread), 2 * _LAST):
         _state.stopping.clear()
         with _state.lock:
-            _state.own = _state.thread = None
+            _state.own = None
+            _state.thread = None
 
 
 lifecycle.at_end(Phase.LOOP, stop)

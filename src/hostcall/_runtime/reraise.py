@@ -14,8 +14,9 @@ What happens to a sign:
   1. `add` puts it into `_pending`, with the number of callbacks that had failed so far.
   2. Once the program has ended, `_settle` drops the sign. If any callback has failed
      since step 1, it first looks at the sign, and moves a failed one to `_failed`.
-  3. `end` settles the rest, and returns the first failure that the user has not seen.
-     Signs that are left over go to the block around this one.
+  3. `end` settles the rest, and returns the first failure that was not reported, which
+     it asks the ledger (_core/failures.py). Signs that are left over go to the block
+     around this one.
 
 A program without results and tokens makes no host call with an effect, and gives no
 sign: one that makes such a call has tokens or a hidden result (_jax/signs.py).
@@ -93,25 +94,29 @@ class reraise(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         report = _close_block(waits=error is None)
-        told = report or error
-        found = None
-        if isinstance(told, _jax.REPORTS):
-            found = failures.original(told)
-            failures.tell(failures.number_in(told))
-            text = failures.summary(told).partition(": ")[2]
-            if found is None and _OF_XLA.match(text):
-                failures.explain(told)
+        reported = report or error
+        original = None
+        if isinstance(reported, _jax.REPORTS):
+            original = failures.original(reported)
+            failures.mark_reported(failures.number_in(reported))
+            _, _, text = failures.summary(reported).partition(": ")
+            if original is None and _OF_XLA.match(text):
+                failures.explain(reported)
         try:
+            # JAX's report is raised first, so that Python makes it the `__context__` of
+            # the callback's exception. An `error` is being handled already.
             if report is not None:
                 raise report
-            if found is not None:
-                raise found
+            if original is not None:
+                raise original
         except _jax.REPORTS as raised:
-            if found is None or raised is found:  # too many callbacks failed since
+            if (
+                original is None or raised is original
+            ):  # too many callbacks failed since
                 raise
-            raise found  # noqa: B904
-        finally:  # breaks the cycle found -> traceback -> this frame -> found
-            del found, told, report
+            raise original  # noqa: B904
+        finally:  # breaks the cycle original -> traceback -> this frame -> original
+            del original, reported, report
 
 
 # --- Blocks --------------------------------------------------------------------------
@@ -121,6 +126,9 @@ _KEPT_BYTES = 64e6
 
 # With this many programs that may still run, the block waits for the oldest.
 _PENDING_AT_MOST = 1024
+
+# With more signs than this, those behind a program that still runs are looked at too.
+_MANY_SIGNS = 32
 
 
 class _Block:
@@ -139,51 +147,61 @@ class _Block:
         # dispatches programs of its own. So thread and depth are compared too.
         self._thread = threading.get_ident()
         self._depth = _depth()
-        self._before = self._failures = failures.failures_so_far()
-        self._gone = False  # whether a result was gone when its program was looked at
+        # How many callbacks had failed when the block began, and at the last look.
+        self._failures_at_start = failures.failures_so_far()
+        self._failures_seen = self._failures_at_start
+        self._some_sign_was_gone = False
         self._pending: list[_Sign] = []  # programs that may still fail, in order
         # JAX's reports of programs that have failed, and the tokens of these.
         self._failed: list[tuple[BaseException, Sequence[Any]]] = []
-        self._kept = 0.0
-        self._scan_above = 32
+        self._kept_bytes = 0.0
+        self._scan_above = _MANY_SIGNS
 
     def is_here(self) -> bool:
         return self._thread == threading.get_ident() and self._depth == _depth()
 
     def add(self, results: Sequence[Any], tokens: Sequence[Any]) -> None:
         """A program has been dispatched, with these results and tokens."""
-        result, kept = _cheapest(results, _KEPT_BYTES - self._kept)
+        room = _KEPT_BYTES - self._kept_bytes
+        result, kept_bytes = _cheapest(results, room)
         if result is not None or tokens:
             # The count of failures is that of the last look, before this dispatch: a
             # callback of this program may have failed by now.
-            self._pending.append(_Sign(result, kept, tokens, self._failures))
-            self._kept += kept
-        self._failures = failures.failures_so_far()
+            sign = _Sign(result, kept_bytes, tokens, self._failures_seen)
+            self._pending.append(sign)
+            self._kept_bytes += kept_bytes
+        self._failures_seen = failures.failures_so_far()
         while self._pending and self._pending[0].is_ready():
             self._settle(self._pending.pop(0))
         if len(self._pending) > self._scan_above:  # some may have ended behind an older
             self._settle_all(_PENDING_AT_MOST)
-            self._scan_above = max(32, 2 * len(self._pending))
+            # Twice as many as stay: the looks cost a constant for each dispatch.
+            self._scan_above = max(_MANY_SIGNS, 2 * len(self._pending))
 
-    def _settle_all(self, left: float) -> None:
-        """Settles programs that have ended, and waits until at most `left` have not."""
+    def _settle_all(self, most_pending: float) -> None:
+        """Settles programs that have ended, and waits until so few have not."""
         pending = self._pending
         self._pending = []
         for i, sign in enumerate(pending):
-            if sign.is_ready() or len(pending) - i > left:
+            not_looked_at = len(pending) - i
+            if sign.is_ready() or not_looked_at > most_pending:
                 self._settle(sign)
             else:
                 self._pending.append(sign)
 
     def _settle(self, sign: _Sign) -> None:
-        self._kept -= sign.kept
-        self._gone = self._gone or sign.is_gone()
+        """Drops a sign. Looks at it first if its program may have failed."""
+        self._kept_bytes -= sign.kept_bytes
+        if sign.is_gone():
+            self._some_sign_was_gone = True
         # A failure is counted before its program ends. So if the count has not changed
         # and the program has ended, it did not fail, and need not be looked at. But a
         # result that was donated tells nothing: the program that took it fails instead,
         # which may have been dispatched after the failure was counted.
-        before = self._before if self._gone else sign.failures
-        if sign.is_ready() and failures.failures_so_far() == before:
+        failures_before = sign.failures_before
+        if self._some_sign_was_gone:
+            failures_before = self._failures_at_start
+        if sign.is_ready() and failures.failures_so_far() == failures_before:
             return
         if (report := sign.report()) is not None:
             self._failed.append((report, sign.tokens))
@@ -191,7 +209,7 @@ class _Block:
     def end(self, waits: bool) -> BaseException | None:
         """Settles the pending programs; without `waits` only those that have ended.
 
-        With `waits`, returns the first failure that the user has not seen.
+        With `waits`, returns the first failure that was not reported so far.
         """
         self._settle_all(0 if waits else math.inf)
         first: BaseException | None = None
@@ -199,12 +217,13 @@ class _Block:
         self._failed = []
         for report, tokens in failed:
             number = failures.number_in(report)
-            if not failures.is_told(number):
+            if not failures.is_reported(number):
                 if first is not None or not waits:
+                    # It stays unreported, for the block around this one.
                     self._failed.append((report, tokens))
                     continue
                 first = report
-                failures.tell(number)
+                failures.mark_reported(number)
             # An ordered program that came next has failed with this one's token, and
             # has its number. Its tokens are forgotten too; otherwise JAX's next wait
             # for effects would raise the same failure again.
@@ -213,31 +232,33 @@ class _Block:
 
     def leave_to(self, outer: _Block) -> None:
         """Hands what is not settled to the block around this one."""
+        assert self.closed, "a block that is open may still add programs"
         outer._failed += self._failed
         outer._pending += self._pending
-        outer._kept += self._kept
+        outer._kept_bytes += self._kept_bytes
 
 
 class _Sign:
     """A result or the tokens of a program, by which its failure is noticed.
 
     Attributes:
-        kept: how many bytes of the result are kept alive.
+        kept_bytes: how many bytes of the result are kept alive.
         tokens: the tokens of its effects.
-        failures: how many callbacks had failed before it was dispatched.
+        failures_before: how many callbacks had failed before it was dispatched.
     """
 
-    __slots__ = ("_result", "failures", "kept", "tokens")
+    __slots__ = ("_result", "failures_before", "kept_bytes", "tokens")
 
     def __init__(
-        self, result: Any, kept: int, tokens: Sequence[Any], failures: int
+        self, result: Any, kept_bytes: int, tokens: Sequence[Any], failures_before: int
     ) -> None:
-        """Holds the result strongly if `kept` is not 0, else by a weak reference."""
-        held = lambda: result  # noqa: E731
-        self._result = held if kept or result is None else weakref.ref(result)
-        self.kept = kept
+        # A result that takes too many bytes is held weakly: a block must not keep the
+        # states of a loop alive.
+        is_strong = kept_bytes > 0 or result is None
+        self._result = (lambda: result) if is_strong else weakref.ref(result)
+        self.kept_bytes = kept_bytes
         self.tokens = tokens
-        self.failures = failures
+        self.failures_before = failures_before
 
     def is_ready(self) -> bool:
         """Whether the program has ended, as far as its result and tokens tell."""
@@ -256,8 +277,8 @@ class _Sign:
 
     def report(self) -> BaseException | None:
         """Waits for the program; returns what JAX raises if a host call failed."""
-        for left in (self._result(), *self.tokens):
-            report = None if left is None else failures.failure_of(left)
+        for result in (self._result(), *self.tokens):
+            report = None if result is None else failures.failure_of(result)
             if report is not None and failures.number_in(report):
                 return report
         return None
@@ -271,7 +292,7 @@ def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:
     smallest = min(arrays, key=operator.attrgetter("nbytes"), default=None)
     if smallest is None:
         return None, 0
-    size = int(smallest.nbytes) or 1
+    size = int(smallest.nbytes) or 1  # 0 would say that it is not kept
     return smallest, size if size <= room else 0
 
 
@@ -298,7 +319,8 @@ def _open_block() -> None:
     _jax.install(_jax.When.CALLS)
     _jax.need(_jax.Part.FAST)  # by it a block hears of the programs
     _jax.tell_of_dispatches(_dispatched)
-    _current.set(_Block(_first_open(_current.get())))
+    outer = _first_open(_current.get())
+    _current.set(_Block(outer))
     _thread.open += 1
     if _thread.open == 1:
         _thread.hook_before = _jax.POST_HOOK.swap_local(_dispatched_fast)
@@ -315,6 +337,7 @@ def _close_block(waits: bool) -> BaseException | None:
     block.closed = True
     outer = _first_open(block.outer)
     _current.set(outer)
+    assert _thread.open > 0, "this thread has opened the block"
     _thread.open -= 1
     if _thread.open == 0:
         # Put the old hook back, unless jax.debug_nans has replaced ours since.
@@ -337,8 +360,8 @@ def _depth() -> int:
     """How many of hostcall's callbacks the calling thread is inside."""
     if _native.current() is None:
         return 0
-    here = threading.get_ident()
-    return sum(thread == here for _, thread, _, _ in _native.active())
+    this_thread = threading.get_ident()
+    return sum(thread == this_thread for _, thread, _, _ in _native.active())
 
 
 def _dispatched(results: Sequence[Any], tokens: Sequence[Any]) -> None:
@@ -350,8 +373,9 @@ def _dispatched(results: Sequence[Any], tokens: Sequence[Any]) -> None:
 def _dispatched_fast(function: Any, args: Any, kwargs: Any, results: Any) -> None:
     """JAX calls this after each dispatch on its fast path."""
     _dispatched(jax.tree.leaves(results), ())
-    before = _thread.hook_before
-    if before is None or before is _jax.UNSET:
-        before = _jax.POST_HOOK.get_global()
-    if before is not None:
-        before(function, args, kwargs, results)
+    # A hook that somebody else has set, for this thread or for all, still runs.
+    hook = _thread.hook_before
+    if hook is None or hook is _jax.UNSET:
+        hook = _jax.POST_HOOK.get_global()
+    if hook is not None:
+        hook(function, args, kwargs, results)

@@ -77,26 +77,30 @@ class ProcessStatus:
                 f"process {self.process} did not answer: it has ended, is stopped, or"
                 " has not run host code in a program over several processes yet"
             )
-        what = "\n".join(map(str, self.calls)) or "no call is running"
+        calls = "\n".join(map(str, self.calls)) or "no call is running"
         return (
             f"process {self.process} (pid {self.pid}),"
-            f" {counted(self.taps, 'tap')} queued: {what}\n"
+            f" {counted(self.taps, 'tap')} queued: {calls}\n"
             f"Its main thread:\n{self.main}"
         )
 
 
 def running() -> list[ActiveCall]:
     """The running calls and the running tap, oldest first."""
-    frames = sys._current_frames()
+    frames = sys._current_frames()  # a call that begins later has no stack here
     calls = []
     for hooks, thread, seconds, row in _native.active():
+        # The thread that runs the function, if the call's own waits for another.
         (thread,) = workers.delegates.get(thread) or [thread]
-        name = hooks.callback.shown
-        calls.append(
-            ActiveCall(
-                name, hooks.place, seconds, row or (), thread, _stack(frames, thread)
-            )
+        call = ActiveCall(
+            name=hooks.callback.shown,
+            place=hooks.place,
+            seconds=seconds,
+            row=row or (),
+            thread=thread,
+            stack=_stack(frames, thread),
         )
+        calls.append(call)
     return sorted(calls, key=lambda call: -call.seconds)
 
 
@@ -128,9 +132,15 @@ def log(why: str) -> None:
 
 def doing(process: int) -> ProcessStatus:
     """What this process, which has that number in its job, is doing."""
-    main = _stack(sys._current_frames(), threading.main_thread().ident or 0)
-    taps = _native.tap_queue()["pending"]
-    return ProcessStatus(process, True, tuple(running()), taps, main, os.getpid())
+    main_thread = threading.main_thread().ident or 0
+    return ProcessStatus(
+        process=process,
+        answered=True,
+        calls=tuple(running()),
+        taps=_native.tap_queue()["pending"],
+        main=_stack(sys._current_frames(), main_thread),
+        pid=os.getpid(),
+    )
 
 
 def _stack(frames: dict[int, Any], thread: int) -> str:

@@ -137,26 +137,31 @@ def _after_interrupt() -> Signal:
     """Handles a Ctrl-C; returns the other events that came meanwhile."""
     if not _raises():  # the program has a handler of its own, which decides
         return Signal(0)
-    before = _where_main_is()
+    position = _where_main_is()
     until = time.monotonic() + _SEARCH
     events = _native.wait_signal(SLICE)
-    while _where_main_is() == before and time.monotonic() < until:
+    while _where_main_is() == position and time.monotonic() < until:
         if events & Signal.STOP:
             break
         # If a program waits for space in the queue, the tap that is being delivered
         # blocks it, so that tap is interrupted too.
         # A program that is between two waits at this moment is met at the next look.
-        full = _native.tap_queue()["blocked"] > 0 and _native.interrupt_pushes(
-            failures.numbered(
-                KeyboardInterrupt(),
-                "KeyboardInterrupt: while a program waited for space in the queue of"
-                " taps",
-            )
-        )
-        if _native.interrupt_calls(taps=full) or full:
+        is_full = _interrupt_pushes()
+        if _native.interrupt_calls(taps=is_full) or is_full:
             break
         events |= _native.wait_signal(SLICE)
     return events & ~Signal.INTERRUPT
+
+
+def _interrupt_pushes() -> bool:
+    """Fails programs that wait for space in the queue of taps, if there are any."""
+    if _native.tap_queue()["blocked"] == 0:
+        return False
+    text = failures.numbered(
+        KeyboardInterrupt(),
+        "KeyboardInterrupt: while a program waited for space in the queue of taps",
+    )
+    return _native.interrupt_pushes(text)
 
 
 def _where_main_is() -> tuple[int, int] | None:

@@ -33,10 +33,11 @@ in_tap: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 def stand_in() -> Any | None:
     """What `hc.current()` is here by `answer`; None without."""
-    given = answer.get()
-    if given is None or given[0] not in (None, threading.get_ident()):
+    thread_and_ask = answer.get()
+    if thread_and_ask is None:
         return None
-    return given[1]()
+    thread, ask = thread_and_ask
+    return ask() if thread in (None, threading.get_ident()) else None
 
 
 def in_call() -> bool:
@@ -64,48 +65,53 @@ class ThreadSettings:
         self, device: Any, guard: Any = None, traced: _jax.Traced | None = None
     ) -> None:
         self.traced = traced
-        given = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
-        self._given = [
-            (setting, value)
-            for kind, setting, fixed in _jax.AMBIENT
-            if (value := given.get(kind, fixed)) is not None
-        ]
+        of_call = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
+        # The settings with their values; None for one leaves the thread's as it is.
+        self._values: list[tuple[Any, Any]] = []
+        for kind, setting, fixed in _jax.AMBIENT:
+            value = of_call.get(kind, fixed)
+            if value is not None:
+                self._values.append((setting, value))
 
     @classmethod
     def here(cls) -> ThreadSettings:
         """Those of the calling thread, which runs host code."""
-        now = {kind: setting.get_local() for kind, setting, _ in _jax.AMBIENT}
-        device, guard = map(now.get, (_native.Ambient.DEVICE, _native.Ambient.GUARD))
-        return cls(device, guard, _jax.traced_here())
+        values = {kind: setting.get_local() for kind, setting, _ in _jax.AMBIENT}
+        return cls(
+            device=values.get(_native.Ambient.DEVICE),
+            guard=values.get(_native.Ambient.GUARD),
+            traced=_jax.traced_here(),
+        )
 
     def enter(self) -> tuple[list[Any], list[Any]]:
         """Sets all of them on the calling thread, or none if it is interrupted.
 
         Returns the former values.
         """
-        before = [setting.get_local() for setting, _ in self._given]
+        former = [setting.get_local() for setting, _ in self._values]
         try:
-            for setting, value in self._given:
+            for setting, value in self._values:
                 setting.set_local(value)
-            return before, [] if self.traced is None else self.traced.enter()
+            return former, [] if self.traced is None else self.traced.enter()
         except BaseException:
-            self._put_back(before)
+            # Ctrl-C may come between any two: some may be set, and all are put back.
+            self._put_back(former)
             raise
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls `step(*args)` with the settings, and puts the thread's own back."""
-        before, traced = self.enter()
+        former, former_of_trace = self.enter()
         try:
             return step(*args)
         finally:
             try:
                 if self.traced is not None:
-                    self.traced.leave(traced)
+                    self.traced.leave(former_of_trace)
             finally:
-                self._put_back(before)
+                self._put_back(former)
 
-    def _put_back(self, before: list[Any]) -> None:
-        for (setting, _), value in zip(self._given, before, strict=True):
+    def _put_back(self, former: list[Any]) -> None:
+        for (setting, _), value in zip(self._values, former, strict=True):
             setting.set_local(value)
 
 

@@ -241,7 +241,7 @@ class Object:
                 a callback or after close().
         """
         failed = self._wait("save", log=False)
-        error = failed[0] if failed else dispatched.first_owed()
+        error = failed[0] if failed else dispatched.first_unreported()
         if error is not None:
             raise error
         return self._group.snapshot()
@@ -469,7 +469,7 @@ class Group(PerProcess):
         self.lock = threading.Lock()
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         self.lock = threading.Lock()
         if self.members:  # the child never finalizes the parent's objects
             _native.keep_for_ever(self.members)

@@ -167,7 +167,7 @@ class DropInParams(CallParams):
     @property
     def primitive(self) -> str:
         """The name of the drop-in's primitive, which JAX's primitive has too."""
-        is_print = self.callback.seen.own.source() == PRINT
+        is_print = self.callback.facts.host_code.source() == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
     @cached_property

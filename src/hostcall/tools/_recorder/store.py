@@ -64,7 +64,7 @@ class RunFolder(PerProcess):
             raise
         super().__init__()
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child, which has none of the threads: the run is the parent's."""
         self.closed = True
 
