@@ -17,9 +17,9 @@ from hostcall._core.registered import Name
 from hostcall._core.source import Place, inspect_callable, name_of
 from hostcall._export import records, registry
 from hostcall._export.structures import CODEC
+from hostcall._host_function.rule_call import RuleCall
 from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import BoundHostCall
-from hostcall._host_function.steps import RuleCall
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def read(given: Json) -> tuple[RuleCall, Policy]:
         function, place=place, **CODEC.fields(code.site, BoundHostCall)
     )
     steps = RuleCall(site, **parts)
-    return steps, steps.how()[1]
+    return steps, steps.policy
 
 
 def _function(name: Name, kind: Kind) -> Any:

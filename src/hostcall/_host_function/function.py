@@ -46,7 +46,7 @@ from hostcall._host_function.rules import (
     Where,
     among,
 )
-from hostcall._host_function.sendable import at_its_name, to_send
+from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import BoundHostCall
 
 _WHERE = Option(
@@ -215,7 +215,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
         def __getattr__(self, name: str) -> Any:
-            gone.refuse("a hc.host function", _GONE, name)
+            if name in _GONE:
+                gone.refuse("a hc.host function", _GONE, name)
+            # JAX asks for `__code__` and the like whenever it traces a function.
+            raise AttributeError(f"a hc.host function has no attribute {name!r}")
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -272,7 +275,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if method in WHOLE and result_specs.says_items(self.result):
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = replace(self.options, vmap_method=method)
-        return Callee(self, to_send(self), options)
+        code = self.fn if self.policy.pool is None else Sendable(self)
+        return Callee(self, code, options)
 
     def _why_not(self) -> str:
         if not said_results.is_unsaid(self.result):

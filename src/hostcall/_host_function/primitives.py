@@ -13,9 +13,9 @@ wait until JAX shows which mode it is in. JAX shows it in three steps:
      runs at once, and a host_function of constants and tangents, linear in these.
   3. Transposing that runs the backward half.
 
-So no rule runs in vain. Each equation holds an object that says what to do: a `Value`,
-a `Pair` (in host_jvp), or a `Linear`; vmap wraps it in a `Batched`. The rules below
-call the object:
+So no rule runs in vain. Each equation holds an object that says what to do: a
+`DiffFunction`, which in host_jvp is a `ValueAndTangent`, and is a `LinearMap` where the
+derivative is linear. vmap wraps it in a `Batched`. The rules below call the object:
 
     lowering, and eager runs    `run`: the equation is the JAX code of its object
     JVP                         `jvp`. A call binds host_jvp if both modes may have
@@ -51,6 +51,7 @@ from hostcall._primitives.batching import Dims, size_of
 T = TypeVar("T")
 
 Arrays = list[jax.Array]  # flat
+Operands = Sequence[jax.Array]  # the same, which nobody changes
 Tangents = list[jax.Array | None]  # one per array; None for a zero tangent
 Moved = tuple[Arrays, Tangents]  # results and their tangents
 Rows = tuple[Arrays, list[int | None]]  # results and the batch axis of each
@@ -60,7 +61,7 @@ value_p = _jax.Primitive("host_function")
 jvp_p = _jax.Primitive("host_jvp")
 
 
-class Value(ABC):
+class DiffFunction(ABC):
     """A function of flat arrays. Its `repr` is its name in messages.
 
     Attributes:
@@ -94,12 +95,12 @@ class Value(ABC):
         del size, operands, dims
         return None
 
-    def shared(self, dims: Dims) -> Value:
+    def shared(self, dims: Dims) -> DiffFunction:
         """The same function, given which operands have no axis in a batch."""
         del dims
         return self
 
-    def narrowed(self, used: Flags) -> Value | None:
+    def narrowed(self, used: Flags) -> DiffFunction | None:
         """A cheaper function whose operands and results are the first of these, if it
         covers all results that are used; otherwise None.
         """
@@ -107,7 +108,7 @@ class Value(ABC):
         return None
 
 
-class Linear(Value):
+class LinearMap(DiffFunction):
     """A function that is linear in its last operands, the tangents.
 
     Attributes:
@@ -139,7 +140,7 @@ class Linear(Value):
         return [*(None,) * len(consts), *self.back(consts, cotangents)]
 
 
-class Pair(Value):
+class ValueAndTangent(DiffFunction):
     """A function and its derivative along the tangents of some arguments.
 
     Its results are those of the function, then their tangents, by the forward rule.
@@ -150,11 +151,13 @@ class Pair(Value):
     """
 
     primitive = jvp_p
-    value: Value
+    value: DiffFunction
     n: int
 
     @abstractmethod
-    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
+    def start(
+        self, args: Arrays, backward: bool
+    ) -> tuple[Arrays, Arrays, DiffFunction]:
         """The results, and the derivative: constants, and a function of these and the
         tangents, linear in the tangents.
 
@@ -178,12 +181,12 @@ class Pair(Value):
         back = linear.transposed(given, cotangents[len(self.value.avals) :])
         return [*(None,) * len(args), *back[len(consts) :]]
 
-    def narrowed(self, used: Flags) -> Value | None:
+    def narrowed(self, used: Flags) -> DiffFunction | None:
         """The function itself, if nothing uses the tangents."""
         return None if any(used[len(self.value.avals) :]) else self.value
 
 
-def known(operands: Tangents, what: Value) -> Arrays:
+def known(operands: Tangents, what: DiffFunction) -> Arrays:
     """The operands in which a function isn't linear, which a transpose must know."""
     found = there(operands)
     if len(found) < len(operands):
@@ -194,7 +197,7 @@ def known(operands: Tangents, what: Value) -> Arrays:
     return found
 
 
-def bind(operands: Arrays, what: Value) -> Arrays:
+def bind(operands: Arrays, what: DiffFunction) -> Arrays:
     return list(what.primitive.bind(*operands, what=what))
 
 
@@ -237,7 +240,7 @@ def _jvp_of(code: Callable[..., Arrays], primals: Arrays, tangents: Tangents) ->
 
 
 @dataclass(frozen=True, repr=False)
-class Batched(Value):
+class Batched(DiffFunction):
     """A batch of calls of the same function.
 
     Attributes:
@@ -246,7 +249,7 @@ class Batched(Value):
         dims: the batch axis of each operand, None if all rows share it.
     """
 
-    inner: Value
+    inner: DiffFunction
     size: int
     dims: tuple[int | None, ...]
 
@@ -269,10 +272,10 @@ class Batched(Value):
         back = self._each(self.inner.transposed, *pairs)
         return list(map(_unbatched, back, self.dims))
 
-    def shared(self, dims: Dims) -> Value:
+    def shared(self, dims: Dims) -> DiffFunction:
         return replace(self, inner=self.inner.shared(dims))
 
-    def narrowed(self, used: Flags) -> Value | None:
+    def narrowed(self, used: Flags) -> DiffFunction | None:
         inner = self.inner.narrowed(used)
         return None if inner is None else replace(self, inner=inner)
 
@@ -294,13 +297,15 @@ def _unbatched(cotangent: jax.Array | None, dim: int | None) -> jax.Array | None
 
 
 @dataclass(frozen=True, repr=False)
-class BatchedPair(Pair, Batched):
-    inner: Pair
+class BatchedValueAndTangent(ValueAndTangent, Batched):
+    inner: ValueAndTangent
     n: int
-    value: Value
+    value: DiffFunction
 
-    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
-        found: list[Value] = []
+    def start(
+        self, args: Arrays, backward: bool
+    ) -> tuple[Arrays, Arrays, DiffFunction]:
+        found: list[DiffFunction] = []
 
         def row(args: Arrays) -> tuple[Arrays, Arrays]:
             outs, consts, linear = self.inner.start(args, backward)
@@ -315,15 +320,17 @@ class BatchedPair(Pair, Batched):
 # --- JAX's rules ---------------------------------------------------------------------
 
 
-def _run(*operands: jax.Array, what: Value) -> Arrays:
+def _run(*operands: jax.Array, what: DiffFunction) -> Arrays:
     return what.run(list(operands))
 
 
-def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
+def _abstract_eval(*operands: Aval, what: DiffFunction) -> list[Aval]:
     return _jax.result_avals(what.avals, operands, pure=True)
 
 
-def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:
+def _jvp(
+    primals: Arrays, tangents: Arrays, *, what: DiffFunction
+) -> tuple[Arrays, Arrays]:
     operands = list(primals)
     present = list(map(_present, tangents))
     if there(present):
@@ -344,9 +351,11 @@ def _present(tangent: jax.Array) -> jax.Array | None:
     return None if tangent.dtype == jax.dtypes.float0 else tangent
 
 
-def _transpose(cotangents: Arrays, *operands: jax.Array, what: Value) -> Tangents:
+def _transpose(
+    cotangents: Arrays, *operands: jax.Array, what: DiffFunction
+) -> Tangents:
     # Those of a pair's values have no part in it.
-    values = len(what.value.avals) if isinstance(what, Pair) else 0
+    values = len(what.value.avals) if isinstance(what, ValueAndTangent) else 0
     if not [ct for ct in cotangents[values:] if type(ct) is not _jax.Zero]:
         return [None] * len(operands)
     known = [None if _jax.is_undefined_primal(x) else x for x in operands]
@@ -357,7 +366,7 @@ def _transpose(cotangents: Arrays, *operands: jax.Array, what: Value) -> Tangent
     ]
 
 
-def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
+def _batch(operands: Arrays, dims: Dims, *, what: DiffFunction) -> Rows:
     size = size_of(operands, dims)
     dims = tuple(dims)
     operands = list(operands)
@@ -365,7 +374,7 @@ def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
     if by_rule is not None:
         return by_rule
     sharded = partial(_jax.rows_sharded_alike, operands=operands, dims=dims)
-    if not isinstance(what, Pair):
+    if not isinstance(what, ValueAndTangent):
         outs = bind(operands, Batched(what.shared(dims), size, dims))
         return sharded(outs), [0] * len(outs)
     args = operands[: what.n]
@@ -373,7 +382,7 @@ def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
     n = what.n
     if any(d is not None for d in dims[:n]):
         value = Batched(what.value, size, dims[:n])
-        outs = bind(operands, BatchedPair(what, size, dims, n, value))
+        outs = bind(operands, BatchedValueAndTangent(what, size, dims, n, value))
         return sharded(outs), [0] * len(outs)
     # The rows differ only in their tangents (jax.jacfwd), and share one value.
     outs, consts, linear = what.start(args, False)
@@ -391,13 +400,15 @@ def _narrow(used: Flags, *given: Any) -> tuple[list[bool], JaxprEquation | None]
     return [i < len(narrow.invars) for i in range(len(eqn.invars))], narrow
 
 
-def _only(eqn: JaxprEquation, smaller: Value) -> JaxprEquation:
-    """The equation of what `Value.narrowed` has given."""
+def _only(eqn: JaxprEquation, smaller: DiffFunction) -> JaxprEquation:
+    """The equation of what `DiffFunction.narrowed` has given."""
     what = eqn.params["what"]
     return eqn.replace(
         primitive=smaller.primitive,
         params={"what": smaller},
-        invars=eqn.invars[: what.n] if isinstance(what, Pair) else eqn.invars,
+        invars=eqn.invars[: what.n]
+        if isinstance(what, ValueAndTangent)
+        else eqn.invars,
         outvars=eqn.outvars[: len(smaller.avals)],
     )
 
@@ -416,7 +427,7 @@ for _p in (value_p, jvp_p):
 # --- Partial evaluation of host_jvp --------------------------------------------------
 
 
-def _split(trace: JaxprTrace, *tracers: jax.Array, what: Pair) -> Arrays:
+def _split(trace: JaxprTrace, *tracers: jax.Array, what: ValueAndTangent) -> Arrays:
     """Where reverse mode begins: the arguments are known and the tangents unknown.
 
     Computes the results now, and leaves the linear part to be transposed.
@@ -439,7 +450,7 @@ def _split_under_remat(
     The backward pass computes the whole equation again, and is split then.
     """
     del saveable
-    what: Pair = eqn.params["what"]
+    what: ValueAndTangent = eqn.params["what"]
     n_outs = len(what.value.avals)
     everything = [True] * len(eqn.outvars)
     pairs = zip(eqn.invars, inst, strict=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
-from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.options import CallOptions, Policy
 from hostcall._core.source import inspect_callable
@@ -161,16 +161,6 @@ def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
     an optional argument that this call leaves out.
     """
     return tuple(i % n for i in positions if -n <= i < n)
-
-
-def forward_pair(value: Tree, name: str) -> tuple[Tree, Tree]:
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise DerivativeError(
-            f"hostcall: the forward rule of `{name}` should return (out, residuals),"
-            f" got {type(value).__name__}",
-            code="hc-rule",
-        )
-    return value
 
 
 # --- Missing rules -------------------------------------------------------------------

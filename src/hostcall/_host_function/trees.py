@@ -18,7 +18,7 @@ from hostcall._core.errors import DerivativeError
 from hostcall._core.options import LOCAL_ONLY
 from hostcall._core.source import Place
 from hostcall._core.spec import Opaque, Results, Template
-from hostcall._host_function.primitives import Arrays, Tangents, Value
+from hostcall._host_function.primitives import Arrays, DiffFunction, Operands, Tangents
 from hostcall._host_function.rules import (
     ADVICE,
     MISSING,
@@ -38,7 +38,7 @@ Positions: TypeAlias = Sequence[int] | None
 
 
 @dataclass(frozen=True)
-class ArgumentLayout(Value):
+class ArgumentLayout(DiffFunction):
     """How flat arrays become the arguments of rules, and rules' results flat arrays.
 
     `site.BoundHostCall` says how the derivatives of such a call are made.
@@ -67,7 +67,7 @@ class ArgumentLayout(Value):
         """By which messages call it."""
         return self.function.__name__
 
-    @property
+    @cached_property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
         """Of the results."""
         return self.results.avals
@@ -77,7 +77,7 @@ class ArgumentLayout(Value):
         """Whether it has a mask."""
         return self.fills is not None
 
-    @property
+    @cached_property
     def n(self) -> int:
         """How many arrays its arguments have."""
         return len(self.in_avals) - self.masked
@@ -140,7 +140,7 @@ class ArgumentLayout(Value):
 
     # --- From arrays to trees ------------------------------------------------------
 
-    def tangents(self, like: Arrays, tangents: Tangents, zeros: Function) -> Trees:
+    def tangents(self, like: Operands, tangents: Tangents, zeros: Function) -> Trees:
         """Tangents in the structure of the arguments.
 
         Zeros stand for a tangent that is None, float0 zeros for integers, and None for
@@ -158,7 +158,7 @@ class ArgumentLayout(Value):
             for n, (part, leaves) in enumerate(parts)
         )
 
-    def cotangents(self, cotangents: Arrays) -> Tree:
+    def cotangents(self, cotangents: Operands) -> Tree:
         """Cotangents in the structure of the result; integers have float0 zeros."""
         pairs = zip(spread(cotangents, self.out_diff), self.avals, strict=True)
         leaves = [_float0(aval.shape) if ct is None else ct for ct, aval in pairs]
@@ -246,7 +246,7 @@ class ArgumentLayout(Value):
 
     def fitting(
         self,
-        values: Tangents,
+        values: Sequence[jax.Array | None],
         avals: Sequence[Aval],
         kind: Kind,
         words: Sequence[tuple[str, str]],
@@ -296,6 +296,17 @@ def is_pair(value: Tree, like: Tree) -> bool:
     except (ValueError, TypeError):
         return False
     return bool(tree.tree_structure(value) != tree.tree_structure(like))
+
+
+def forward_halves(answer: Tree, name: str) -> tuple[Tree, Tree]:
+    """(result, residual) of what the forward rule of the function `name` returned."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise DerivativeError(
+            f"hostcall: the forward rule of `{name}` should return (out, residuals),"
+            f" got {type(answer).__name__}",
+            code="hc-rule",
+        )
+    return answer
 
 
 def _float0(shape: tuple[int, ...]) -> np.ndarray:
