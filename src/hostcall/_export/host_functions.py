@@ -46,15 +46,15 @@ def record_of(steps: RuleCall, _: bool) -> StepsRecord:
     return StepsRecord(name, site, steps)
 
 
-def read(given: Json) -> tuple[RuleCall, Policy]:
-    code: StepsRecord = CODEC.decode(given, StepsRecord, "host code")
-    parts = CODEC.fields(code.steps, RuleCall)
-    function = _function(Name(*code.registered), parts["kind"])
+def read(json: Json) -> tuple[RuleCall, Policy]:
+    code: StepsRecord = CODEC.decode(json, StepsRecord, "host code")
+    fields = CODEC.fields(code.steps, RuleCall)
+    function = _function(Name(*code.registered), fields["kind"])
     place = Place("a loaded program", 0, function.__name__)
     site = BoundHostCall(
         function, place=place, **CODEC.fields(code.site, BoundHostCall)
     )
-    steps = RuleCall(site, **parts)
+    steps = RuleCall(site, **fields)
     return steps, steps.policy
 
 

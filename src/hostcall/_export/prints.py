@@ -43,15 +43,15 @@ def record_of(printer: Printer, _: bool) -> Printer:
     return printer
 
 
-def read(given: Json) -> tuple[Printer, Policy]:
-    found = LoadedPrinter(file=None, **CODEC.fields(given, Printer))
-    if why := _fault(found.fmt):
-        raise Malformed(f"the format {found.fmt!r}, which {why}")
-    if not 0 <= (found.options.precision or 0) <= _WIDEST:
-        raise Malformed(f"the option precision={found.options.precision}")
-    if min(found.numbers, default=0) < 0:
-        raise Malformed(f"the numbers {found.numbers} of arguments of a print")
-    return found, Policy()
+def read(json: Json) -> tuple[Printer, Policy]:
+    printer = LoadedPrinter(file=None, **CODEC.fields(json, Printer))
+    if why := _fault(printer.fmt):
+        raise Malformed(f"the format {printer.fmt!r}, which {why}")
+    if not 0 <= (printer.options.precision or 0) <= _WIDEST:
+        raise Malformed(f"the option precision={printer.options.precision}")
+    if min(printer.numbers, default=0) < 0:
+        raise Malformed(f"the numbers {printer.numbers} of arguments of a print")
+    return printer, Policy()
 
 
 # --- Formats ------------------------------------------------------------------------
@@ -96,9 +96,9 @@ class _OnlyItems(EachElement):
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str]:
-        found = _FIELD.fullmatch(field_name)
-        assert found is not None  # `_fault` has looked
-        name, items = found.groups()
+        field = _FIELD.fullmatch(field_name)
+        assert field is not None  # `_fault` has looked
+        name, items = field.groups()
         value = args[int(name)] if name.isdecimal() else kwargs[name]
         for item in items[1:-1].split("][") if items else ():
             value = _item(value, item)
@@ -141,5 +141,6 @@ def _item(value: Any, item: str) -> Any:
 def _without_controls(text: str) -> str:
     """The text, with control characters that are no colours written as escapes."""
     return _CONTROL.sub(
-        lambda found: found[0] if len(found[0]) > 1 else repr(found[0])[1:-1], text
+        lambda control: control[0] if len(control[0]) > 1 else repr(control[0])[1:-1],
+        text,
     )

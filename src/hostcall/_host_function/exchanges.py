@@ -27,7 +27,9 @@ What differs between the two is the `Side` of an exchange. Host code sees NumPy 
 its functions may be sent to workers, and the engine checks what it returns. JAX code
 sees traced arrays and typed keys, and is checked here.
 
-Without an exchange: a rule for batches (`defbatch`), which is JAX code in place of the
+In a batch host code runs row by row, or gets all arrays with the batch's axes in
+front, as `vmap_method=` says. An exchange does not see which, but for the zeros that it
+makes. A rule for batches (`defbatch`) has no exchange: it is JAX code in place of the
 call (`BoundHostCall.batch`). Finite differences are an ordinary Jacobian rule
 (`differences.Differences`), and a bridge's rules are those with `Rule.flat`.
 
@@ -123,13 +125,13 @@ class Side(ABC):
         self,
         cotangents: Tangents,
         avals: Sequence[Aval],
-        result: jax.Array,
+        result_cotangent: jax.Array,
         result_aval: Aval,
     ) -> Tangents:
         """Cotangents that a rule returned, where None may stand for zero.
 
-        `result` is a cotangent that the rule was given, and `result_aval` its aval in
-        one row. The first axes of the former are those of a whole batch.
+        `result_cotangent` is one that the rule was given, and `result_aval` its aval in
+        one row: what it has more is the axes of a whole batch, in front.
         """
 
 
@@ -170,12 +172,13 @@ class OnHost(Side):
         self,
         cotangents: Tangents,
         avals: Sequence[Aval],
-        result: jax.Array,
+        result_cotangent: jax.Array,
         result_aval: Aval,
     ) -> Tangents:
-        batch_axes = len(result.shape) - len(result_aval.shape)
-        # A rule that works on whole batches has their axes in front, and so zeros do.
-        batch = result.shape[:batch_axes]
+        # A rule that gets whole batches has their axes in front of each array, and so
+        # zeros must have them.
+        batch_axes = len(result_cotangent.shape) - len(result_aval.shape)
+        batch = result_cotangent.shape[:batch_axes]
         return [
             np.zeros(batch + aval.shape, aval.dtype) if cotangent is None else cotangent
             for cotangent, aval in zip(cotangents, avals, strict=True)
@@ -263,7 +266,7 @@ class Exchange(ABC):
     def facts(self) -> CallableFacts:
         """What hostcall knows of the user's code that this calls."""
         codes = list(map(inspect_callable, self.may_call()))
-        awaits = self.rule.where == "host" and True in [code.awaits for code in codes]
+        awaits = self.rule.runs_in == "host" and True in [code.awaits for code in codes]
         return CallableFacts(
             name=codes[0].name,
             code=None,
@@ -314,7 +317,7 @@ class TangentRule(Exchange):
     is_elementwise = True
 
     def may_call(self) -> list[Function]:
-        return [self.code, self.layout.function.fn, *there(self.rule.each)]
+        return [self.code, self.layout.function.fn, *there(self.rule.by_argument)]
 
     def words(self, number: int) -> Words:
         layout = self.layout
@@ -328,11 +331,9 @@ class TangentRule(Exchange):
     def results(self, answer: Tree, operands: Operands) -> Trees:
         del operands
         result, tangents = answer
-        outs = (
-            self.layout.out_leaves(result, self.kind)
-            if self.begins_with_results
-            else []
-        )
+        outs: Arrays = []
+        if self.begins_with_results:
+            outs = self.layout.out_leaves(result, self.kind)
         return (*outs, *self._sum(tangents, first=len(outs)))
 
     def _sum(self, tangents: Sequence[Tree], first: int) -> Trees:
@@ -396,7 +397,7 @@ class TangentByEach(TangentRule):
         tangents = self._tangents(operands)
         rules = []
         for position in sorted(set(pick(layout.positions, self.nz))):
-            rule = self.rule.each[position]
+            rule = self.rule.by_argument[position]
             assert rule is not None, "such a tangent is refused when it is traced"
             function = self.side.function(rule, "jvp", position)
             rules.append((function, tangents[position]))
@@ -474,6 +475,8 @@ class CotangentRule(Exchange):
 
     @property
     def linear(self) -> slice:
+        # A function without a floating result is not transposed, so there is one.
+        assert self.layout.out_avals, "some result has a cotangent"
         return slice(-len(self.layout.out_avals), None)
 
     def words(self, number: int) -> Words:
@@ -495,7 +498,7 @@ class CotangentRule(Exchange):
             cotangents,
             self.avals,
             # All cotangents of results have the same batch, so any of them tells it.
-            result=operands[-1],
+            result_cotangent=operands[-1],
             result_aval=self.layout.out_avals[-1],
         )
         return tuple(complete)
@@ -521,18 +524,21 @@ class BackwardRule(CotangentRule):
         layout = self.layout
         count = self.argument_count
         cotangents = operands[self.linear]
-        more: Trees = (layout.cotangents(cotangents),)
+        backward_args: Trees = (layout.cotangents(cotangents),)
         if self.rule.flat:
-            more = (spread(cotangents, layout.out_diff), layout.unmasked(self.nz))
+            backward_args = (
+                spread(cotangents, layout.out_diff),
+                layout.unmasked(self.nz),
+            )
         if not self.rule.keeps_objects:
             arrays = operands[: len(operands) - len(cotangents)]
             residual = self.side.residual(self.rule, arrays)
-            return Request(self.function, (residual, *more))
+            return Request(self.function, (residual, *backward_args))
 
         handle = operands[count]
         residual, is_there = store.get(handle, self.take)
         if is_there:
-            return Request(self.function, (residual, *more))
+            return Request(self.function, (residual, *backward_args))
         source = inspect_callable(layout.function.fn).source
         store.warn(handle, layout.name, source, layout.place)
         return self._in_turn(
@@ -541,7 +547,7 @@ class BackwardRule(CotangentRule):
             self.function,
             layout.name,
             self.side.arguments(operands[:count]),
-            more,
+            backward_args,
         )
 
     def results(self, answer: Tree, operands: Operands) -> Trees:
@@ -570,6 +576,8 @@ class TransposeRule(CotangentRule):
 
     def request(self, operands: Operands) -> Request:
         layout = self.layout
+        # The tree of the arguments is put together with None for the linear arrays,
+        # which the rule does not get.
         is_known = [not is_linear for is_linear in layout.unmasked(self.nz)]
         arrays = spread(operands[: sum(is_known)], is_known)
         nonlinear = [
@@ -582,6 +590,7 @@ class TransposeRule(CotangentRule):
 
     def results(self, answer: Tree, operands: Operands) -> Trees:
         positions = self.layout.diff_positions
+        # A rule of one linear argument returns no tuple.
         values = (answer,) if len(positions) == 1 else answer
         return self._cotangents(values, operands, positions)
 
@@ -626,4 +635,4 @@ def exchange_type(kind: Kind, rule: Rule) -> type[Exchange]:
         return _EXCHANGES[kind]
     if rule.flat:
         return TangentByBridge
-    return TangentByEach if rule.each else TangentByAll
+    return TangentByEach if rule.by_argument else TangentByAll

@@ -65,6 +65,8 @@ class InJax(Side):
         return function
 
     def _call_in_program(self, *args: Tree) -> Tree:
+        # A rule of `defjvps` gets the result, and a `defjvp` may leave it out, so the
+        # program calls the function for them, with its own derivative.
         arrays, _ = flatten_arguments(args, {})
         mask = [] if self.mask is None else [self.mask]
         return self.layout.results.unflatten(bind([*arrays, *mask], self.layout))
@@ -89,10 +91,10 @@ class InJax(Side):
         self,
         cotangents: Tangents,
         avals: Sequence[Aval],
-        result: jax.Array,
+        result_cotangent: jax.Array,
         result_aval: Aval,
     ) -> Tangents:
-        del avals, result, result_aval
+        del avals, result_cotangent, result_aval
         return cotangents  # `_checked` makes zeros of None
 
 
@@ -126,6 +128,7 @@ def _begin(
     """(the exchange, the mask, the operands without it and without derivatives where it
     is False).
     """
+    # The call's own exchange is for the host; only the side makes a difference.
     exchange = call.exchange
     mask = None
     if call.site.masked:

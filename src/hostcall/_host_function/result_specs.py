@@ -40,6 +40,7 @@ def inferred(fn: Function, avals: Trees, name: str, float64: bool) -> Tree:
         return np.zeros(leaf.shape, wide or leaf.dtype)
 
     try:
+        # A run of the user's function while a program is traced: "infer" asks for it.
         value = call_here(fn, tree.tree_map(zeros, avals))
     except Exception as error:
         raise SpecError(
@@ -87,6 +88,8 @@ def aligned(
     if is_value:
         return lined_up(operands, leading_axes), method
     if any(item_axes) or not is_elementwise:
+        # The axes in front can't be made equal here. If they are, the batch is one more
+        # for all of them.
         line_up = len(set(leading_axes)) <= 1
         return operands, method if line_up else "sequential"
     if method == "expand_dims":

@@ -74,7 +74,8 @@ class RuleCall(HostCode, DiffFunction):
         self.__qualname__ = self.exchange.facts.name
 
     def __repr__(self) -> str:
-        return f"{'' if self.kind == 'value' else self.kind + ' of '}{self.site.name}"
+        name = self.site.name
+        return name if self.kind == "value" else f"{self.kind} of {name}"
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -185,8 +186,10 @@ class RuleCall(HostCode, DiffFunction):
 
     def narrowed(self, used: Flags) -> DiffFunction | None:
         """The function itself, if nothing uses the forward rule's residuals."""
-        unused = self.kind == "forward" and not any(used[len(self.site.avals) :])
-        return self.site if unused else None
+        if self.kind != "forward":
+            return None
+        used_residuals = used[len(self.site.avals) :]
+        return None if any(used_residuals) else self.site
 
     # --- When the program runs -----------------------------------------------------
 
@@ -234,8 +237,9 @@ class RuleCall(HostCode, DiffFunction):
 def without_mask(operands: Operands, exchange: Exchange) -> tuple[Arrays, jax.Array]:
     """(the operands without the mask, the mask) of a masked call."""
     assert exchange.layout.masked, "the call was given a mask"
-    at = exchange.mask_position
-    return [*operands[:at], *operands[at + 1 :]], operands[at]
+    position = exchange.mask_position
+    unmasked = [*operands[:position], *operands[position + 1 :]]
+    return unmasked, operands[position]
 
 
 def of_results(
@@ -247,4 +251,5 @@ def of_results(
     first: Sequence[T] = ()
     if exchange.begins_with_results and of_function is not None:
         first = of_function
-    return (*first, *(None,) * (len(exchange.avals) - len(first)))
+    behind = len(exchange.avals) - len(first)
+    return (*first, *(None,) * behind)

@@ -47,8 +47,9 @@ class Rule:
 
     Attributes:
         fn: the rule, or the forward rule; the first one of `defjvps`.
+        runs_in: "host" or "jax", as `where=` says.
         bwd: the backward rule of `defvjp`.
-        each: the rules of `defjvps`, by argument; else empty.
+        by_argument: the rules of `defjvps`, by argument; else empty.
         residuals: the spec of those that are arrays of the program; None if they stay
             on the host, and for JAX code, whose `fn` returns any it likes.
         flat: the rule is a bridge's and works on flat arrays. A jvp rule is
@@ -63,9 +64,9 @@ class Rule:
     """
 
     fn: Function
-    where: Where
+    runs_in: Where
     bwd: Function | None = None
-    each: tuple[Function | None, ...] = ()
+    by_argument: tuple[Function | None, ...] = ()
     residuals: Results | None = None
     flat: bool = False
     diagonal: bool = False
@@ -73,7 +74,9 @@ class Rule:
     @cached_property
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
-        return self.bwd is not None and self.where == "host" and self.residuals is None
+        return (
+            self.bwd is not None and self.runs_in == "host" and self.residuals is None
+        )
 
 
 @dataclass
@@ -93,11 +96,12 @@ class Rules:
         `index` is the argument of a rule of `defjvps`; None for the first of them.
         """
         rule: Rule = getattr(self, RULES[kind][0])
-        found = rule.bwd if kind == "backward" else rule.fn
+        assert rule is not None, "a kind of code is asked for if its rule is there"
+        code = rule.bwd if kind == "backward" else rule.fn
         if index is not None:
-            found = rule.each[index]
-        assert found is not None
-        return rule, found
+            code = rule.by_argument[index]
+        assert code is not None
+        return rule, code
 
 
 class Ruled(Handle):
@@ -116,28 +120,32 @@ class Ruled(Handle):
 
     def _add(self, kind: str, rule: object) -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
-        own = self.rules
+        rules = self.rules
         order = self.options.order
         code = "hc-rule"
-        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(own, k)]
+        # Of the rules that the two modes choose among, this one and those given so far.
+        kinds = [
+            k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(rules, k)
+        ]
         if order != "pure" and kind != "batch":
             code = "hc-conflict"
             why = (
                 f"order={order!r} and def{kind}. Derivatives run the function again, or"
                 " not at all: make it pure, and its effects a hc.tap or hc.call"
             )
-        elif getattr(own, kind) is not None:
+        elif getattr(rules, kind) is not None:
+            # JAX's caches compare a HostFunction by identity, and would keep the first.
             why = (
                 f"a rule by def{kind} already. Programs may be compiled with it: make a"
                 " new function with hc.host for another"
             )
-        elif kinds and (own.transpose or kind == "transpose"):
+        elif kinds and (rules.transpose or kind == "transpose"):
             why = (
                 f"deftranspose and def{kinds[0]}. deftranspose says that the function"
                 " is linear, and so its own derivative: drop one of the two"
             )
         else:
-            setattr(own, kind, rule)
+            setattr(rules, kind, rule)
             return
         raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
 

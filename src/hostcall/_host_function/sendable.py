@@ -111,14 +111,14 @@ async def forward_and_backward(
     backward: Function,
     name: str,
     args: Trees,
-    more: Trees,
+    backward_args: Trees,
 ) -> Recomputed:
     """What a backward rule gives whose residual the store has dropped.
 
-    `more` are its arguments behind the residual; `name` is for messages.
+    `backward_args` are its arguments behind the residual; `name` is for messages.
     """
     _, residual = forward_halves(await call(forward, *args), name)
-    return Recomputed(residual, await call(backward, residual, *more))
+    return Recomputed(residual, await call(backward, residual, *backward_args))
 
 
 # --- One function --------------------------------------------------------------------
@@ -158,6 +158,7 @@ class Sendable(HostCode):
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         code = self._code
+        # Others send it by value, whatever its name means.
         by_name = executors.by_name(self.function.policy.pool)
         if (
             by_name
@@ -168,9 +169,9 @@ class Sendable(HostCode):
         return same, (code,)
 
 
-def at_its_name(thing: Ruled | types.FunctionType) -> object:
+def at_its_name(named: Ruled | types.FunctionType) -> object:
     """What its module has under its name; None without."""
-    inner: object = sys.modules.get(thing.__module__)
-    for part in thing.__qualname__.split("."):
+    inner: object = sys.modules.get(named.__module__)
+    for part in named.__qualname__.split("."):
         inner = getattr(inner, part, None)
     return inner

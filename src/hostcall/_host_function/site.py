@@ -70,7 +70,7 @@ class BoundHostCall(ArgumentLayout):
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         rules = self.function.rules
         nz = tuple([tangent is not None for tangent in tangents])
-        if self.nondiff or (rules.jvp and rules.jvp.each):
+        if self.nondiff or (rules.jvp and rules.jvp.by_argument):
             self._check_tangents(nz)
         if not self.out_avals:  # all results are integers
             return bind(operands, self), [None for _ in self.avals]
@@ -86,7 +86,7 @@ class BoundHostCall(ArgumentLayout):
         )
         primals_and_tangents = [*operands, *there(tangents)]
         jvp_may_not_serve_both = rules.jvp and (
-            rules.jacobian or rules.jvp.where == "host"
+            rules.jacobian or rules.jvp.runs_in == "host"
         )
         if rules.vjp or jvp_may_not_serve_both:
             # Which rule serves is known once JAX shows its mode: see `primitives`.
@@ -100,12 +100,14 @@ class BoundHostCall(ArgumentLayout):
     def _check_tangents(self, nz: Flags) -> None:
         """Refuses tangents of arguments that have no derivative."""
         jvp = self.function.rules.jvp
-        each = jvp.each if jvp else ()
+        by_argument = jvp.by_argument if jvp else ()
         for position in pick(self.positions, nz):
             why = ""
             if position in self.nondiff:
                 why = "which is in nondiff="
-            elif each and (position >= len(each) or each[position] is None):
+            elif by_argument and (
+                position >= len(by_argument) or by_argument[position] is None
+            ):
                 why = "for which defjvps was given no rule"
             if why:
                 raise self.missing("argument", position=position, why=why)
@@ -223,7 +225,7 @@ class Derivative(ValueAndTangent):
         # A rule on the host returns arrays, so it can't write the function's results
         # into memory that is lent for them: these have a call of their own.
         writes_results = function.options.lend == "out"
-        if jvp and (jvp.where == "jax" or not writes_results):
+        if jvp and (jvp.runs_in == "jax" or not writes_results):
             return called(RuleCall(site, "both", self.avals, self.nz), operands)
         outs, consts, linear = self.start(operands[: self.n], False)
         return [*outs, *linear.run([*consts, *operands[self.n :]])]
@@ -258,7 +260,7 @@ class Derivative(ValueAndTangent):
                 residuals = jacobian(site, args)
         runs_again = vjp and (site.masked or vjp.keeps_objects)
         needs_args = rules.jvp or rules.jacobian or runs_again or not backward
-        needs_results = rules.jvp and rules.jvp.each
+        needs_results = rules.jvp and rules.jvp.by_argument
         consts, const_tree = jax.tree.flatten(
             (
                 args if needs_args else [],
@@ -359,7 +361,7 @@ def called(
 
     `residual_tree` is for a backward rule in JAX code: what its forward rule left.
     """
-    if call.exchange.rule.where == "host":
+    if call.exchange.rule.runs_in == "host":
         return bind(operands, call)
     return in_jax(call, operands, residual_tree)
 
@@ -370,7 +372,7 @@ def _forward(
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
     vjp = site.function.rules.vjp
     assert vjp is not None, "only a defvjp has a forward rule"
-    if vjp.where == "jax":
+    if vjp.runs_in == "jax":
         return forward_in_jax(RuleCall(site, "forward", site.avals), args)
     residual_avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
     call = RuleCall(site, "forward", (*site.avals, *residual_avals))
