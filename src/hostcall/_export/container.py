@@ -41,6 +41,7 @@ class Header:
 
 
 def pack(header: Json, program: bytes) -> bytes:
+    # Sorted, so that equal programs are equal bytes.
     encoded_header = json.dumps(header, sort_keys=True).encode()
     behind = encoded_header + program
     digest = hashlib.sha256(behind).digest()
@@ -66,6 +67,8 @@ def unpack(data: bytes) -> tuple[Header, bytes]:
             f" layout, and this hostcall reads version {FORMAT}. Load it with"
             " the version that wrote it, or export it again"
         )
+    # Before anything behind the start is read: JSON and jax.export's reader then see
+    # only bytes that somebody has written like this.
     behind = data[_START.size :]
     if hashlib.sha256(behind).digest() != digest:
         raise LoadError(

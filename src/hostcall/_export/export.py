@@ -248,6 +248,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         )
     _jax.need(_jax.Part.EXPORT)
     header, behind = container.unpack(bytes(data))
+    # First, since the modules that register these also register pytrees, without which
+    # jax.export can't read the program.
     names = [Name(*name) for name in header.names]
     registry.require(names)
     try:
@@ -262,6 +264,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         ) from error
     by = header.hostcall, header.jax
     loaded = Exported(exported, len(derivatives(exported)), by)
+    # The manifest is read from the program itself. The names in the header only say
+    # early which modules are missing.
     called = loaded.manifest._names()
     if set(called) != set(names):
         in_header = ", ".join(map(str, names)) or "none"

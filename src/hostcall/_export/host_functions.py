@@ -50,6 +50,7 @@ def read(json: Json) -> tuple[RuleCall, Policy]:
     code: StepsRecord = CODEC.decode(json, StepsRecord, "host code")
     fields = CODEC.fields(code.steps, RuleCall)
     function = _function(Name(*code.registered), fields["kind"])
+    # Errors of its rules name a line; that of the exporting process is not in the file.
     place = Place("a loaded program", 0, function.__name__)
     site = BoundHostCall(
         function, place=place, **CODEC.fields(code.site, BoundHostCall)
@@ -70,8 +71,9 @@ def _function(name: Name, kind: Kind) -> Any:
             f" {name_of(function)} ({inspect_callable(function).source}) is"
             " registered, which is a plain function. Register the result of hc.host"
         )
-    needs, _ = RULES[kind]
-    if needs and getattr(function.rules, needs) is None:
+    # A file may name a rule that the function had where it was exported.
+    needs = RULES[kind].field
+    if getattr(function.rules, needs) is None:
         raise LoadError(
             f"hostcall: the program calls the {kind} rule of {name}, and what is"
             f" registered here has no def{needs}. Give it the rules that it had where"

@@ -35,6 +35,7 @@ def calls_in(exported: jax.export.Exported, vjp_order: int) -> list[Call]:
     Raises LoadError if one of them is not as `hc.export` writes it, and RegistryError
     if this process lacks its function.
     """
+    # Equal texts are read once, and are one object, so that the manifest can count.
     read = functools.cache(Call.of)
     calls = []
     for program in (exported, *derivatives(exported, vjp_order)):
@@ -72,6 +73,7 @@ def _text_of(call: _jax.CustomCall) -> str | None:
     if call.odd:
         raise _refused(f"a call of {call.target!r} with its own {', '.join(call.odd)}")
     if call.target == targets.LINK_TARGET:
+        # It only orders two calls, by a number that it passes on.
         _check_arrays(call, [_NUMBER], [_NUMBER], True, "a link between two calls")
         if call.config or call.aliases:
             raise _refused(f"a link with the attributes {sorted(call.config)}")
@@ -120,10 +122,10 @@ def _check_arrays(
     description: str,
 ) -> None:
     operand_types = call.operands
-    if has_token:  # an unordered call that is the first has none before it
-        operand_types = (
-            operand_types[1:] if operand_types[:1] == [_TOKEN] else operand_types
-        )
+    if has_token:
+        # An unordered call that is the first has no token before it.
+        if operand_types[:1] == [_TOKEN]:
+            operand_types = operand_types[1:]
         results = [_TOKEN, *results]
     if operand_types != operands or call.results != results:
         raise _refused(

@@ -93,6 +93,7 @@ def described(call: Call, places: int) -> NamedCode:
     """What the manifest says of a call that the program makes at so many places."""
     name = name_in(call.record)
     kind, details = call.record.function
+    # For a function with a name the kind of equation says what is done with it.
     if kind == "object":
         kind = f"method {details['method']}"
     elif kind == "registered":

@@ -85,7 +85,7 @@ def _add(target: Any, name: str, version: int) -> None:
     key = _check(target, name, version)
     in_programs = held_of(target)
     by = definitions.statement()
-    with names.lock:
+    with names.lock:  # looking and changing are one step
         entry = names.things.get(key)
         old_name = names.names.get(in_programs)
         registered, statement = entry or (target, by)
@@ -160,6 +160,7 @@ def _check(target: Any, name: str, version: Any) -> Name:
             f"hc.register got the name {name!r}. Give words joined by dots, such as"
             ' "my_package.simulate", which all processes use'
         )
+    # True is an int, and would be version 1.
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise refused(
             f"version= of {name!r} should be an int of 0 or more, got {version!r}."
@@ -170,6 +171,7 @@ def _check(target: Any, name: str, version: Any) -> Name:
             f"hc.register({name!r}) got {target!r}, which is not callable. Register a"
             " function, a hc.host function, a hc.feed, or the factory of a hc.Object"
         )
+    # The table of names finds an object by its hash, when a program is lowered.
     try:
         hash(held_of(target))
     except TypeError:

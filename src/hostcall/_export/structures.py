@@ -81,6 +81,7 @@ def encode_tree(treedef: TreeDef) -> Json:
     if node_type in (tuple, list):
         return [node_type.__name__, None, *children]
     if node_type is dict:
+        # JSON has only texts as keys: 1 and "1" would become one.
         if not all(type(key) is str for key in aux):
             raise NotPortable(
                 f"an argument or result holds a dict with the keys {list(aux)}, and"
@@ -151,6 +152,7 @@ def _decode_template(json: Json) -> Template:
         for it in marks
     )
     treedef = decode_tree(structure)
+    # The engine puts one argument into each leaf.
     if treedef.num_leaves != len(leaves):
         raise Malformed(f"{len(leaves)} arguments in a tree of {treedef.num_leaves}")
     return Template(treedef, leaves)

@@ -180,6 +180,7 @@ def _in_program(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"
         )
+    # XLA can't put a token beside results of symbolic shapes.
     linked = params.effect is not None and _jax.has_symbolic(params.out_avals)
     return replace(
         record,

@@ -44,7 +44,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax
 import numpy as np
@@ -84,11 +84,9 @@ _LIKE_ARGUMENT = (
 _add = partial(jax.tree.map, operator.add)
 
 
-class Request(NamedTuple):
-    """A call of the user's code."""
-
-    function: Function
-    arguments: Sequence[Tree]
+# A call of the user's code: (function, its arguments). A plain tuple, since one is made
+# in each call.
+Request: TypeAlias = tuple[Function, Sequence[Tree]]
 
 
 class Side(ABC):
@@ -279,7 +277,7 @@ class Exchange(ABC):
         """A request that calls several of the user's functions."""
         awaits = self.facts.awaits
         run = sendable.await_in_turn if awaits else sendable.call_in_turn
-        return Request(run, (calls, *args))
+        return run, (calls, *args)
 
 
 class FunctionItself(Exchange):
@@ -290,7 +288,7 @@ class FunctionItself(Exchange):
     begins_with_results = True
 
     def request(self, operands: Operands) -> Request:
-        return Request(self.function, operands)
+        return self.function, operands
 
     def results(self, answer: Tree, operands: Operands) -> Tree:
         del operands
@@ -427,7 +425,7 @@ class TangentByBridge(TangentRule):
         layout = self.layout
         tangents = layout.unmasked(spread(operands[self.linear], self.nz))
         arguments = (self._arguments(operands), tangents, layout.out_diff)
-        return Request(self.function, arguments)
+        return self.function, arguments
 
     def results(self, answer: Tree, operands: Operands) -> Trees:
         del operands
@@ -449,7 +447,7 @@ class ForwardRule(Exchange):
     begins_with_results = True
 
     def request(self, operands: Operands) -> Request:
-        return Request(self.function, self.side.arguments(operands))
+        return self.function, self.side.arguments(operands)
 
     def results(self, answer: Tree, operands: Operands) -> Trees:
         del operands
@@ -533,12 +531,12 @@ class BackwardRule(CotangentRule):
         if not self.rule.keeps_objects:
             arrays = operands[: len(operands) - len(cotangents)]
             residual = self.side.residual(self.rule, arrays)
-            return Request(self.function, (residual, *backward_args))
+            return self.function, (residual, *backward_args)
 
         handle = operands[count]
         residual, is_there = store.get(handle, self.take)
         if is_there:
-            return Request(self.function, (residual, *backward_args))
+            return self.function, (residual, *backward_args)
         source = inspect_callable(layout.function.fn).source
         store.warn(handle, layout.name, source, layout.place)
         return self._in_turn(
@@ -586,7 +584,7 @@ class TransposeRule(CotangentRule):
             if position not in layout.diff_positions
         ]
         cotangent = layout.cotangents(operands[self.linear])
-        return Request(self.function, (cotangent, *nonlinear))
+        return self.function, (cotangent, *nonlinear)
 
     def results(self, answer: Tree, operands: Operands) -> Trees:
         positions = self.layout.diff_positions
@@ -613,7 +611,7 @@ class JacobianRule(Exchange):
         return f"the Jacobian of {self.layout.jacobian_paths[number]}", _LIKE_BOTH
 
     def request(self, operands: Operands) -> Request:
-        return Request(self.function, self.side.arguments(operands))
+        return self.function, self.side.arguments(operands)
 
     def results(self, answer: Tree, operands: Operands) -> Trees:
         del operands

@@ -150,7 +150,7 @@ def _answer(exchange: Exchange, operands: Arrays) -> Tree:
 
 def _is_jax_code(exchange: Exchange) -> str:
     name = exchange.facts.name
-    rule = f"`{name}`, {RULES[exchange.kind][1]} of `{exchange.layout.name}`,"
+    rule = f"`{name}`, {RULES[exchange.kind].shown} of `{exchange.layout.name}`,"
     return (
         f'hostcall: {rule} has where="jax", so it is JAX code: it runs while the'
         " program is traced, on values that have no numbers yet. Write it with"

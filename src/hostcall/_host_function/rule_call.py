@@ -222,9 +222,8 @@ class RuleCall(HostCode, DiffFunction):
         which, shape = self.exchange.words(number)
         if not which:
             return "", ""
-        rule = (
-            f"`{self.exchange.facts.name}`, {RULES[self.kind][1]} of `{self.site.name}`"
-        )
+        code = self.exchange.facts.name
+        rule = f"`{code}`, {RULES[self.kind].shown} of `{self.site.name}`"
         return f"{which} that {rule}, returned", shape
 
     def lane(self) -> Function:  # the function and its rules are one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
@@ -25,19 +25,33 @@ R = TypeVar("R", covariant=True)
 F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 
 
-# For each kind of code: the field of `Rules` that it is of, and what messages call it.
+# The kinds of code that a program calls. By these names exported programs know them.
 # value: the function itself.
 # jvp: the tangents of the results. both: the results and their tangents.
 # forward, backward: the two rules of defvjp.
 Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
-RULES: dict[str, tuple[str, str]] = {
-    "value": ("value", "the function"),
-    "jvp": ("jvp", "the jvp rule"),
-    "both": ("jvp", "the jvp rule"),
-    "forward": ("vjp", "the forward rule"),
-    "backward": ("vjp", "the backward rule"),
-    "jacobian": ("jacobian", "the Jacobian rule"),
-    "transpose": ("transpose", "the transposition rule"),
+
+
+class KindOfCode(NamedTuple):
+    """What is known of a kind of code without its exchange (`exchanges`).
+
+    Attributes:
+        field: the field of `Rules` that has it.
+        shown: what messages call it.
+    """
+
+    field: str
+    shown: str
+
+
+RULES: dict[Kind, KindOfCode] = {
+    "value": KindOfCode("value", "the function"),
+    "jvp": KindOfCode("jvp", "the jvp rule"),
+    "both": KindOfCode("jvp", "the jvp rule"),
+    "forward": KindOfCode("vjp", "the forward rule"),
+    "backward": KindOfCode("vjp", "the backward rule"),
+    "jacobian": KindOfCode("jacobian", "the Jacobian rule"),
+    "transpose": KindOfCode("transpose", "the transposition rule"),
 }
 
 
@@ -95,7 +109,7 @@ class Rules:
 
         `index` is the argument of a rule of `defjvps`; None for the first of them.
         """
-        rule: Rule = getattr(self, RULES[kind][0])
+        rule: Rule = getattr(self, RULES[kind].field)
         assert rule is not None, "a kind of code is asked for if its rule is there"
         code = rule.bwd if kind == "backward" else rule.fn
         if index is not None:

@@ -185,7 +185,7 @@ class ArgumentLayout(DiffFunction):
             return list(treedef.flatten_up_to(value))
         except (ValueError, TypeError) as error:
             raise DerivativeError(
-                f"hostcall: {RULES[kind][1]} of `{self.name}` should return {form},"
+                f"hostcall: {RULES[kind].shown} of `{self.name}` should return {form},"
                 f" {treedef}, got {tree.tree_structure(value)}",
                 code="hc-rule",
             ) from error
@@ -286,8 +286,8 @@ class ArgumentLayout(DiffFunction):
             if array is None or array.shape != aval.shape:
                 explanation = f" for {subject}. {hint}" if subject else ""
                 raise DerivativeError(
-                    f"hostcall: {RULES[kind][1]} of `{self.name}` returned {got} where"
-                    f" {aval.dtype}{list(aval.shape)} is wanted{explanation}",
+                    f"hostcall: {RULES[kind].shown} of `{self.name}` returned {got}"
+                    f" where {aval.dtype}{list(aval.shape)} is wanted{explanation}",
                     code="hc-rule",
                 )
             with _jax.able_to_hold(aval.dtype):

@@ -180,6 +180,7 @@ class OverOthers(Function):
     _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_made")
 
     def set_rules(self) -> None:
+        # JAX code, so that JAX can differentiate and batch what they call.
         self.rules.vjp = Rule(self._with_args, "jax", self._pull, flat=True)
         self.rules.jvp = Rule(self._push, "jax", flat=True)
 
@@ -237,6 +238,8 @@ class LibraryFunction(OverOthers):
         self._method = vmap_method
         if by_library:
             self.rules.batch = self._batch
+        # The second line of the table above. A graph is that of one row, so a batch
+        # that the library itself makes goes by the third.
         if derivatives == 1 and not by_library:
             self.rules.vjp = Rule(self._forward, "host", code.backward, flat=True)
             self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
