@@ -41,10 +41,11 @@ class Header:
 
 
 def pack(header: Json, program: bytes) -> bytes:
-    said = json.dumps(header, sort_keys=True).encode()
-    behind = said + program
+    # Sorted, so that equal programs are equal bytes.
+    encoded_header = json.dumps(header, sort_keys=True).encode()
+    behind = encoded_header + program
     digest = hashlib.sha256(behind).digest()
-    return _START.pack(_MAGIC, FORMAT, len(said), digest) + behind
+    return _START.pack(_MAGIC, FORMAT, len(encoded_header), digest) + behind
 
 
 def unpack(data: bytes) -> tuple[Header, bytes]:
@@ -56,13 +57,18 @@ def unpack(data: bytes) -> tuple[Header, bytes]:
             " jax.export.deserialize"
         )
     is_cut = len(data) < _START.size
-    _, version, length, digest = _START.unpack(data[: _START.size].ljust(_START.size))
+    # A file that was cut off has some version, which says nothing: its checksum below
+    # is wrong in any case.
+    start = data[: _START.size].ljust(_START.size)
+    _, version, length, digest = _START.unpack(start)
     if not is_cut and version != FORMAT:
         raise LoadError(
             f"hostcall: the exported program has version {version} of the file"
             f" layout, and this hostcall reads version {FORMAT}. Load it with"
             " the version that wrote it, or export it again"
         )
+    # Before anything behind the start is read: JSON and jax.export's reader then see
+    # only bytes that somebody has written like this.
     behind = data[_START.size :]
     if hashlib.sha256(behind).digest() != digest:
         raise LoadError(
@@ -72,9 +78,9 @@ def unpack(data: bytes) -> tuple[Header, bytes]:
     try:
         header = CODEC.decode(codec.read(behind[:length]), Header, "a header")
     except (Malformed, KeyError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        fault = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise LoadError(
-            f"hostcall: the header of the exported program can't be read: {what}. It"
+            f"hostcall: the header of the exported program can't be read: {fault}. It"
             " was damaged, or something else or another version of hostcall wrote it"
         ) from error
     return header, behind[length:]

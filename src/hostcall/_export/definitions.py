@@ -44,78 +44,96 @@ def statement() -> Statement:
     return Statement(code, code.co_filename, frame.f_lineno, str(module))
 
 
-def is_again(one: object, by: Statement, other: object, now: Statement) -> bool:
-    """Whether `other`, which `now` registers, is `one`, which `by` did, made again."""
-    if _kind(one) != _kind(other):
+def is_again(
+    registered: object, by: Statement, candidate: object, now: Statement
+) -> bool:
+    """Whether `candidate`, which the statement `now` registers, is `registered`, which
+    `by` did, made again.
+    """
+    if _kind(registered) != _kind(candidate):
         return False
-    before = _own_code(one)
-    after = _own_code(other)
-    if before is not None and after is not None and before is not after:
+    registered_code = _own_code(registered)
+    candidate_code = _own_code(candidate)
+    both_have_code = registered_code is not None and candidate_code is not None
+    if both_have_code and registered_code is not candidate_code:
+        # The `def` or `class` itself ran again. Two functions of one factory share it.
         return True
+    # Without a definition of their own the line that registers them must have run
+    # again, which a loop over closures does not: its code object is the same.
     return by.code is not now.code and _where(by) == _where(now)
 
 
-def may_be_again(one: object, other: object) -> bool:
+def may_be_again(registered: object, candidate: object) -> bool:
     """Whether two objects have the same definition, or lambdas of one function."""
-    return _kind(one)[:4] == _kind(other)[:4]
+    return _kind(registered)[:4] == _kind(candidate)[:4]
 
 
-def _kind(thing: Any) -> tuple[object, ...]:
+def _kind(target: Any) -> tuple[object, ...]:
     """Equal for objects that may come from one definition. Those without a name of
     their own must come from the same line.
     """
-    core = _core(thing)
-    given = handle(thing)
-    if given is not None and is_feed(thing):
-        return ("feed", given._held().__qualname__)
+    core = _core(target)
+    as_handle = handle(target)
+    if as_handle is not None and is_feed(target):
+        return ("feed", as_handle._held().__qualname__)
+    # An instance has no name of its own: its class has.
     named = core if text_of(core, "__qualname__") else type(core)
-    name = (type(thing).__qualname__, type(core).__qualname__)
-    found = (*name, text_of(named, "__module__"), named.__qualname__)
+    kind = (
+        type(target).__qualname__,
+        type(core).__qualname__,
+        text_of(named, "__module__"),
+        named.__qualname__,
+    )
     if not is_anonymous(core):
-        return found
+        return kind
+    # All lambdas of a function have its name, so their line tells them apart.
     place = inspect_callable(core).place
-    return (*found, place.file, place.line)
+    return (*kind, place.file, place.line)
 
 
-def is_feed(thing: object) -> bool:
-    given = handle(thing)
-    return given is not None and given._definition() is None
+def is_feed(target: object) -> bool:
+    as_handle = handle(target)
+    return as_handle is not None and as_handle._definition() is None
 
 
-def _core(thing: Any) -> Any:
+def _core(target: Any) -> Any:
     """The function behind a HostFunction, a decorator, a partial, a bound method."""
-    seen: list[object] = []  # a chain may lead back to itself
-    while not any(thing is one for one in seen):
-        seen.append(thing)
-        given = handle(thing)
-        if is_partial(thing):
-            thing = thing.func
-        elif type(thing) is types.MethodType:
-            thing = thing.__func__
-        elif given is not None:
-            thing = given._definition() or thing
-        elif not isinstance(thing, type):
-            thing = wrapped(thing) or thing
-    return thing
+    visited: list[object] = []  # a chain may lead back to itself
+    while not any(target is earlier for earlier in visited):
+        visited.append(target)
+        as_handle = handle(target)
+        if is_partial(target):
+            target = target.func
+        elif type(target) is types.MethodType:
+            target = target.__func__
+        elif as_handle is not None:
+            target = as_handle._definition() or target
+        elif not isinstance(target, type):
+            target = wrapped(target) or target
+    return target
 
 
-def _own_code(thing: object) -> object:
+def _own_code(target: object) -> object:
     """What a `def` or `class` statement makes anew each time that it runs, if the
     object holds nothing besides; else None.
     """
-    given = handle(thing)
-    if given is not None:
-        thing = given._definition()
-    core = _core(thing)
+    as_handle = handle(target)
+    if as_handle is not None:
+        target = as_handle._definition()
+    core = _core(target)
     if is_anonymous(core):
+        # A factory makes many of one code object, and they may hold other data.
         return None
-    if isinstance(thing, type):
-        return thing
-    return core.__code__ if type(thing) is type(core) is types.FunctionType else None
+    if isinstance(target, type):
+        return target
+    # A partial or a bound method holds arguments besides the code.
+    return core.__code__ if type(target) is type(core) is types.FunctionType else None
 
 
 def _where(by: Statement) -> tuple[object, ...]:
-    """Of an edited cell the line and the name of the "file" are others."""
-    if by.module == "__main__" and "__file__" not in vars(sys.modules["__main__"]):
+    """The place of a statement, by which it is known if it runs again."""
+    is_interactive = "__file__" not in vars(sys.modules["__main__"])
+    if by.module == "__main__" and is_interactive:
+        # An edited cell of a notebook has another line and another "file".
         return (by.module, by.code.co_qualname)
     return (by.module, by.code.co_qualname, by.file, by.line)

@@ -63,9 +63,9 @@ class Exported:
         self.objects = objects_of(call.params.callback.function for call in calls)
         # So that JAX takes no compiled program that calls other things, if equal bytes
         # were loaded before.
-        things = [registry.find(*name) for name in self.manifest._names()]
-        called = [registry.held_of(thing) for thing in things]
-        called += [each._group for each in self.objects.values()]
+        registered = [registry.find(*name) for name in self.manifest._names()]
+        called = [registry.held_of(target) for target in registered]
+        called += [instance._group for instance in self.objects.values()]
         self.exported = _jax.marked(exported, called)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,11 @@ class Exported:
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
                 count = max(count, len(leaf.sharding.device_set))
-        once = [c for c in self.manifest.calls if c.order != "pure" or c.kind in _TAPS]
+        once = [
+            call
+            for call in self.manifest.calls
+            if call.order != "pure" or call.kind in _TAPS
+        ]
         if count > 1 and once:
             raise ExportError(
                 f"hostcall: the program {self.manifest.function} was exported for one"
@@ -244,6 +248,8 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         )
     _jax.need(_jax.Part.EXPORT)
     header, behind = container.unpack(bytes(data))
+    # First, since the modules that register these also register pytrees, without which
+    # jax.export can't read the program.
     names = [Name(*name) for name in header.names]
     registry.require(names)
     try:
@@ -258,12 +264,15 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
         ) from error
     by = header.hostcall, header.jax
     loaded = Exported(exported, len(derivatives(exported)), by)
+    # The manifest is read from the program itself. The names in the header only say
+    # early which modules are missing.
     called = loaded.manifest._names()
     if set(called) != set(names):
-        said, has = (", ".join(map(str, n)) or "none" for n in (names, called))
+        in_header = ", ".join(map(str, names)) or "none"
+        in_program = ", ".join(map(str, called)) or "none"
         raise LoadError(
-            f"hostcall: the header of the exported program has the names {said}, and"
-            f" the program in the file calls {has}. The file was changed, or something"
-            " else wrote it"
+            "hostcall: the header of the exported program has the names"
+            f" {in_header}, and the program in the file calls {in_program}. The file"
+            " was changed, or something else wrote it"
         )
     return loaded

@@ -17,9 +17,9 @@ from hostcall._core.registered import Name
 from hostcall._core.source import Place, inspect_callable, name_of
 from hostcall._export import records, registry
 from hostcall._export.structures import CODEC
+from hostcall._host_function.rule_call import RuleCall
 from hostcall._host_function.rules import RULES, Kind
 from hostcall._host_function.site import BoundHostCall
-from hostcall._host_function.steps import RuleCall
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,17 @@ def record_of(steps: RuleCall, _: bool) -> StepsRecord:
     return StepsRecord(name, site, steps)
 
 
-def read(given: Json) -> tuple[RuleCall, Policy]:
-    code: StepsRecord = CODEC.decode(given, StepsRecord, "host code")
-    parts = CODEC.fields(code.steps, RuleCall)
-    function = _function(Name(*code.registered), parts["kind"])
+def read(json: Json) -> tuple[RuleCall, Policy]:
+    code: StepsRecord = CODEC.decode(json, StepsRecord, "host code")
+    fields = CODEC.fields(code.steps, RuleCall)
+    function = _function(Name(*code.registered), fields["kind"])
+    # Errors of its rules name a line; that of the exporting process is not in the file.
     place = Place("a loaded program", 0, function.__name__)
     site = BoundHostCall(
         function, place=place, **CODEC.fields(code.site, BoundHostCall)
     )
-    steps = RuleCall(site, **parts)
-    return steps, steps.how()[1]
+    steps = RuleCall(site, **fields)
+    return steps, steps.policy
 
 
 def _function(name: Name, kind: Kind) -> Any:
@@ -70,8 +71,9 @@ def _function(name: Name, kind: Kind) -> Any:
             f" {name_of(function)} ({inspect_callable(function).source}) is"
             " registered, which is a plain function. Register the result of hc.host"
         )
-    needs, _ = RULES[kind]
-    if needs and getattr(function.rules, needs) is None:
+    # A file may name a rule that the function had where it was exported.
+    needs = RULES[kind].field
+    if getattr(function.rules, needs) is None:
         raise LoadError(
             f"hostcall: the program calls the {kind} rule of {name}, and what is"
             f" registered here has no def{needs}. Give it the rules that it had where"

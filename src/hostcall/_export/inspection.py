@@ -35,33 +35,35 @@ def calls_in(exported: jax.export.Exported, vjp_order: int) -> list[Call]:
     Raises LoadError if one of them is not as `hc.export` writes it, and RegistryError
     if this process lacks its function.
     """
+    # Equal texts are read once, and are one object, so that the manifest can count.
     read = functools.cache(Call.of)
-    found = []
+    calls = []
     for program in (exported, *derivatives(exported, vjp_order)):
-        for one in _jax.custom_calls(program):
-            text = _text_of(one)
+        for operation in _jax.custom_calls(program):
+            text = _text_of(operation)
             if text is not None:
-                found.append(read(text))
-                _check(one, found[-1], program.nr_devices)
-    return found
+                calls.append(read(text))
+                _check(operation, calls[-1], program.nr_devices)
+    return calls
 
 
 def derivatives(
     exported: jax.export.Exported, most: int | None = None
 ) -> list[jax.export.Exported]:
     """The programs of its derivatives. One that was read from a file has an end."""
-    found: list[jax.export.Exported] = []
-    while len(found) != most and exported.has_vjp():
+    programs: list[jax.export.Exported] = []
+    while len(programs) != most and exported.has_vjp():
         exported = exported.vjp()
-        found.append(exported)
-    return found
+        programs.append(exported)
+    return programs
 
 
 def _text_of(call: _jax.CustomCall) -> str | None:
     """The text of a call, if it is one of hostcall's and no link."""
-    by_detour = call.operation != "stablehlo.custom_call" or call.target.startswith(
-        "mhlo.custom_call"
-    )
+    # XLA has other operations that call a handler by its name, which would pass what is
+    # checked here; `hc.export` writes none of them.
+    is_plain = call.operation == "stablehlo.custom_call"
+    by_detour = not is_plain or call.target.startswith("mhlo.custom_call")
     if by_detour or _JAXS_CALLBACK.fullmatch(call.target):
         raise _refused(f"a {call.operation} of {call.target!r}")
     if not call.target.startswith(_OURS):
@@ -71,6 +73,7 @@ def _text_of(call: _jax.CustomCall) -> str | None:
     if call.odd:
         raise _refused(f"a call of {call.target!r} with its own {', '.join(call.odd)}")
     if call.target == targets.LINK_TARGET:
+        # It only orders two calls, by a number that it passes on.
         _check_arrays(call, [_NUMBER], [_NUMBER], True, "a link between two calls")
         if call.config or call.aliases:
             raise _refused(f"a link with the attributes {sorted(call.config)}")
@@ -84,27 +87,31 @@ def _text_of(call: _jax.CustomCall) -> str | None:
     return text
 
 
-def _check(one: _jax.CustomCall, call: Call, devices: int) -> None:
+def _check(operation: _jax.CustomCall, call: Call, devices: int) -> None:
     """Compares a custom call with what its text says."""
     record = call.record
     params = call.params
-    what = f"a {record.equation} of {record.function[0]!r}"
-    if one.target != params.target:
-        raise _refused(f"{what} that names {one.target!r}")
-    if one.aliases and not params.through:
-        raise _refused(f"{what} whose results take the memory of its operands")
+    description = f"a {record.equation} of {record.function[0]!r}"
+    if operation.target != params.target:
+        raise _refused(f"{description} that names {operation.target!r}")
+    if operation.aliases and not params.through:
+        raise _refused(f"{description} whose results take the memory of its operands")
+    # A team waits until each of its devices has come.
     if record.team is not None and record.team[1] != devices:
         raise _refused(
-            f"{what} that {record.team[1]} devices make together, and the program runs"
-            f" on {devices}: they would wait for each other for ever"
+            f"{description} that {record.team[1]} devices make together, and the"
+            f" program runs on {devices}: they would wait for each other for ever"
         )
     has_effect = params.options.order != "pure"
-    if (params.keep_if_pure or has_effect) and not one.has_side_effect:
-        raise _refused(f"{what} that XLA may drop")
+    # XLA drops a call without side effects whose results nobody uses.
+    if (params.keep_if_pure or has_effect) and not operation.has_side_effect:
+        raise _refused(f"{description} that XLA may drop")
     operands, results = (
         [_jax.type_text(dtype, sizes) for dtype, *sizes in of] for of in call.buffers()
     )
-    _check_arrays(one, operands, results, has_effect and not record.linked, what)
+    _check_arrays(
+        operation, operands, results, has_effect and not record.linked, description
+    )
 
 
 def _check_arrays(
@@ -112,22 +119,25 @@ def _check_arrays(
     operands: list[str],
     results: list[str],
     has_token: bool,
-    what: str,
+    description: str,
 ) -> None:
-    given = call.operands
-    if has_token:  # an unordered call that is the first has none before it
-        given = given[1:] if given[:1] == [_TOKEN] else given
+    operand_types = call.operands
+    if has_token:
+        # An unordered call that is the first has no token before it.
+        if operand_types[:1] == [_TOKEN]:
+            operand_types = operand_types[1:]
         results = [_TOKEN, *results]
-    if given != operands or call.results != results:
+    if operand_types != operands or call.results != results:
         raise _refused(
-            f"{what} that gets ({', '.join(call.operands)}) and returns"
+            f"{description} that gets ({', '.join(call.operands)}) and returns"
             f" ({', '.join(call.results)}), and whose description says"
             f" ({', '.join(operands)}) and ({', '.join(results)})"
         )
 
 
-def _refused(what: str) -> LoadError:
+def _refused(description: str) -> LoadError:
     return LoadError(
-        f"hostcall: the exported program has {what}. hc.export writes no such call, so"
-        " something else wrote the file or changed it. Export the program again"
+        f"hostcall: the exported program has {description}. hc.export writes no such"
+        " call, so something else wrote the file or changed it. Export the program"
+        " again"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hostcall._core.codec import Json
+from hostcall._core.codec import SIZE, Json
 from hostcall._core.registered import Name
 from hostcall._export.records import name_in
 from hostcall._export.texts import Call
@@ -66,7 +66,11 @@ class Manifest:
 
     def _names(self) -> list[Name]:
         """The registered names that the program needs, each once."""
-        names = [Name(c.name, c.version) for c in self.calls if c.name is not None]
+        names = [
+            Name(call.name, call.version)
+            for call in self.calls
+            if call.name is not None  # hc.print has none
+        ]
         return list(dict.fromkeys(names))
 
     def __str__(self) -> str:
@@ -88,25 +92,30 @@ def _on_one_line(text: str) -> str:
 def described(call: Call, places: int) -> NamedCode:
     """What the manifest says of a call that the program makes at so many places."""
     name = name_in(call.record)
-    kind, more = call.record.function
+    kind, details = call.record.function
+    # For a function with a name the kind of equation says what is done with it.
     if kind == "object":
-        kind = f"method {more['method']}"
+        kind = f"method {details['method']}"
     elif kind == "registered":
         kind = call.record.equation
     elif kind == "host":
-        kind = more["steps"]["kind"]
-    operands, results = ([_shown(*each) for each in of] for of in call.arrays())
+        kind = details["steps"]["kind"]
+    operands, results = call.arrays()
     return NamedCode(
         name=name and name.name,
         version=0 if name is None else name.version,
         kind=kind,
         order=call.params.options.order,
-        arguments=tuple(operands),
-        results=tuple(results),
+        arguments=tuple([_shown(*array) for array in operands]),
+        results=tuple([_shown(*array) for array in results]),
         places=places,
     )
 
 
 def _shown(dtype: str, *sizes: Json) -> str:
-    shown = [next(iter(n.values())) if isinstance(n, dict) else str(n) for n in sizes]
+    shown = []
+    for size in sizes:
+        # A symbolic size is a dict with one entry; see `codec.SIZE`.
+        text = size[SIZE] if isinstance(size, dict) else str(size)
+        shown.append(text)
     return f"{dtype}[{','.join(shown)}]"

@@ -70,7 +70,7 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
         raise NotPortable(
             f"executor= of the hc.Object `{group.name}` is an object of this process"
         )
-    with _lock:
+    with _lock:  # two threads may export the object for the first time
         group.number = group.number or secrets.token_hex(8)
     declared = {"name": group.name, **group.options}
     del declared["executor"]
@@ -78,9 +78,9 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
     return MethodCall(name, group.number, entry.name, methods, declared)
 
 
-def read(given: Json) -> tuple[Entry, Policy]:
+def read(json: Json) -> tuple[Entry, Policy]:
     """The method; its host object is made when it is called."""
-    record: MethodCall = CODEC.decode(given, MethodCall, "a method")
+    record: MethodCall = CODEC.decode(json, MethodCall, "a method")
     declared: dict[str, Any] = record.declared
     method = record.method
     if method not in record.methods:
@@ -90,10 +90,15 @@ def read(given: Json) -> tuple[Entry, Policy]:
             raise Malformed(f"the method {declared[hook]!r} as {hook}=")
     factory = registry.find(*record.registered)
     # It checks the names of the methods.
-    made = Object(factory, methods=record.methods, **declared)._group
+    declared_group = Object(factory, methods=record.methods, **declared)._group
     with _lock:
-        same = (g for g in living(Group) if g.number == record.object and not g.ended)
-        group = next(same, made)
+        with_this_number = [
+            group
+            for group in living(Group)
+            if group.number == record.object and not group.ended
+        ]
+        # The first program that is loaded makes the objects, and others share them.
+        group = with_this_number[0] if with_this_number else declared_group
         group.number = record.object
     # The object of this number may be one of this process, with other methods.
     if method not in group.methods:
@@ -108,21 +113,21 @@ def objects_of(functions: Iterable[object]) -> dict[str, Object]:
     """Each `hc.Object` whose methods are among these functions, by its name; the second
     of a name is "name#2".
     """
-    found: dict[str, Object] = {}
+    objects: dict[str, Object] = {}
     for group in dict.fromkeys(fn.group for fn in functions if isinstance(fn, Entry)):
         name = group.name
         count = 1
-        while name in found:
+        while name in objects:
             count += 1
             name = f"{group.name}#{count}"
-        found[name] = group.handle()
-    return found
+        objects[name] = group.handle()
+    return objects
 
 
-def _is_hook(given: object) -> bool:
+def _is_hook(hook: object) -> bool:
     """Whether a file may give this as close=, save= or restore=: methods are looked up
     on registered objects by these texts.
     """
-    if given is None:
+    if hook is None:
         return True
-    return isinstance(given, str) and given.isidentifier() and given[0] != "_"
+    return isinstance(hook, str) and hook.isidentifier() and hook[0] != "_"

@@ -43,15 +43,15 @@ def record_of(printer: Printer, _: bool) -> Printer:
     return printer
 
 
-def read(given: Json) -> tuple[Printer, Policy]:
-    found = LoadedPrinter(file=None, **CODEC.fields(given, Printer))
-    if why := _fault(found.fmt):
-        raise Malformed(f"the format {found.fmt!r}, which {why}")
-    if not 0 <= (found.options.precision or 0) <= _WIDEST:
-        raise Malformed(f"the option precision={found.options.precision}")
-    if min(found.numbers, default=0) < 0:
-        raise Malformed(f"the numbers {found.numbers} of arguments of a print")
-    return found, Policy()
+def read(json: Json) -> tuple[Printer, Policy]:
+    printer = LoadedPrinter(file=None, **CODEC.fields(json, Printer))
+    if why := _fault(printer.fmt):
+        raise Malformed(f"the format {printer.fmt!r}, which {why}")
+    if not 0 <= (printer.options.precision or 0) <= _WIDEST:
+        raise Malformed(f"the option precision={printer.options.precision}")
+    if min(printer.numbers, default=0) < 0:
+        raise Malformed(f"the numbers {printer.numbers} of arguments of a print")
+    return printer, Policy()
 
 
 # --- Formats ------------------------------------------------------------------------
@@ -70,6 +70,7 @@ def _fault(fmt: str) -> str:
     """What a format may not have; completes a sentence. "" if there is nothing."""
     try:
         for field, spec, _ in parsed(fmt):
+            # A dot is an attribute, which may lead anywhere.
             if not _FIELD.fullmatch(field):
                 return (
                     f"has the field {{{field}}}. In a program that leaves the process,"
@@ -85,6 +86,7 @@ def _fault(fmt: str) -> str:
 
 
 def _is_wide(spec: str) -> bool:
+    # Reading a number of a million digits takes minutes by itself.
     return any(
         len(digits) > 9 or int(digits) > _WIDEST for digits in _DIGITS.findall(spec)
     )
@@ -96,9 +98,9 @@ class _OnlyItems(EachElement):
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str]:
-        found = _FIELD.fullmatch(field_name)
-        assert found is not None  # `_fault` has looked
-        name, items = found.groups()
+        field = _FIELD.fullmatch(field_name)
+        assert field is not None, "`_fault` has refused other fields"
+        name, items = field.groups()
         value = args[int(name)] if name.isdecimal() else kwargs[name]
         for item in items[1:-1].split("][") if items else ():
             value = _item(value, item)
@@ -108,12 +110,14 @@ class _OnlyItems(EachElement):
         if not format_spec:
             return format(value)
         kind = type(value)
+        # A width may itself be a field, whose value is known only here.
         if _is_wide(format_spec):
             raise ValueError(
                 "hostcall: the format of a loaded hc.print has the spec"
                 f" {format_spec!r}, and a width or precision of more than {_WIDEST} is"
                 " refused there"
             )
+        # Any other class may have a `__format__` that runs code.
         if kind in _SPECS or kind is np.ndarray or issubclass(kind, np.generic):
             return super().format_field(value, format_spec)
         raise TypeError(
@@ -130,6 +134,7 @@ def _item(value: Any, item: str) -> Any:
         # Also of subclasses, such as named tuples, whose own look-up is not asked.
         if issubclass(kind, known):
             return known.__getitem__(value, key)
+    # Not a subclass of NumPy's: it may have an item access of its own.
     if kind is np.ndarray or issubclass(kind, jax.Array):
         return value[key]
     raise TypeError(
@@ -141,5 +146,6 @@ def _item(value: Any, item: str) -> Any:
 def _without_controls(text: str) -> str:
     """The text, with control characters that are no colours written as escapes."""
     return _CONTROL.sub(
-        lambda found: found[0] if len(found[0]) > 1 else repr(found[0])[1:-1], text
+        lambda control: control[0] if len(control[0]) > 1 else repr(control[0])[1:-1],
+        text,
     )

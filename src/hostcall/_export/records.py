@@ -140,6 +140,7 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Cal
             f" {', '.join(name for name, _ in traced.values)}. Set it for"
             " the whole process (jax.config.update) where the program is loaded"
         )
+    # The file's name alone: the rest of the path means nothing on another machine.
     line = os.path.basename(place.file), place.line, place.function
     return CallRecord(
         equation=params.name,
@@ -181,17 +182,17 @@ def _function_of(callback: CallSpec, exported: bool) -> tuple[str, object]:
     return "registered", name
 
 
-def name_of(held: object, remedy: str, code: object = None) -> Name:
+def name_of(target: object, remedy: str, code: object = None) -> Name:
     """The registered name of what a program holds.
 
     Raises NotPortable with why it has none. Callables that hostcall makes say why they
     stay: users can't name them. `code` is such a callable in it.
     """
-    name = names.of(held)
+    name = names.of(target)
     if name is None:
-        code = held if code is None else code
+        code = target if code is None else code
         why = as_host_code(code.__self__ if type(code) is MethodType else code).stays
-        raise NotPortable(why or registry.why_nameless(held) or remedy)
+        raise NotPortable(why or registry.why_nameless(target) or remedy)
     return name
 
 
@@ -205,8 +206,8 @@ def _suggested(callback: CallSpec) -> str:
 
 def name_in(record: CallRecord) -> Name | None:
     """The registered name that a call needs."""
-    kind, more = record.function
-    named = more if kind == "registered" else more.get("registered")
+    kind, details = record.function
+    named = details if kind == "registered" else details.get("registered")
     return Name(*named) if named else None
 
 
@@ -219,13 +220,15 @@ def equation_of(record: CallRecord) -> Equation:
     """
     cls = kind_of(record.equation)
     params = CODEC.fields(record.params, cls)
-    how = _options(record, cls, params)
-    kind, more = record.function
-    function, policy = (_registered if kind == "registered" else _home(kind).read)(more)
-    if policy.owner is not None and cls.ignores_results:  # it is called by itself
+    place_options = _options(record, cls, params)
+    kind, details = record.function
+    read = _registered if kind == "registered" else _home(kind).read
+    function, policy = read(details)
+    if policy.owner is not None and cls.ignores_results:
+        # A tap calls the HostFunction itself, and not the function in it.
         function = policy.owner
         policy = Policy()
-    _check_policy(record, how, function, policy)
+    _check_policy(record, place_options, function, policy)
     traced = None
     if record.traced is not None:
         traced = _jax.read_traced(record.traced)
@@ -236,78 +239,99 @@ def equation_of(record: CallRecord) -> Equation:
         template=record.template,
         results=record.results,
         fills=record.fills,
-        options=how,
+        options=place_options,
         policy=policy,
         place=Place(*(record.place or ("a loaded program", 0, "?"))),
         traced=traced,
     )
-    made = cls(callback=callback, avals=record.avals, **params)
-    _check_operands(made, record.operands)
-    _check_results(made)
-    return made
+    equation = cls(callback=callback, avals=record.avals, **params)
+    _check_operands(equation, record.operands)
+    _check_results(equation)
+    return equation
 
 
 def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) -> Any:
     """The options of the place, checked by their table."""
-    given = CODEC.fields(record.options, cls.takes)
-    if (name := options.unfit(given, options.table(cls.takes))) is not None:
-        raise Malformed(f"the option {name}={given[name]!r}")
-    how: PlaceOptions = cls.takes(**given)
-    if isinstance(how, CallOptions):
-        whole = "expand_dims" if params["levels"] else None
-        how = replace(how, vmap_method="parallel" if record.parallel else whole)
-    if how.arrays == "cuda":  # another kind of equation, which stays
+    fields = CODEC.fields(record.options, cls.takes)
+    if (name := options.unfit(fields, options.table(cls.takes))) is not None:
+        raise Malformed(f"the option {name}={fields[name]!r}")
+    place_options: PlaceOptions = cls.takes(**fields)
+    if isinstance(place_options, CallOptions):
+        # The record has what the method came to: its levels, and whether rows are
+        # parallel. Which method of those was named does not matter any more.
+        method = "expand_dims" if params["levels"] else None
+        if record.parallel:
+            method = "parallel"
+        place_options = replace(place_options, vmap_method=method)
+    if place_options.arrays == "cuda":  # another kind of equation, which stays
         raise Malformed("the option arrays='cuda'")
-    if what := options.pair_refused(vars(how)):
-        raise Malformed(what)
-    return how
+    if refused := options.pair_refused(vars(place_options)):
+        raise Malformed(refused)
+    return place_options
 
 
 def _registered(name: Sequence[Json]) -> tuple[Any, Policy]:
     """A registered function, and the policy of a HostFunction."""
-    thing = registry.find(*name)
-    if not is_function(thing):
-        return registry.held_of(thing), Policy()
-    return thing.fn, replace(thing.policy, owner=thing)
+    target = registry.find(*name)
+    if not is_function(target):
+        return registry.held_of(target), Policy()
+    return target.fn, replace(target.policy, owner=target)
 
 
 def _check_policy(
-    record: CallRecord, how: PlaceOptions, function: object, policy: Policy
+    record: CallRecord, place_options: PlaceOptions, function: object, policy: Policy
 ) -> None:
     """Refuses an equation that does not go with how its function is run here."""
+    met = place_options.met(policy.at_least())
     awaits = inspect_callable(function).awaits
-    what = options.pair_refused({**how.met(policy.at_least()), "awaits": awaits})
-    if what is not None:
+    refused = options.pair_refused({**met, "awaits": awaits})
+    if refused is not None:
         raise LoadError(
             f"hostcall: what the program does with {name_in(record) or 'a function'}"
-            f" does not go with what is registered here: it has {what}"
+            f" does not go with what is registered here: it has {refused}"
         )
 
 
 def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
     """Refuses operands that the primitives never have."""
-    mask = params.mask(operands)
-    given = params.arguments(operands)
-    arrays = len(params.callback.template.keys)
-    wanted = params.masked + arrays + params.always
-    if len(mask) != params.masked or len(given) != arrays or len(operands) != wanted:
+    # The engine trusts these numbers when it reads XLA's buffers.
+    masks = params.mask(operands)
+    arguments = params.arguments(operands)
+    array_count = len(params.callback.template.keys)
+    wanted = params.masked + array_count + params.always
+    fits = (
+        len(masks) == params.masked
+        and len(arguments) == array_count
+        and len(operands) == wanted
+    )
+    if not fits:
         raise Malformed(f"{len(operands)} operands where {wanted} belong")
+
+    # For each operand one flag for each axis of the grid; none without a grid.
     flags = params.batched
     grid = params.grid
-    if len(flags) != len(operands) * bool(grid) or {*map(len, flags)} - {len(grid)}:
+    row_count = len(operands) if grid else 0
+    if len(flags) != row_count or {*map(len, flags)} - {len(grid)}:
         raise Malformed(f"batched={flags!r}")
-    most = max((aval.ndim for aval in (*operands, *params.avals)), default=0)
-    if not params.ignores_results and not 0 <= params.levels <= most:
+    axis_counts = [aval.ndim for aval in (*operands, *params.avals)]
+    most_axes = max(axis_counts, default=0)
+    if not params.ignores_results and not 0 <= params.levels <= most_axes:
         raise Malformed(f"the option levels={params.levels}")
-    _check_axes(list(zip(zip(*flags, strict=True), grid, strict=True)), operands)
+    flags_by_axis = zip(*flags, strict=True)
+    _check_axes(list(zip(flags_by_axis, grid, strict=True)), operands)
     _check_axes(params.axes, operands)
+
     if params.masked:
-        whole = params.compresses(mask[0])
-        axes = sum(flags[0]) if grid else 0
-        if mask[0].dtype != bool or (not whole and mask[0].ndim != axes):
-            raise Malformed(f"where= of {mask[0]}")
-    if params.always and (operands[-1].dtype != bool or operands[-1].shape):
-        raise Malformed(f"always= of {operands[-1]}")
+        mask = masks[0]
+        # One bool for each row; or with axes of its own, by which rows are dropped.
+        row_axes = sum(flags[0]) if grid else 0
+        has_rows = params.compresses(mask) or mask.ndim == row_axes
+        if mask.dtype != bool or not has_rows:
+            raise Malformed(f"where= of {mask}")
+    if params.always:
+        always = operands[-1]
+        if always.dtype != bool or always.shape:
+            raise Malformed(f"always= of {always}")
 
 
 def _check_axes(
@@ -318,7 +342,7 @@ def _check_axes(
     `axes` are whether each operand has it, and its size; the outermost is first.
     """
     sizes = [size for _, size in axes]
-    decode_aval(["bool", *sizes])
+    decode_aval(["bool", *sizes])  # which refuses what is no shape
     for flags, size in axes:
         if len(flags) != len(operands) or not any(flags):
             raise Malformed(f"an axis of {size} that no operand has")
@@ -344,5 +368,7 @@ def _check_results(params: Equation) -> None:
         item = aval.dtype.itemsize
         if len(fill) not in (item, item * math.prod(aval.shape[levels:])):
             raise Malformed(f"a fill of {len(fill)} bytes for {aval}")
+        # One element stands for all. A file of a few bytes may not ask for memory that
+        # no machine has.
         if len(fill) == item and math.prod(aval.shape) * item >= 2**48:
             raise Malformed(f"a fill for {aval}")

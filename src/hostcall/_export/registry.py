@@ -68,50 +68,55 @@ def register(name: str, *, version: int = 1) -> Callable[[T], T]:
             '. Write hc.register("my_package.simulate")(f), or it as a decorator',
         )
 
-    def decorate(thing: T) -> T:
-        _add(thing, name, version)
-        return thing
+    def decorate(target: T) -> T:
+        _add(target, name, version)
+        return target
 
     return decorate
 
 
-def held_of(thing: Any) -> Any:
+def held_of(target: Any) -> Any:
     """What programs hold of a registered object: a feed's stream; else the object."""
-    given = handle(thing)
-    return thing if given is None else given._held()
+    as_handle = handle(target)
+    return target if as_handle is None else as_handle._held()
 
 
-def _add(thing: Any, name: str, version: int) -> None:
-    key = _check(thing, name, version)
-    held = held_of(thing)
+def _add(target: Any, name: str, version: int) -> None:
+    key = _check(target, name, version)
+    in_programs = held_of(target)
     by = definitions.statement()
-    with names.lock:
-        before = names.things.get(key)
-        had = names.names.get(held)
-        other, where = before or (thing, by)
-        if had is not None and had != key:
+    with names.lock:  # looking and changing are one step
+        entry = names.things.get(key)
+        old_name = names.names.get(in_programs)
+        registered, statement = entry or (target, by)
+        if old_name is not None and old_name != key:
             raise RegistryError(
-                f"hostcall: {_said(thing)} is registered as {had}, so it can't get the"
-                f" name {key} too: a program would not know which to write down"
+                f"hostcall: {_said(target)} is registered as {old_name}, so it can't"
+                f" get the name {key} too: a program would not know which to write"
+                " down"
             )
-        if other is not thing:
-            if not definitions.is_again(other, where, thing, by):
-                raise RegistryError(_taken(key, other, where, thing))
-            names.names.pop(held_of(other), None)
+        if registered is not target:
+            # The name has another object, which may only be the same definition, made
+            # again: whoever calls the name would get other code unawares.
+            if not definitions.is_again(registered, statement, target, by):
+                raise RegistryError(_taken(key, registered, statement, target))
+            names.names.pop(held_of(registered), None)
             with contextlib.suppress(TypeError):  # it has no weak references
-                names.replaced[held_of(other)] = (
+                names.replaced[held_of(registered)] = (
                     f"its name, {key}, was given to another definition at {by.file}:"
                     f"{by.line}. Use what was registered there, and trace the program"
                     " again"
                 )
-            where = by
-        names.things[key], names.names[held] = (thing, where), key
+            statement = by
+        # Registered again as it is, it keeps the statement that it had.
+        names.things[key] = (target, statement)
+        names.names[in_programs] = key
 
 
-def why_nameless(held: Any) -> str:
+def why_nameless(in_programs: Any) -> str:
     """Why an object that had a name has none now; "" if it never had one."""
     try:
-        return names.replaced.get(held, "")
+        return names.replaced.get(in_programs, "")
     except TypeError:  # unhashable, or without weak references
         return ""
 
@@ -128,9 +133,14 @@ def require(keys: Iterable[Name]) -> None:
     lines = []
     missing = [key for key in keys if key not in names.things]
     for key in missing:
-        others = sorted(k.version for k in list(names.things) if k.name == key.name)
-        have = ", ".join(map(str, others))
-        lines.append(f"{key} (version {have} is registered here)" if have else f"{key}")
+        # A copy, since another thread may register something.
+        registered = list(names.things)
+        versions = sorted(k.version for k in registered if k.name == key.name)
+        line = str(key)
+        if versions:
+            registered_versions = ", ".join(map(str, versions))
+            line += f" (version {registered_versions} is registered here)"
+        lines.append(line)
     if missing:
         name, version = missing[0]
         raise RegistryError(
@@ -141,52 +151,54 @@ def require(keys: Iterable[Name]) -> None:
         )
 
 
-def _check(thing: Any, name: str, version: Any) -> Name:
-    def refused(said: str) -> SpecError:
-        return SpecError(f"hostcall: {said}", code="hc-registry")
+def _check(target: Any, name: str, version: Any) -> Name:
+    def refused(text: str) -> SpecError:
+        return SpecError(f"hostcall: {text}", code="hc-registry")
 
     if not _NAME.fullmatch(name):
         raise refused(
             f"hc.register got the name {name!r}. Give words joined by dots, such as"
             ' "my_package.simulate", which all processes use'
         )
+    # True is an int, and would be version 1.
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise refused(
             f"version= of {name!r} should be an int of 0 or more, got {version!r}."
             " Count it up when the function's results or arguments change"
         )
-    if not callable(thing):
+    if not callable(target):
         raise refused(
-            f"hc.register({name!r}) got {thing!r}, which is not callable. Register a"
+            f"hc.register({name!r}) got {target!r}, which is not callable. Register a"
             " function, a hc.host function, a hc.feed, or the factory of a hc.Object"
         )
+    # The table of names finds an object by its hash, when a program is lowered.
     try:
-        hash(held_of(thing))
+        hash(held_of(target))
     except TypeError:
         raise refused(
-            f"hc.register({name!r}) got {thing!r}, which can't be hashed, so programs"
+            f"hc.register({name!r}) got {target!r}, which can't be hashed, so programs"
             " can't be searched for it. Register a function that calls it"
         ) from None
     return Name(name, version)
 
 
-def _taken(key: Name, other: Any, by: definitions.Statement, thing: Any) -> str:
+def _taken(key: Name, registered: Any, by: definitions.Statement, target: Any) -> str:
     advice = ""
-    if definitions.may_be_again(other, thing):
+    if definitions.may_be_again(registered, target):
         advice = (
             ". Two functions of one factory, two lambdas, or two feeds may hold"
             " different data, so neither replaces the other. A cell or module may be"
             " run again as it is"
         )
     return (
-        f"hostcall: the name {key} is registered for {_said(other)} at {by.file}:"
-        f"{by.line}, so it can't be given to {_said(thing)}. Use another name, or a"
+        f"hostcall: the name {key} is registered for {_said(registered)} at {by.file}:"
+        f"{by.line}, so it can't be given to {_said(target)}. Use another name, or a"
         f" higher version={advice}"
     )
 
 
-def _said(thing: Any) -> str:
-    shown = held_of(thing) if definitions.is_feed(thing) else thing
+def _said(target: Any) -> str:
+    shown = held_of(target) if definitions.is_feed(target) else target
     name = name_of(shown)
     source = inspect_callable(shown).source
     return f"`{name}`{source.removeprefix(name)}"

@@ -43,12 +43,16 @@ XLAS_DTYPES = {
 
 
 def _encode_aval(aval: Aval) -> list[Json]:
-    sizes = ({SIZE: str(n)} if _jax.is_symbolic(n) else int(n) for n in aval.shape)
+    sizes = [
+        {SIZE: str(size)} if _jax.is_symbolic(size) else int(size)
+        for size in aval.shape
+    ]
     return [np.dtype(aval.dtype).name, *sizes]
 
 
-def decode_aval(given: Json) -> Aval:
-    dtype, *shape = given
+def decode_aval(json: Json) -> Aval:
+    dtype, *shape = json
+    # All is checked before an aval is made of it: JAX and the engine trust its numbers.
     if len(shape) > _MOST_AXES:
         raise Malformed(f"an array of {len(shape)} axes")
     if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
@@ -56,10 +60,10 @@ def decode_aval(given: Json) -> Aval:
     # Only these: NumPy reads much else, such as "object" and "(2,3)f4, 07i4".
     if not isinstance(dtype, str) or dtype not in XLAS_DTYPES:
         raise Malformed(f"the dtype {dtype!r}")
-    found = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    if math.prod(max(n, 1) for n in shape) * found.itemsize > 2**60:
+    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    if math.prod(max(n, 1) for n in shape) * numpy_dtype.itemsize > 2**60:
         raise Malformed(f"the shape {shape!r}, too large for an array")
-    return _jax.ShapedArray(tuple(shape), found)
+    return _jax.ShapedArray(tuple(shape), numpy_dtype)
 
 
 # --- Trees --------------------------------------------------------------------------
@@ -71,18 +75,19 @@ def encode_tree(treedef: TreeDef) -> Json:
     if data is None:
         return "*"
     node_type, aux = data
-    parts = [encode_tree(child) for child in treedef.children()]
+    children = [encode_tree(child) for child in treedef.children()]
     if node_type is type(None):
         return None
     if node_type in (tuple, list):
-        return [node_type.__name__, None, *parts]
+        return [node_type.__name__, None, *children]
     if node_type is dict:
+        # JSON has only texts as keys: 1 and "1" would become one.
         if not all(type(key) is str for key in aux):
             raise NotPortable(
                 f"an argument or result holds a dict with the keys {list(aux)}, and"
                 " only texts can be keys there"
             )
-        return ["dict", list(aux), *parts]
+        return ["dict", list(aux), *children]
     named = _jax.node_name(node_type)
     if named is None:
         raise NotPortable(
@@ -92,77 +97,83 @@ def encode_tree(treedef: TreeDef) -> Json:
             " jax.export.register_namedtuple_serialization"
         )
     name, to_bytes = named
-    return ["node", [name, codec.encode_bytes(bytes(to_bytes(aux)))], *parts]
+    encoded_aux = codec.encode_bytes(bytes(to_bytes(aux)))
+    return ["node", [name, encoded_aux], *children]
 
 
-def decode_tree(given: Json) -> TreeDef:
-    return jax.tree.structure(_node_of(given))
+def decode_tree(json: Json) -> TreeDef:
+    return jax.tree.structure(_node_of(json))
 
 
 # As JAX's own: a class that looks at its children lets opaque objects pass, if any.
 _LEAF = object()
 
 
-def _node_of(given: Json) -> Any:
-    if given == "*":
+def _node_of(json: Json) -> Any:
+    if json == "*":
         return _LEAF
-    if given is None:
+    if json is None:
         return None
-    kind, more, *rest = given
-    parts = [_node_of(child) for child in rest]
+    kind, details, *rest = json
+    children = [_node_of(child) for child in rest]
     if kind in ("tuple", "list"):
-        return tuple(parts) if kind == "tuple" else parts
+        return tuple(children) if kind == "tuple" else children
     if kind == "dict":
-        return dict(zip(more, parts, strict=True))
+        return dict(zip(details, children, strict=True))
     if kind != "node":
         raise Malformed(f"a pytree of kind {kind!r}")
-    name, aux = more
+    name, aux = details
     make = _jax.node_maker(name)
     if make is None:
         raise Malformed(
             f"the pytree type {name!r}, which this process does not know. Import the"
             " module that names it by jax.export.register_pytree_node_serialization"
         )
-    return make(b"" if aux is None else codec.decode_bytes(aux), parts)
+    return make(b"" if aux is None else codec.decode_bytes(aux), children)
 
 
 def _encode_template(template: Template) -> Json:
-    paths = iter(template.paths(static=True))
-    marks = [
-        {"is": encode_plain(leaf.value, f"the argument {next(paths)}")}
-        if isinstance(leaf, Opaque)
-        else _jax.key_impl(leaf)
-        for leaf in template.leaves
-    ]
+    static_paths = iter(template.paths(static=True))
+    marks: list[Json] = []
+    for leaf in template.leaves:
+        if isinstance(leaf, Opaque):
+            argument = f"the argument {next(static_paths)}"
+            marks.append({"is": encode_plain(leaf.value, argument)})
+        else:
+            # An array; what is said of it is whether it is a typed key, and which.
+            marks.append(_jax.key_impl(leaf))
     return [encode_tree(template.treedef), marks]
 
 
-def _decode_template(given: Json) -> Template:
-    structure, marks = given
+def _decode_template(json: Json) -> Template:
+    structure, marks = json
     leaves = tuple(
         Opaque(_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
         for it in marks
     )
     treedef = decode_tree(structure)
+    # The engine puts one argument into each leaf.
     if treedef.num_leaves != len(leaves):
         raise Malformed(f"{len(leaves)} arguments in a tree of {treedef.num_leaves}")
     return Template(treedef, leaves)
 
 
-def _plain(given: Json) -> Any:
+def _plain(json: Json) -> Any:
     """A constant; lists were tuples."""
-    return tuple(map(_plain, given)) if isinstance(given, list) else given
+    return tuple(map(_plain, json)) if isinstance(json, list) else json
 
 
 def _encode_results(results: Results) -> Json:
     keys = [_jax.key_impl(key) for key in results.keys]
-    return [encode_tree(results.treedef), [*map(_encode_aval, results.avals)], keys]
+    avals = list(map(_encode_aval, results.avals))
+    return [encode_tree(results.treedef), avals, keys]
 
 
-def _decode_results(given: Json) -> Results:
-    structure, avals, keys = given
+def _decode_results(json: Json) -> Results:
+    structure, avals, keys = json
     avals = CODEC.decode(avals, AVALS, "the results")
-    return Results(decode_tree(structure), avals, tuple(map(_jax.key_dtype, keys)))
+    key_dtypes = tuple(map(_jax.key_dtype, keys))
+    return Results(decode_tree(structure), avals, key_dtypes)
 
 
 CODEC = Codec(
@@ -176,22 +187,22 @@ CODEC = Codec(
 # --- Sizes that are not known when a program is exported ------------------------------
 
 
-def sizes_in(given: Json) -> list[str]:
+def sizes_in(json: Json) -> list[str]:
     """The symbolic sizes in JSON, each once. Raises Malformed."""
-    if isinstance(given, dict) and given.keys() == {SIZE}:
-        if not isinstance(given[SIZE], str):
-            raise Malformed(f"the size {given[SIZE]!r}")
-        return [given[SIZE]]
-    found = [size for part in codec.children(given) for size in sizes_in(part)]
-    return list(dict.fromkeys(found))
+    if isinstance(json, dict) and json.keys() == {SIZE}:
+        if not isinstance(json[SIZE], str):
+            raise Malformed(f"the size {json[SIZE]!r}")
+        return [json[SIZE]]
+    sizes = [size for part in codec.children(json) for size in sizes_in(part)]
+    return list(dict.fromkeys(sizes))
 
 
-def with_sizes(given: Json, values: Mapping[str, int]) -> Json:
+def with_sizes(json: Json, values: Mapping[str, int]) -> Json:
     """The same with numbers in place of the symbolic sizes."""
-    if isinstance(given, dict):
-        if given.keys() == {SIZE}:
-            return values[given[SIZE]]
-        return {key: with_sizes(value, values) for key, value in given.items()}
-    if isinstance(given, list):
-        return [with_sizes(value, values) for value in given]
-    return given
+    if isinstance(json, dict):
+        if json.keys() == {SIZE}:
+            return values[json[SIZE]]
+        return {key: with_sizes(inner, values) for key, inner in json.items()}
+    if isinstance(json, list):
+        return [with_sizes(value, values) for value in json]
+    return json

@@ -67,10 +67,12 @@ class Call:
     @classmethod
     def of(cls, text: str) -> Call:
         """Raises LoadError, or RegistryError if this process lacks its function."""
-        said = parse(text)
+        json = parse(text)
         with reading():
-            sizes = sizes_in(said)
-            return cls(text, said, sizes, *_read(said, dict.fromkeys(sizes, 1)))
+            sizes = sizes_in(json)
+            # Any size shows whether the rest is sound; XLA's buffers tell the real one.
+            record, params = _read(json, dict.fromkeys(sizes, 1))
+            return cls(text, json, sizes, record, params)
 
     def arrays(self) -> tuple[list[Json], list[Json]]:
         """[dtype, *sizes] of the operands and of the results."""
@@ -78,7 +80,9 @@ class Call:
         grid = self.said["params"]["grid"]
         if self.params.through:
             return operands, list(self.params.arguments(operands))
-        return operands, [[dtype, *grid, *n] for dtype, *n in self.said["avals"]]
+        # The avals are those of one row.
+        results = [[dtype, *grid, *sizes] for dtype, *sizes in self.said["avals"]]
+        return operands, results
 
     def buffers(self) -> tuple[list[Json], list[Json]]:
         """The same of what the program passes."""
@@ -92,6 +96,8 @@ class Call:
         Raises LoadError if it describes more or less memory than XLA passes.
         """
         described = list(itertools.chain(*self.buffers()))
+        # A size that is a name, such as "b", has the value that the buffer has. That of
+        # "2*b" follows, and is compared below.
         known: dict[str, int] = {}
         for (_, *symbolic), (_, *actual) in zip(described, buffers, strict=False):
             for size, value in zip(symbolic, actual, strict=False):
@@ -99,7 +105,10 @@ class Call:
         values, unknown = _values(self.sizes, known)
         if unknown:
             raise Malformed(f"the sizes {unknown}, which its arrays don't have")
-        wanted = [[XLAS_DTYPES.get(t), *s] for t, *s in with_sizes(described, values)]
+        wanted = [
+            [XLAS_DTYPES.get(dtype), *sizes]
+            for dtype, *sizes in with_sizes(described, values)
+        ]
         if wanted != buffers:
             raise LoadError(
                 "hostcall: the program passes other arrays to a call than its"
@@ -109,8 +118,8 @@ class Call:
         return _read(self.said, values) if self.sizes else (self.record, self.params)
 
 
-def _read(said: Json, sizes: Mapping[str, int]) -> tuple[CallRecord, Equation]:
-    record = CODEC.decode(with_sizes(said, sizes), CallRecord, "a call")
+def _read(json: Json, sizes: Mapping[str, int]) -> tuple[CallRecord, Equation]:
+    record = CODEC.decode(with_sizes(json, sizes), CallRecord, "a call")
     return record, equation_of(record)
 
 
@@ -119,8 +128,14 @@ def _values(
 ) -> tuple[dict[str, int], list[str]]:
     """(the values of symbolic sizes, those that don't follow from the known ones)."""
     every = {name: _jax.size_from(name, known) for name in sizes}
-    values = {name: value for name, value in every.items() if value is not None}
-    return values, [name for name in every if name not in values]
+    values = {}
+    unknown = []
+    for name, value in every.items():
+        if value is None:
+            unknown.append(name)
+        else:
+            values[name] = value
+    return values, unknown
 
 
 # --- Writing ------------------------------------------------------------------------
@@ -165,6 +180,7 @@ def _in_program(
             "it has on=, which names a device, and the program may run on other"
             " devices. Leave out on=: the first device that comes then calls"
         )
+    # XLA can't put a token beside results of symbolic shapes.
     linked = params.effect is not None and _jax.has_symbolic(params.out_avals)
     return replace(
         record,
@@ -176,10 +192,10 @@ def _in_program(
 
 
 def _text(record: CallRecord, params: Equation) -> str:
-    said = CODEC.encode(record, "a call")
-    call = Call("", said, sizes_in(said), record, params)
+    json = CODEC.encode(record, "a call")
+    call = Call("", json, sizes_in(json), record, params)
     known = sizes_in(list(call.arrays()))
-    # What can be computed does not depend on the values.
+    # What can be computed does not depend on the values, so any will do.
     values = dict(zip(known, itertools.count(1009, 10), strict=False))
     _, unknown = _values(call.sizes, values)
     if unknown:  # its plan could not be made
@@ -189,7 +205,7 @@ def _text(record: CallRecord, params: Equation) -> str:
             " the missing size as a dimension (to a rule for derivatives, among the"
             " residuals), or export with a constant size"
         )
-    return codec.write(said)
+    return codec.write(json)
 
 
 def _mesh_of(
@@ -213,10 +229,10 @@ def parse(text: str) -> Json:
     Raises LoadError.
     """
     try:
-        said = codec.read(text)
-        if not isinstance(said, dict) or "hostcall" not in said:
+        json = codec.read(text)
+        if not isinstance(json, dict) or "hostcall" not in json:
             raise Malformed("it names no version")
-        for size in sizes_in(said):
+        for size in sizes_in(json):
             if not _SIZE.fullmatch(size):
                 raise Malformed(f"the size {size!r}")
     except Malformed as error:
@@ -224,13 +240,13 @@ def parse(text: str) -> Json:
             "hostcall: the program has a call whose description can't be read"
             f" ({error}). It was damaged, or not made by hostcall"
         ) from error
-    if said["hostcall"] != FORMAT:
+    if json["hostcall"] != FORMAT:
         raise LoadError(
-            f"hostcall: the program has a call in version {said['hostcall']} of"
+            f"hostcall: the program has a call in version {json['hostcall']} of"
             f" hostcall's format, and this hostcall reads version {FORMAT}. Export it"
             " with this version, or load it with the one that exported it"
         )
-    return said
+    return json
 
 
 # A size with names, such as "2*b + floordiv(n^2, 4)". JAX multiplies powers out.
@@ -267,7 +283,9 @@ def read_text(
         mesh = _read_mesh(record, client)
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
     team = None if record.team is None else Team(*record.team)
-    if team is not None and record.place:  # exported, so on any devices
+    is_exported = record.place is not None
+    if team is not None and is_exported:
+        # It may run on any devices, so none of those of its export can lead.
         team = team._replace(leader=None)
     operands = record.operands
     nested = host_device.nesting_level(client) > 0
@@ -301,13 +319,13 @@ def reading() -> Iterator[None]:
     except HostcallError:
         raise
     except _SAY_DAMAGED as error:
-        what = f"leads to {error!r}"
+        fault = f"leads to {error!r}"
         if isinstance(error, Malformed):
-            what = f"names {error}"
+            fault = f"names {error}"
         elif isinstance(error, KeyError):
-            what = f"lacks {error}"
+            fault = f"lacks {error}"
         raise LoadError(
-            f"hostcall: the program has a call whose description {what}. It was"
+            f"hostcall: the program has a call whose description {fault}. It was"
             " damaged, or another version of hostcall made it"
         ) from error
 
@@ -321,7 +339,8 @@ def _client(platform: str) -> Client:
     """
     default = getattr(_jax.default_device.value, "client", None)
     # A GPU's client calls its platform "gpu" or "cuda".
-    fits = default is not None and (default.platform == "cpu") == (platform == "cpu")
+    wants_cpu = platform == "cpu"
+    fits = default is not None and (default.platform == "cpu") == wants_cpu
     if fits and (workers.in_call() or host_device.nesting_level(default) == 0):
         return default
     return _jax.client_of(platform)
@@ -335,15 +354,15 @@ def _read_mesh(record: CallRecord, client: Client) -> Mesh | None:
     by_id = {device.id: device for device in client.devices()}
     # The mesh only tells functions where their block is (`hc.current()`). A program may
     # run on other devices than those that it was exported on, and nothing says which.
-    found = [by_id[i] for i in ids if i in by_id]
-    if len(found) < number:
-        found = list(by_id.values())[:number]
-    if len(found) < number:
+    program_devices = [by_id[i] for i in ids if i in by_id]
+    if len(program_devices) < number:
+        program_devices = list(by_id.values())[:number]
+    if len(program_devices) < number:
         raise LoadError(
             f"hostcall: the program runs over {number} devices, and this process has"
             f" {len(by_id)}. Start it with more devices (on CPUs by"
             " jax.config.update('jax_num_cpu_devices', n), before JAX is used), or"
             " export the program for fewer"
         )
-    devices = np.array(found[:number], dtype=object).reshape(sizes)
+    devices = np.array(program_devices[:number], dtype=object).reshape(sizes)
     return jax.sharding.Mesh(devices, names)

@@ -6,8 +6,10 @@
     rules             what the user gave to the def* methods, as data
     site              one call of a HostFunction in a program: which rule serves which
                       derivative, Jacobians, linear functions
-    steps             host code, in a program and when it runs; and rules in JAX code,
-                      which take the same steps
+    exchanges         what goes out to the user's code and what comes back, for each
+                      kind of rule
+    rule_call         host code, in a program and when it runs
+    in_jax            rules in JAX code, while a program is traced
     trees             arguments and results, flat and as trees
     sendable          what may run in another process
     residuals         what a forward rule leaves on the host for its backward rule

@@ -26,7 +26,6 @@ from hostcall._host_function.function import HostFunction
 from hostcall._host_function.host import host
 from hostcall._host_function.primitives import Arrays
 from hostcall._host_function.rules import Tree, among
-from hostcall._host_function.trees import pick
 from hostcall._runtime.reraise import reraise
 
 tree = jax.tree
@@ -58,7 +57,8 @@ class Check:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.status:8} {self.name}{': ' if self.detail else ''}{self.detail}"
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.status:8} {self.name}{detail}"
 
 
 class Ended(Exception):
@@ -87,16 +87,22 @@ class Checks:
 
     def __post_init__(self) -> None:
         self.leaves, self.treedef = tree.flatten(self.args)
-        positions = [p for p, arg in enumerate(self.args) for _ in tree.leaves(arg)]
-        arrays = [isinstance(x, jax.Array) or is_array_like(x) for x in self.leaves]
-        found = pick(enumerate(positions), arrays)
-        self.arrays = [n for n, _ in found]
-        self.places = {p: [n for n, of in found if of == p] for _, p in found}
-        still = among(self.f.nondiff, len(self.args))
-        moving = [n for n, position in found if position not in still]
-        self.moving = [n for n in moving if _inexact(self.leaves[n])]
-        bits = {jnp.finfo(jnp.result_type(self.leaves[n])).bits for n in self.moving}
-        self.wide = bits == {64}
+        fixed = among(self.f.nondiff, len(self.args))
+        self.arrays: list[int] = []
+        self.places: dict[int, list[int]] = {}
+        self.moving: list[int] = []
+        n = 0  # of the leaf, among those of all arguments
+        for position, arg in enumerate(self.args):
+            for leaf in tree.leaves(arg):
+                if isinstance(leaf, jax.Array) or is_array_like(leaf):
+                    self.arrays.append(n)
+                    self.places.setdefault(position, []).append(n)
+                    if position not in fixed and _inexact(leaf):
+                        self.moving.append(n)
+                n += 1
+        dtypes = [jnp.result_type(self.leaves[n]) for n in self.moving]
+        # One leaf in 32 bits makes the whole derivative as rough as that.
+        self.wide = {jnp.finfo(dtype).bits for dtype in dtypes} == {64}
         usual = 1e-4 if self.wide else 2e-2
         self.rough = usual if self.rtol is None else self.rtol
 
@@ -115,15 +121,17 @@ class Checks:
         }
         if isinstance(self.f.result, _DRAWS_SIZES):
             bodies["sizes"] = self.sizes
-        found: list[Check] = []
+        outcomes: list[Check] = []
         for name, body in bodies.items():
-            found.append(Check(name + label, *self._outcome(body)))
-            if found[0].status == "failed":
+            status, detail = self._outcome(body)
+            outcomes.append(Check(name + label, status, detail))
+            if outcomes[0].status == "failed":
                 break  # every later check would fail for the same reason
-        return found
+        return outcomes
 
     def _outcome(self, body: Callable[[], str | None]) -> tuple[Status, str]:
         order = self.f.options.order
+        # What has effects is called once, for its result: a second call counts.
         if order != "pure" and body != self.result:
             return "left out", f"order={order!r}"
         try:
@@ -133,6 +141,7 @@ class Checks:
             status, detail = end.args
             return status, detail
         except DerivativeError as error:
+            # A rule that is not there is no fault. The advice of the error is left out.
             first, _, _ = _said(error).partition(". ")
             return "left out", first.removeprefix("hostcall: ")
         except Exception as error:
@@ -188,24 +197,30 @@ class Checks:
         """Other values for these leaves, near the example's."""
 
         def near(x: np.ndarray) -> np.ndarray:
-            return (x * (1 + 0.01 * self.random.standard_normal())).astype(x.dtype)
+            # One factor for the whole leaf, so that a matrix stays as regular as it is.
+            factor = 1 + 0.01 * self.random.standard_normal()
+            return (x * factor).astype(x.dtype)
 
-        found = [np.asarray(self.leaves[n]) for n in places]
-        return [near(x) if _inexact(x) else x for x in found]
+        examples = [np.asarray(self.leaves[n]) for n in places]
+        return [near(x) if _inexact(x) else x for x in examples]
 
     # --- Values ----------------------------------------------------------------------
 
     def result(self) -> str:
-        self.out = tree.map(np.asarray, jax.block_until_ready(self.f(*self.args)))
-        leaves = tree.leaves(self.out)
-        return ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves)
+        # Waits, so that an exception of the function is raised here.
+        out = jax.block_until_ready(self.f(*self.args))
+        self.out = tree.map(np.asarray, out)
+        return ", ".join(
+            f"{leaf.dtype}{list(leaf.shape)}" for leaf in tree.leaves(self.out)
+        )
 
     def purity(self) -> None:
         _same(self.call((), []), self.out, "a second call gives another result")
 
     def jit(self) -> None:
         places = self.arrays
-        got = jax.jit(partial(self.call, places))([self.leaves[n] for n in places])
+        values = [self.leaves[n] for n in places]
+        got = jax.jit(partial(self.call, places))(values)
         _same(got, self.out, "the compiled program differs")
 
     def batching(self) -> str:
@@ -213,12 +228,14 @@ class Checks:
             raise Ended("left out", "no array among the arguments")
         choices = {"all arguments": self.arrays}
         if len(self.places) > 1:
-            choices |= {f"argument {n}": each for n, each in self.places.items()}
+            for position, leaves in self.places.items():
+                choices[f"argument {position}"] = leaves
         for which, places in choices.items():
+            # Rows must differ: a rule that mixes them up would pass on equal ones.
             rows = [self.nearby(places) for _ in range(3)]
-            one = partial(self.call, places)
-            wanted = _stacked(map(one, rows))
-            got = jax.jit(jax.vmap(one))(_stacked(rows))
+            one_row = partial(self.call, places)
+            wanted = _stacked(map(one_row, rows))
+            got = jax.jit(jax.vmap(one_row))(_stacked(rows))
             _close(got, wanted, f"vmap over {which} differs from a loop", 1e-5)
         return "one argument" if len(choices) == 1 else "all arguments, and each alone"
 
@@ -255,30 +272,39 @@ class Checks:
         step = max([1.0, *map(_largest, primals)]) / 16
         best: list[tuple[float, np.ndarray]] = []  # (error, slope) of each result
 
-        def at(far: float) -> tuple[list[np.ndarray], float]:
-            moved = (x + far * t for x, t in zip(primals, tangents, strict=True))
-            return list(map(np.asarray, g(*moved))), far
+        def at(distance: float) -> tuple[list[np.ndarray], float]:
+            moved = [
+                primal + distance * tangent
+                for primal, tangent in zip(primals, tangents, strict=True)
+            ]
+            return list(map(np.asarray, g(*moved))), distance
 
         varies: list[np.ndarray] = []  # where a step so far saw each result change
-        for left in reversed(range(_STEPS[self.wide])):
+        for steps_left in reversed(range(_STEPS[self.wide])):
             step /= 4
             try:
-                found = lines(at, step)
+                of_results = lines(at, step)
             except Exception:  # so far from the example it is perhaps not defined
-                if not left and not best:
+                if not steps_left and not best:
                     raise
                 continue
             # Where a longer step saw a change, none now is rounding.
-            changes = [~line.flat for line in found]
+            changes = [~line.flat for line in of_results]
             varies = list(map(np.logical_or, varies or changes, changes))
-            now = []
-            for line, changed in zip(found, varies, strict=True):
+            by_this_step = []
+            for line, changed in zip(of_results, varies, strict=True):
                 errors = central_error(eps_of(line) * changed, line)
-                now.append((_largest(errors), line.central(2)))
-            pairs = zip(now, best or now, strict=True)
-            best = [min(pair, key=itemgetter(0)) for pair in pairs]
-            if all(e <= 0.01 * self.rough * _largest(slope) for e, slope in best):
+                by_this_step.append((_largest(errors), line.central(2)))
+            best = [
+                min(pair, key=itemgetter(0))
+                for pair in zip(by_this_step, best or by_this_step, strict=True)
+            ]
+            is_exact = [
+                error <= 0.01 * self.rough * _largest(slope) for error, slope in best
+            ]
+            if all(is_exact):
                 break
+        # The best of all steps may still be too rough to say that a rule is wrong.
         for error, slope in best:
             size = _largest(slope)
             if error > max(0.1 * size, 1e-6):
@@ -293,8 +319,8 @@ class Checks:
         g, primals, tangents = self.along()
         _, got = jax.jvp(g, primals, tangents)
         wanted, errors = self.difference(g, primals, tangents)
-        what = "the forward derivative differs from differences"
-        _close(got, wanted, what, self.rough, errors)
+        mismatch = "the forward derivative differs from differences"
+        _close(got, wanted, mismatch, self.rough, errors)
 
     def reverse(self) -> str:
         g, primals, tangents = self.along()
@@ -309,31 +335,37 @@ class Checks:
             against = "differences"
         # A random cotangent may be nearly orthogonal to the tangent. The product of
         # the second one with the tangent is the largest of all.
-        pairs = zip(pushed, out, strict=True)
-        largest = [jnp.conj(jnp.asarray(t)).astype(x.dtype) for t, x in pairs]
-        what = (
+        largest = [
+            jnp.conj(jnp.asarray(tangent)).astype(x.dtype)
+            for tangent, x in zip(pushed, out, strict=True)
+        ]
+        mismatch = (
             f"<cotangent, J tangent> is {{:.6g}} by {against}, and <J^T cotangent,"
             " tangent> is {:.6g} by the reverse derivative"
         )
-        for given in (cotangents, largest):
-            products = _inner(given, pushed), _inner(pull(given), tangents)
-            size = self.rough * max(_size(given) * _size(pushed), 1e-6)
-            _agree(products, size + 2 * sum(errors) * _size(given), what)
+        for cotangent in (cotangents, largest):
+            products = _inner(cotangent, pushed), _inner(pull(cotangent), tangents)
+            length = _size(cotangent)
+            tolerance = self.rough * max(length * _size(pushed), 1e-6)
+            # If differences stand for the forward derivative, they are wrong by this.
+            error = 2 * sum(errors) * length
+            _agree(products, tolerance + error, mismatch)
         return f"against {against}"
 
     def transpose(self) -> None:
         if self.f.rules.transpose is None:
             raise Ended("left out", "not declared linear (deftranspose)")
-        g, primals, other = self.along()
+        g, primals, direction = self.along()
 
         def both(xs: Arrays, ys: Arrays) -> Arrays:
             return [2 * x + y for x, y in zip(xs, ys, strict=True)]
 
+        # f(2x + y) finds a function that is only additive, or only homogeneous, wrong.
         out = g(*primals)
-        wanted = both(out, g(*other))
-        got = g(*both(primals, other))
-        what = "it is not linear: f(2x + y) is not 2f(x) + f(y)"
-        _close(got, wanted, what, self.rough)
+        wanted = both(out, g(*direction))
+        got = g(*both(primals, direction))
+        mismatch = "it is not linear: f(2x + y) is not 2f(x) + f(y)"
+        _close(got, wanted, mismatch, self.rough)
         cotangents = self.direction(out)
         back = jax.linear_transpose(g, *primals)(cotangents)
         products = _inner(cotangents, out), _inner(back, primals)
@@ -345,7 +377,9 @@ class Checks:
     def lent(self) -> str:
         if self.f.options.lend == "out":
             raise Ended("left out", 'lend="out": every call is checked')
-        # A signature says which items the function gets, and so how it is called.
+        # A function with lend= of its own shows what it does to memory that it borrows:
+        # the engine checks each view, and lent arrays are read-only. A signature says
+        # which items the function gets, and so how it is called.
         lent = host(
             self.f.fn,
             result=self.f.result,
@@ -357,60 +391,67 @@ class Checks:
             with reraise():
                 jax.block_until_ready(lent(*self.args))
         except EscapeError as error:
-            what = f"keeps a view of its arguments ({_said(error)})"
+            habit = f"keeps a view of its arguments ({_said(error)})"
         except ValueError as error:
-            if "read-only" not in str(error):
+            if "read-only" not in str(error):  # as NumPy says of an assignment
                 raise
-            what = "writes to its arguments"
+            habit = "writes to its arguments"
         else:
             return "neither kept nor written: lend=True is safe"
         if self.f.options.lend:
-            raise Ended("failed", f"the function {what}, and has lend=True")
-        return f"the function {what}: it needs its own copies, as without lend="
+            raise Ended("failed", f"the function {habit}, and has lend=True")
+        return f"the function {habit}: it needs its own copies, as without lend="
 
     def several_threads(self) -> str:
-        one = partial(self.call, self.arrays)
+        one_call = partial(self.call, self.arrays)
         wide = jax.config.jax_enable_x64
         inputs = [self.nearby(self.arrays) for _ in range(8)]
-        wanted = [list(map(np.asarray, one(values))) for values in inputs]
+        wanted = [list(map(np.asarray, one_call(values))) for values in inputs]
 
         def work(values: Arrays) -> Arrays:
             with jax.enable_x64(wide):  # the setting is per thread
-                return one(values)
+                return one_call(values)
 
+        # Each thread calls several times, so that calls really meet.
         times = 2 * self.threads
         with futures.ThreadPoolExecutor(self.threads) as pool:
-            found = pool.map(work, inputs * times)
-            for got, want in zip(found, wanted * times, strict=True):
+            results = pool.map(work, inputs * times)
+            for got, want in zip(results, wanted * times, strict=True):
                 _same(got, want, "threads at once give another result")
         return f"{self.threads} at once"
 
 
-def _same(got: Arrays, wanted: Tree, what: str) -> None:
+def _same(got: Arrays, wanted: Tree, mismatch: str) -> None:
     for a, b in zip(map(np.asarray, got), tree.leaves(wanted), strict=True):
-        _expect(np.array_equal(a, b, equal_nan=_inexact(a)), what, a, b)
+        _expect(np.array_equal(a, b, equal_nan=_inexact(a)), mismatch, a, b)
 
 
 def _close(
-    got: Arrays, wanted: Arrays, what: str, rtol: float, errors: Sequence[float] = ()
+    got: Arrays,
+    wanted: Arrays,
+    mismatch: str,
+    rtol: float,
+    errors: Sequence[float] = (),
 ) -> None:
     """`errors` says how wrong each leaf of `wanted` may be itself; else none is."""
-    for a, b, error in zip(got, wanted, errors or [0.0] * len(got), strict=True):
+    exact = [0.0] * len(got)
+    for a, b, error in zip(got, wanted, errors or exact, strict=True):
+        # Twice the error, which is itself an estimate.
         atol = rtol * _largest(b) + 2 * error + 1e-6
         # Integers may be rounded values.
         close = not _inexact(a) or np.allclose(a, b, rtol, atol, equal_nan=True)
-        _expect(close, what, a, b)
+        _expect(close, mismatch, a, b)
 
 
-def _expect(holds: bool, what: str, got: jax.Array, wanted: jax.Array) -> None:
+def _expect(holds: bool, mismatch: str, got: jax.Array, wanted: jax.Array) -> None:
     if not holds:
-        why = f"{what}: {_short(got)} where {_short(wanted)} was expected"
-        raise Ended("failed", why)
+        values = f"{_short(got)} where {_short(wanted)} was expected"
+        raise Ended("failed", f"{mismatch}: {values}")
 
 
-def _agree(products: tuple[float, float], error: float, what: str) -> None:
+def _agree(products: tuple[float, float], error: float, mismatch: str) -> None:
     if not abs(products[0] - products[1]) <= error:
-        raise Ended("failed", what.format(*products))
+        raise Ended("failed", mismatch.format(*products))
 
 
 def _stacked(rows: Iterable[Arrays]) -> list[np.ndarray]:
@@ -428,12 +469,17 @@ def _inner(a: Arrays, b: Arrays) -> float:
     in this product, whether or not the function is holomorphic (JAX, Autodiff Cookbook,
     "Complex numbers and differentiation").
     """
-    pairs = zip(a, b, strict=True)
-    return float(sum(np.real(np.vdot(np.conj(x), y)) for x, y in pairs))
+    products = [
+        np.vdot(np.conj(x), y)  # which conjugates its first argument again
+        for x, y in zip(a, b, strict=True)
+    ]
+    return float(sum(map(np.real, products)))
 
 
 def _size(a: Arrays) -> float:
-    return float(np.sqrt(sum(np.sum(np.abs(np.asarray(x)) ** 2) for x in a)))
+    """The length of a vector that has these parts."""
+    squares = [np.sum(np.abs(np.asarray(x)) ** 2) for x in a]
+    return float(np.sqrt(sum(squares)))
 
 
 def _largest(x: jax.Array) -> float:
@@ -529,12 +575,12 @@ def check(
         raise SpecError(
             "hostcall: check() needs an example of arguments: check(f, (x, y))"
         )
-    found: list[Check] = []
+    checks: list[Check] = []
     for number, example in enumerate(examples):
         args = example if isinstance(example, tuple) else (example,)
         label = f" (example {number})" if len(examples) > 1 else ""
         random = np.random.default_rng(seed)
-        made = [x.dtype for x in tree.leaves(args) if isinstance(x, jax.Array)]
-        with _jax.able_to_hold(*made):
-            found += Checks(f, args, rtol, random, threads).run(label)
-    return Report(f.__name__, tuple(found))
+        dtypes = [x.dtype for x in tree.leaves(args) if isinstance(x, jax.Array)]
+        with _jax.able_to_hold(*dtypes):
+            checks += Checks(f, args, rtol, random, threads).run(label)
+    return Report(f.__name__, tuple(checks))

@@ -77,50 +77,66 @@ class Line:
 
 def lines(at: At, step: float) -> list[Line]:
     """The lines of all results of a function; `step` is the unit of the grid."""
-    grid = [at(t * step) for t in GRID]
-    between = [at(t * step) for t in BETWEEN]
-    offsets = [offset for _, offset in grid]
-    found = []
-    for i, first in enumerate(grid[0][0]):
-        values, others = (_wide([v[i] for v, _ in part]) for part in (grid, between))
-        found.append(Line(first.dtype, values, others, offsets))
-    return found
+    on_grid = [at(place * step) for place in GRID]
+    between = [at(place * step) for place in BETWEEN]
+    first_results, _ = on_grid[0]
+    of_results = []
+    for i, first in enumerate(first_results):
+        line = Line(
+            dtype=first.dtype,
+            grid=_wide([results[i] for results, _ in on_grid]),
+            between=_wide([results[i] for results, _ in between]),
+            offsets=[offset for _, offset in on_grid],
+        )
+        of_results.append(line)
+    return of_results
 
 
 def _wide(values: list[np.ndarray]) -> np.ndarray:
-    kind = np.complex128 if any(v.dtype.kind == "c" for v in values) else np.float64
-    return np.stack([v.astype(kind) for v in values])
+    """The values as one array, in 64 bits for each part of a number."""
+    is_complex = any(value.dtype.kind == "c" for value in values)
+    dtype = np.complex128 if is_complex else np.float64
+    return np.stack([value.astype(dtype) for value in values])
 
 
 def central_error(eps: float | np.ndarray, line: Line) -> np.ndarray:
     """The error of `line.central(2)`; for `eps` see `eps_of`."""
     step = (line.offsets[5] - line.offsets[1]) / 2
     slope = line.central(2)
-    bent = np.maximum(
-        abs(slope - line.central(1)) * 4 / 3, abs(line.central(3) - slope) * 4 / 5
-    )
-    kinked = abs(np.diff(line.grid[1:6], 4, axis=0)[0]) / 2
-    error = bent + (_noise_of(line) + kinked + _EPS * line.size) / step
+    # The error of a central difference grows with the square of its step, so those over
+    # h/2 and 3h/2 differ from this one by 3/4 and 5/4 of its error.
+    bent_by_half = abs(slope - line.central(1)) * 4 / 3
+    bent_by_three_halves = abs(line.central(3) - slope) * 4 / 5
+    bent = np.maximum(bent_by_half, bent_by_three_halves)
+    # A kink between two places of the grid shows in the fourth difference.
+    fourth_difference = np.diff(line.grid[1:6], 4, axis=0)[0]
+    kinked = abs(fourth_difference) / 2
+    rounded = _EPS * line.size
+    error = bent + (_noise_of(line) + kinked + rounded) / step
     # If the line is flat: the values' relative rounding, over the whole line.
     width = line.offsets[-1] - line.offsets[0]
-    error += np.where(line.flat, abs(eps * line.size / width), 0)
-    return np.where(np.isnan(error), np.inf, error)  # NaN: nothing is known
+    unseen = abs(eps * line.size / width)
+    error += np.where(line.flat, unseen, 0)
+    # NaN says that nothing is known, as where the function is infinite.
+    return np.where(np.isnan(error), np.inf, error)
 
 
 def _noise_of(line: Line) -> np.ndarray:
     """How much of a difference of two values a smooth function can't explain."""
-    size = np.zeros(line.grid.shape[1:])
+    deviation = np.zeros(line.grid.shape[1:])
     for order in range(4, len(GRID)):
         # The variance of a difference of this order, as a multiple of one value's.
         times = factorial(2 * order) / factorial(order) ** 2
         squares = abs(np.diff(line.grid, order, axis=0)) ** 2
-        size = np.maximum(size, np.sqrt(squares.mean(0) / times))
+        by_differences = np.sqrt(squares.mean(0) / times)
+        deviation = np.maximum(deviation, by_differences)
     for value, weights in zip(line.between, _WEIGHTS, strict=True):
         foreseen = np.tensordot(weights, line.grid[1:6], 1)
-        size = np.maximum(
-            size, abs(value - foreseen) / np.hypot(1, np.linalg.norm(weights))
-        )
-    return _NOISE * size
+        # The value's own noise, and that of the grid's values as they are weighted.
+        times = np.hypot(1, np.linalg.norm(weights))
+        by_prediction = abs(value - foreseen) / times
+        deviation = np.maximum(deviation, by_prediction)
+    return _NOISE * deviation
 
 
 def eps_of(line: Line) -> float:
@@ -134,13 +150,15 @@ def eps_of(line: Line) -> float:
     if dtype not in (np.float64, np.complex128):
         return float(jnp.finfo(dtype).eps)
     values = np.concatenate([line.grid, line.between])
-    parts = np.stack([values.real, values.imag])
+    components = np.stack([values.real, values.imag])
+    is_constant = bool((values == values[0]).all())
     # A single value is too little evidence for float16.
-    constant = bool((values == values[0]).all())
-    with np.errstate(over="ignore"):
-        for narrow in (np.float32,) if constant else (np.float16, np.float32):
-            if np.array_equal(parts.astype(narrow), parts, equal_nan=True):
-                return float(np.finfo(narrow).eps)
+    candidates = (np.float32,) if is_constant else (np.float16, np.float32)
+    with np.errstate(over="ignore"):  # a value may be infinite as a float16
+        for dtype_narrow in candidates:
+            narrowed = components.astype(dtype_narrow)
+            if np.array_equal(narrowed, components, equal_nan=True):
+                return float(np.finfo(dtype_narrow).eps)
     return 0.0
 
 

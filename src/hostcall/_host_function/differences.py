@@ -72,7 +72,7 @@ def finite_difference(
     return f
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Differences(HostCode):
     """The finite differences of one function. It is the rule that gives the Jacobian.
 
@@ -85,8 +85,9 @@ class Differences(HostCode):
     step: float
 
     def __post_init__(self) -> None:
-        name = f"differences of {self.function.__name__}"
-        vars(self).update(__qualname__=name)
+        # The one thing that is set, so that the class can't be frozen: what Python
+        # itself takes for the name of a callable can be no property of its class.
+        self.__qualname__ = f"differences of {self.function.__name__}"
 
     @property
     def elementwise(self) -> bool:
@@ -103,8 +104,14 @@ class Differences(HostCode):
 
     def _slope(self, point: _Point, place: _Place) -> list[np.ndarray]:
         """The derivative of each result with respect to what moves at `place`."""
-        (ups, up), (lows, low) = (point.at(place, h) for h in (self.step, -self.step))
-        return [(b - a) / (up - low) for a, b in zip(lows, ups, strict=True)]
+        results_above, offset_above = point.at(place, self.step)
+        results_below, offset_below = point.at(place, -self.step)
+        # By how far the argument really moved: in floating point that is not 2 h.
+        run = offset_above - offset_below
+        return [
+            (above - below) / run
+            for above, below in zip(results_above, results_below, strict=True)
+        ]
 
 
 class _Point:
@@ -118,12 +125,14 @@ class _Point:
 
     def __init__(self, differences: Differences, args: Tree) -> None:
         self._function = differences.function
-        wide = tree.tree_map(_wide, tuple(args))
-        self.leaves, self._tree = tree.tree_flatten(wide)
-        positions = [p for p, arg in enumerate(wide) for _ in tree.tree_leaves(arg)]
-        still = among(self._function.nondiff, len(wide))
+        wide_args = tree.tree_map(_wide, tuple(args))
+        self.leaves, self._tree = tree.tree_flatten(wide_args)
+        positions = list[int]()  # of the argument that each leaf is in
+        for position, arg in enumerate(wide_args):
+            positions += [position] * len(tree.tree_leaves(arg))
+        fixed = among(self._function.nondiff, len(wide_args))
         for leaf, position in zip(self.leaves, positions, strict=True):
-            if position not in still and np.iscomplexobj(leaf):
+            if position not in fixed and np.iscomplexobj(leaf):
                 raise DerivativeError(
                     "hostcall: hc.derivatives.finite_difference wants real arguments,"
                     f" and args[{position}] of `{self._function.__name__}` is complex."
@@ -131,11 +140,18 @@ class _Point:
                     f" nondiff={position}; else pass its real and imaginary parts, or"
                     " write a rule"
                 )
-        floats = [np.asarray(x).dtype == np.float64 for x in self.leaves]
-        moving = pick(enumerate(positions), floats)
-        self.moving = {n: position for n, position in moving if position not in still}
-        whole = differences.elementwise
-        self._axes = {n: () if whole else self.leaves[n].shape for n in self.moving}
+        # `_wide` has made all real floating leaves float64.
+        are_floats = [np.asarray(leaf).dtype == np.float64 for leaf in self.leaves]
+        self.moving = {
+            n: position
+            for n, position in pick(enumerate(positions), are_floats)
+            if position not in fixed
+        }
+        # The axes of a leaf whose elements move one by one; none if all move at once.
+        move_together = differences.elementwise
+        self._axes = {
+            n: () if move_together else self.leaves[n].shape for n in self.moving
+        }
         self.places: list[_Place] = [
             (leaf, index)
             for leaf, axes in self._axes.items()
@@ -147,18 +163,21 @@ class _Point:
 
         `step` is relative to `max(1, |x|)`.
         """
-        leaf, index = place
+        n, index = place
+        x = self.leaves[n]
+        moved = x.copy()
+        moved[index] += step * np.maximum(1, abs(x[index]))
+        # The sum is rounded, so the distance is not the step.
+        offset = moved[index] - x[index]
         leaves = list(self.leaves)
-        x = leaves[leaf].copy()
-        x[index] += step * np.maximum(1, abs(x[index]))
-        offset = x[index] - leaves[leaf][index]
-        leaves[leaf] = x
+        leaves[n] = moved
         return self._run(leaves), offset
 
     def _run(self, leaves: list[Tree]) -> list[np.ndarray]:
-        out = self._function.run(*self._tree.unflatten(leaves))
-        found, self._out_tree = tree.tree_flatten(out)
-        return list(map(np.asarray, found))
+        """The results at these leaves of the arguments."""
+        result = self._function.run(*self._tree.unflatten(leaves))
+        results, self._out_tree = tree.tree_flatten(result)
+        return list(map(np.asarray, results))
 
     def jacobian(self, columns: list[list[np.ndarray]]) -> Tree:
         """A Jacobian from the derivatives of all results by what moves at each place;
@@ -166,16 +185,25 @@ class _Point:
         """
         if not self.moving:
             return None
-        outs = []
-        for i, out in enumerate(columns[0] if columns else self._run(self.leaves)):
-            dtype = np.result_type(out, *(column[i] for column in columns))
-            blocks = {n: np.empty(out.shape + x, dtype) for n, x in self._axes.items()}
-            for (leaf, index), column in zip(self.places, columns, strict=True):
-                blocks[leaf][..., *index] = column[i]
-            args = self._tree.unflatten(map(blocks.get, range(len(self.leaves))))
-            entries = tuple(args[p] for p in dict.fromkeys(self.moving.values()))
-            outs.append(entries[0] if len(entries) == 1 else entries)
-        return self._out_tree.unflatten(outs)
+        by_result = []
+        # Empty arrays have nothing that moves. Then a run tells the results' shapes.
+        results = columns[0] if columns else self._run(self.leaves)
+        for i, result in enumerate(results):
+            slopes = [column[i] for column in columns]
+            dtype = np.result_type(result, *slopes)
+            blocks = {
+                n: np.empty(result.shape + axes, dtype)
+                for n, axes in self._axes.items()
+            }
+            for (n, index), slope in zip(self.places, slopes, strict=True):
+                blocks[n][..., *index] = slope
+            # In the structure of the arguments, with None for leaves that don't move.
+            leaves = [blocks.get(n) for n in range(len(self.leaves))]
+            args = self._tree.unflatten(leaves)
+            positions = dict.fromkeys(self.moving.values())
+            entries = tuple(args[position] for position in positions)
+            by_result.append(entries[0] if len(entries) == 1 else entries)
+        return self._out_tree.unflatten(by_result)
 
 
 def _wide(leaf: Tree) -> Tree:

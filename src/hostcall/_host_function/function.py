@@ -47,7 +47,7 @@ from hostcall._host_function.rules import (
     Where,
     among,
 )
-from hostcall._host_function.sendable import at_its_name, to_send
+from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import BoundHostCall
 
 _WHERE = Option(
@@ -100,22 +100,25 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         **options: Any,
     ) -> None:
         self._dress(fn)
-        seen = inspect_callable(fn)
-        self.__name__ = name or seen.name.rpartition(".")[2]
-        self.__qualname__ = name or seen.name
+        facts = inspect_callable(fn)
+        self.__name__ = name or facts.name.rpartition(".")[2]
+        self.__qualname__ = name or facts.name
         self.fn = fn
         self.result = result
         self.nondiff = nondiff
         self.rules = Rules(Rule(fn, "host"))
-        if options.get("vmap_method") is None:
-            elsewhere = options.get("executor") is not None
-            options["vmap_method"] = said_results.default_method(result, elsewhere)
-        if callable(options.get("vmap_method")):
-            self.rules.batch, options["vmap_method"] = options["vmap_method"], None
-        given = {**options, "awaits": seen.awaits, "result": result}
+        method = options.get("vmap_method")
+        if method is None:
+            has_executor = options.get("executor") is not None
+            method = said_results.default_method(result, has_executor)
+        if callable(method):  # a rule for batches, as `defbatch` sets it
+            self.rules.batch = method
+            method = None
+        options["vmap_method"] = method
+        to_check = {**options, "awaits": facts.awaits, "result": result}
         if said_results.is_unsaid(result):  # hc.call may say how batches are called
-            given.pop("vmap_method", None)
-        check(f"`{self.__qualname__}`", given)
+            to_check.pop("vmap_method", None)
+        check(f"`{self.__qualname__}`", to_check)
         self.options = CallOptions.of(options)
         self.policy = Policy.of(options)
         self._inferred: dict[object, Tree] = {}
@@ -127,40 +130,47 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     def _describe(self) -> None:
         """Says in `__signature__` what `inspect` can't find, or what was said here."""
         ufunc = ufuncs.ufunc_of(self.fn)
-        found = None if ufunc is None else ufuncs.parameters(ufunc)
+        parameters = None if ufunc is None else ufuncs.parameters(ufunc)
         rule = self.result
         if isinstance(rule, ufuncs.OfUfunc):
             rule = rule.dimensions
         if isinstance(rule, Signature):
             # `dress` has asked already: some callables ask a server for it.
-            if found is None and "__wrapped__" in vars(self):
-                found = signature_of(self.fn)
-            self.__signature__ = with_dimensions(found, rule)
-        elif found is not None:
-            self.__signature__ = found
+            if parameters is None and "__wrapped__" in vars(self):
+                parameters = signature_of(self.fn)
+            self.__signature__ = with_dimensions(parameters, rule)
+        elif parameters is not None:
+            self.__signature__ = parameters
 
     def __repr__(self) -> str:
-        _, *given = [f"def{k}" for k, v in vars(self.rules).items() if v is not None]
-        said = result_rules.shown(self.result)
-        returning = f" {said}" if said else ""
-        having = f" with {', '.join(given)}" if given else ""
+        fields = vars(self.rules).items()
+        # The first is the function itself.
+        _, *rules = [f"def{kind}" for kind, rule in fields if rule is not None]
+        result = result_rules.shown(self.result)
+        returning = f" {result}" if result else ""
+        having = f" with {', '.join(rules)}" if rules else ""
         return f"<hostcall.typing.HostFunction {self.__qualname__}{returning}{having}>"
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickles by name if the HostFunction stands in its module under its name."""
-        found = at_its_name(self)
-        if found is self:
+        at_name = at_its_name(self)
+        if at_name is self:
             return self.__qualname__
         # Found through a class, it is a method.
-        if isinstance(found, (Method, types.MethodType)) and found.__func__ is self:
-            return getattr, (found, "__func__")
-        state = {k: v for k, v in vars(self).items() if k not in self._NOT_PICKLED}
-        state["policy"] = self.policy.sent()
+        if isinstance(at_name, (Method, types.MethodType)) and at_name.__func__ is self:
+            return getattr, (at_name, "__func__")
+        state = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in self._NOT_PICKLED
+        }
+        state["policy"] = self.policy.sent()  # without the executor
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _inferred={})
-        self._dress(self.fn)
+        self.__dict__.update(state)
+        self._inferred = {}
+        self._dress(self.fn)  # sets `__wrapped__`
 
     def _dress(self, fn: Callable[..., Any]) -> None:
         # What makes numbers of a ufunc's objects is nothing that `help` should show.
@@ -220,7 +230,10 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     if not TYPE_CHECKING:  # a type checker would accept any name, as Any
 
         def __getattr__(self, name: str) -> Any:
-            gone.refuse("a hc.host function", _GONE, name)
+            if name in _GONE:
+                gone.refuse("a hc.host function", _GONE, name)
+            # JAX asks for `__code__` and the like whenever it traces a function.
+            raise AttributeError(f"a hc.host function has no attribute {name!r}")
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -247,31 +260,41 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             if loop:
                 counts = said_results.leading(self.result, avals)
                 assert counts is not None, "a signature says what an item is"
+                # One call for each item, each of which comes here again.
                 return said_results.over_leading_axes(
                     lambda *items: self._call(items, {}, mask, fill), args, counts
                 )
         place = users_place()
         operands, template = flatten_arguments(args, {})
-        also = ("out",) * (self.options.lend == "out")
+        # With lend="out" the engine passes the keyword `out` too.
+        also = ("out",) if self.options.lend == "out" else ()
         mistakes.check(_FACE, self.fn, args, {}, template.leaves, also)
         if not self._maps_items:
             spec = self._spec(args)
         if spec is None and self.options.order == "pure":
+            # XLA drops a pure call of which nothing is used.
             mistakes.refuse_unneeded("hc.host", self.__name__)
         results = parse_result(spec, self.__name__)
         fills = None
         if mask is not None:
             fills = parse_fill(fill, results, self.__name__)
             operands.append(parse_mask(mask, self.__name__))
-        in_avals = tuple([_jax.ShapedArray(x.shape, x.dtype) for x in operands])
-        nondiff = self.nondiff and among(self.nondiff, len(args))
-        site = BoundHostCall(self, template, in_avals, results, nondiff, fills, place)
-        found: Arrays = []
+        site = BoundHostCall(
+            function=self,
+            template=template,
+            in_avals=tuple([_jax.ShapedArray(x.shape, x.dtype) for x in operands]),
+            results=results,
+            nondiff=self.nondiff and among(self.nondiff, len(args)),
+            fills=fills,
+            place=place,
+        )
+        outs: Arrays = []
         if self.options.order != "pure":  # no derivatives, and no primitives
-            found = site.run(operands, self.rules.batch)
-        elif results.avals:  # bridges and `same_tree` may give an empty tree
-            found = bind(_jax.vary_alike(operands), site)
-        return results.unflatten(found)
+            outs = site.run(operands, self.rules.batch)
+        # Bridges and `same_tree` may give an empty tree, and then nothing is called.
+        elif results.avals:
+            outs = bind(_jax.vary_alike(operands), site)
+        return results.unflatten(outs)
 
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.
@@ -279,7 +302,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if method in WHOLE and result_specs.says_items(self.result):
             method = None  # the axes of a batch are lined up for `__call__` alone
         options = replace(self.options, vmap_method=method)
-        return Callee(self, to_send(self), options)
+        code = self.fn if self.policy.pool is None else Sendable(self)
+        return Callee(self, code, options)
 
     def _why_not(self) -> str:
         if not said_results.is_unsaid(self.result):
@@ -302,11 +326,15 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             raise SpecError(self._why_not(), code="hc-result-spec")
         if not isinstance(self.result, str):
             return result_rules.spec_of(self.result, args, self.__name__)
+        # "infer": the function runs on zeros, once for each kind of arguments.
         _, template = flatten_arguments(args, {})
         avals = jax.tree.map(result_rules.aval_of, args)
-        leaves = jax.tree.leaves(avals)
-        arrays = (x for x in leaves if isinstance(x, jax.ShapeDtypeStruct))
-        shapes = tuple((x.shape, x.dtype) for x in arrays)
+        shapes = tuple(
+            (leaf.shape, leaf.dtype)
+            for leaf in jax.tree.leaves(avals)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        )
+        # A result of Python's numbers is wide or not, as JAX's mode says.
         key = template, shapes, bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
             self._inferred[key] = self._infer(avals)
@@ -363,9 +391,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 without a derivative: differentiating with respect to it is an error.
             where: as in `defjvp`, for all rules.
         """
-        given = [rule for rule in each if rule is not None]
-        where = self._where("defjvps(*rules)", where, *given)
-        if not given:
+        rules = [rule for rule in each if rule is not None]
+        runs_in = self._where("defjvps(*rules)", where, *rules)
+        if not rules:
             raise SpecError(
                 f"hostcall: defjvps of `{self.__name__}` was given no rule: give one"
                 " for each argument that has a derivative",
@@ -379,7 +407,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 f" {counted(int(most), 'argument')} by position",
                 code="hc-rule",
             )
-        self._add("jvp", Rule(given[0], where, each=each))
+        self._add("jvp", Rule(rules[0], runs_in, by_argument=each))
 
     def defvjp(
         self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
@@ -397,8 +425,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
                 `hc.call`) they are arrays of the program, which work in batches too:
                 give it for small arrays, and if `fwd` must not run twice.
         """
-        where = self._where("defvjp(fwd, bwd)", where, fwd, bwd)
-        if residuals is not None and where == "jax":
+        runs_in = self._where("defvjp(fwd, bwd)", where, fwd, bwd)
+        if residuals is not None and runs_in == "jax":
             raise SpecError(
                 f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
                 " whose residuals JAX sees: drop residuals=",
@@ -407,7 +435,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if residuals is not None:
             residuals = parse_result(residuals, f"{self.__name__} (residuals=)")
         self._takes_two(bwd, "bwd(residuals, cotangent)")
-        self._add("vjp", Rule(fwd, where, bwd, residuals=residuals))
+        self._add("vjp", Rule(fwd, runs_in, bwd, residuals=residuals))
 
     @overload
     def deftranspose(self, rule: F, *, where: Where = "host") -> F: ...
@@ -454,42 +482,44 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         self._add("batch", rule)
         return rule
 
-    def _give(self, kind: Kind, where: Where, rule: F | None) -> object:
+    def _give(self, kind: Kind, runs_in: Where, rule: F | None) -> object:
         """Sets a rule that may be given by a decorator."""
         if rule is None:
-            return functools.partial(self._give, kind, where)
-        where = self._where(f"def{kind}(rule)", where, rule)
+            return functools.partial(self._give, kind, runs_in)
+        runs_in = self._where(f"def{kind}(rule)", runs_in, rule)
         if kind == "jvp":
             self._takes_two(rule, "rule(primals, tangents)")
-        self._add(kind, Rule(rule, where))
+        self._add(kind, Rule(rule, runs_in))
         return rule
 
-    def _where(self, usage: str, where: Where, *rules: Function) -> Where:
-        """Where the rules run; refuses what can't be rules, and a wrong `where`."""
+    def _where(self, usage: str, runs_in: Where, *rules: Function) -> Where:
+        """Where the rules run; refuses what can't be rules, and a wrong `runs_in`."""
         shown = f"{usage} of `{self.__name__}`"
-        check(shown, {"where": where}, {"where": _WHERE})
+        check(shown, {"where": runs_in}, {"where": _WHERE})
         face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
         if any(isinstance(rule, HostFunction) for rule in rules):
-            where = "jax"
+            # It is called in the program, where its own rules give derivatives.
+            runs_in = "jax"
         for rule in rules:
             if not callable(rule):
                 raise SpecError(
                     f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
                 )
-            seen = inspect_callable(rule)
-            this = f"the rule `{seen.name}`"
-            if seen.awaits and where == "jax":
+            facts = inspect_callable(rule)
+            this = f"the rule `{facts.name}`"
+            if facts.awaits and runs_in == "jax":
                 raise SpecError(
                     f"hostcall: {this} of `{self.__name__}` is a coroutine function and"
                     " JAX code, which JAX traces and can't await: make it a plain one",
                     code="hc-coroutine",
                 )
-            if seen.awaits:
+            if facts.awaits:
                 options = vars(self.options) | vars(self.policy)
                 check(this, {**options, "awaits": True}, {})
-            if where == "host" and not _jax.traces_nothing():
+            # A rule that is given inside of jit may hold traced values in its closure.
+            if runs_in == "host" and not _jax.traces_nothing():
                 mistakes.refuse_traced(rule, face.instead_of_traced)
-        return where
+        return runs_in
 
     def _takes_two(self, rule: Function, form: str) -> None:
         if not accepts(rule, 2, ()):
@@ -537,8 +567,8 @@ class Method(Handle, TakesMask):
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r} of {self.__self__!r}>"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Method) and other._bound == self._bound
+    def __eq__(self, method: object) -> bool:
+        return isinstance(method, Method) and method._bound == self._bound
 
     def __hash__(self) -> int:
         return hash(self._bound)

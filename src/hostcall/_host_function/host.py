@@ -200,6 +200,7 @@ def host(
     eager call 60 us. A `defjvp` rule that returns (result, tangent) is one call for
     both, and `defjacobian` is one call for all rows and columns of a Jacobian.
     """
+    # First, while the parameters are all that there is.
     options = {k: v for k, v in dict(locals()).items() if k != "fn"}
     if fn is None:
         return functools.partial(host, **options)
@@ -212,10 +213,11 @@ def host(
     dtype = options.pop("dtype")
     rule = rule_of(fn, shown, result, sizes=sizes, dtype=dtype, float64=float64)
     options["result"] = rule
-    made = HostFunction(with_numbers(fn, rule), **options)
-    if made.options.order == "pure" and not jax.tree.leaves(rule):
+    function = HostFunction(with_numbers(fn, rule), **options)
+    # A pure function without results would never be called.
+    if function.options.order == "pure" and not jax.tree.leaves(rule):
         refuse_unneeded("hc.host", shown)
-    return made
+    return function
 
 
 def positions(
@@ -230,14 +232,14 @@ def positions(
         nondiff: as `hc.host` takes it.
         fn: the function, if the positions are those of its arguments.
     """
-    given = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
-    if not all(type(n) is int for n in given):
+    numbers = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
+    if not all(type(n) is int for n in numbers):
         raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
     most = math.inf if fn is None else most_positions(fn)
-    if not all(-most <= n < most for n in given):
+    if not all(-most <= n < most for n in numbers):
         wanted = f"positions of arguments, from 0 to {most - 1}"
-        more = f". It takes {counted(int(most), 'argument')} by position"
+        advice = f". It takes {counted(int(most), 'argument')} by position"
         if not most:
             wanted = "left out"
-        raise wrong("nondiff", f"`{shown}`", wanted, nondiff, more)
-    return tuple(given)
+        raise wrong("nondiff", f"`{shown}`", wanted, nondiff, advice)
+    return tuple(numbers)

@@ -13,9 +13,9 @@ wait until JAX shows which mode it is in. JAX shows it in three steps:
      runs at once, and a host_function of constants and tangents, linear in these.
   3. Transposing that runs the backward half.
 
-So no rule runs in vain. Each equation holds an object that says what to do: a `Value`,
-a `Pair` (in host_jvp), or a `Linear`; vmap wraps it in a `Batched`. The rules below
-call the object:
+So no rule runs in vain. Each equation holds an object that says what to do: a
+`DiffFunction`, which in host_jvp is a `ValueAndTangent`, and is a `LinearMap` where the
+derivative is linear. vmap wraps it in a `Batched`. The rules below call the object:
 
     lowering, and eager runs    `run`: the equation is the JAX code of its object
     JVP                         `jvp`. A call binds host_jvp if both modes may have
@@ -38,7 +38,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ from hostcall._primitives.batching import Dims, size_of
 T = TypeVar("T")
 
 Arrays = list[jax.Array]  # flat
+Operands = Sequence[jax.Array]  # the same, which nobody changes
 Tangents = list[jax.Array | None]  # one per array; None for a zero tangent
 Moved = tuple[Arrays, Tangents]  # results and their tangents
 Rows = tuple[Arrays, list[int | None]]  # results and the batch axis of each
@@ -60,7 +61,7 @@ value_p = _jax.Primitive("host_function")
 jvp_p = _jax.Primitive("host_jvp")
 
 
-class Value(ABC):
+class DiffFunction(ABC):
     """A function of flat arrays. Its `repr` is its name in messages.
 
     Attributes:
@@ -94,12 +95,12 @@ class Value(ABC):
         del size, operands, dims
         return None
 
-    def shared(self, dims: Dims) -> Value:
+    def shared(self, dims: Dims) -> DiffFunction:
         """The same function, given which operands have no axis in a batch."""
         del dims
         return self
 
-    def narrowed(self, used: Flags) -> Value | None:
+    def narrowed(self, used: Flags) -> DiffFunction | None:
         """A cheaper function whose operands and results are the first of these, if it
         covers all results that are used; otherwise None.
         """
@@ -107,7 +108,7 @@ class Value(ABC):
         return None
 
 
-class Linear(Value):
+class LinearMap(DiffFunction):
     """A function that is linear in its last operands, the tangents.
 
     Attributes:
@@ -124,22 +125,33 @@ class Linear(Value):
         """The transpose: one cotangent for each tangent."""
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
+        # L(c, t) along (dc, dt) is L(c, dt) + (dL/dc) dc: the same function of the
+        # tangents of the tangents, which can be transposed again by `back`, and a
+        # derivative of its JAX code.
         n = self.n
-        dots = list[Tangents]()
-        if there(tangents[n:]):
-            moved = filled(operands[n:], tangents[n:])
-            dots.append([*bind([*operands[:n], *moved], self)])
-        if there(tangents[:n]):
-            of_consts = [*tangents[:n], *(None,) * (len(tangents) - n)]
-            dots.append(_jvp_of(self.run, operands, of_consts)[1])
-        return bind(operands, self), [_sum(terms) for terms in zip(*dots, strict=True)]
+        consts = operands[:n]
+        const_tangents = tangents[:n]
+        linear_tangents = tangents[n:]
+        terms = list[Tangents]()
+        if there(linear_tangents):
+            moved = filled(operands[n:], linear_tangents)
+            terms.append([*bind([*consts, *moved], self)])
+        if there(const_tangents):
+            none_linear = [None for _ in linear_tangents]
+            along_consts = [*const_tangents, *none_linear]
+            _, moved_by_consts = _jvp_of(self.run, operands, along_consts)
+            terms.append(moved_by_consts)
+        assert terms, "`jvp` is called if not all tangents are zero"
+        outs = bind(operands, self)
+        return outs, [_sum(of_result) for of_result in zip(*terms, strict=True)]
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         consts = known(operands[: self.n], self)
-        return [*(None,) * len(consts), *self.back(consts, cotangents)]
+        of_consts = [None for _ in consts]
+        return [*of_consts, *self.back(consts, cotangents)]
 
 
-class Pair(Value):
+class ValueAndTangent(DiffFunction):
     """A function and its derivative along the tangents of some arguments.
 
     Its results are those of the function, then their tangents, by the forward rule.
@@ -150,11 +162,13 @@ class Pair(Value):
     """
 
     primitive = jvp_p
-    value: Value
+    value: DiffFunction
     n: int
 
     @abstractmethod
-    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
+    def start(
+        self, args: Arrays, backward: bool
+    ) -> tuple[Arrays, Arrays, DiffFunction]:
         """The results, and the derivative: constants, and a function of these and the
         tangents, linear in the tangents.
 
@@ -165,44 +179,48 @@ class Pair(Value):
         """Takes f'(x) t apart into constants c(x) and a linear function L(c, t)."""
 
         def taken_apart(operands: Arrays) -> Arrays:
-            outs, consts, linear = self.start(operands[: self.n], False)
-            return [*outs, *bind([*consts, *operands[self.n :]], linear)]
+            args = operands[: self.n]
+            own_tangents = operands[self.n :]
+            outs, consts, linear = self.start(args, backward=False)
+            return [*outs, *bind([*consts, *own_tangents], linear)]
 
         return _jvp_of(taken_apart, operands, tangents)
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         """Of a jvp that is transposed as it stands: only the tangents are linear."""
         args = known(operands[: self.n], self.value)
-        _, consts, linear = self.start(args, True)
-        given = [*consts, *operands[self.n :]]
-        back = linear.transposed(given, cotangents[len(self.value.avals) :])
-        return [*(None,) * len(args), *back[len(consts) :]]
+        _, consts, linear = self.start(args, backward=True)
+        # The first results are values, which do not depend on the tangents.
+        of_tangents = cotangents[len(self.value.avals) :]
+        back = linear.transposed([*consts, *operands[self.n :]], of_tangents)
+        of_args = [None for _ in args]
+        return [*of_args, *back[len(consts) :]]
 
-    def narrowed(self, used: Flags) -> Value | None:
+    def narrowed(self, used: Flags) -> DiffFunction | None:
         """The function itself, if nothing uses the tangents."""
         return None if any(used[len(self.value.avals) :]) else self.value
 
 
-def known(operands: Tangents, what: Value) -> Arrays:
+def known(operands: Tangents, function: DiffFunction) -> Arrays:
     """The operands in which a function isn't linear, which a transpose must know."""
-    found = there(operands)
-    if len(found) < len(operands):
+    arrays = there(operands)
+    if len(arrays) < len(operands):
         raise DerivativeError(
-            f"hostcall: `{what}` is transposed with respect to an argument in which it"
-            " isn't linear"
+            f"hostcall: `{function}` is transposed with respect to an argument in which"
+            " it isn't linear"
         )
-    return found
+    return arrays
 
 
-def bind(operands: Arrays, what: Value) -> Arrays:
-    return list(what.primitive.bind(*operands, what=what))
+def bind(operands: Arrays, function: DiffFunction) -> Arrays:
+    return list(function.primitive.bind(*operands, function=function))
 
 
 def filled(like: Arrays, tangents: Tangents) -> Arrays:
     """The tangents, with zeros in place of None."""
     return [
-        jnp.zeros_like(x) if t is None else t
-        for x, t in zip(like, tangents, strict=True)
+        jnp.zeros_like(x) if tangent is None else tangent
+        for x, tangent in zip(like, tangents, strict=True)
     ]
 
 
@@ -212,21 +230,28 @@ def there(values: Iterable[T | None]) -> list[T]:
 
 
 def _sum(terms: Sequence[jax.Array | None]) -> jax.Array | None:
-    found = there(terms)
-    return sum(found[1:], found[0]) if found else None
+    arrays = there(terms)
+    # From the first one, not from 0: a number would decide about the dtype.
+    return sum(arrays[1:], arrays[0]) if arrays else None
 
 
 def _jvp_of(code: Callable[..., Arrays], primals: Arrays, tangents: Tangents) -> Moved:
     """`jax.jvp` along the tangents that aren't None."""
-    # None is a pytree without leaves.
-    pairs = list(zip(primals, tangents, strict=True))
-    moving = [None if t is None else x for x, t in pairs]
+    # None is a pytree without leaves, so jax.jvp does not see what stays.
+    moving = [
+        None if tangent is None else primal
+        for primal, tangent in zip(primals, tangents, strict=True)
+    ]
 
-    def moved(xs: Tangents) -> Arrays:
-        return code([p if x is None else x for x, p in zip(xs, primals, strict=True)])
+    def of_moving(moving: Tangents) -> Arrays:
+        operands = [
+            primal if moved is None else moved
+            for moved, primal in zip(moving, primals, strict=True)
+        ]
+        return code(operands)
 
-    outs, touts = jax.jvp(moved, (moving,), (tangents,))
-    return list(outs), list(map(_present, touts))
+    outs, out_tangents = jax.jvp(of_moving, (moving,), (tangents,))
+    return list(outs), list(map(_present, out_tangents))
 
 
 # --- Batches -------------------------------------------------------------------------
@@ -237,7 +262,7 @@ def _jvp_of(code: Callable[..., Arrays], primals: Arrays, tangents: Tangents) ->
 
 
 @dataclass(frozen=True, repr=False)
-class Batched(Value):
+class Batched(DiffFunction):
     """A batch of calls of the same function.
 
     Attributes:
@@ -246,7 +271,7 @@ class Batched(Value):
         dims: the batch axis of each operand, None if all rows share it.
     """
 
-    inner: Value
+    inner: DiffFunction
     size: int
     dims: tuple[int | None, ...]
 
@@ -255,84 +280,109 @@ class Batched(Value):
 
     @property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return tuple(a.update(shape=(self.size, *a.shape)) for a in self.inner.avals)
+        return tuple(
+            aval.update(shape=(self.size, *aval.shape)) for aval in self.inner.avals
+        )
 
     def run(self, operands: Arrays) -> Arrays:
-        return list(self._each(self.inner.run, (operands, self.dims)))
+        return list(self._each_row(self.inner.run, (operands, self.dims)))
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         # None is a pytree without leaves, in what goes in and in what comes out.
-        return self._each(self.inner.jvp, (operands, self.dims), (tangents, self.dims))
+        return self._each_row(
+            self.inner.jvp, (operands, self.dims), (tangents, self.dims)
+        )
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
-        pairs = (operands, self.dims), (cotangents, (0,) * len(cotangents))
-        back = self._each(self.inner.transposed, *pairs)
+        back = self._each_row(
+            self.inner.transposed,
+            (operands, self.dims),
+            (cotangents, (0,) * len(cotangents)),
+        )
         return list(map(_unbatched, back, self.dims))
 
-    def shared(self, dims: Dims) -> Value:
+    def shared(self, dims: Dims) -> DiffFunction:
         return replace(self, inner=self.inner.shared(dims))
 
-    def narrowed(self, used: Flags) -> Value | None:
+    def narrowed(self, used: Flags) -> DiffFunction | None:
         inner = self.inner.narrowed(used)
         return None if inner is None else replace(self, inner=inner)
 
-    def _each(self, f: Callable[..., T], *pairs: tuple[Tangents, Dims]) -> T:
-        """`f` on each row of lists of arrays, which are given with their batch axes.
-
-        JAX wants all of these sharded alike. Cotangents of the host's results are not.
-        """
-        lists = [[x if x is None else _jax.replicated(x) for x in p[0]] for p in pairs]
-        dims = [list(p[1]) for p in pairs]
-        rows: Callable[..., T] = jax.vmap(f, tuple(dims), axis_size=self.size)
+    def _each_row(
+        self, code: Callable[..., T], *arrays_and_dims: tuple[Tangents, Dims]
+    ) -> T:
+        """`code` on each row of lists of arrays, which come with their batch axes."""
+        # JAX wants all of these sharded alike, and cotangents of the host's results are
+        # not. So each device has all rows of each.
+        lists = [
+            [None if array is None else _jax.replicated(array) for array in arrays]
+            for arrays, _ in arrays_and_dims
+        ]
+        axes = tuple([list(dims) for _, dims in arrays_and_dims])
+        rows: Callable[..., T] = jax.vmap(code, axes, axis_size=self.size)
         return rows(*lists)
 
 
 def _unbatched(cotangent: jax.Array | None, dim: int | None) -> jax.Array | None:
+    """A cotangent with the batch in front, as one of the operand with it at `dim`."""
     if cotangent is None:
         return None
     return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
 
 
 @dataclass(frozen=True, repr=False)
-class BatchedPair(Pair, Batched):
-    inner: Pair
+class BatchedValueAndTangent(ValueAndTangent, Batched):
+    inner: ValueAndTangent
     n: int
-    value: Value
+    value: DiffFunction
 
-    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
-        found: list[Value] = []
+    def start(
+        self, args: Arrays, backward: bool
+    ) -> tuple[Arrays, Arrays, DiffFunction]:
+        # Rows differ in their arrays only, so they all have one linear function, which
+        # is no array and leaves jax.vmap beside its results.
+        linear_functions: list[DiffFunction] = []
 
         def row(args: Arrays) -> tuple[Arrays, Arrays]:
             outs, consts, linear = self.inner.start(args, backward)
-            found.append(linear)
+            linear_functions.append(linear)
             return outs, consts
 
-        outs, consts = self._each(row, (args, self.dims[: self.n]))
-        dims = (*(0,) * len(consts), *self.dims[self.n :])
-        return outs, consts, Batched(found[-1], self.size, dims)
+        arg_dims = self.dims[: self.n]
+        tangent_dims = self.dims[self.n :]
+        outs, consts = self._each_row(row, (args, arg_dims))
+        # What jax.vmap returns has the batch in front.
+        const_dims = [0 for _ in consts]
+        dims = (*const_dims, *tangent_dims)
+        assert linear_functions, "jax.vmap has traced one row"
+        return outs, consts, Batched(linear_functions[-1], self.size, dims)
 
 
 # --- JAX's rules ---------------------------------------------------------------------
 
 
-def _run(*operands: jax.Array, what: Value) -> Arrays:
-    return what.run(list(operands))
+def _run(*operands: jax.Array, function: DiffFunction) -> Arrays:
+    return function.run(list(operands))
 
 
-def _abstract_eval(*operands: Aval, what: Value) -> list[Aval]:
-    return _jax.result_avals(what.avals, operands, pure=True)
+def _abstract_eval(*operands: Aval, function: DiffFunction) -> list[Aval]:
+    return _jax.result_avals(function.avals, operands, pure=True)
 
 
-def _jvp(primals: Arrays, tangents: Arrays, *, what: Value) -> tuple[Arrays, Arrays]:
+def _jvp(
+    primals: Arrays, tangents: Arrays, *, function: DiffFunction
+) -> tuple[Arrays, Arrays]:
     operands = list(primals)
     present = list(map(_present, tangents))
     if there(present):
-        outs, touts = what.jvp(operands, present)
+        outs, out_tangents = function.jvp(operands, present)
     else:
-        outs = bind(operands, what)
-        touts = [None] * len(what.avals)
-    pairs = zip(outs, touts, strict=True)
-    return outs, [_jax.zero_tangent(x) if t is None else t for x, t in pairs]
+        outs = bind(operands, function)
+        out_tangents = [None] * len(function.avals)
+    return outs, [
+        _jax.zero_tangent(out) if tangent is None else tangent
+        for out, tangent in zip(outs, out_tangents, strict=True)
+    ]
 
 
 def _present(tangent: jax.Array) -> jax.Array | None:
@@ -344,60 +394,85 @@ def _present(tangent: jax.Array) -> jax.Array | None:
     return None if tangent.dtype == jax.dtypes.float0 else tangent
 
 
-def _transpose(cotangents: Arrays, *operands: jax.Array, what: Value) -> Tangents:
-    # Those of a pair's values have no part in it.
-    values = len(what.value.avals) if isinstance(what, Pair) else 0
-    if not [ct for ct in cotangents[values:] if type(ct) is not _jax.Zero]:
+def _transpose(
+    cotangents: Arrays, *operands: jax.Array, function: DiffFunction
+) -> Tangents:
+    # Values do not depend on tangents, so their cotangents have no part in it.
+    values = len(function.value.avals) if isinstance(function, ValueAndTangent) else 0
+    if all(type(cotangent) is _jax.Zero for cotangent in cotangents[values:]):
         return [None] * len(operands)
-    known = [None if _jax.is_undefined_primal(x) else x for x in operands]
-    back = what.transposed(known, list(map(_jax.instantiate_zeros, cotangents)))
+    is_linear = list(map(_jax.is_undefined_primal, operands))
+    known_operands = [
+        None if linear else operand
+        for operand, linear in zip(operands, is_linear, strict=True)
+    ]
+    back = function.transposed(
+        known_operands, list(map(_jax.instantiate_zeros, cotangents))
+    )
     return [
-        _jax.shard_alike(ct, x.aval) if _jax.is_undefined_primal(x) else None
-        for x, ct in zip(operands, back, strict=True)
+        _jax.shard_alike(cotangent, operand.aval) if linear else None
+        for operand, cotangent, linear in zip(operands, back, is_linear, strict=True)
     ]
 
 
-def _batch(operands: Arrays, dims: Dims, *, what: Value) -> Rows:
+def _batch(operands: Arrays, dims: Dims, *, function: DiffFunction) -> Rows:
     size = size_of(operands, dims)
     dims = tuple(dims)
     operands = list(operands)
-    by_rule = what.batch(size, operands, dims)
+    by_rule = function.batch(size, operands, dims)
     if by_rule is not None:
         return by_rule
     sharded = partial(_jax.rows_sharded_alike, operands=operands, dims=dims)
-    if not isinstance(what, Pair):
-        outs = bind(operands, Batched(what.shared(dims), size, dims))
+    if not isinstance(function, ValueAndTangent):
+        outs = bind(operands, Batched(function.shared(dims), size, dims))
         return sharded(outs), [0] * len(outs)
-    args = operands[: what.n]
-    tangents = operands[what.n :]
-    n = what.n
-    if any(d is not None for d in dims[:n]):
-        value = Batched(what.value, size, dims[:n])
-        outs = bind(operands, BatchedPair(what, size, dims, n, value))
+    n = function.n
+    if any(dim is not None for dim in dims[:n]):
+        batched = BatchedValueAndTangent(
+            inner=function,
+            size=size,
+            dims=dims,
+            n=n,
+            value=Batched(function.value, size, dims[:n]),
+        )
+        outs = bind(operands, batched)
         return sharded(outs), [0] * len(outs)
+
     # The rows differ only in their tangents (jax.jacfwd), and share one value.
-    outs, consts, linear = what.start(args, False)
-    wide = Batched(linear, size, (*(None,) * len(consts), *dims[n:]))
-    touts = sharded(bind([*consts, *tangents], wide))
-    return [*outs, *touts], [*(None,) * len(outs), *(0,) * len(touts)]
+    args = operands[:n]
+    tangents = operands[n:]
+    outs, consts, linear = function.start(args, backward=False)
+    const_dims = [None for _ in consts]
+    batched_linear = Batched(linear, size, (*const_dims, *dims[n:]))
+    out_tangents = sharded(bind([*consts, *tangents], batched_linear))
+    out_dims = [None for _ in outs]
+    tangent_dims = [0 for _ in out_tangents]
+    return [*outs, *out_tangents], [*out_dims, *tangent_dims]
 
 
-def _narrow(used: Flags, *given: Any) -> tuple[list[bool], JaxprEquation | None]:
-    eqn: JaxprEquation = given[-1]
+def _narrow(
+    used: Flags, *versioned: JaxprEquation
+) -> tuple[list[bool], JaxprEquation | None]:
+    # The equation is the last argument; versions of JAX differ in what is before it.
+    eqn = versioned[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    smaller = None if all(used) else eqn.params["what"].narrowed(used)
+    smaller = None if all(used) else eqn.params["function"].narrowed(used)
     narrow = eqn if smaller is None else _only(eqn, smaller)
-    return [i < len(narrow.invars) for i in range(len(eqn.invars))], narrow
+    n_used = len(narrow.invars)  # the first ones: see `_only`
+    used_operands = [i < n_used for i, _ in enumerate(eqn.invars)]
+    return used_operands, narrow
 
 
-def _only(eqn: JaxprEquation, smaller: Value) -> JaxprEquation:
-    """The equation of what `Value.narrowed` has given."""
-    what = eqn.params["what"]
+def _only(eqn: JaxprEquation, smaller: DiffFunction) -> JaxprEquation:
+    """The equation of what `DiffFunction.narrowed` returned."""
+    function = eqn.params["function"]
+    is_pair = isinstance(function, ValueAndTangent)
     return eqn.replace(
         primitive=smaller.primitive,
-        params={"what": smaller},
-        invars=eqn.invars[: what.n] if isinstance(what, Pair) else eqn.invars,
+        params={"function": smaller},
+        # Its operands and results are the first ones; see `DiffFunction.narrowed`.
+        invars=eqn.invars[: function.n] if is_pair else eqn.invars,
         outvars=eqn.outvars[: len(smaller.avals)],
     )
 
@@ -416,19 +491,23 @@ for _p in (value_p, jvp_p):
 # --- Partial evaluation of host_jvp --------------------------------------------------
 
 
-def _split(trace: JaxprTrace, *tracers: jax.Array, what: Pair) -> Arrays:
+def _split(trace: JaxprTrace, *tracers: jax.Array, function: ValueAndTangent) -> Arrays:
     """Where reverse mode begins: the arguments are known and the tangents unknown.
 
     Computes the results now, and leaves the linear part to be transposed.
     """
-    args = tracers[: what.n]
-    tangents = tracers[what.n :]
+    args = tracers[: function.n]
+    tangents = tracers[function.n :]
     if not all(map(_jax.is_known, args)) or all(map(_jax.is_known, tangents)):
-        return list(trace.default_process_primitive(jvp_p, tracers, {"what": what}))
-    outs, consts, linear = what.start([x.pval.get_known() for x in args], True)
+        # Not reverse mode: the equation stays whole, known or unknown.
+        whole_params = {"function": function}
+        return list(trace.default_process_primitive(jvp_p, tracers, whole_params))
+    known_args = [arg.pval.get_known() for arg in args]
+    outs, consts, linear = function.start(known_args, backward=True)
     operands = [*map(trace.new_const, consts), *tangents]
-    touts = trace.default_process_primitive(value_p, operands, {"what": linear})
-    return [*outs, *touts]
+    linear_params = {"function": linear}
+    out_tangents = trace.default_process_primitive(value_p, operands, linear_params)
+    return [*outs, *out_tangents]
 
 
 def _split_under_remat(
@@ -439,17 +518,22 @@ def _split_under_remat(
     The backward pass computes the whole equation again, and is split then.
     """
     del saveable
-    what: Pair = eqn.params["what"]
-    n_outs = len(what.value.avals)
+    function: ValueAndTangent = eqn.params["function"]
+    n_outs = len(function.value.avals)
     everything = [True] * len(eqn.outvars)
-    pairs = zip(eqn.invars, inst, strict=True)
-    residuals = [v for v, here in pairs if not here and not _jax.is_literal(v)]
-    if any(unknown[: what.n]):
+    # What the backward pass needs and has not yet.
+    residuals = [
+        var
+        for var, is_there in zip(eqn.invars, inst, strict=True)
+        if not is_there and not _jax.is_literal(var)
+    ]
+    if any(unknown[: function.n]):
         return None, eqn, everything, everything, residuals
     if not any(unknown):
         return eqn, eqn, [False] * len(everything), everything, residuals
     outs_unknown = [i >= n_outs for i in range(len(everything))]
-    return _only(eqn, what.value), eqn, outs_unknown, everything, residuals
+    forward_pass = _only(eqn, function.value)
+    return forward_pass, eqn, outs_unknown, everything, residuals
 
 
 _jax.partial_eval_by_trace[jvp_p] = _split

@@ -19,7 +19,7 @@ from hostcall._core.result_rules import (
 from hostcall._core.said_results import lined_up
 from hostcall._core.spec import widened
 from hostcall._host_function.primitives import Arrays
-from hostcall._host_function.rules import Function, Kind, Tree, Trees, call_here
+from hostcall._host_function.rules import Function, Tree, Trees, call_here
 from hostcall._host_function.trees import ArgumentLayout
 
 tree = jax.tree_util
@@ -40,6 +40,7 @@ def inferred(fn: Function, avals: Trees, name: str, float64: bool) -> Tree:
         return np.zeros(leaf.shape, wide or leaf.dtype)
 
     try:
+        # A run of the user's function while a program is traced: "infer" asks for it.
         value = call_here(fn, tree.tree_map(zeros, avals))
     except Exception as error:
         raise SpecError(
@@ -51,34 +52,47 @@ def inferred(fn: Function, avals: Trees, name: str, float64: bool) -> Tree:
 
 
 def aligned(
-    args: Arrays, site: ArgumentLayout, kind: Kind, method: VmapMethod
+    operands: Arrays,
+    layout: ArgumentLayout,
+    *,
+    is_value: bool,
+    is_elementwise: bool,
+    method: VmapMethod,
 ) -> tuple[Arrays, VmapMethod]:
     """Gives the operands of a function for items as many axes in front of these as its
     results have; an item of an elementwise function is a number.
-
-    `kind` says which of its codes takes them; `method` is how batches of it are called,
-    and comes back as it is for these operands.
 
     A batch is one more axis in front of each operand. Without this, a batch of 16
     scalars beside one row of 9 would be (16,) beside (1, 9), which does not
     broadcast, and a batch of 9 scalars beside 9 rows of 9 would be taken for a row.
     The operands and results of the other rules have axes of their own; if those
     differ in number from the result's, the rows run one by one.
+
+    Args:
+        operands: without a mask.
+        layout: of the call.
+        is_value: whether the function itself takes them, rather than a rule.
+        is_elementwise: as `Exchange.is_elementwise`.
+        method: how batches are called.
+
+    Returns:
+        The operands, and how batches of these are called.
     """
-    avals = site.unmasked(site.in_avals)
+    avals = layout.unmasked(layout.in_avals)
     axes = [len(aval.shape) for aval in avals]
-    if not lines_up(site.function.result, axes):
-        return args, "sequential"
-    cores = core_axes(site.function.result, axes)
-    assert cores is not None, "`result=` says what an item is"
-    counts = [n - core for n, core in zip(axes, cores, strict=True)]
-    if kind == "value":
-        return lined_up(args, counts), method
-    by_element = kind in ("jvp", "both") or (kind == "jacobian" and site.diagonal)
-    if any(cores) or not by_element:
-        line_up = len(set(counts)) <= 1
-        return args, method if line_up else "sequential"
+    if not lines_up(layout.function.result, axes):
+        return operands, "sequential"
+    item_axes = core_axes(layout.function.result, axes)
+    assert item_axes is not None, "`result=` says what an item is"
+    leading_axes = [n - of_item for n, of_item in zip(axes, item_axes, strict=True)]
+    if is_value:
+        return lined_up(operands, leading_axes), method
+    if any(item_axes) or not is_elementwise:
+        # The axes in front can't be made equal here. If they are, the batch is one more
+        # for all of them.
+        line_up = len(set(leading_axes)) <= 1
+        return operands, method if line_up else "sequential"
     if method == "expand_dims":
         # A rule may ignore the very argument that has the batch.
         method = "broadcast_all"
-    return with_axes(args, len(site.avals[0].shape)), method
+    return with_axes(operands, len(layout.avals[0].shape)), method

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._core.errors import SpecError
 from hostcall._core.host_code import Handle
 from hostcall._core.options import CallOptions, Policy
 from hostcall._core.source import inspect_callable
@@ -25,19 +25,33 @@ R = TypeVar("R", covariant=True)
 F = TypeVar("F", bound=Function)  # a rule, which its decorator returns
 
 
-# For each kind of code: the field of `Rules` that it is of, and what messages call it.
+# The kinds of code that a program calls. By these names exported programs know them.
 # value: the function itself.
 # jvp: the tangents of the results. both: the results and their tangents.
 # forward, backward: the two rules of defvjp.
 Kind = Literal["value", "jvp", "both", "forward", "backward", "jacobian", "transpose"]
-RULES: dict[str, tuple[str, str]] = {
-    "value": ("value", "the function"),
-    "jvp": ("jvp", "the jvp rule"),
-    "both": ("jvp", "the jvp rule"),
-    "forward": ("vjp", "the forward rule"),
-    "backward": ("vjp", "the backward rule"),
-    "jacobian": ("jacobian", "the Jacobian rule"),
-    "transpose": ("transpose", "the transposition rule"),
+
+
+class KindOfCode(NamedTuple):
+    """What is known of a kind of code without its exchange (`exchanges`).
+
+    Attributes:
+        field: the field of `Rules` that has it.
+        shown: what messages call it.
+    """
+
+    field: str
+    shown: str
+
+
+RULES: dict[Kind, KindOfCode] = {
+    "value": KindOfCode("value", "the function"),
+    "jvp": KindOfCode("jvp", "the jvp rule"),
+    "both": KindOfCode("jvp", "the jvp rule"),
+    "forward": KindOfCode("vjp", "the forward rule"),
+    "backward": KindOfCode("vjp", "the backward rule"),
+    "jacobian": KindOfCode("jacobian", "the Jacobian rule"),
+    "transpose": KindOfCode("transpose", "the transposition rule"),
 }
 
 
@@ -47,8 +61,9 @@ class Rule:
 
     Attributes:
         fn: the rule, or the forward rule; the first one of `defjvps`.
+        runs_in: "host" or "jax", as `where=` says.
         bwd: the backward rule of `defvjp`.
-        each: the rules of `defjvps`, by argument; else empty.
+        by_argument: the rules of `defjvps`, by argument; else empty.
         residuals: the spec of those that are arrays of the program; None if they stay
             on the host, and for JAX code, whose `fn` returns any it likes.
         flat: the rule is a bridge's and works on flat arrays. A jvp rule is
@@ -63,9 +78,9 @@ class Rule:
     """
 
     fn: Function
-    where: Where
+    runs_in: Where
     bwd: Function | None = None
-    each: tuple[Function | None, ...] = ()
+    by_argument: tuple[Function | None, ...] = ()
     residuals: Results | None = None
     flat: bool = False
     diagonal: bool = False
@@ -73,7 +88,9 @@ class Rule:
     @cached_property
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
-        return self.bwd is not None and self.where == "host" and self.residuals is None
+        return (
+            self.bwd is not None and self.runs_in == "host" and self.residuals is None
+        )
 
 
 @dataclass
@@ -92,12 +109,13 @@ class Rules:
 
         `index` is the argument of a rule of `defjvps`; None for the first of them.
         """
-        rule: Rule = getattr(self, RULES[kind][0])
-        found = rule.bwd if kind == "backward" else rule.fn
+        rule: Rule = getattr(self, RULES[kind].field)
+        assert rule is not None, "a kind of code is asked for if its rule is there"
+        code = rule.bwd if kind == "backward" else rule.fn
         if index is not None:
-            found = rule.each[index]
-        assert found is not None
-        return rule, found
+            code = rule.by_argument[index]
+        assert code is not None
+        return rule, code
 
 
 class Ruled(Handle):
@@ -116,28 +134,32 @@ class Ruled(Handle):
 
     def _add(self, kind: str, rule: object) -> None:
         """Sets a rule, once, if it goes together with the order and other rules."""
-        own = self.rules
+        rules = self.rules
         order = self.options.order
         code = "hc-rule"
-        kinds = [k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(own, k)]
+        # Of the rules that the two modes choose among, this one and those given so far.
+        kinds = [
+            k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(rules, k)
+        ]
         if order != "pure" and kind != "batch":
             code = "hc-conflict"
             why = (
                 f"order={order!r} and def{kind}. Derivatives run the function again, or"
                 " not at all: make it pure, and its effects a hc.tap or hc.call"
             )
-        elif getattr(own, kind) is not None:
+        elif getattr(rules, kind) is not None:
+            # JAX's caches compare a HostFunction by identity, and would keep the first.
             why = (
                 f"a rule by def{kind} already. Programs may be compiled with it: make a"
                 " new function with hc.host for another"
             )
-        elif kinds and (own.transpose or kind == "transpose"):
+        elif kinds and (rules.transpose or kind == "transpose"):
             why = (
                 f"deftranspose and def{kinds[0]}. deftranspose says that the function"
                 " is linear, and so its own derivative: drop one of the two"
             )
         else:
-            setattr(own, kind, rule)
+            setattr(rules, kind, rule)
             return
         raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
 
@@ -161,16 +183,6 @@ def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:
     an optional argument that this call leaves out.
     """
     return tuple(i % n for i in positions if -n <= i < n)
-
-
-def forward_pair(value: Tree, name: str) -> tuple[Tree, Tree]:
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise DerivativeError(
-            f"hostcall: the forward rule of `{name}` should return (out, residuals),"
-            f" got {type(value).__name__}",
-            code="hc-rule",
-        )
-    return value
 
 
 # --- Missing rules -------------------------------------------------------------------

@@ -9,7 +9,7 @@
     several                   jvp, else jacobian    vjp, else jacobian
 
 The first three are JAX code over values, so they need no primitive for the derivative.
-The others, and functions with several rules, go through `host_jvp` (see `primitive`).
+The others, and functions with several rules, go through `host_jvp` (see `primitives`).
 
 The way of a value and its gradient, for a `defvjp` in host code:
 
@@ -23,7 +23,8 @@ The way of a value and its gradient, for a `defvjp` in host code:
                 `RuleCall` of "backward"
     lowered   `RuleCall.run` makes each of the two a call, by `make`. Without a
                 derivative `BoundHostCall.run` does so, on the `RuleCall` of "value"
-    run       the engine calls `RuleCall.__call__`: fwd runs, and its residual goes into
+    run       the engine calls `RuleCall.__call__`, whose exchange (`exchanges`) says
+                what the user's code gets: fwd runs, and its residual goes into
                 `residuals.store`; bwd runs on what is found there
 """
 
@@ -37,22 +38,23 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.spec import Template
+from hostcall._host_function.in_jax import forward_in_jax, in_jax
 from hostcall._host_function.primitives import (
     Arrays,
+    DiffFunction,
     Flags,
-    Linear,
+    LinearMap,
     Moved,
-    Pair,
     Rows,
     Tangents,
-    Value,
+    ValueAndTangent,
     bind,
     filled,
     there,
 )
 from hostcall._host_function.residuals import HANDLE, store
-from hostcall._host_function.rules import Function, Rule
-from hostcall._host_function.steps import RuleCall, TracedRuleCall
+from hostcall._host_function.rule_call import RuleCall
+from hostcall._host_function.rules import Function
 from hostcall._host_function.trees import ArgumentLayout, pick, spread
 from hostcall._jax.types import Aval, TreeDef
 from hostcall._primitives.batching import Dims, batch_by_rule
@@ -66,34 +68,46 @@ class BoundHostCall(ArgumentLayout):
         return RuleCall(self, "value", self.avals).run(operands, by_rule)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
-        found = self.function.rules
-        nz = tuple([t is not None for t in tangents])
-        if self.nondiff or (found.jvp and found.jvp.each):
+        rules = self.function.rules
+        nz = tuple([tangent is not None for tangent in tangents])
+        if self.nondiff or (rules.jvp and rules.jvp.by_argument):
             self._check_tangents(nz)
-        if not self.out_avals:
+        if not self.out_avals:  # all results are integers
             return bind(operands, self), [None for _ in self.avals]
-        if found.transpose:
+        if rules.transpose:
             return self._linear_jvp(operands, tangents)
-        if not (found.vjp or found.jvp or found.jacobian):
+        if not (rules.vjp or rules.jvp or rules.jacobian):
             raise self.missing("derivative")
-        avals = (*self.avals, *self.out_avals)
-        whole = [*operands, *there(tangents)]
-        derivative = Derivative(self, len(nz), nz, avals)
-        if found.vjp or (found.jvp and (found.jacobian or found.jvp.where == "host")):
-            both = bind(whole, derivative)
-        else:  # JAX can transpose the rule's code, and the product with a Jacobian
-            both = derivative.run(whole)
+        derivative = Derivative(
+            value=self,
+            n=len(nz),
+            nz=nz,
+            avals=(*self.avals, *self.out_avals),
+        )
+        primals_and_tangents = [*operands, *there(tangents)]
+        jvp_may_not_serve_both = rules.jvp and (
+            rules.jacobian or rules.jvp.runs_in == "host"
+        )
+        if rules.vjp or jvp_may_not_serve_both:
+            # Which rule serves is known once JAX shows its mode: see `primitives`.
+            both = bind(primals_and_tangents, derivative)
+        else:
+            # JAX can transpose the rule's code, and the product with a Jacobian.
+            both = derivative.run(primals_and_tangents)
         n = len(self.avals)
         return both[:n], spread(both[n:], self.out_diff)
 
     def _check_tangents(self, nz: Flags) -> None:
+        """Refuses tangents of arguments that have no derivative."""
         jvp = self.function.rules.jvp
-        each = jvp.each if jvp else ()
+        by_argument = jvp.by_argument if jvp else ()
         for position in pick(self.positions, nz):
             why = ""
             if position in self.nondiff:
                 why = "which is in nondiff="
-            elif each and (position >= len(each) or each[position] is None):
+            elif by_argument and (
+                position >= len(by_argument) or by_argument[position] is None
+            ):
                 why = "for which defjvps was given no rule"
             if why:
                 raise self.missing("argument", position=position, why=why)
@@ -110,35 +124,50 @@ class BoundHostCall(ArgumentLayout):
 
     def _linear_jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         """The results, and the same function of the tangents."""
-        whole = zip(operands, filled(operands, tangents), self.diff, strict=True)
-        touts = bind([t if flag else x for x, t, flag in whole], self.of_tangents)
-        return bind(operands, self), spread(pick(touts, self.out_diff), self.out_diff)
+        moved = [
+            tangent if is_linear else operand
+            for operand, tangent, is_linear in zip(
+                operands, filled(operands, tangents), self.diff, strict=True
+            )
+        ]
+        moved_results = bind(moved, self.of_tangents)
+        # Integer results have no tangents.
+        result_tangents = spread(pick(moved_results, self.out_diff), self.out_diff)
+        return bind(operands, self), result_tangents
 
     def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
         if self.function.rules.transpose is None:
             return super().transposed(operands, cotangents)
-        still = [not flag for flag in self.diff]
-        known = list[jax.Array]()
-        for position, x in pick(zip(self.positions, operands, strict=True), still):
-            if x is None:
+        nonlinear = list[jax.Array]()
+        for position, operand, is_linear in zip(
+            self.positions, operands, self.diff, strict=True
+        ):
+            if is_linear:
+                continue
+            if operand is None:
                 why = "in which it isn't linear"
                 raise self.missing("argument", position=position, why=why)
-            known.append(x)
-        given = pick(cotangents, self.out_diff)
-        avals = tuple(pick(self.in_avals, self.diff))
-        what = Transpose(self, len(known), avals)
-        return spread(bind([*known, *given], what), self.diff)
+            nonlinear.append(operand)
+        transpose = Transpose(
+            site=self,
+            n=len(nonlinear),
+            avals=tuple(pick(self.in_avals, self.diff)),
+        )
+        back = bind([*nonlinear, *pick(cotangents, self.out_diff)], transpose)
+        return spread(back, self.diff)
 
     # --- Batches -------------------------------------------------------------------
 
     def batch(self, size: int, operands: Arrays, dims: Dims) -> Rows | None:
         rule = self.function.rules.batch
+        if rule is None:
+            return None
         trees = self.name, self.template, self.results
-        return batch_by_rule(rule, trees, operands, dims, size) if rule else None
+        return batch_by_rule(rule, trees, operands, dims, size)
 
 
 @dataclass(frozen=True, repr=False)
-class Transpose(Linear):
+class Transpose(LinearMap):
     """The transpose of a linear function, by a rule.
 
     Its constants are the arrays in which the function isn't linear. It is linear in the
@@ -153,13 +182,18 @@ class Transpose(Linear):
         return f"{self.site.name}'s transpose"
 
     def run(self, operands: Arrays) -> Arrays:
-        code = RuleCall(self.site, "transpose", self.avals, self.site.diff)
-        return code.called(operands)
+        call = RuleCall(self.site, "transpose", self.avals, self.site.diff)
+        return called(call, operands)
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
-        rest = iter(consts)
-        moved = iter(cotangents)
-        operands = [next(moved if flag else rest) for flag in self.site.diff]
+        # The function itself, of its arguments in their order: the constants, and what
+        # is here the "cotangent" of each linear argument.
+        nonlinear = iter(consts)
+        linear = iter(cotangents)
+        operands = [
+            next(linear) if is_linear else next(nonlinear)
+            for is_linear in self.site.diff
+        ]
         return pick(bind(operands, self.site.of_tangents), self.site.out_diff)
 
 
@@ -171,7 +205,7 @@ class Transpose(Linear):
 
 
 @dataclass(frozen=True)
-class Derivative(Pair):
+class Derivative(ValueAndTangent):
     """A call and its derivative along the tangents that `nz` marks.
 
     Attributes:
@@ -186,116 +220,174 @@ class Derivative(Pair):
 
     def run(self, operands: Arrays) -> Arrays:
         site = self.value
-        function = self.value.function
+        function = site.function
         jvp = function.rules.jvp
-        alone = function.options.lend == "out"
-        if jvp and (jvp.where == "jax" or not alone):
-            return RuleCall(site, "both", self.avals, self.nz).called(operands)
+        # A rule on the host returns arrays, so it can't write the function's results
+        # into memory that is lent for them: these have a call of their own.
+        writes_results = function.options.lend == "out"
+        if jvp and (jvp.runs_in == "jax" or not writes_results):
+            return called(RuleCall(site, "both", self.avals, self.nz), operands)
         outs, consts, linear = self.start(operands[: self.n], False)
         return [*outs, *linear.run([*consts, *operands[self.n :]])]
 
-    def start(self, args: Arrays, backward: bool) -> tuple[Arrays, Arrays, Value]:
+    def start(
+        self, args: Arrays, backward: bool
+    ) -> tuple[Arrays, Arrays, DiffFunction]:
+        # JAX keeps the constants from here until the linear part runs: in reverse mode
+        # for the whole backward pass, in a scan once for each step. So they are only
+        # what a rule of that mode reads.
+        #
+        #     mode      rule         the results come from   constants
+        #     reverse   defvjp       its forward rule        what that left as residuals
+        #     reverse   defjacobian  the function            its blocks, and arguments
+        #     forward   any          the function            arguments
+        #
+        # `defvjp` needs arguments as well if its forward rule may have to run again:
+        # its residual may be dropped from the store, and a mask is an argument of both
+        # rules. And `jvp` and `jacobian` need them in case the linear part is asked for
+        # its value after all, as by a derivative of the derivative. A rule of `defjvps`
+        # is called with the results.
         site = self.value
-        found = self.value.function.rules
+        rules = site.function.rules
+        vjp = rules.vjp
         residuals = list[jax.Array]()
-        template = None
-        if backward and found.vjp:
-            outs, residuals, template = _forward(site, found.vjp, args)
+        residual_tree = None
+        if backward and vjp:
+            outs, residuals, residual_tree = _forward(site, args)
         else:
             outs = bind(args, site)
-            if backward and found.jacobian:
+            if backward and rules.jacobian:
                 residuals = jacobian(site, args)
-        again = found.vjp and (site.masked or found.vjp.keeps_objects)
-        needed = found.jvp or found.jacobian or again or not backward
-        kept_outs = outs if found.jvp and found.jvp.each else []
-        parts = args if needed else [], kept_outs, residuals
-        consts, tree = jax.tree.flatten(parts)
-        known = site, tree, len(consts), site.out_avals
-        return outs, consts, LinearPart(*known, self.nz, backward, template)
+        runs_again = vjp and (site.masked or vjp.keeps_objects)
+        needs_args = rules.jvp or rules.jacobian or runs_again or not backward
+        needs_results = rules.jvp and rules.jvp.by_argument
+        consts, const_tree = jax.tree.flatten(
+            (
+                args if needs_args else [],
+                outs if needs_results else [],
+                residuals,
+            )
+        )
+        linear = LinearPart(
+            site=site,
+            const_tree=const_tree,
+            n=len(consts),
+            avals=site.out_avals,
+            nz=self.nz,
+            has_residuals=backward,
+            residual_tree=residual_tree,
+        )
+        return outs, consts, linear
 
 
 @dataclass(frozen=True, repr=False)
-class LinearPart(Linear):
+class LinearPart(LinearMap):
     """The derivative at given arguments, as a linear function of tangents.
 
     Attributes:
         site: the call that is differentiated.
-        tree: of its `n` constants: (arguments, results, residuals), each as far as its
-            rules need them.
+        const_tree: of its `n` constants: (arguments, results, residuals), each as far
+            as its rules need them.
         nz: for each array of the arguments, whether it has a tangent.
-        ready: whether the consts include what the reverse rule needs.
-        template: the tree of the residuals of JAX code.
+        has_residuals: whether the constants include what the reverse rule needs.
+        residual_tree: the tree of the residuals of JAX code.
     """
 
     site: ArgumentLayout
-    tree: TreeDef
+    const_tree: TreeDef
     n: int
     avals: tuple[Aval, ...] = field(compare=False)
     nz: tuple[bool, ...]
-    ready: bool
-    template: Template | None
+    has_residuals: bool
+    residual_tree: Template | None
 
     def run(self, operands: Arrays) -> Arrays:
         site = self.site
-        found = self.site.function.rules
-        args, outs, residuals = self.tree.unflatten(operands[: self.n])
+        rules = site.function.rules
+        args, outs, residuals = self.const_tree.unflatten(operands[: self.n])
         tangents = operands[self.n :]
-        if found.jvp:
-            code = RuleCall(site, "jvp", self.avals, self.nz)
-            return code.called([*args, *tangents, *outs])
-        if found.jacobian:
-            there = self.ready and found.vjp is None
-            blocks = residuals if there else jacobian(site, args)
+        if rules.jvp:
+            call = RuleCall(site, "jvp", self.avals, self.nz)
+            return called(call, [*args, *tangents, *outs])
+        if rules.jacobian:
+            # With a defvjp the residuals are those of its forward rule.
+            are_blocks = self.has_residuals and rules.vjp is None
+            blocks = residuals if are_blocks else jacobian(site, args)
             return push(blocks, site, self.nz, tangents)
         raise site.missing("forward")
 
     def back(self, consts: Arrays, cotangents: Arrays) -> Arrays:
         site = self.site
-        found = self.site.function.rules
-        template = self.template
-        args, _, residuals = self.tree.unflatten(consts)
-        if found.vjp:
-            if not self.ready:
-                _, residuals, template = _forward(site, found.vjp, args)
-            take = True
-            if not found.vjp.keeps_objects:
-                args = args[-1:] if site.masked else []
-            elif not isinstance(residuals[0], jax.core.Tracer):
-                take = False
-                _forget_with(residuals[0])
-            avals = tuple(pick(site.in_avals, self.nz))
-            code = RuleCall(site, "backward", avals, self.nz, take)
-            return code.called([*args, *residuals, *cotangents], template)
-        if found.jacobian:
-            blocks = residuals if self.ready else jacobian(site, args)
+        rules = site.function.rules
+        args, _, residuals = self.const_tree.unflatten(consts)
+        if rules.vjp:
+            return self._by_backward_rule(args, residuals, cotangents)
+        if rules.jacobian:
+            blocks = residuals if self.has_residuals else jacobian(site, args)
             forward = partial(push, blocks, site, self.nz)
             (back,) = jax.linear_transpose(forward, pick(args, self.nz))(cotangents)
             return list(back)
         raise site.missing("reverse")
 
+    def _by_backward_rule(
+        self, args: Arrays, residuals: Arrays, cotangents: Arrays
+    ) -> Arrays:
+        site = self.site
+        vjp = site.function.rules.vjp
+        assert vjp is not None, "`back` has asked"
+        residual_tree = self.residual_tree
+        if not self.has_residuals:
+            _, residuals, residual_tree = _forward(site, args)
+        take = True
+        if not vjp.keeps_objects:
+            # Of the arguments only the mask, which is the last, is an operand.
+            args = args[-1:] if site.masked else []
+        elif not isinstance(residuals[0], jax.core.Tracer):
+            # An eager pullback of jax.vjp, which may be called again.
+            take = False
+            _forget_with(residuals[0])
+        avals = tuple(pick(site.in_avals, self.nz))
+        call = RuleCall(site, "backward", avals, self.nz, take)
+        return called(call, [*args, *residuals, *cotangents], residual_tree)
 
-# --- The rules of defvjp -------------------------------------------------------------
+
+# --- Calls of rules ------------------------------------------------------------------
+
+
+def called(
+    call: RuleCall, operands: Arrays, residual_tree: Template | None = None
+) -> Arrays:
+    """The results of a rule: an equation on the host, or JAX code at once.
+
+    `residual_tree` is for a backward rule in JAX code: what its forward rule left.
+    """
+    if call.exchange.rule.runs_in == "host":
+        return bind(operands, call)
+    return in_jax(call, operands, residual_tree)
 
 
 def _forward(
-    site: ArgumentLayout, vjp: Rule, args: Arrays
+    site: ArgumentLayout, args: Arrays
 ) -> tuple[Arrays, Arrays, Template | None]:
     """The results, the residuals, and (for JAX code) the tree of the residuals."""
+    vjp = site.function.rules.vjp
+    assert vjp is not None, "only a defvjp has a forward rule"
+    if vjp.runs_in == "jax":
+        return forward_in_jax(RuleCall(site, "forward", site.avals), args)
+    residual_avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
+    call = RuleCall(site, "forward", (*site.avals, *residual_avals))
+    outs_and_residuals = bind(args, call)
     n = len(site.avals)
-    if vjp.where == "jax":
-        traced = TracedRuleCall(site, "forward", site.avals)
-        found = traced.trace(args)
-        return found[:n], found[n:], traced.template
-    avals = (HANDLE,) if vjp.residuals is None else vjp.residuals.avals
-    steps = RuleCall(site, "forward", (*site.avals, *avals))
-    found = bind(args, steps)
-    if vjp.keeps_objects and not isinstance(found[n], jax.core.Tracer):
-        _forget_with(found[n])
-    return found[:n], found[n:], None
+    residuals = outs_and_residuals[n:]
+    if vjp.keeps_objects and not isinstance(residuals[0], jax.core.Tracer):
+        _forget_with(residuals[0])
+    return outs_and_residuals[:n], residuals, None
 
 
 def _forget_with(handle: jax.Array) -> None:
     """Ties the residual of an eager call to the array that holds its handle."""
+    # The number in an array that other processes hold, or that is still computed, can't
+    # be read without a wait. Such a residual goes when newer ones need its place.
     if (
         isinstance(handle, jax.Array)
         and handle.is_fully_addressable
@@ -311,30 +403,37 @@ def _forget_with(handle: jax.Array) -> None:
 
 
 def jacobian(site: ArgumentLayout, args: Arrays) -> Arrays:
-    """The blocks for a `site.BoundHostCall` at these arguments."""
-    return RuleCall(site, "jacobian", site.jacobian_avals).called(args)
+    """The blocks for a call at these arguments."""
+    return called(RuleCall(site, "jacobian", site.jacobian_avals), args)
 
 
-def push(jacobian: Arrays, site: ArgumentLayout, nz: Flags, tangents: Arrays) -> Arrays:
+def push(blocks: Arrays, site: ArgumentLayout, nz: Flags, tangents: Arrays) -> Arrays:
     """The tangents of the results, J t, for the tangents of the arrays that `nz` marks.
 
     JAX transposes it for reverse mode.
     """
-    n = sum(site.diff)
-    used = pick(range(sum(site.diff)), pick(nz, site.diff))
+    row_length = sum(site.diff)
+    # Which blocks of a row have a tangent: of [x, y] with a tangent of y only the last.
+    columns = pick(range(row_length), pick(nz, site.diff))
     product = partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
 
-    def dot(block: jax.Array, t: jax.Array) -> jax.Array:
-        return block * t if site.diagonal else product(block, t, t.ndim)
+    def dot(block: jax.Array, tangent: jax.Array) -> jax.Array:
+        if site.diagonal:
+            return block * tangent
+        # The last axes of a block are those of the argument.
+        return product(block, tangent, tangent.ndim)
 
-    def total(out: Aval, row: Arrays) -> jax.Array:
-        terms = [dot(row[j], t) for j, t in zip(used, tangents, strict=True)]
-        all_terms = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
-        return all_terms.astype(out.dtype)
+    def result_tangent(out: Aval, row: Arrays) -> jax.Array:
+        terms = [
+            dot(row[column], tangent)
+            for column, tangent in zip(columns, tangents, strict=True)
+        ]
+        total = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
+        return total.astype(out.dtype)
 
-    dtypes = [x.dtype for x in (*jacobian, *tangents, *site.out_avals)]
+    dtypes = [x.dtype for x in (*blocks, *tangents, *site.out_avals)]
     with _jax.able_to_hold(*dtypes):
         return [
-            total(out, jacobian[i * n : (i + 1) * n])
+            result_tangent(out, blocks[i * row_length : (i + 1) * row_length])
             for i, out in enumerate(site.out_avals)
         ]

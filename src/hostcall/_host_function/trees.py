@@ -18,7 +18,7 @@ from hostcall._core.errors import DerivativeError
 from hostcall._core.options import LOCAL_ONLY
 from hostcall._core.source import Place
 from hostcall._core.spec import Opaque, Results, Template
-from hostcall._host_function.primitives import Arrays, Tangents, Value
+from hostcall._host_function.primitives import Arrays, DiffFunction, Operands, Tangents
 from hostcall._host_function.rules import (
     ADVICE,
     MISSING,
@@ -38,7 +38,7 @@ Positions: TypeAlias = Sequence[int] | None
 
 
 @dataclass(frozen=True)
-class ArgumentLayout(Value):
+class ArgumentLayout(DiffFunction):
     """How flat arrays become the arguments of rules, and rules' results flat arrays.
 
     `site.BoundHostCall` says how the derivatives of such a call are made.
@@ -67,7 +67,7 @@ class ArgumentLayout(Value):
         """By which messages call it."""
         return self.function.__name__
 
-    @property
+    @cached_property
     def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
         """Of the results."""
         return self.results.avals
@@ -77,7 +77,7 @@ class ArgumentLayout(Value):
         """Whether it has a mask."""
         return self.fills is not None
 
-    @property
+    @cached_property
     def n(self) -> int:
         """How many arrays its arguments have."""
         return len(self.in_avals) - self.masked
@@ -95,11 +95,11 @@ class ArgumentLayout(Value):
     def __repr__(self) -> str:
         return self.name
 
-    def missing(self, what: str, **more: object) -> DerivativeError:
-        """The error for a missing rule; `what` is a key of `MISSING`."""
-        names = {"name": self.name, "place": self.place, **more}
-        advice = self.function.advice or ADVICE.get(what, "").format(**names)
-        text = MISSING[what].format(**names, advice=advice)
+    def missing(self, key: str, **details: object) -> DerivativeError:
+        """The error for a missing rule; `key` is a key of `MISSING`."""
+        names = {"name": self.name, "place": self.place, **details}
+        advice = self.function.advice or ADVICE.get(key, "").format(**names)
+        text = MISSING[key].format(**names, advice=advice)
         return DerivativeError(f"hostcall: {text}")
 
     # --- Which arrays have derivatives ---------------------------------------------
@@ -107,9 +107,13 @@ class ArgumentLayout(Value):
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """For each array, the position of the argument that holds it."""
-        arguments = enumerate(self.arguments)
-        found = [n for n, (_, arrays) in arguments for _ in range(sum(arrays))]
-        return (*found, len(self.arguments)) if self.masked else tuple(found)
+        positions = list[int]()
+        for position, (_, are_arrays) in enumerate(self.arguments):
+            positions += [position] * sum(are_arrays)
+        if self.masked:
+            # The mask is in no argument, so its position is behind all of them.
+            positions.append(len(self.arguments))
+        return tuple(positions)
 
     @cached_property
     def diff(self) -> tuple[bool, ...]:
@@ -126,42 +130,48 @@ class ArgumentLayout(Value):
 
     @cached_property
     def arguments(self) -> tuple[tuple[TreeDef, list[bool]], ...]:
-        """Of each argument the treedef, and which of its leaves are arrays."""
+        """The treedef of each argument, and which of its leaves are arrays."""
+        # The template is of (args, kwargs), and a HostFunction has no keywords.
+        args, _ = self.template.treedef.children()
         marks = iter(self.template.leaves)
-        return tuple(
-            [
-                (
-                    part,
-                    [not isinstance(m, Opaque) for m in islice(marks, part.num_leaves)],
-                )
-                for part in self.template.treedef.children()[0].children()
-            ]
-        )
+        arguments = []
+        for treedef in args.children():
+            of_argument = islice(marks, treedef.num_leaves)
+            are_arrays = [not isinstance(mark, Opaque) for mark in of_argument]
+            arguments.append((treedef, are_arrays))
+        return tuple(arguments)
 
     # --- From arrays to trees ------------------------------------------------------
 
-    def tangents(self, like: Arrays, tangents: Tangents, zeros: Function) -> Trees:
+    def tangents(self, like: Operands, tangents: Tangents, zeros: Function) -> Trees:
         """Tangents in the structure of the arguments.
 
         Zeros stand for a tangent that is None, float0 zeros for integers, and None for
         static leaves and the arguments in `nondiff`.
         """
-        whole = [
-            (zeros(x) if diff else _float0(x.shape)) if t is None else t
-            for x, t, diff in zip(like, tangents, self.diff, strict=False)
-        ]
-        rest = iter(whole)
-        still = self.nondiff
-        parts = [(part, spread(rest, arrays)) for part, arrays in self.arguments]
-        return tuple(
-            None if n in still else part.unflatten(leaves)
-            for n, (part, leaves) in enumerate(parts)
-        )
+        complete = list[jax.Array]()
+        # Not strict: a mask has no entry in `like`, and is the last of the others.
+        for array, tangent, diff in zip(like, tangents, self.diff, strict=False):
+            if tangent is None:
+                tangent = zeros(array) if diff else _float0(array.shape)
+            complete.append(tangent)
+        remaining = iter(complete)
+        by_argument = list[Tree]()
+        for position, (treedef, are_arrays) in enumerate(self.arguments):
+            # Those of `nondiff` are taken too, so that the next ones are their own.
+            leaves = spread(remaining, are_arrays)
+            is_fixed = position in self.nondiff
+            by_argument.append(None if is_fixed else treedef.unflatten(leaves))
+        return tuple(by_argument)
 
-    def cotangents(self, cotangents: Arrays) -> Tree:
+    def cotangents(self, cotangents: Operands) -> Tree:
         """Cotangents in the structure of the result; integers have float0 zeros."""
-        pairs = zip(spread(cotangents, self.out_diff), self.avals, strict=True)
-        leaves = [_float0(aval.shape) if ct is None else ct for ct, aval in pairs]
+        leaves = [
+            _float0(aval.shape) if cotangent is None else cotangent
+            for cotangent, aval in zip(
+                spread(cotangents, self.out_diff), self.avals, strict=True
+            )
+        ]
         return self.results.treedef.unflatten(leaves)
 
     # --- From trees to arrays ------------------------------------------------------
@@ -175,7 +185,7 @@ class ArgumentLayout(Value):
             return list(treedef.flatten_up_to(value))
         except (ValueError, TypeError) as error:
             raise DerivativeError(
-                f"hostcall: {RULES[kind][1]} of `{self.name}` should return {form},"
+                f"hostcall: {RULES[kind].shown} of `{self.name}` should return {form},"
                 f" {treedef}, got {tree.tree_structure(value)}",
                 code="hc-rule",
             ) from error
@@ -201,14 +211,15 @@ class ArgumentLayout(Value):
                 f" {list(positions)} (None for zero), as in `return (x_bar,)`"
             )
             self.leaves_of(tree.tree_structure((0,) * n), value, kind, form)
-        parts = dict(zip(positions, value, strict=True))
-        for position, (treedef, arrays) in enumerate(self.arguments):
-            part = parts.get(position)
-            if part is None:
-                leaves += [None] * sum(arrays)
-            else:
-                form = f"for argument {position} the structure of that argument"
-                leaves += pick(self.leaves_of(treedef, part, kind, form), arrays)
+        by_position = dict(zip(positions, value, strict=True))
+        for position, (treedef, are_arrays) in enumerate(self.arguments):
+            of_argument = by_position.get(position)
+            if of_argument is None:
+                leaves += [None] * sum(are_arrays)
+                continue
+            form = f"for argument {position} the structure of that argument"
+            of_leaves = self.leaves_of(treedef, of_argument, kind, form)
+            leaves += pick(of_leaves, are_arrays)  # static leaves have none
         return [*leaves, None] if self.masked else leaves
 
     def jacobian_leaves(self, value: Tree) -> tuple[jax.Array, ...]:
@@ -217,9 +228,11 @@ class ArgumentLayout(Value):
         """
         positions = self.diff_positions
         blocks = list[jax.Array]()
-        for out in pick(self.out_leaves(value, "jacobian"), self.out_diff):
-            entry = out if len(positions) != 1 else (out,)
-            leaves = self.argument_leaves(entry, "jacobian", positions)
+        for of_result in pick(self.out_leaves(value, "jacobian"), self.out_diff):
+            # A rule of one differentiable argument returns no tuple.
+            by_argument = of_result if len(positions) != 1 else (of_result,)
+            leaves = self.argument_leaves(by_argument, "jacobian", positions)
+            # An argument may have leaves without a derivative beside others.
             blocks += pick(leaves, self.diff)
         return tuple(blocks)
 
@@ -246,7 +259,7 @@ class ArgumentLayout(Value):
 
     def fitting(
         self,
-        values: Tangents,
+        values: Sequence[jax.Array | None],
         avals: Sequence[Aval],
         kind: Kind,
         words: Sequence[tuple[str, str]],
@@ -256,9 +269,10 @@ class ArgumentLayout(Value):
         `words` say of each what it is, and which shape it has; both may be empty.
         """
         fitted = []
-        for value, aval, (what, hint) in zip(values, avals, words, strict=True):
+        for value, aval, (subject, hint) in zip(values, avals, words, strict=True):
             array = None
             got = type(value).__name__
+            # The result may be declared in 64 bits where JAX's mode has 32.
             with (
                 contextlib.suppress(TypeError, ValueError),  # no array
                 _jax.able_to_hold(aval.dtype),
@@ -270,10 +284,10 @@ class ArgumentLayout(Value):
                     is_block = aval.dtype == np.uint32
                     array = jax.random.key_data(array) if is_block else None
             if array is None or array.shape != aval.shape:
-                more = f" for {what}. {hint}" if what else ""
+                explanation = f" for {subject}. {hint}" if subject else ""
                 raise DerivativeError(
-                    f"hostcall: {RULES[kind][1]} of `{self.name}` returned {got} where"
-                    f" {aval.dtype}{list(aval.shape)} is wanted{more}",
+                    f"hostcall: {RULES[kind].shown} of `{self.name}` returned {got}"
+                    f" where {aval.dtype}{list(aval.shape)} is wanted{explanation}",
                     code="hc-rule",
                 )
             with _jax.able_to_hold(aval.dtype):
@@ -296,6 +310,17 @@ def is_pair(value: Tree, like: Tree) -> bool:
     except (ValueError, TypeError):
         return False
     return bool(tree.tree_structure(value) != tree.tree_structure(like))
+
+
+def forward_halves(answer: Tree, name: str) -> tuple[Tree, Tree]:
+    """(result, residual) of what the forward rule of the function `name` returned."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise DerivativeError(
+            f"hostcall: the forward rule of `{name}` should return (out, residuals),"
+            f" got {type(answer).__name__}",
+            code="hc-rule",
+        )
+    return answer
 
 
 def _float0(shape: tuple[int, ...]) -> np.ndarray:

@@ -111,11 +111,11 @@ class JaxFunction(TakesNoRules):
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
     def __init__(
-        self, fn: Callable[..., object], device: jax.Device | None, **given: Any
+        self, fn: Callable[..., object], device: jax.Device | None, **options: Any
     ) -> None:
-        super().__init__(fn, result=None, **given)
+        super().__init__(fn, result=None, **options)
         self._device = device
-        self._given = given
+        self._given = options
 
         def flat(template: Template, *arrays: jax.Array) -> object:
             args, kwargs = template.unflatten(arrays)
@@ -128,9 +128,12 @@ class JaxFunction(TakesNoRules):
         self._programs: WeakKeyDictionary[Jaxpr, ProgramFunction] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
-        found = super().__reduce__()
-        again = functools.partial(JaxFunction, **self._given), (self.fn, self._device)
-        return found if isinstance(found, str) else again
+        reduced = super().__reduce__()
+        if isinstance(reduced, str):
+            return reduced
+        # Made again: what jit has traced, and compiled programs, can't be pickled.
+        make = functools.partial(JaxFunction, **self._given)
+        return make, (self.fn, self._device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result."""
@@ -140,15 +143,17 @@ class JaxFunction(TakesNoRules):
             traced = self._jit.trace(template, *avals)
             out_tree = jax.tree.structure(traced.out_info)
             jaxpr = traced.jaxpr
-            more: Arrays = []
-            if len(jaxpr.in_avals) > len(avals):  # it closes over the program's values
+            closed_over: Arrays = []
+            if len(jaxpr.in_avals) > len(avals):
+                # It closes over values of the program, which jit has made operands.
+                # Their tracers are this program's, so nothing of it is kept.
                 code = functools.partial(self._flat, template)
-                program, more = self._closed(jax.make_jaxpr(code)(*avals))
+                program, closed_over = self._closed(jax.make_jaxpr(code)(*avals))
             elif jaxpr in self._programs:
                 program = self._programs[jaxpr]
             else:
                 program = self._programs[jaxpr] = self._compiled(jaxpr)
-        return out_tree.unflatten(program(*more, *arrays))
+        return out_tree.unflatten(program(*closed_over, *arrays))
 
     def _closed(self, jaxpr: Jaxpr) -> tuple[ProgramFunction, Arrays]:
         """The program, if `fn` closes over values of the caller: they are operands."""
@@ -159,7 +164,8 @@ class JaxFunction(TakesNoRules):
             consts = filled(operands[: len(values)])
             return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *operands[len(values) :])
 
-        opened = jax.make_jaxpr(code)(*structs(values), *structs(jaxpr.in_avals))
+        operands = [*structs(values), *structs(jaxpr.in_avals)]
+        opened = jax.make_jaxpr(code)(*operands)
         return self._compiled(opened), values
 
     def _compiled(self, jaxpr: Jaxpr) -> ProgramFunction:
@@ -185,10 +191,11 @@ class DeviceProgram(Code):
         return [x if is_plain(x) else jax.random.key_data(x) for x in value]
 
     def __init__(self, name: str, jaxpr: Jaxpr, device: jax.Device | None) -> None:
-        super().__init__(jaxpr_as_fun(jaxpr), name, "")
+        super().__init__(jaxpr_as_fun(jaxpr), name, source="")
         self.outs = structs(jaxpr.out_avals)
         self.device = device
         self._jit = jax.jit(self.run)
+        # The mode in which it was traced, whatever that of the thread that runs it.
         self._x64 = bool(jax.config.jax_enable_x64)
 
     def __call__(self, *arrays: np.ndarray | jax.Array) -> Arrays:
@@ -203,6 +210,7 @@ class DeviceProgram(Code):
                 outs = self._jit(*arrays)
                 return [np.asarray(x) if is_plain(x) else x for x in outs]
         except jax.errors.JaxRuntimeError as report:
+            # A callback inside it failed: its exception is that of this host call.
             raise original(report) or report from None
 
 
@@ -222,10 +230,14 @@ class ProgramFunction(OverOthers):
         self.set_rules()
         self.rules.batch = self._batch
 
-    def _make(self, what: str, *flags: bytes) -> JaxFunction:
-        name = self.__name__ if what == "vmap" else f"{what} of {self.__name__}"
-        given = {"name": name, "timeout": self.policy.timeout}
-        return JaxFunction(self.fn.over(what, *flags), self.fn.device, **given)
+    def _make(self, derivative: str, *flags: bytes) -> JaxFunction:
+        name = (
+            self.__name__
+            if derivative == "vmap"
+            else f"{derivative} of {self.__name__}"
+        )
+        options = {"name": name, "timeout": self.policy.timeout}
+        return JaxFunction(self.fn.over(derivative, *flags), self.fn.device, **options)
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
         return self.derivative("vmap", bytes(batched))(*args), True
@@ -242,11 +254,12 @@ def device_now(device: jax.Device | None) -> jax.Device:
     host = jax.config.jax_default_device  # the host client's device
     if device is None or device.platform != "cpu":
         return device or host
-    here = current()
-    on_cpu = here is None or here.device is None or here.device.platform == "cpu"
+    call = current()
+    calling_device = None if call is None else call.device
+    on_cpu = calling_device is None or calling_device.platform == "cpu"
     client = device.client
-    own = jax.local_devices(backend="cpu")[0].client
-    shared = client is own or host_device.nesting_level(client) > 0
+    process_client = jax.local_devices(backend="cpu")[0].client
+    shared = client is process_client or host_device.nesting_level(client) > 0
     return host if on_cpu and shared else device
 
 

@@ -108,10 +108,12 @@ class Code(HostCode):
         """Runs it so that it can't write to the arguments."""
         return self.run(*args)
 
-    def derived(self, what: str, name: str, *flags: bytes) -> Code:
-        return type(self)(self.over(what, *flags), name, f"{what} of {self._source}")
+    def derived(self, derivative: str, name: str, *flags: bytes) -> Code:
+        return type(self)(
+            self.over(derivative, *flags), name, f"{derivative} of {self._source}"
+        )
 
-    def over(self, what: str, *flags: bytes) -> Run:
+    def over(self, derivative: str, *flags: bytes) -> Run:
         """The function that is a derivative of this one, or a batch of it.
 
         "vjp" is (args, cotangents, wanted) -> cotangents of the wanted arrays of
@@ -121,9 +123,9 @@ class Code(HostCode):
         zero. "vmap" is (*args) -> results; the arrays that `flags` marks have a batch
         axis in front, and all results have one.
         """
-        if what == "vmap":
+        if derivative == "vmap":
             return functools.partial(self._mapped, *flags)
-        return self._pulled if what == "vjp" else self._pushed
+        return self._pulled if derivative == "vjp" else self._pushed
 
     def _along(
         self, args: object, flags: Flags, only: Flags | None = None
@@ -147,18 +149,20 @@ class Code(HostCode):
         return function, tuple(arrays)
 
     def _pulled(self, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
-        given = [ct is not None for ct in cotangents]
-        function, arrays = self._along(args, wanted, given)
+        has_cotangent = [ct is not None for ct in cotangents]
+        function, arrays = self._along(args, wanted, has_cotangent)
         _, pull = self.vjp(function, *arrays)
-        return list(pull(tuple(pick(cotangents, given))))
+        nonzero = tuple(pick(cotangents, has_cotangent))
+        return list(pull(nonzero))
 
     def _pushed(
         self, args: Arrays, tangents: Arrays, out_diff: bytes
     ) -> tuple[Arrays, Arrays]:
-        given = [t is not None for t in tangents]
-        function, arrays = self._along(args, given)
-        outs, touts = self.jvp(function, arrays, tuple(pick(tangents, given)))
-        return list(outs), pick(touts, out_diff)
+        has_tangent = [t is not None for t in tangents]
+        function, arrays = self._along(args, has_tangent)
+        nonzero = tuple(pick(tangents, has_tangent))
+        outs, out_tangents = self.jvp(function, arrays, nonzero)
+        return list(outs), pick(out_tangents, out_diff)
 
     def _mapped(self, flags: bytes, *args: object) -> Arrays:
         function, arrays = self._along(args, [True] * len(flags))
@@ -176,6 +180,7 @@ class OverOthers(Function):
     _NOT_PICKLED = (*HostFunction._NOT_PICKLED, "_made")
 
     def set_rules(self) -> None:
+        # JAX code, so that JAX can differentiate and batch what they call.
         self.rules.vjp = Rule(self._with_args, "jax", self._pull, flat=True)
         self.rules.jvp = Rule(self._push, "jax", flat=True)
 
@@ -188,18 +193,22 @@ class OverOthers(Function):
     def _push(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
         return self.derivative("jvp")(args, tangents, bytes(out_diff))
 
-    def derivative(self, *what: Any) -> Function:
+    def derivative(self, *key: Any) -> Function:
         """The function that is this derivative: "vjp" or "jvp", as in `Code.derived`;
         or another one that `_make` knows.
         """
-        # Another thread may be faster: all use the same one, so that JAX's caches hit.
-        return self._made.get(what) or self._made.setdefault(what, self._make(*what))
+        function = self._made.get(key)
+        if function is None:
+            # Another thread may be faster: all use the same one, so that JAX's caches
+            # hit. `setdefault` is one step, so it needs no lock.
+            function = self._made.setdefault(key, self._make(*key))
+        return function
 
     @functools.cached_property
     def _made(self) -> dict[tuple[object, ...], Function]:
         return {}
 
-    def _make(self, what: str, *flags: Any) -> Function:
+    def _make(self, derivative: str, *flags: Any) -> Function:
         raise NotImplementedError
 
 
@@ -229,6 +238,8 @@ class LibraryFunction(OverOthers):
         self._method = vmap_method
         if by_library:
             self.rules.batch = self._batch
+        # The second line of the table above. A graph is that of one row, so a batch
+        # that the library itself makes goes by the third.
         if derivatives == 1 and not by_library:
             self.rules.vjp = Rule(self._forward, "host", code.backward, flat=True)
             self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
@@ -242,14 +253,15 @@ class LibraryFunction(OverOthers):
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
     def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
-        operands = list(map(is_operand, tree.tree_leaves(args)))
-        flags = bytes(pick(tree.tree_leaves(in_batched), operands))
+        are_operands = list(map(is_operand, tree.tree_leaves(args)))
+        flags = bytes(pick(tree.tree_leaves(in_batched), are_operands))
         arrays, filled, _ = along(args, [True] * len(flags), is_operand)
-        rows = [
+        # What one row gets, from which the spec of its results follows.
+        row = [
             jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
             for x, flag in zip(arrays, flags, strict=True)
         ]
-        leaves, treedef = tree.tree_flatten(self._spec(filled(rows)))
+        leaves, treedef = tree.tree_flatten(self._spec(filled(row)))
         wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
         if size == 0:  # torch.func.vmap refuses an empty batch
             with _jax.able_to_hold(*[x.dtype for x in wide]):
@@ -258,28 +270,41 @@ class LibraryFunction(OverOthers):
         mapped = self.derivative("vmap", flags, tuple(wide))
         return treedef.unflatten(mapped(*args)), True
 
-    def _make(self, what: str, *given: Any) -> LibraryFunction:
+    def _make(self, derivative: str, *of_vmap: Any) -> LibraryFunction:
+        """Makes a derivative; or the function of a batch.
+
+        For the latter, `of_vmap` is which arrays have a batch axis, as bytes, and the
+        specs of the results.
+        """
         # With other methods a derived function would get a whole batch, but its spec
         # has the shapes of one row.
         of_rows = self._method in ("sequential", "parallel", "torch")
         options: dict[str, Any] = {
             "advice": self.advice,
             "derivatives": max(self.derivatives - 1, 0),
-            "result": functools.partial(self._derived_spec, what),
+            "result": functools.partial(self._derived_spec, derivative),
             "vmap_method": self._method if of_rows else None,
             "lend": self.options.lend,
         }
-        if what == "vmap":
-            same = {"derivatives": self.derivatives, "nondiff": self.nondiff}
-            options |= {"result": list(given[1]), **same}
-        name = f"{what} of {self.__qualname__}"
-        code = self.fn.derived(what, name, *given[:1])
-        made = type(self)(code, name=name, **options)
-        made.policy = self.policy
-        return made
+        if derivative == "vmap":
+            # A batch is no derivative, so it has as many of them, and the arguments of
+            # this function.
+            _, specs = of_vmap
+            options["result"] = list(specs)
+            options["derivatives"] = self.derivatives
+            options["nondiff"] = self.nondiff
+        name = f"{derivative} of {self.__qualname__}"
+        code = self.fn.derived(derivative, name, *of_vmap[:1])
+        function = type(self)(code, name=name, **options)
+        # The timeout, the executor and the limits count for derivatives as well.
+        function.policy = self.policy
+        return function
 
-    def _derived_spec(self, what: str, args: Arrays, _: object, flags: bytes) -> object:
-        if what == "vjp":
+    def _derived_spec(
+        self, derivative: str, args: Arrays, _: object, flags: bytes
+    ) -> object:
+        if derivative == "vjp":
+            # A cotangent is shaped like its argument.
             return pick(shaped(args), flags)
         outs = tree.tree_leaves(self._spec(tuple(args)))
         return outs, pick(outs, flags)
@@ -304,9 +329,12 @@ class TakesNoRules(Function):
 def split(args: object, kwargs: object) -> tuple[Template, Arrays]:
     """(what rebuilds both, their arrays, or what stands for these)."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
-    flags = [is_operand(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    both = zip(leaves, flags, strict=True)
-    marks = tuple(None if flag else Opaque(x) for x, flag in both)
+    flags = [
+        is_operand(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves
+    ]
+    marks = tuple(
+        None if flag else Opaque(leaf) for leaf, flag in zip(leaves, flags, strict=True)
+    )
     return Template(treedef, marks), pick(leaves, flags)
 
 
@@ -333,12 +361,14 @@ def along(
     what it keeps of `args`.
     """
     leaves, treedef = tree.tree_flatten(args)
-    at = pick([i for i, x in enumerate(leaves) if is_array(x)], flags)
+    array_numbers = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    marked = pick(array_numbers, flags)
 
-    def filled(others: Arrays) -> Any:
-        whole = list(leaves)
-        for i, x in zip(at, others, strict=True):
-            whole[i] = x
-        return treedef.unflatten(whole)
+    def filled(replacements: Arrays) -> Any:
+        # The other leaves stay, static ones and arrays that are not marked.
+        complete = list(leaves)
+        for i, array in zip(marked, replacements, strict=True):
+            complete[i] = array
+        return treedef.unflatten(complete)
 
-    return [leaves[i] for i in at], filled, leaves
+    return [leaves[i] for i in marked], filled, leaves

@@ -103,16 +103,16 @@ def value_and_grad(
     both = _Both(fn, shown, nondiff)
     alone = _ValueAlone(fn, shown, nondiff) if value is None else value
     spec = both.scalar if result is None else result
-    made = host(alone, result=spec, **options)
-    pair = host(both, result=functools.partial(both.spec, made), **options)
+    function = host(alone, result=spec, **options)
+    pair = host(both, result=functools.partial(both.spec, function), **options)
     pair.advice = (
         f"`{shown}` is differentiated twice, but hc.bridge.value_and_grad gives only"
         " its first derivative. Make the gradient a function with rules of its own"
         " (hc.host), and call it in a rule written in JAX code; or keep the second"
         " derivative out with jax.lax.stop_gradient"
     )
-    made.defjvp(functools.partial(_jvp, both, pair), where="jax")
-    return made
+    function.defjvp(functools.partial(_jvp, both, pair), where="jax")
+    return function
 
 
 class _Both(HostCode):
@@ -131,30 +131,38 @@ class _Both(HostCode):
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
         moving = self.moving(args)
-        found = list[np.ndarray]()
-        each = (gradient,) if len(moving) == 1 else gradient
-        each = tuple(each) if isinstance(each, tuple) else each  # may have names
-        whole = tree.tree_structure((0,) * len(moving))
-        parts = self._parts(whole, each, f"the arguments {list(moving)}")
+        flat_gradient = list[np.ndarray]()
+        gradients = (gradient,) if len(moving) == 1 else gradient
+        if isinstance(gradients, tuple):
+            # A named tuple is another structure than the tuple of gradients.
+            gradients = tuple(gradients)
+        structure = tree.tree_structure((0,) * len(moving))
+        per_argument = self._parts(
+            structure, gradients, f"the arguments {list(moving)}"
+        )
+        # The value is a scalar in each row, so its axes are those of a whole batch.
         batch = np.shape(value)
-        n = np.ndim(value)
-        for (position, leaves), part in zip(moving.items(), parts, strict=True):
+        batch_axes = np.ndim(value)
+        for (position, leaves), gradient_of_argument in zip(
+            moving.items(), per_argument, strict=True
+        ):
             treedef = tree.tree_structure(args[position])
-            if part is None:
-                zeros = [np.zeros(batch + np.shape(x)[n:], np.float32) for x in leaves]
-                part = treedef.unflatten(zeros)
-            arrays = self._parts(treedef, part, f"argument {position}")
-            found += pick(arrays, list(map(_floating, leaves)))
-        return value, found
+            if gradient_of_argument is None:  # zero
+                shapes = [batch + np.shape(x)[batch_axes:] for x in leaves]
+                zeros = [np.zeros(shape, np.float32) for shape in shapes]
+                gradient_of_argument = treedef.unflatten(zeros)
+            arrays = self._parts(treedef, gradient_of_argument, f"argument {position}")
+            flat_gradient += pick(arrays, list(map(_floating, leaves)))
+        return value, flat_gradient
 
-    def _parts(self, treedef: TreeDef, gradient: object, what: str) -> Arrays:
+    def _parts(self, treedef: TreeDef, gradient: object, subject: str) -> Arrays:
         try:
             return list(treedef.flatten_up_to(gradient))
         except (ValueError, TypeError) as error:
             raise ResultError(
-                f"hostcall: the gradient that `{self.name}` returned for {what} should"
-                f" have the structure {treedef} (a tuple with one entry for each, if"
-                f" there are several, None for zero), got"
+                f"hostcall: the gradient that `{self.name}` returned for {subject}"
+                f" should have the structure {treedef} (a tuple with one entry for"
+                " each, if there are several, None for zero), got"
                 f" {tree.tree_structure(gradient)}. Name the others in nondiff="
             ) from error
 
@@ -169,10 +177,14 @@ class _Both(HostCode):
 
     def moving(self, args: Arrays) -> dict[int, Arrays]:
         """The leaves of the arguments with a gradient, by position."""
-        each = dict(enumerate(map(tree.tree_leaves, args)))
+        leaves_by_position = dict(enumerate(map(tree.tree_leaves, args)))
         for position in among(self.nondiff, len(args)):
-            del each[position]
-        return {n: found for n, found in each.items() if any(map(_floating, found))}
+            del leaves_by_position[position]
+        return {
+            n: leaves
+            for n, leaves in leaves_by_position.items()
+            if any(map(_floating, leaves))
+        }
 
     def floating(self, args: Arrays) -> Arrays:
         """The arrays with a gradient."""
@@ -180,8 +192,8 @@ class _Both(HostCode):
             x for leaves in self.moving(args).values() for x in leaves if _floating(x)
         ]
 
-    def spec(self, made: Function, *avals: object) -> tuple[object, Arrays]:
-        return made._spec(avals), self.floating(avals)
+    def spec(self, function: Function, *avals: object) -> tuple[object, Arrays]:
+        return function._spec(avals), self.floating(avals)
 
     def scalar(self, *avals: object) -> jax.ShapeDtypeStruct:
         dtypes = [jnp.result_type(x) for x in self.floating(avals)]
@@ -209,12 +221,22 @@ def _jvp(
             " instead, or name the argument in nondiff="
         )
     value, gradients = pair(*primals)
-    dots = tree.tree_leaves([tangents[n] for n in both.moving(primals)])
-    dots = [t for t in map(jnp.asarray, dots) if t.dtype != jax.dtypes.float0]
-    terms = [jnp.sum(g * t) for g, t in zip(gradients, dots, strict=True)]
+    # One tangent for each gradient: integer arrays have float0 tangents, and no
+    # gradient.
+    leaves = tree.tree_leaves([tangents[n] for n in both.moving(primals)])
+    floating_tangents = [
+        tangent
+        for tangent in map(jnp.asarray, leaves)
+        if tangent.dtype != jax.dtypes.float0
+    ]
+    terms = [
+        jnp.sum(gradient * tangent)
+        for gradient, tangent in zip(gradients, floating_tangents, strict=True)
+    ]
+    assert terms, "without a floating argument nothing is differentiated"
     return value, sum(terms[1:], terms[0]).astype(value.dtype)
 
 
 def _floating(x: object) -> bool:
-    there = isinstance(x, jax.ShapeDtypeStruct) or is_operand(x)
-    return there and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    is_array = isinstance(x, jax.ShapeDtypeStruct) or is_operand(x)
+    return is_array and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))

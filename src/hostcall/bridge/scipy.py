@@ -255,18 +255,18 @@ def least_squares(
     return _made(least_squares, _LeastSquares, dict(locals()))
 
 
-def _made(public: Callable[..., Any], kind: type[_Problem], given: Any) -> Any:
+def _made(public: Callable[..., Any], kind: type[_Problem], settings: Any) -> Any:
     """The solver of a problem, or a decorator that makes it."""
-    fun = given.pop("fun")
+    fun = settings.pop("fun")
     if fun is None:
-        return functools.partial(public, **given)
+        return functools.partial(public, **settings)
     usage = f"hc.bridge.scipy.{kind.word}(fun)"
-    shown = given["name"] or check_function(fun, usage).name
-    problem = kind(fun, {**given, "name": shown})
-    of_host = {key: given[key] for key in ("vmap_method", "timeout")}
-    made = host(problem, result=problem.spec, float64=True, name=shown, **of_host)
-    made.defjvp(_Implicit(problem, made), where="jax")
-    return made
+    shown = settings["name"] or check_function(fun, usage).name
+    problem = kind(fun, {**settings, "name": shown})
+    of_host = {key: settings[key] for key in ("vmap_method", "timeout")}
+    solver = host(problem, result=problem.spec, float64=True, name=shown, **of_host)
+    solver.defjvp(_Implicit(problem, solver), where="jax")
+    return solver
 
 
 # What the options may be that all solvers have.
@@ -324,18 +324,18 @@ class _Problem(HostCode):
     other_keys = ""
     keys: Sequence[str] = ()
 
-    def __init__(self, fun: Callable[..., Any], given: dict[str, Any]) -> None:
+    def __init__(self, fun: Callable[..., Any], settings: dict[str, Any]) -> None:
         self.fun = self.__wrapped__ = fun
         self.scipy = needed("scipy.optimize", "scipy")
-        self._given = given
-        self.name = given["name"]
+        self._given = settings
+        self.name = settings["name"]
         self.__name__ = self.__qualname__ = self.name
-        self.tol = given["tol"]
-        self.full = given["full_output"]
-        self.options = given["options"] or {}
-        self.bounds = given.get("bounds")
+        self.tol = settings["tol"]
+        self.full = settings["full_output"]
+        self.options = settings["options"] or {}
+        self.bounds = settings.get("bounds")
         may = self.methods if self.bounds is None else self.bounded
-        self.method = given.get("method") or may[0]
+        self.method = settings.get("method") or may[0]
         self._check(may)
         self._codes = [jax.jit(self._on_flat(c), static_argnums=0) for c in self.codes]
         self._traced = jax.jit(self._numbers, static_argnums=0)
@@ -372,33 +372,40 @@ class _Problem(HostCode):
 
         def run(template: Template, z: jax.Array, *arrays: jax.Array) -> Any:
             (x, *args), _ = template.unflatten(arrays)
-            return code(lambda z: self._flat(ravel_pytree(x)[1](z), *args))(z)
+            _, unravel = ravel_pytree(x)
+
+            def of_unknown(z: jax.Array) -> jax.Array:
+                return self._flat(unravel(z), *args)
+
+            return code(of_unknown)(z)
 
         return run
 
     def spec(self, x: Any, *args: Any) -> Any:
         """The spec of the result; refuses a `fun` or first guess that does not fit."""
         for leaf in tree.tree_leaves(x):
-            there = isinstance(leaf, jax.ShapeDtypeStruct)
-            if not (there and jnp.issubdtype(leaf.dtype, jnp.floating)):
+            is_array = isinstance(leaf, jax.ShapeDtypeStruct)
+            if not (is_array and jnp.issubdtype(leaf.dtype, jnp.floating)):
                 raise SpecError(
                     f"hostcall: the first guess of `{self.name}` should be a pytree of"
                     f" real floating arrays, got {leaf}. Write 1.0 for 1, and give the"
                     " real and imaginary parts of a complex unknown"
                 )
         outs = self._results(x, *args)
-        leaves = tree.tree_leaves(outs)
-        size, results = (sum(a.size for a in tree.tree_leaves(t)) for t in (x, outs))
-        count = {"root": size, "minimize": 1}.get(self.word, results)
-        floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in leaves)
-        if not floats or results != count:
-            got = tree.tree_map(lambda a: f"{a.dtype}{list(a.shape)}", outs)
+        out_leaves = tree.tree_leaves(outs)
+        size = sum(leaf.size for leaf in tree.tree_leaves(x))
+        out_size = sum(leaf.size for leaf in out_leaves)
+        # Residuals of least squares may be any number.
+        wanted_size = {"root": size, "minimize": 1}.get(self.word, out_size)
+        floats = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in out_leaves)
+        if not floats or out_size != wanted_size:
+            got = tree.tree_map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", outs)
             raise SpecError(
                 f"hostcall: `{self.name}` should return {self.returns} for"
                 f" bridge.scipy.{self.word}, got {got} for an unknown of {size} numbers"
             )
         if self.bounds is not None:
-            self._limits(x)
+            self._limits(x)  # refuses bounds that don't fit x
         flag = jax.ShapeDtypeStruct((), np.bool_)
         number = jax.ShapeDtypeStruct((), np.int32)
         return (x, Outcome(flag, number, number)) if self.full else x
@@ -423,40 +430,60 @@ class _Problem(HostCode):
             )
         return traced.out_info
 
-    def push(self, made: Callable[..., Any], primals: Arrays, tangents: Arrays) -> Any:
+    def push(
+        self, solver: Callable[..., Any], primals: Arrays, tangents: Arrays
+    ) -> Any:
         """(result, its tangent), by the implicit function theorem."""
-        out = made(*primals)
+        # With F as at the top of the file: `moved` is F_args dargs, `slope` is F_x, and
+        # a linear solve with it gives dx. The first guess, primals[0], does not matter.
+        out = solver(*primals)
         x, ending = out if self.full else (out, None)
         flat, unravel = ravel_pytree(x)
-        leaves = filter(is_operand, tree.tree_leaves(primals[1:]))
-        moves = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+        moves = [
+            jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+            for leaf in tree.tree_leaves(primals[1:])
+            if is_operand(leaf)
+        ]
         args, filled, _ = along(primals[1:], moves, is_operand)
-        dots = pick(tree.tree_leaves(tangents[1:]), moves)
+        arg_tangents = pick(tree.tree_leaves(tangents[1:]), moves)
         # JAX refuses reshapes and LUs along explicit axes of a mesh.
-        at, to = (tuple(map(_jax.replicated, each)) for each in (args, dots))
-        zero = self.zero(lambda z, *args: self._flat(unravel(z), *filled(args)))
+        at = tuple(map(_jax.replicated, args))
+        to = tuple(map(_jax.replicated, arg_tangents))
+
+        def flat_fun(z: jax.Array, *args: jax.Array) -> jax.Array:
+            return self._flat(unravel(z), *filled(args))
+
+        zero = self.zero(flat_fun)
         _, moved = jax.jvp(functools.partial(zero, flat), at, to)
         slope = jax.jacfwd(zero)(flat, *at)
         if self.bounds is not None:  # what is at a bound stays there
-            with np.errstate(over="ignore"):  # no number is beyond such a bound
-                low, high = (b.astype(flat.dtype) for b in self._limits(x))
+            low, high = self._limits(x)
+            # A bound that becomes infinite in the program's dtype holds no number.
+            with np.errstate(over="ignore"):
+                low = low.astype(flat.dtype)
+                high = high.astype(flat.dtype)
             free = (flat > low) & (flat < high)
+            # The equation dx_i = 0 in place of that of a number at its bound.
             fixed = jnp.eye(flat.size, dtype=slope.dtype)
             slope = jnp.where(free[:, None], slope, fixed)
             moved = jnp.where(free, moved, 0)
-        wide = jnp.promote_types(flat.dtype, np.float32)  # LAPACK's
-        found = -jnp.linalg.solve(slope.astype(wide), moved.astype(wide))
-        dx = unravel(found.astype(flat.dtype))
-        return out, ((dx, ending) if self.full else dx)  # an ending has no tangent
+        # LAPACK has no narrower dtypes.
+        wide = jnp.promote_types(flat.dtype, np.float32)
+        flat_tangent = -jnp.linalg.solve(slope.astype(wide), moved.astype(wide))
+        dx = unravel(flat_tangent.astype(flat.dtype))
+        # An ending is of integers and a bool, which have no tangent.
+        return out, ((dx, ending) if self.full else dx)
 
     def _limits(self, x: Any) -> tuple[np.ndarray, np.ndarray]:
         """The bounds of each number of x."""
 
         def every(bound: Any) -> np.ndarray:
-            each = tree.tree_leaves(jax.tree.broadcast(bound, x))
-            both = zip(each, tree.tree_leaves(x), strict=True)
-            wide = [np.broadcast_to(np.float64(b), a.shape).ravel() for b, a in both]
-            return np.concatenate(wide)
+            of_leaves = tree.tree_leaves(jax.tree.broadcast(bound, x))
+            flat = [
+                np.broadcast_to(np.float64(of_leaf), leaf.shape).ravel()
+                for of_leaf, leaf in zip(of_leaves, tree.tree_leaves(x), strict=True)
+            ]
+            return np.concatenate(flat)
 
         try:
             low, high = map(every, self.bounds or ())
@@ -477,20 +504,26 @@ class _Problem(HostCode):
     def __call__(self, x0: Any, *args: Any) -> Any:
         leaves, treedef = tree.tree_flatten(x0)
         start = np.concatenate([np.ravel(leaf) for leaf in leaves])
+        template, arrays = split((x0, *args), {})
         with jax.enable_x64(True):
-            found = self._found(start, *split((x0, *args), {}))
-        if not (found.success or self.full):
-            message = " ".join(found.message.split())
+            solution = self._found(start, template, arrays)
+        if not (solution.success or self.full):
+            message = " ".join(solution.message.split())
             raise HostcallError(
                 f"hostcall: `{self.name}` found no solution: {message} (by"
                 f" scipy.optimize.{self.word}, method={self.method!r}). Give another"
                 " first guess, or options=; with full_output=True it returns a flag",
                 code="hc-failed",
             )
-        parts = np.split(found.x, np.cumsum([leaf.size for leaf in leaves])[:-1])
-        each = zip(parts, leaves, strict=True)
-        x = treedef.unflatten([part.reshape(leaf.shape) for part, leaf in each])
-        ending = Outcome(found.success, found.status, found.nfev)
+        ends = np.cumsum([leaf.size for leaf in leaves])
+        x_leaves = [
+            numbers.reshape(leaf.shape)
+            for numbers, leaf in zip(
+                np.split(solution.x, ends[:-1]), leaves, strict=True
+            )
+        ]
+        x = treedef.unflatten(x_leaves)
+        ending = Outcome(solution.success, solution.status, solution.nfev)
         return (x, ending) if self.full else x
 
     def _found(self, start: np.ndarray, template: Template, arrays: Arrays) -> Any:
@@ -498,34 +531,39 @@ class _Problem(HostCode):
         (x0, *_), _ = template.unflatten(arrays)
         limits = None if self.bounds is None else self._limits(x0)
         arrays = [jnp.asarray(x) for x in arrays]  # sent once, not in each step
-        seen = _Seen(start, bool(np.isfinite(start).all()))
+        evaluated = _Seen(start, bool(np.isfinite(start).all()))
 
         def bound(code: Code) -> Callable[..., Any]:
             def run(z: np.ndarray) -> Any:
                 # Copies, since SciPy may write to them.
                 values = tree.tree_map(np.array, code(template, z, *arrays))
-                seen.note(z, values)
+                evaluated.note(z, values)
                 return values
 
             return run
 
         try:
-            found = self.solve(start, [*map(bound, self._codes)], limits)
+            solution = self.solve(start, [*map(bound, self._codes)], limits)
         except ValueError as error:
             # Many of its solvers raise an error of their own at a NaN.
-            if seen.finite and not isinstance(error, np.linalg.LinAlgError):
+            if evaluated.finite and not isinstance(error, np.linalg.LinAlgError):
                 raise
             ended = {"success": False, "status": -1, "message": str(error)}
-            found = self.scipy.OptimizeResult(ended, x=seen.x, nfev=seen.count)
+            solution = self.scipy.OptimizeResult(
+                ended, x=evaluated.x, nfev=evaluated.count
+            )
         else:
-            whole = np.isfinite(found.x).all() and np.isfinite(found.fun).all()
+            numbers = np.append(solution.x, solution.fun)
+            is_finite = np.isfinite(numbers).all()
             # An infinite gradient may be right, at a bound.
-            if not whole or np.isnan(found.get("jac", 0.0)).any():
-                found.success = False
-        if not seen.finite:
-            said = found.message.rstrip(".")
-            found.message = f"{said}, and it saw NaN or infinite values (from an arg?)"
-        return found
+            if not is_finite or np.isnan(solution.get("jac", 0.0)).any():
+                solution.success = False
+        if not evaluated.finite:
+            message = solution.message.rstrip(".")
+            solution.message = (
+                f"{message}, and it saw NaN or infinite values (from an arg?)"
+            )
+        return solution
 
 
 @dataclass
@@ -543,8 +581,10 @@ class _Seen:
     count: int = 0
 
     def note(self, x: np.ndarray, values: Any) -> None:
-        self.x, self.count = x, self.count + 1
-        self.finite &= all(np.isfinite(v).all() for v in tree.tree_leaves(values))
+        self.x = x
+        self.count += 1
+        leaves = tree.tree_leaves(values)
+        self.finite &= all(np.isfinite(leaf).all() for leaf in leaves)
 
 
 _NEAR = 1.5e-8  # of the length of x: the root of float64's precision
@@ -556,16 +596,17 @@ class _Root(_Problem):
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
         value, slope = run
-        how = {"jac": slope, "tol": self.tol, "options": dict(self.options)}
-        found = self.scipy.root(value, start, **how)
-        if not found.success:
+        options = {"jac": slope, "tol": self.tol, "options": dict(self.options)}
+        solution = self.scipy.root(value, start, **options)
+        if not solution.success:
             # "hybr" makes "no good progress" at a root that is exact up to rounding, as
             # of a linear function. Its own criterion, of a Newton step from there.
             with contextlib.suppress(np.linalg.LinAlgError):
-                step = np.linalg.solve(slope(found.x), value(found.x))
-                near = (self.tol or _NEAR) * np.linalg.norm(found.x)
-                found.success = bool(np.linalg.norm(step) <= near)
-        return found
+                x = solution.x
+                step = np.linalg.solve(slope(x), value(x))
+                near = (self.tol or _NEAR) * np.linalg.norm(x)
+                solution.success = bool(np.linalg.norm(step) <= near)
+        return solution
 
 
 class _Minimize(_Problem):
@@ -581,19 +622,23 @@ class _Minimize(_Problem):
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
         both, bend = run
-        how = {"method": self.method, "tol": self.tol, "options": dict(self.options)}
+        options = {
+            "method": self.method,
+            "tol": self.tol,
+            "options": dict(self.options),
+        }
         if self.method in self.with_hessian:
-            how["hess"] = bend
+            options["hess"] = bend
         if limits is not None:
-            how["bounds"] = self.scipy.Bounds(*limits)
-        found = self.scipy.minimize(both, start, jac=True, **how)
-        if not found.success:
+            options["bounds"] = self.scipy.Bounds(*limits)
+        solution = self.scipy.minimize(both, start, jac=True, **options)
+        if not solution.success:
             # Line searches end with a "precision loss" where values no longer differ,
             # and that may be before the gradient is below `tol`.
-            found.success = _is_minimum(
-                found.x, both(found.x)[1], bend(found.x), limits
+            solution.success = _is_minimum(
+                solution.x, both(solution.x)[1], bend(solution.x), limits
             )
-        return found
+        return solution
 
 
 def _is_minimum(
@@ -603,7 +648,10 @@ def _is_minimum(
     free = np.ones(x.shape, bool)
     if limits is not None:
         low, high = limits
-        free = ~((x <= low) & (slope >= 0) | (x >= high) & (slope <= 0))
+        # The function rises from a lower bound, and falls towards an upper one.
+        held_below = (x <= low) & (slope >= 0)
+        held_above = (x >= high) & (slope <= 0)
+        free = ~(held_below | held_above)
     bend = bend[free][:, free]
     slope = slope[free]
     try:
@@ -611,7 +659,8 @@ def _is_minimum(
         step = np.linalg.solve(bend, slope)
     except np.linalg.LinAlgError:
         return False
-    return bool(np.linalg.norm(step) <= _NEAR * np.linalg.norm(x))
+    near = _NEAR * np.linalg.norm(x)
+    return bool(np.linalg.norm(step) <= near)
 
 
 class _LeastSquares(_Problem):
@@ -625,16 +674,22 @@ class _LeastSquares(_Problem):
 
     @staticmethod
     def zero(fun: Code) -> Code:
-        slope: Code = jax.grad(lambda *args: (fun(*args) ** 2).sum() / 2)
+        def half_sum_of_squares(*args: Any) -> jax.Array:
+            return (fun(*args) ** 2).sum() / 2
+
+        slope: Code = jax.grad(half_sum_of_squares)
         return slope
 
     def solve(self, start: np.ndarray, run: Runs, limits: Limits) -> Any:
-        how = {} if self.tol is None else dict.fromkeys(self.tolerances, self.tol)
-        how = {"method": self.method, **how, **self.options}
+        tolerances = {}
+        if self.tol is not None:
+            tolerances = dict.fromkeys(self.tolerances, self.tol)
+        # options= may have others for some of them.
+        options = {"method": self.method, **tolerances, **self.options}
         if limits is not None:
-            how["bounds"] = limits
-        found = self.scipy.least_squares(run[0], start, run[1], **how)
+            options["bounds"] = limits
+        solution = self.scipy.least_squares(run[0], start, run[1], **options)
         if limits is not None:  # "trf" stays inside, within a rounding of the bound
-            at = found.active_mask
-            found.x = np.select([at < 0, at > 0], limits, found.x)
-        return found
+            at_bound = solution.active_mask  # -1 at the lower one, 1 at the upper one
+            solution.x = np.select([at_bound < 0, at_bound > 0], limits, solution.x)
+        return solution

@@ -130,11 +130,13 @@ class OnHost(Code):
         with _forward:
             return torch.func.jvp(f, xs, dots)  # type: ignore[no-any-return]
 
-    def derived(self, what: str, name: str, *flags: bytes) -> OnHost:
-        made = OnHost(self.over(what, *flags), name, f"{what} of {self.source()}")
-        made.writes = False
-        made.keeps = self.keeps
-        return made
+    def derived(self, derivative: str, name: str, *flags: bytes) -> OnHost:
+        code = OnHost(
+            self.over(derivative, *flags), name, f"{derivative} of {self.source()}"
+        )
+        code.writes = False
+        code.keeps = self.keeps
+        return code
 
     def on_tensors(self, *args: Any) -> object:
         return self.run(*args)
@@ -147,21 +149,21 @@ class OnHost(Code):
 
     def check(self, args: Arrays) -> None:
         """Raises SpecError for arguments that it can't take."""
-        said = ""
+        refused = ""
         leaves = tree.tree_leaves(args)
         if any(isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in leaves):
-            said = (
+            refused = (
                 "a jax.random key, which torch can't use. Draw the numbers in JAX and"
                 " pass them, or pass jax.random.key_data(key)"
             )
         elif any(map(self.is_array, leaves)):
-            said = (
+            refused = (
                 "a torch.Tensor. Like any function in JAX code, it takes JAX and NumPy"
                 " arrays: pass jnp.asarray(tensor.numpy(force=True))"
             )
-        if said:
+        if refused:
             raise SpecError(
-                f"hostcall: a function of hc.bridge.torch was called with {said}"
+                f"hostcall: a function of hc.bridge.torch was called with {refused}"
             )
 
     @_entering_torch
@@ -174,11 +176,11 @@ class OnHost(Code):
         treedef = None
         if not are_arrays:
             leaves, treedef = tree.tree_flatten(args)
-        whole = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
-        given = whole if treedef is None else treedef.unflatten(whole)
-        value = self.on_tensors(*given)
+        tensors = [make(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        arguments = tensors if treedef is None else treedef.unflatten(tensors)
+        value = self.on_tensors(*arguments)
         if make is tensor:
-            check_unwritten(whole, self.__qualname__)
+            check_unwritten(tensors, self.__qualname__)
         if isinstance(value, torch.Tensor):
             return array(value)
         return tree.tree_map(array, value)
@@ -200,11 +202,11 @@ class OnHost(Code):
             # A leaf of the graph can't be written to in place, but a copy of it can.
             return x.clone() if self.writes else x
 
-        whole = [
+        arguments = [
             tree.tree_map(functools.partial(enter, position not in nondiff), arg)
             for position, arg in enumerate(args)
         ]
-        value = self.on_tensors(*whole)
+        value = self.on_tensors(*arguments)
         recorded = [
             x if isinstance(x, torch.Tensor) and x.requires_grad else None
             for x in tree.tree_leaves(value)
@@ -233,10 +235,10 @@ class OnHost(Code):
         if not outs:
             return [None] * len(inputs)
         # The graph is kept: only the residual store knows whether it is needed again.
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             outs, inputs, seeds, retain_graph=True, allow_unused=True
         )
-        return [None if x is None else array(conjugate(x)) for x in found]
+        return [None if x is None else array(conjugate(x)) for x in gradients]
 
 
 # For the name of each tensor of a module, where the module has it; a tied one has
@@ -262,8 +264,8 @@ class OfModule(OnHost):
         super().__init__(module, name, source, module)
         forward = inspect.signature(module.forward)
         first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
-        given = [first, *forward.parameters.values()]
-        self.__signature__ = forward.replace(parameters=given)
+        parameters = [first, *forward.parameters.values()]
+        self.__signature__ = forward.replace(parameters=parameters)
         self.buffers = dict(module.named_buffers())
         self.names = {**dict(module.named_parameters()), **self.buffers}
         # An RNN keeps its weights in a list of its own, beside its parameters.
@@ -286,10 +288,10 @@ class OfModule(OnHost):
         of = {id(x): name for name, x in self.names.items()}
         places = Places()
         for part in copied.modules():
-            for held in (part._parameters, part._buffers):
-                for key, x in held.items():
+            for tensors in (part._parameters, part._buffers):
+                for key, x in tensors.items():
                     if id(x) in of:
-                        places.setdefault(of[id(x)], []).append((held, key))
+                        places.setdefault(of[id(x)], []).append((tensors, key))
         return copied, places
 
     # The parameters come first.
@@ -303,8 +305,8 @@ class OfModule(OnHost):
             module, places = self._copy()
         copies = {}
         if self.buffers and self.writes:
-            given = (name for name in self.buffers if name not in params)
-            copies = {name: self.buffers[name].clone() for name in given}
+            missing = (name for name in self.buffers if name not in params)
+            copies = {name: self.buffers[name].clone() for name in missing}
             params = {**params, **copies}
         try:
             _put(places, params)
@@ -318,10 +320,10 @@ class OfModule(OnHost):
     def check(self, args: Arrays) -> None:
         super().check(args)
         name = type(self.run).__qualname__
-        given = args[0] if args else None
-        wrong: object = type(given).__name__
-        if isinstance(given, Mapping):
-            wrong = [key for key in given if key not in self.names]
+        parameters = args[0] if args else None
+        wrong: object = type(parameters).__name__
+        if isinstance(parameters, Mapping):
+            wrong = [key for key in parameters if key not in self.names]
         if wrong:
             raise SpecError(
                 f"hostcall: the first argument of the module `{name}` should be a dict"
@@ -333,5 +335,5 @@ class OfModule(OnHost):
 
 def _put(places: Places, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
-        for held, key in places[name]:
-            held[key] = x
+        for owner, key in places[name]:
+            owner[key] = x

@@ -61,9 +61,9 @@ class TorchFunction(LibraryFunction):
             wrote = True
             # A call with an empty result is never made, so it would go unseen that its
             # size depends on values.
-            given = shaped(avals)
+            avals_given = shaped(avals)
             empty = [0 in x.shape for x in tree.tree_leaves(spec)]
-            if any(empty) and not any(0 in x.shape for x in given):
+            if any(empty) and not any(0 in x.shape for x in avals_given):
                 raise SpecError(_VARYING, code="hc-result-spec") from None
         code.wrote |= wrote
         code.writes = code.wrote

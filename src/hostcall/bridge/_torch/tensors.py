@@ -79,8 +79,8 @@ def array(leaf: Any) -> Any:
     dtype = NUMPY_DTYPES.get(leaf.dtype)
     bits = "" if dtype is None else _bits(dtype)
     if bits:
-        whole = leaf.cpu().contiguous().view(getattr(torch, bits))
-        return whole.numpy().view(dtype)
+        integers = leaf.cpu().contiguous().view(getattr(torch, bits))
+        return integers.numpy().view(dtype)
     if leaf.is_cpu and not leaf.is_complex() and not leaf.is_neg():
         return leaf.numpy()
     return leaf.cpu().resolve_conj().resolve_neg().numpy()
