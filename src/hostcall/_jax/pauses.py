@@ -43,7 +43,6 @@ class Pausing(NamedTuple):
         before: what the loop carried at the last pause.
         now: what it carries now.
         stacked: the results of a scan's steps; rows of steps to come are zeros.
-        row: where those of the last step are.
         happened: whether it was time because of the event; under vmap for each row.
         kept: the values of `Pause.kept`.
         outer: those of `Pause.outer`.
@@ -53,7 +52,6 @@ class Pausing(NamedTuple):
     before: list[jax.Array]
     now: list[jax.Array]
     stacked: list[jax.Array]
-    row: jax.Array
     happened: jax.Array
     kept: list[jax.Array]
     outer: list[jax.Array]
@@ -241,8 +239,6 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
         def take(count: int) -> list[jax.Array]:
             return [next(given) for _ in range(count)]
 
-        is_scan = loop.length is not None
-        row = next_step + 1 if loop.is_reverse else next_step - 1
         return pause.fn(
             Pausing(
                 turns=(_turn(loop, step), _turn(loop, next_step)),
@@ -251,7 +247,6 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
                 now=take(len(now[own])),
                 stacked=take(len(stacked)),
                 outer=take(len(pause.outer)),
-                row=row if is_scan else jnp.int32(0),
                 happened=happened,
             )
         )

@@ -152,6 +152,8 @@ class _Block:
 
     def add(self, results: Sequence[Any], tokens: Sequence[Any]) -> None:
         """A program has been dispatched, with these results and tokens."""
+        if self._has_succeeded(results):
+            return
         result, kept = _cheapest(results, _KEPT_BYTES - self._kept)
         if result is not None or tokens:
             # The count of failures is that of the last look, before this dispatch: a
@@ -164,6 +166,17 @@ class _Block:
         if len(self._pending) > self._scan_above:  # some may have ended behind an older
             self._settle_all(_PENDING_AT_MOST)
             self._scan_above = max(32, 2 * len(self._pending))
+
+    def _has_succeeded(self, results: Sequence[Any]) -> bool:
+        """Whether a program that was just dispatched needs no sign: it has ended, and
+        no callback has failed since the last look. Small programs run while JAX
+        dispatches them, and a sign would cost as much as they do.
+        """
+        is_known = results and _jax.are_arrays(results[:1])
+        if self._pending or self._gone or not is_known or not _has_ended(results[0]):
+            return False
+        # A failure is counted before its program ends, so it is looked at last.
+        return failures.failures_so_far() == self._failures
 
     def _settle_all(self, left: float) -> None:
         """Settles programs that have ended, and waits until at most `left` have not."""
@@ -261,6 +274,13 @@ class _Sign:
             if report is not None and failures.number_in(report):
                 return report
         return None
+
+
+def _has_ended(result: jax.Array) -> bool:
+    try:
+        return bool(result.is_ready())
+    except RuntimeError:  # donated already
+        return False
 
 
 def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:
