@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ class Nans:
         for index, eqn in enumerate(level.jaxpr.eqns):
             operands = [x for x in eqn.invars if jaxprs.is_float(x) and x in computed]
             if operands and _has_loop(eqn):
-                fills = {x: _fill_of(level.jaxpr, x) for x in operands}
+                fills = {x: _fill_of(level, x) for x in operands}
                 unknown = [x for x, fill in fills.items() if fill is None]
                 infinite = [x for x, fill in fills.items() if fill and np.isinf(fill)]
                 nans = [x for x, fill in fills.items() if fill and np.isnan(fill)]
@@ -370,7 +370,7 @@ class _PausingLoop:
         for n, x in enumerate(values):
             if x not in self.carried:
                 continue
-            fill = _fill_of(level.jaxpr, starts[self.carried.index(x)])
+            fill = _fill_of(level, starts[self.carried.index(x)])
             if fill is not None and np.isinf(fill):
                 counts[..., n, 1] = math.prod(x.aval.shape[len(rows) :])
         return counts
@@ -500,33 +500,53 @@ _FILLS = {
 }
 
 
-def _fill_of(jaxpr: Jaxpr, atom: Atom) -> float | None:
+def _fill_of(level: Level, atom: Atom) -> float | None:
     """The real number that all elements of a value are, if the program says so.
 
     Of an infinity the sign may be another one, and elements may be NaN: a solver has
     its buffers filled with an infinity times the direction of time.
     """
+
+    def of_input(var: Atom) -> float | None:
+        if level.outer is None or level.inside is None or var not in inputs:
+            return None
+        if level.kind not in jaxprs.CALLS:  # a step has another one each time
+            return None
+        return _fill_of(level.outer, level.inside.eqn.invars[inputs.index(var)])
+
+    inputs = level.jaxpr.invars
+    return _fill_in(level.jaxpr, atom, of_input)
+
+
+def _fill_in(
+    jaxpr: Jaxpr, atom: Atom, of_input: Callable[[Atom], float | None]
+) -> float | None:
     if tracing.is_literal(atom):
         is_real = np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val)
         return float(atom.val) if is_real else None
     eqn = next((e for e in jaxpr.eqns if atom in e.outvars), None)
     if eqn is None:
-        return None
+        return of_input(atom)
     name = eqn.primitive.name
     if name in _FILLS:
-        return _fill_of(jaxpr, eqn.invars[eqn.outvars.index(atom)])
+        operand = eqn.invars[eqn.outvars.index(atom)]
+        return _fill_in(jaxpr, operand, of_input)
     if name == "mul":
-        factors = [_fill_of(jaxpr, x) for x in eqn.invars]
+        factors = [_fill_in(jaxpr, x, of_input) for x in eqn.invars]
         infinite = (x for x in factors if x is not None and np.isinf(x))
         return next(infinite, None)
     if name not in jaxprs.CALLS:
         return None
     (inner,) = jaxprs.inners(eqn)
+
+    def of_operand(var: Atom) -> float | None:
+        if var not in inner.old.invars:
+            return None
+        operand = eqn.invars[inner.old.invars.index(var)]
+        return _fill_in(jaxpr, operand, of_input)
+
     result = inner.old.outvars[eqn.outvars.index(atom)]
-    fill = _fill_of(inner.old, result)
-    if fill is None and result in inner.old.invars:
-        return _fill_of(jaxpr, eqn.invars[inner.old.invars.index(result)])
-    return fill
+    return _fill_in(inner.old, result, of_operand)
 
 
 # --- On the device --------------------------------------------------------------------
