@@ -8,11 +8,11 @@ that reaches no result is no error: a branch of `where` that is not chosen, for 
 
 In loops, bad values that were innocent in one step are most often there in the next one
 too, as the infinities of a mask. So a loop keeps how many NaNs and infinities each
-value had in the last step, and asks if there are more. Then it pauses
+small value had in the last step, and asks if there are more. Then it pauses
 (`_jax/pauses.py`): its steps have no call. The host runs the steps since the last pause
-again from what the loop carried there. Values that are large beside what a step does,
-such as a buffer of which it writes a row, are looked at in pauses alone: what is bad
-stays so.
+again from what the loop carried there. The rest is looked at in pauses alone, where
+what is bad stays so: values that are large beside what a step does, buffers of which a
+step writes a row, and the results of a scan's steps, which are stacked.
 
 Some equations can't be run again: those with effects, those that communicate, kernels.
 Their results are handed to the host too, and what is inside of them is a level of its
@@ -44,7 +44,7 @@ from hostcall._jax import (
     tracing,
 )
 from hostcall._jax.pauses import Pause, Pausing
-from hostcall._jax.rewriting import Insertion, Kept, Level
+from hostcall._jax.rewriting import Insertion, Level, LoopState
 from hostcall.tools._observe.bad_values import BadRecord as BadRecord
 from hostcall.tools._observe.bad_values import OnBad, Reports
 from hostcall.tools._observe.replay import (
@@ -73,13 +73,13 @@ class Nans:
 
     Attributes:
         infs: whether infinities are bad.
-        where: at which lines they are.
+        scope: at which lines they are.
         reports: what is done with what they find.
     """
 
-    def __init__(self, infs: bool, on_bad: OnBad, where: Where) -> None:
+    def __init__(self, infs: bool, on_bad: OnBad, scope: Where) -> None:
         self.infs = infs
-        self.where = where
+        self.scope = scope
         self.reports = Reports(on_bad)
 
     def look(self, level: Level) -> Iterator[Insertion | Pause]:
@@ -126,6 +126,7 @@ class Nans:
         # XLA's CPU drops a NaN that is compared with other devices' numbers.
         compared = [e for e in jaxpr.eqns if e.primitive.name in ("pmax", "pmin")]
         wanted = [*results, *infinite, *(x for eqn in compared for x in eqn.invars)]
+        # What the level was given is innocent, whatever it is.
         floats = [x for x in wanted if jaxprs.is_float(x) and x not in not_computed]
         looked_at = list(dict.fromkeys([*floats, *updates]))
         if not looked_at:
@@ -133,12 +134,16 @@ class Nans:
         needed = [v for v in _needed(jaxpr, reads) if v not in buffers]
         axes = tuple(axis for _, manual in level.meshes for axis in manual)
         collectives = [e for e in jaxpr.eqns if _can_hand_on(e)] if axes else []
-        sent = [x for eqn in collectives for x in eqn.invars if jaxprs.is_float(x)]
-        operands = list(dict.fromkeys([*looked_at, *needed, *level.steps, *sent]))
+        sent_to_others = [
+            x for eqn in collectives for x in eqn.invars if jaxprs.is_float(x)
+        ]
+        operands = list(
+            dict.fromkeys([*looked_at, *needed, *level.steps, *sent_to_others])
+        )
         judge = Equations(
             level=level,
             infs=self.infs,
-            where=self.where,
+            scope=self.scope,
             reports=self.reports,
             looked_at=tuple(looked_at),
             at_hand=tuple(looked_at),
@@ -148,7 +153,9 @@ class Nans:
             collectives=tuple(collectives),
         )
         if axes:
-            check = functools.partial(self._together, judge, axes, carried)
+            check = functools.partial(
+                self._together, judge, frozenset(infinite), axes, carried
+            )
         elif level.kind in jaxprs.LOOPS:
             yield self._in_each_step(judge)
             return
@@ -174,6 +181,7 @@ class Nans:
     def _together(
         self,
         judge: Equations,
+        infinite: frozenset[Atom],
         axes: tuple[str, ...],
         carried: dict[Atom, Var],
         *values: jax.Array,
@@ -183,13 +191,13 @@ class Nans:
         new = [
             _newly_bad(known[x], known[carried[x]], self.infs)
             if x in carried
-            else _any_bad([known[x]], self.infs)
+            else _any_bad([known[x]], self.infs and x not in infinite)
             for x in judge.looked_at
         ]
         flags = [functools.reduce(jnp.logical_or, new)]
         for eqn in judge.collectives:
-            sent = [known[x] for x in eqn.invars if jaxprs.is_float(x)]
-            flags.append(_any_bad(sent, self.infs))
+            sent_to_others = [known[x] for x in eqn.invars if jaxprs.is_float(x)]
+            flags.append(_any_bad(sent_to_others, self.infs))
         somewhere = jax.lax.pmax(jnp.stack(flags).astype(jnp.int32), axes) > 0
         hc.call(judge, None, somewhere, *values, where=somewhere[0], order="unordered")
 
@@ -199,32 +207,37 @@ class Nans:
         condition = level.running[1] if level.running else []
         operands = list(dict.fromkeys([*judge.operands, *condition]))
         counts = _BadCounts(level, self.infs)
-        before = counts.variable(len(judge.looked_at))
+        counts_before = counts.variable(len(judge.looked_at))
         floor = counts.variable(len(judge.looked_at))
-        counts_after = fragments.same_type(before)
+        counts_after = fragments.same_type(counts_before)
         floor_after = fragments.same_type(floor)
 
         def check(
-            before: jax.Array, floor: jax.Array, *values: jax.Array
+            counts_before: jax.Array, floor: jax.Array, *values: jax.Array
         ) -> list[jax.Array]:
             known = dict(zip(operands, values, strict=True))
             looked_at = counts.without_stopped(judge.looked_at, known)
             now = counts.of_large(looked_at)
 
             def ask() -> jax.Array:
-                sent = [known[x] for x in judge.operands]
-                return _ask(judge, looked_at, [_NO_FLAGS, *sent], floor)
+                handed_over = [known[x] for x in judge.operands]
+                return _ask(judge, looked_at, [_NO_FLAGS, *handed_over], floor)
 
-            is_more = _is_more(now, before, floor).any()
+            is_more = _is_more(now, counts_before, floor).any()
             return [now, jax.lax.cond(is_more, ask, lambda: floor)]
 
-        kept = [counts.start(before, counts_after), counts.start(floor, floor_after)]
+        kept_values = [
+            counts.start(counts_before, counts_after),
+            counts.start(floor, floor_after),
+        ]
         results = [counts_after, floor_after]
-        return Insertion(check, [before, floor, *operands], None, results, kept)
+        return Insertion(
+            check, [counts_before, floor, *operands], None, results, kept_values
+        )
 
 
 def _has_loop(eqn: JaxprEquation) -> bool:
-    return any(each.primitive.name in jaxprs.LOOPS for each in jaxprs.within(eqn))
+    return any(inner.primitive.name in jaxprs.LOOPS for inner in jaxprs.within(eqn))
 
 
 # --- Loops that pause -----------------------------------------------------------------
@@ -255,9 +268,13 @@ class _PausingLoop:
         n_consts, n_carry = jaxprs.split_of(loop)
         self.carry = list(level.jaxpr.invars[n_consts : n_consts + n_carry])
         self.first = len(loop.invars) - n_carry if level.kind == "while" else n_consts
-        others = [*loop.invars[: self.first], *loop.invars[self.first + n_carry :]]
-        variables = [x for x in others if not tracing.is_literal(x)]
+        other_operands = [
+            *loop.invars[: self.first],
+            *loop.invars[self.first + n_carry :],
+        ]
+        variables = [x for x in other_operands if not tracing.is_literal(x)]
 
+        # A value that is carried and stacked is looked at in each step, if it is small.
         results = level.jaxpr.outvars
         self.carried = results[:n_carry]
         self.stacked = results[n_carry:]
@@ -271,12 +288,12 @@ class _PausingLoop:
         self.judge = StepsSincePause(
             level=level,
             infs=nans.infs,
-            where=nans.where,
+            scope=nans.scope,
             reports=nans.reports,
             looked_at=(*self.small, *self.large, *self.rows),
             at_hand=(*self.small, *self.large),
             row_axes=len(self.counts.rows),
-            others=tuple(others),
+            other_operands=tuple(other_operands),
             outer=tuple(dict.fromkeys(variables)),
             first=self.first,
         )
@@ -292,29 +309,38 @@ class _PausingLoop:
             return
         counts = self.counts
         n_in_pauses = len(self.large) + len(self.rows)
-        before = counts.variable(len(self.small))
+        counts_before = counts.variable(len(self.small))
         floor = counts.variable(len(self.judge.looked_at))
         last_in_pauses = counts.variable(n_in_pauses)
-        after = fragments.same_type(before)
+        counts_after = fragments.same_type(counts_before)
         event = counts.flag()
-        yield self._check_of_steps(before, floor, [after, event], last_in_pauses)
+        yield self._check_of_steps(
+            counts_before, floor, [counts_after, event], last_in_pauses
+        )
 
-        def pause(here: Pausing) -> list[jax.Array]:
-            now, floor, last_in_pauses = here.kept
-            in_pauses = self._looked_at_in_pauses(here)
+        def pause(pausing: Pausing) -> list[jax.Array]:
+            now, floor, last_in_pauses = pausing.states
+            in_pauses = self._looked_at_in_pauses(pausing)
             new_in_pauses = counts.of_large(in_pauses)
             floor_of_these = floor[..., len(self.small) :, :]
             is_more = _is_more(new_in_pauses, last_in_pauses, floor_of_these).any()
 
             def ask() -> jax.Array:
-                begin, next_turn = here.turns
-                small = [self._now(here, x) for x in self.small]
+                begin, next_turn = pausing.turns
+                small = [self._now(pausing, x) for x in self.small]
                 looked_at = [*small, *in_pauses]
                 turns = [begin, next_turn - 1]
-                sent = [*turns, *looked_at, *here.before, *here.outer]
-                return _ask(self.judge, looked_at, sent, floor)
+                handed_over = [
+                    *turns,
+                    *looked_at,
+                    *pausing.at_last_pause,
+                    *pausing.outer,
+                ]
+                return _ask(self.judge, looked_at, handed_over, floor)
 
-            is_event = here.happened.any() | is_more
+            # The event itself says that small values have more: their counts were
+            # compared in the step, and are those of the last one by now.
+            is_event = pausing.happened.any() | is_more
             new_floor = jax.lax.cond(is_event, ask, lambda: floor)
             return [now, new_floor, new_in_pauses]
 
@@ -322,13 +348,13 @@ class _PausingLoop:
             fn=pause,
             event=event,
             every=self._steps_between(),
-            kept=[before, floor, last_in_pauses],
+            states=[counts_before, floor, last_in_pauses],
             outer=self.judge.outer,
         )
 
     def _check_of_steps(
         self,
-        before: Var,
+        counts_before: Var,
         floor: Var,
         results: Sequence[Var],
         last_in_pauses: Var,
@@ -341,21 +367,23 @@ class _PausingLoop:
         operands = list(dict.fromkeys([*self.small, *condition]))
 
         def check(
-            before: jax.Array, floor: jax.Array, *values: jax.Array
+            counts_before: jax.Array, floor: jax.Array, *values: jax.Array
         ) -> list[jax.Array]:
             known = dict(zip(operands, values, strict=True))
             now = counts.of_small(counts.without_stopped(self.small, known))
-            return [now, _is_more(now, before, floor[..., : len(self.small), :])]
+            return [now, _is_more(now, counts_before, floor[..., : len(self.small), :])]
 
-        after = results[0]
+        counts_after = results[0]
         first_small = self._first_counts(self.small)
         first_large = self._first_counts([*self.large, *self.rows])
-        kept = [
-            counts.start(before, after, first_small),
+        kept_values = [
+            counts.start(counts_before, counts_after, first_small),
             counts.start(floor, floor),
             counts.start(last_in_pauses, last_in_pauses, first_large),
         ]
-        return Insertion(check, [before, floor, *operands], None, results, kept)
+        return Insertion(
+            check, [counts_before, floor, *operands], None, results, kept_values
+        )
 
     def _first_counts(self, values: Sequence[Atom]) -> np.ndarray:
         """How many infinities these values have before the first step, as far as their
@@ -375,15 +403,15 @@ class _PausingLoop:
                 counts[..., n, 1] = math.prod(x.aval.shape[len(rows) :])
         return counts
 
-    def _now(self, here: Pausing, x: Atom) -> jax.Array:
-        return here.now[self.carried.index(x)]
+    def _now(self, pausing: Pausing, x: Atom) -> jax.Array:
+        return pausing.now[self.carried.index(x)]
 
-    def _looked_at_in_pauses(self, here: Pausing) -> list[jax.Array]:
-        large = [self._now(here, x) for x in self.large]
-        stacked = [here.stacked[self.stacked.index(x)] for x in self.rows]
-        return [*large, *(self._new_rows(here, rows) for rows in stacked)]
+    def _looked_at_in_pauses(self, pausing: Pausing) -> list[jax.Array]:
+        large = [self._now(pausing, x) for x in self.large]
+        stacked = [pausing.stacked[self.stacked.index(x)] for x in self.rows]
+        return [*large, *(self._new_rows(pausing, rows) for rows in stacked)]
 
-    def _new_rows(self, here: Pausing, stacked: jax.Array) -> jax.Array:
+    def _new_rows(self, pausing: Pausing, stacked: jax.Array) -> jax.Array:
         """The rows of a scan's result that are new since the last pause, and zeros.
 
         Their number is not known when the program is compiled, so this is a window of
@@ -392,7 +420,7 @@ class _PausingLoop:
         """
         assert self.level.inside is not None, "a loop's body is inside of the loop"
         length = stacked.shape[0]
-        begin, end = here.turns
+        begin, end = pausing.turns
         if self.level.inside.eqn.params["reverse"]:
             begin, end = length - end, length - begin
         size = min(self._steps_between(), length)
@@ -421,11 +449,11 @@ def _work(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        inner = [_work(each.old) for each in jaxprs.inners(eqn)]
-        if inner and name == "cond":
-            total += max(inner)
-        elif inner:
-            total += sum(inner) * eqn.params.get("length", 1)
+        work_inside = [_work(inner.old) for inner in jaxprs.inners(eqn)]
+        if work_inside and name == "cond":
+            total += max(work_inside)
+        elif work_inside:
+            total += sum(work_inside) * eqn.params.get("length", 1)
         elif name in _UPDATES:
             total += _bytes(eqn.invars[_UPDATES[name]])
         else:
@@ -583,10 +611,12 @@ class _BadCounts:
     def flag(self) -> Var:
         return fragments.variable(self.rows, np.dtype(bool))
 
-    def start(self, var: Var, after: Var, at_first: np.ndarray | None = None) -> Kept:
+    def start(
+        self, var: Var, next_var: Var, at_first: np.ndarray | None = None
+    ) -> LoopState:
         if at_first is None:
             at_first = np.zeros(var.aval.shape, np.int32)
-        return Kept(var, fragments.literal(at_first), after)
+        return LoopState(var, fragments.literal(at_first), next_var)
 
     def without_stopped(
         self, atoms: Sequence[Atom], known: dict[Atom, jax.Array]
@@ -667,13 +697,15 @@ def _is_bad(x: jax.Array, infs: bool) -> jax.Array:
 
 def _newly_bad(new: jax.Array, old: jax.Array, infs: bool) -> jax.Array:
     """Whether a carried value has bad elements that were not so before the step."""
-    made = jnp.isnan(new) & ~jnp.isnan(old)
-    return (made | (jnp.isinf(new) & jnp.isfinite(old) & infs)).any()
+    new_nans = jnp.isnan(new) & ~jnp.isnan(old)
+    return (new_nans | (jnp.isinf(new) & jnp.isfinite(old) & infs)).any()
 
 
-def _is_more(counts: jax.Array, before: jax.Array, floor: jax.Array) -> jax.Array:
+def _is_more(
+    counts: jax.Array, counts_before: jax.Array, floor: jax.Array
+) -> jax.Array:
     """Whether there are more bad values than before, in each row."""
-    known = jnp.maximum(before, floor)
+    known = jnp.maximum(counts_before, floor)
     return (counts > known).any((-2, -1))
 
 
@@ -693,6 +725,7 @@ def _ask(
         judge.ask, (counts, flag), *looked_at, order="unordered"
     )
 
+    # Only what is not known is handed over, since on a GPU that copies all inputs.
     def hand_over() -> None:
         hc.call(judge, None, *operands, order="unordered")
 

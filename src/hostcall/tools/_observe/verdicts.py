@@ -56,6 +56,8 @@ class Fingerprint(NamedTuple):
         counts = np.zeros((len(values), COUNTS), np.int32)
         marks = []
         for n, value in enumerate(values):
+            # Most values have nothing bad. Where they stand among the others is part
+            # of the key, so they need no mark.
             if np.isfinite(value).all():
                 continue
             axes = tuple(range(row_axes, value.ndim))
@@ -80,12 +82,12 @@ class Judge(HostCode):
             or told of, by their elements.
         fingerprints: the keys of those that were found innocent, or told of.
         most: the most NaNs and infinities that innocent values had, if any did.
-        told: the names of the places that were told of.
+        reported: the names of the places that were reported.
     """
 
     level: Level
     infs: bool
-    where: Where
+    scope: Where
     reports: Reports
     looked_at: tuple[Atom, ...]
     at_hand: tuple[Atom, ...]
@@ -93,7 +95,7 @@ class Judge(HostCode):
     innocent: dict[Atom, np.ndarray] = field(default_factory=dict, init=False)
     fingerprints: set[int] = field(default_factory=set, init=False)
     most: dict[str, np.ndarray] = field(default_factory=dict, init=False)
-    told: list[str] = field(default_factory=list, init=False)
+    reported: list[str] = field(default_factory=list, init=False)
     stays = "hc.observe looks at programs of this process only"
     __name__ = "hc.observe(nans=True)"
 
@@ -110,7 +112,7 @@ class Judge(HostCode):
         return Ask(self)
 
     def is_ignored(self, place: Place) -> bool:
-        return not self.where.has(place)
+        return not self.scope.has(place)
 
     def fingerprint(self, values: Sequence[np.ndarray]) -> Fingerprint:
         return Fingerprint.of(values, self.infs, self.row_axes)
@@ -122,7 +124,7 @@ class Judge(HostCode):
             # Where they are differs each time: only how many there are can tell.
             is_known = bool((bad.counts <= self.most["counts"]).all())
         if is_known:
-            for name in self.told:
+            for name in self.reported:
                 self.reports.count(name)
         return is_known
 
@@ -136,7 +138,7 @@ class Judge(HostCode):
         if not has_new and not any(
             np.any(kind & ~self.innocent.get(v, none)) for v, kind in kinds.items()
         ):
-            for name in self.told:
+            for name in self.reported:
                 self.reports.count(name)
         else:
             # The host's own programs make the bad value again, whatever the user's
@@ -167,10 +169,12 @@ class Judge(HostCode):
         origins = [search.origin(cause) for cause in causes]
         chains = [origin.chain for origin in origins if origin is not None]
         chains.sort(key=lambda chain: search.origins.index(chain[-1]))
-        for _, same in itertools.groupby(chains, key=lambda chain: id(chain[-1])):
-            name = self.reports.found(next(same))
-            if name and name not in self.told:
-                self.told.append(name)
+        for _, chains_of_origin in itertools.groupby(
+            chains, key=lambda chain: id(chain[-1])
+        ):
+            name = self.reports.found(next(chains_of_origin))
+            if name and name not in self.reported:
+                self.reported.append(name)
         return bool(chains)
 
     def not_again(self, place: Place, steps: RuleCall, search: Search) -> None:
@@ -201,8 +205,8 @@ class Ask(HostCode):
         floor = np.zeros((len(values), COUNTS), np.int32)
         if not self.judge.is_innocent(self.judge.fingerprint(values)):
             return floor, np.True_
-        here = hc.current()
-        run = 0 if here is None else here.run or 0
+        call = hc.current()
+        run = 0 if call is None else call.run or 0
         is_same_run = run == self.asks[0]
         self.asks[:] = run, self.asks[1] + 1 if is_same_run else 1
         if self.asks[1] > _ASKS_MOST:  # innocent ones come and go
@@ -234,8 +238,8 @@ class Equations(Judge):
         del bad
         search = Search(self.infs, self.is_ignored)
         pairs = zip(self.collectives, flags, strict=bool(flags.size))
-        sent = [eqn for eqn, is_bad in pairs if is_bad]
-        from_others = [v for eqn in sent for v in eqn.outvars]
+        bad_collectives = [eqn for eqn, is_bad in pairs if is_bad]
+        from_others = [v for eqn in bad_collectives for v in eqn.outvars]
         steps = tuple(known[v] for v in self.level.steps)
         frame = Frame(
             *(self.jaxpr, self.level.inside, steps, search),
@@ -253,7 +257,12 @@ class Equations(Judge):
         frame.run()
         suspects = [v for v in self.looked_at if search.is_bad(known[v])]
         # What this device has handed to others may be bad there, and not here.
-        suspects += [v for e in sent for v in e.invars if search.is_bad(frame.value(v))]
+        suspects += [
+            v
+            for e in bad_collectives
+            for v in e.invars
+            if search.is_bad(frame.value(v))
+        ]
         if self.tell(search, [worst([frame.cause(v)]) for v in suspects]):
             return
         if suspects and not any(search.is_bad(frame.value(v)) for v in suspects):
@@ -266,12 +275,12 @@ class StepsSincePause(Judge):
     """Judges the steps of a loop since its last pause, by running them again.
 
     Attributes:
-        others: the operands of the loop beside what it carries.
+        other_operands: the operands of the loop beside what it carries.
         outer: those that are variables.
         first: where what it carries is among its operands.
     """
 
-    others: tuple[Atom, ...]
+    other_operands: tuple[Atom, ...]
     outer: tuple[Var, ...]
     first: int
 
@@ -301,18 +310,20 @@ class StepsSincePause(Judge):
         frame = Frame(level.jaxpr, loop.outer, (), search, outer_values)
         for v in self.outer:
             frame.causes[v] = search.innocent(known[v], _is_constant(level, v))
-        operands = [frame.value(x) for x in self.others]
-        causes = [frame.cause(x) for x in self.others]
+        operands = [frame.value(x) for x in self.other_operands]
+        causes = [frame.cause(x) for x in self.other_operands]
         carry = known["carry"]
         operands[self.first : self.first] = carry
         causes[self.first : self.first] = [search.innocent(x) for x in carry]
         n_results = len(loop.eqn.outvars)
         begin = known["begin"]
         end = known["end"]
-        found = frame.in_loop(loop, operands, causes, n_results, begin, end)
-        if self.tell(search, [worst([each]) for each in found]):
+        result_causes = frame.in_loop(loop, operands, causes, n_results, begin, end)
+        if self.tell(
+            search, [worst([causes_of_result]) for causes_of_result in result_causes]
+        ):
             return
-        if not any(np.any(each) for each in found):
+        if not any(np.any(causes_of_result) for causes_of_result in result_causes):
             assert bad is not None, "steps are looked at outside of shard_map alone"
             suspects = itertools.compress(self.looked_at, bad.counts.any(-1))
             suspect = next(suspects)
