@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import os
 import pickle
 import sys
@@ -345,6 +346,25 @@ def test_overflow():
     assert marked(overflows) in text
     assert "inf" in text
     assert "1e+30" in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(7,), (64, 128), (1 << 17,), (2, 256, 256), (9999, 2)]
+)
+def test_one_nan_in_a_large_array(shape, dtype):
+    """From the maximum of a large array XLA's CPU drops NaNs."""
+    program = jax.jit(lambda x: jnp.log(x) * 2)
+    looped = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: jnp.log(x) + i, x))
+    for at in (0, math.prod(shape) // 2, -1):
+        x = np.ones(shape, np.float32)
+        x.reshape(-1)[at] = -1
+        for f in (program, looped):
+            with (
+                pytest.raises(FloatingPointError, match="log made"),
+                observe(nans=True),
+            ):
+                jax.block_until_ready(f(jnp.asarray(x, dtype)))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap])
@@ -1024,7 +1044,7 @@ def forbidden_state(x):
     return jax.lax.scan(step, x, scores)[1]
 
 
-@pytest.mark.parametrize("f", [masked_scores, best_so_far, forbidden_state])
+@pytest.mark.parametrize("f", [masked_scores, forbidden_state])
 def test_what_is_innocent_is_judged_once(f):
     program, x = jax.jit(f), jnp.array([1.0, -1.0])
     with observe(nans=True):
@@ -1032,6 +1052,33 @@ def test_what_is_innocent_is_judged_once(f):
         for _ in range(3):
             program(x)
         assert 0 < judged() - before <= 9  # and not 600
+
+
+def times_of_a_solver(x):
+    """Times that are not reached yet, filled with infinity times the direction."""
+    direction = jnp.where(x[0] < x[1], 1.0, -1.0)
+    times = jnp.full(8, direction * jnp.inf)
+    step = lambda i, s: (s[0] + x.sum(), s[1].at[i].set(s[0]))
+    return jax.lax.fori_loop(0, 5, step, (x[0], times))[1]
+
+
+@pytest.mark.parametrize("f", [best_so_far, times_of_a_solver])
+def test_infinities_that_a_loop_starts_with_are_not_judged(f):
+    program, x = jax.jit(f), jnp.array([1.0, -1.0])
+    with observe(nans=True):
+        jax.block_until_ready(program(x))  # its result may have some
+        before = judged()
+        inner = jax.jit(lambda x: jnp.nan_to_num(f(x)))
+        jax.block_until_ready(inner(x))
+        assert judged() == before
+
+
+def test_an_infinity_times_zero_in_a_loops_start():
+    program = jax.jit(lambda x: jax.lax.scan(lambda c, _: (c, c), x * jnp.inf, None, 3))
+    with observe(nans=True):
+        jax.block_until_ready(program(jnp.float32(2)))
+        with pytest.raises(FloatingPointError, match="mul made the first bad value"):
+            jax.block_until_ready(program(jnp.float32(0)))
 
 
 def in_a_buffer(n, bad=-1):

@@ -140,6 +140,23 @@ def test_as_many_bad_values_as_were_innocent_but_elsewhere(in_loop):
             jax.block_until_ready(program(first & False, X.at[4].set(0)))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 8191, 8192, 9998, 9999])
+def test_a_row_of_a_scans_result_alone(at, reverse):
+    """Rows are looked at in pauses, which come once in some thousands of steps."""
+
+    def step(carry, i):
+        return carry * 0.5, jnp.where(i == bad, jnp.log(-carry), carry)  # BAD
+
+    bad = at
+    program = jax.jit(
+        lambda x: lax.scan(step, x, jnp.arange(10_000), reverse=reverse)[1]
+    )
+    with observe(nans=True), pytest.raises(FloatingPointError) as caught:
+        jax.block_until_ready(program(jnp.float32(1)))
+    assert f"in step {at} of the scan" in str(caught.value)
+
+
 def test_a_loop_that_a_nan_never_ends():
     """It ends where the bad value is made, also if its results can't be waited for."""
 

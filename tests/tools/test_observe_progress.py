@@ -196,6 +196,24 @@ def test_command_line_goes_on(tmp_path):
     assert "--values NAME" in run(tmp_path, "--nans", "--to", "x.csv").stderr
 
 
+def test_command_line_says_where_to_look(tmp_path):
+    """A line that `--only` does not name, or that `--ignore` does, is not looked at."""
+    for place in ("program.py", "f", "program"):
+        named = run(tmp_path, "--nans", "--only", place, argument="1")
+        assert named.returncode == 1, named.stderr
+        assert "program.py:7 in f" in named.stderr
+        ignored = run(tmp_path, "--nans", "--ignore", place, argument="1")
+        assert ignored.returncode == 0, ignored.stderr
+        assert ignored.stdout == "result -inf\n"
+    several = ("--only", "optax", "--only", "other.py")
+    assert run(tmp_path, "--nans", *several, argument="1").returncode == 0
+    values = run(tmp_path, "--values", "y", "--values", "z", "--ignore", "f")
+    assert "y (program.py:6)" not in values.stderr
+    refused = run(tmp_path, "--only", "program.py")
+    assert refused.returncode == 2
+    assert "need --nans, --progress or --values" in refused.stderr
+
+
 def test_command_line_leaves_the_lines_of_the_program_whole(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.replace("print(", "for _ in range(99): print("))

@@ -61,8 +61,8 @@ def traced(
     """
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
-        given = map(_looked_at_p.bind, arrays) if is_apart else arrays
-        return list(fn(*given) or ())
+        inputs_apart = map(_looked_at_p.bind, arrays) if is_apart else arrays
+        return list(fn(*inputs_apart) or ())
 
     avals = [jax.core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
     names = _core.DebugInfo("observe", "hostcall.observe", None, None)
@@ -71,9 +71,9 @@ def traced(
     # (`jax.ensure_compile_time_eval`). What is put in is no constant.
     with _config.eager_constant_folding(False):
         jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(wrapped, avals)
-    made = open_jaxpr(jaxpr)
+    traced_jaxpr = open_jaxpr(jaxpr)
     # Where the constants have no variables of their own, they are the first inputs.
-    inputs = [*made.constvars, *made.invars]
+    inputs = [*traced_jaxpr.constvars, *traced_jaxpr.invars]
     known = inputs[: len(consts)]
     new: dict[_t.Atom, _t.Atom] = dict(
         zip(inputs[len(consts) :], operands, strict=True)
@@ -84,8 +84,8 @@ def traced(
     def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
         return [x if isinstance(x, _core.Literal) else new.get(x, x) for x in atoms]
 
-    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in made.eqns]
-    return eqns, renamed(made.outvars)
+    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in traced_jaxpr.eqns]
+    return eqns, renamed(traced_jaxpr.outvars)
 
 
 def assigned(
@@ -99,8 +99,8 @@ def assigned(
     constants = [i for i, x in enumerate(results) if isinstance(x, _core.Literal)]
     if constants:
         literals = [results[i] for i in constants]
-        more, copies = traced(lambda *xs: list(map(jnp.copy, xs)), literals, False)
-        eqns = [*eqns, *more]
+        copying, copies = traced(lambda *xs: list(map(jnp.copy, xs)), literals, False)
+        eqns = [*eqns, *copying]
         for i, copied in zip(constants, copies, strict=True):
             results[i] = copied
     assert all(isinstance(x, _core.Var) for x in results), "an equation makes each"

@@ -74,11 +74,11 @@ _hoists = contextvars.ContextVar("hostcall.hoists", default=False)
 
 @contextlib.contextmanager
 def _hoisting(yes: bool) -> Iterator[None]:
-    before = _hoists.set(yes)
+    token = _hoists.set(yes)
     try:
         yield
     finally:
-        _hoists.reset(before)
+        _hoists.reset(token)
 
 
 class _PartialEval:

@@ -47,8 +47,8 @@ def split_of(eqn: _t.JaxprEquation) -> tuple[int, int]:
 def within(eqn: _t.JaxprEquation) -> Iterator[_t.JaxprEquation]:
     """The equation, and all in its jaxprs, at any depth."""
     yield eqn
-    for each in _core.jaxprs_in_params(eqn.params):
-        for inner in open_jaxpr(each).eqns:
+    for jaxpr in _core.jaxprs_in_params(eqn.params):
+        for inner in open_jaxpr(jaxpr).eqns:
             yield from within(inner)
 
 
@@ -101,16 +101,20 @@ def inners(eqn: _t.JaxprEquation) -> list[Inner]:
 def replaced(
     eqn: _t.JaxprEquation,
     jaxprs: dict[str, list[_t.Jaxpr]],
-    more: dict[str, int],
+    more_consts: dict[str, int],
     carried: int,
 ) -> _t.JaxprEquation:
     """The equation with these jaxprs, which have so many more constants. A loop also
     carries so many more values, in front of the others.
     """
-    found = {e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects}
-    own = {e for e in found if not isinstance(e, _effects.JaxprInputEffect)}
+    inner_effects = {
+        e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects
+    }
+    new_effects = {
+        e for e in inner_effects if not isinstance(e, _effects.JaxprInputEffect)
+    }
     params = {**eqn.params}
-    n = next(iter(more.values()))
+    n = next(iter(more_consts.values()))
     primitive = eqn.primitive
     if primitive.name.startswith("custom_"):  # the rules have done their work
         primitive = _core.closed_call_p
@@ -125,8 +129,8 @@ def replaced(
         "num_consts": n,
         "num_carry": carried,
         "prevent_cse": (False,) * n,  # or a bool
-        "cond_nconsts": more.get("cond_jaxpr", 0),
-        "body_nconsts": more.get("body_jaxpr", 0),
+        "cond_nconsts": more_consts.get("cond_jaxpr", 0),
+        "body_nconsts": more_consts.get("body_jaxpr", 0),
     }
     for key, x in longer.items():
         if isinstance(params.get(key), type(x)):
@@ -139,7 +143,9 @@ def replaced(
         front = _ft.nones(carried)
         params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
         params["ft_out"] = _ft.pack(((front, results), ys))
-    return eqn.replace(primitive=primitive, params=params, effects=eqn.effects | own)
+    return eqn.replace(
+        primitive=primitive, params=params, effects=eqn.effects | new_effects
+    )
 
 
 def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
@@ -150,13 +156,13 @@ def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
     names = getattr(getattr(jaxpr, "debug_info", None), "result_paths", None)
     if not isinstance(names, tuple) or len(names) != len(eqn.outvars):
         return None
-    found = []
+    parts = []
     for name in names:
         indices = re.match(r"result((?:\[\d+\])*)", str(name))
         if indices is None:
             return None
-        found.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
-    return found
+        parts.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
+    return parts
 
 
 def is_array(atom: _t.Atom) -> bool:
@@ -181,7 +187,7 @@ def names_shardings(eqn: _t.JaxprEquation) -> bool:
     """Whether a call says where its operands or results are."""
     params = eqn.params
     named = *params.get("in_shardings", ()), *params.get("out_shardings", ())
-    return any(each is not _sharding_impls.UNSPECIFIED for each in named)
+    return any(sharding is not _sharding_impls.UNSPECIFIED for sharding in named)
 
 
 def is_dropped(var: _t.Var) -> bool:
@@ -219,8 +225,10 @@ def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
         else jax.numpy.asarray(x)
         for x in operands
     ]
-    found = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = (
+        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    )
     results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 

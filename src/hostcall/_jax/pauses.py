@@ -40,22 +40,20 @@ class Pausing(NamedTuple):
 
     Attributes:
         turns: how many steps were run before the last pause, and are now.
-        before: what the loop carried at the last pause.
+        at_last_pause: what the loop carried at the last pause.
         now: what it carries now.
         stacked: the results of a scan's steps; rows of steps to come are zeros.
-        row: where those of the last step are.
         happened: whether it was time because of the event; under vmap for each row.
-        kept: the values of `Pause.kept`.
+        states: the values of `Pause.states`.
         outer: those of `Pause.outer`.
     """
 
     turns: tuple[jax.Array, jax.Array]
-    before: list[jax.Array]
+    at_last_pause: list[jax.Array]
     now: list[jax.Array]
     stacked: list[jax.Array]
-    row: jax.Array
     happened: jax.Array
-    kept: list[jax.Array]
+    states: list[jax.Array]
     outer: list[jax.Array]
 
 
@@ -63,18 +61,18 @@ class Pause(NamedTuple):
     """How a loop pauses.
 
     Attributes:
-        fn: what is done then; it returns new values for `kept`.
+        fn: what is done then; it returns new values for `states`.
         event: a variable of the body: whether the loop pauses after this step. Under
             vmap of a while loop, whether each row does.
         every: the most steps between two pauses.
-        kept: what the loop keeps, by the variables at the beginning of a step.
+        states: what the loop keeps, by the variables at the beginning of a step.
         outer: variables of the level around that `fn` needs.
     """
 
     fn: Callable[[Pausing], Sequence[jax.Array]]
     event: _t.Var
     every: int
-    kept: Sequence[_t.Var]
+    states: Sequence[_t.Var]
     outer: Sequence[_t.Var]
 
 
@@ -141,22 +139,22 @@ def _of_scan(eqn: _t.JaxprEquation) -> _While:
     carried = inner.invars[n_consts : n_consts + n_carry]
     step = carried[0]
     rows = inner.invars[n_consts + n_carry :]
-    whole = [same_type(x) for x in xs]
+    stacked_inputs = [same_type(x) for x in xs]
 
     def read(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         return [_row_of(x, i) for x in arrays]
 
-    reading = assigned(*traced(read, [step, *whole], is_apart=False), rows)
+    reading = assigned(*traced(read, [step, *stacked_inputs], is_apart=False), rows)
 
-    made = inner.outvars[n_carry:]
+    row_results = inner.outvars[n_carry:]
     stacks = eqn.outvars[n_carry:]
-    before = [same_type(x) for x in stacks]
+    unwritten = [same_type(x) for x in stacks]
 
     def write(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         pairs = zip(arrays[: len(stacks)], arrays[len(stacks) :], strict=True)
         return [_with_row(old, i, row) for old, row in pairs]
 
-    writing, after = traced(write, [step, *before, *made], is_apart=False)
+    writing, written = traced(write, [step, *unwritten, *row_results], is_apart=False)
 
     def empty() -> list[jax.Array]:
         return [jnp.zeros(x.aval.shape, x.aval.dtype) for x in stacks]
@@ -172,15 +170,15 @@ def _of_scan(eqn: _t.JaxprEquation) -> _While:
         first=first,
         cond=changed(
             body,
-            invars=[*carried, *before],
+            invars=[*carried, *unwritten],
             outvars=test,
             eqns=testing,
             debug_info=names,
         ),
         body=changed(
             body,
-            invars=[*inner.invars[:n_consts], *whole, *carried, *before],
-            outvars=[*inner.outvars[:n_carry], *after],
+            invars=[*inner.invars[:n_consts], *stacked_inputs, *carried, *unwritten],
+            outvars=[*inner.outvars[:n_carry], *written],
             eqns=[*reading, *inner.eqns, *writing],
             debug_info=names,
         ),
@@ -188,7 +186,7 @@ def _of_scan(eqn: _t.JaxprEquation) -> _While:
         body_consts=[*consts, *xs],
         starts=[*eqn.invars[n_consts : n_consts + n_carry], *empties],
         results=eqn.outvars,
-        carried=[*carried, *before],
+        carried=[*carried, *unwritten],
         length=length,
         is_reverse=eqn.params["reverse"],
         n_stacked=len(stacks),
@@ -216,19 +214,19 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
     """
     loop = _of_scan(eqn) if eqn.primitive.name == "scan" else _of_while(eqn)
     inner = open_jaxpr(loop.body)
-    before = [same_type(x) for x in loop.carried]
+    at_pause = [same_type(x) for x in loop.carried]
     now = [same_type(x) for x in loop.carried]
     happened = same_type(pause.event)
 
-    steps = _inner_loop(eqn, loop, pause, before, [happened, *now])
-    kept = [loop.carried.index(v) for v in pause.kept]
-    own = slice(1 + n_kept, len(now) - loop.n_stacked)
+    steps = _inner_loop(eqn, loop, pause, at_pause, [happened, *now])
+    kept_positions = [loop.carried.index(v) for v in pause.states]
+    programs_own = slice(1 + n_kept, len(now) - loop.n_stacked)
     stacked = now[len(now) - loop.n_stacked :]
     operands = [
-        *(before[0], now[0], happened),
-        *(now[at] for at in kept),
-        *before[own],
-        *now[own],
+        *(at_pause[0], now[0], happened),
+        *(now[at] for at in kept_positions),
+        *at_pause[programs_own],
+        *now[programs_own],
         *stacked,
         *pause.outer,
     ]
@@ -236,44 +234,45 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
     def fn(
         step: jax.Array, next_step: jax.Array, happened: jax.Array, *values: jax.Array
     ) -> Sequence[jax.Array]:
-        given = iter(values)
+        remaining = iter(values)
 
         def take(count: int) -> list[jax.Array]:
-            return [next(given) for _ in range(count)]
+            return [next(remaining) for _ in range(count)]
 
-        is_scan = loop.length is not None
-        row = next_step + 1 if loop.is_reverse else next_step - 1
         return pause.fn(
             Pausing(
                 turns=(_turn(loop, step), _turn(loop, next_step)),
-                kept=take(len(kept)),
-                before=take(len(before[own])),
-                now=take(len(now[own])),
+                states=take(len(kept_positions)),
+                at_last_pause=take(len(at_pause[programs_own])),
+                now=take(len(now[programs_own])),
                 stacked=take(len(stacked)),
                 outer=take(len(pause.outer)),
-                row=row if is_scan else jnp.int32(0),
                 happened=happened,
             )
         )
 
+    # What is done in a pause has calls, which gather what they get on one device. The
+    # program's own arrays keep their shardings.
     pausing, changes = traced(fn, operands, is_apart=True)
     results: list[_t.Atom] = [*now]
-    for at, change in zip(kept, changes, strict=True):
+    for at, change in zip(kept_positions, changes, strict=True):
         results[at] = change
+    # The inner loop's operands are now inputs of the outer one's body, and a variable
+    # belongs to one level: so they get new ones there.
     cond_consts = [same_type(x) for x in loop.cond_consts]
     body_consts = [same_type(x) for x in loop.body_consts]
     steps = steps.replace(
         invars=[
             *cond_consts,
-            before[0],
+            at_pause[0],
             *body_consts,
             literal(_none(happened)),
-            *before,
+            *at_pause,
         ]
     )
     outer_body = changed(
         loop.body,
-        invars=[*cond_consts, *body_consts, *pause.outer, *before],
+        invars=[*cond_consts, *body_consts, *pause.outer, *at_pause],
         outvars=results,
         eqns=[steps, *pausing],
         debug_info=inner.debug_info.with_unknown_names(),
@@ -307,7 +306,7 @@ def _inner_loop(
     eqn: _t.JaxprEquation,
     loop: _While,
     pause: Pause,
-    before: Sequence[_t.Var],
+    at_pause: Sequence[_t.Var],
     results: Sequence[_t.Var],
 ) -> _t.JaxprEquation:
     """The steps between two pauses. It carries whether the event has happened first."""
@@ -315,18 +314,19 @@ def _inner_loop(
     body = open_jaxpr(loop.body)
     n_cond = len(loop.cond_consts)
     n_body = len(loop.body_consts)
-    start = same_type(before[0])
+    start = same_type(at_pause[0])
     event = same_type(pause.event)
     carried = cond.invars[n_cond:]
 
     def test(
         goes_on: jax.Array, start: jax.Array, step: jax.Array, happened: jax.Array
     ) -> list[jax.Array]:
+        # The rows of a batched loop pause together, so one of them is enough.
         run = _turn(loop, step) - _turn(loop, start)
         return [goes_on & ((run < pause.every) & ~happened.any())]
 
-    given = [*cond.outvars, start, carried[0], event]
-    testing, tested = traced(test, given, is_apart=False)
+    test_operands = [*cond.outvars, start, carried[0], event]
+    testing, tested = traced(test, test_operands, is_apart=False)
     names = body.debug_info.with_unknown_names()
     params = {
         "cond_jaxpr": changed(
@@ -345,6 +345,6 @@ def _inner_loop(
         ),
         "body_nconsts": n_body,
     }
-    operands = [*loop.cond_consts, before[0], *loop.body_consts]
-    operands += [literal(_none(event)), *before]
+    operands = [*loop.cond_consts, at_pause[0], *loop.body_consts]
+    operands += [literal(_none(event)), *at_pause]
     return jaxprs.while_loop(eqn, operands, results, params)

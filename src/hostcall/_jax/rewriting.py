@@ -86,8 +86,8 @@ class Level:
         """The places of the loops around it, the outermost first."""
         if self.inside is None:
             return []
-        own = [self.inside] if self.kind in LOOPS else []
-        return [*self.inside.loops, *own]
+        innermost = [self.inside] if self.kind in LOOPS else []
+        return [*self.inside.loops, *innermost]
 
     @functools.cached_property
     def meshes(self) -> list[tuple[_t.Mesh, frozenset[str]]]:
@@ -100,17 +100,17 @@ class Level:
 
         Results of the level are operands of an equation -1, which is behind the others.
         """
-        found: dict[_t.Var, list[tuple[int, int]]] = {}
+        uses_by_var: dict[_t.Var, list[tuple[int, int]]] = {}
         operands = [*(eqn.invars for eqn in self.jaxpr.eqns), self.jaxpr.outvars]
         for index, atoms in enumerate(operands):
             for position, x in enumerate(atoms):
                 if isinstance(x, _core.Var):
                     at = index if index < len(operands) - 1 else -1
-                    found.setdefault(x, []).append((at, position))
-        return found
+                    uses_by_var.setdefault(x, []).append((at, position))
+        return uses_by_var
 
 
-class Kept(NamedTuple):
+class LoopState(NamedTuple):
     """A value that a loop keeps for an insertion into its body.
 
     Attributes:
@@ -129,19 +129,19 @@ class Insertion(NamedTuple):
     """Equations to put into a level: those of `fn(*operands)`.
 
     Attributes:
-        after: the index of the equation that they come after; None: at the end, -1: at
-            the beginning.
+        position: the index of the equation that they come after; None: at the end,
+            -1: at the beginning.
         results: variables that get the results of `fn`. One that is an input of the
             level is replaced: the equations after it get the result.
-        kept: what the loop keeps for it, if the level is a loop's body.
+        states: what the loop keeps for it, if the level is a loop's body.
         outer: operands that are variables of the level around.
     """
 
     fn: Callable[..., Sequence[jax.Array] | None]
     operands: Sequence[_t.Atom]
-    after: int | None = None
+    position: int | None = None
     results: Sequence[_t.Var] = ()
-    kept: Sequence[Kept] = ()
+    states: Sequence[LoopState] = ()
     outer: Sequence[_t.Var] = ()
 
 
@@ -198,8 +198,10 @@ def _here() -> _Rewriting:
 
 
 def _set_blocks(blocks: _Blocks) -> None:
-    before = _here().before
-    jax.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
+    outer_value = _here().before
+    jax.no_execution.set_local(
+        _Rewriting(blocks, outer_value) if blocks else outer_value
+    )
 
 
 @contextlib.contextmanager
@@ -294,14 +296,14 @@ class _Level:
 
     Attributes:
         renamed: inputs that an insertion has replaced, with their new names.
-        kept: what the loop around keeps.
+        states: what the loop around keeps.
         outer: further variables of the level around.
         pause: how the loop around pauses, if it does.
     """
 
     eqns: list[_t.JaxprEquation]
     renamed: dict[_t.Var, _t.Var]
-    kept: list[Kept]
+    states: list[LoopState]
     outer: list[_t.Var]
     pause: Pause | None = None
 
@@ -311,39 +313,47 @@ def _rewritten(level: Level, uses: Sequence[Use]) -> _Level | None:
     nothing.
     """
     old = level.jaxpr.eqns
-    after: dict[int, list[_t.JaxprEquation]] = {}
-    made = _Level([], {}, [], [])
+    inserted_after: dict[int, list[_t.JaxprEquation]] = {}
+    new_level = _Level([], {}, [], [])
     with contextlib.ExitStack() as stack:
         for mesh, axes in level.meshes:
             stack.enter_context(_shard_map._extend_axis_env(mesh, axes))
             manual = _shard_map._as_manual_mesh(mesh, axes)
             stack.enter_context(jax.sharding.use_abstract_mesh(manual))
-        for each in (i for use in uses for i in use.look(level)):
-            if isinstance(each, Pause):
-                assert made.pause is None, "a loop pauses for one use"
-                made.pause = each
+        for change in (i for use in uses for i in use.look(level)):
+            if isinstance(change, Pause):
+                assert new_level.pause is None, "a loop pauses for one use"
+                new_level.pause = change
                 continue
-            at = len(old) - 1 if each.after is None else each.after
-            made.kept += each.kept
-            made.outer += each.outer
-            after.setdefault(at, []).extend(_insertion(each, level, made.renamed))
-    made.eqns += after.get(-1, ())
+            at = len(old) - 1 if change.position is None else change.position
+            new_level.states += change.states
+            new_level.outer += change.outer
+            inserted_after.setdefault(at, []).extend(
+                _insertion(change, level, new_level.renamed)
+            )
+    new_level.eqns += inserted_after.get(-1, ())
     for index, place in enumerate(level.places):
-        made.eqns += [*_inside(place, level, uses), *after.get(index, ())]
-    return None if made.eqns == old else made
+        new_level.eqns += [*_inside(place, level, uses), *inserted_after.get(index, ())]
+    return None if new_level.eqns == old else new_level
 
 
 def _insertion(
-    each: Insertion, level: Level, renamed: dict[_t.Var, _t.Var]
+    insertion: Insertion, level: Level, renamed: dict[_t.Var, _t.Var]
 ) -> list[_t.JaxprEquation]:
-    inputs = [var for var in each.results if var in level.jaxpr.invars]
-    assert not inputs or each.after == -1, "only equations after it get the result"
+    inputs = [var for var in insertion.results if var in level.jaxpr.invars]
+    assert not inputs or insertion.position == -1, (
+        "only equations after it get the result"
+    )
     renamed |= {var: _core.Var(var.aval) for var in inputs}
     operands = [
-        renamed.get(x, x) if isinstance(x, _core.Var) and each.after == -1 else x
-        for x in each.operands
+        renamed.get(x, x)
+        if isinstance(x, _core.Var) and insertion.position == -1
+        else x
+        for x in insertion.operands
     ]
-    return assigned(*traced(each.fn, operands, is_apart=not inputs), each.results)
+    return assigned(
+        *traced(insertion.fn, operands, is_apart=not inputs), insertion.results
+    )
 
 
 def _with(
@@ -357,8 +367,8 @@ def _with(
     names = inner.debug_info
     if len(invars) > len(inner.invars):
         names = names.with_unknown_names()
-    parts = {"invars": invars, "outvars": outvars, "debug_info": names}
-    return changed(jaxpr, eqns=eqns, **parts)
+    changes = {"invars": invars, "outvars": outvars, "debug_info": names}
+    return changed(jaxpr, eqns=eqns, **changes)
 
 
 # --- Walk -----------------------------------------------------------------------------
@@ -379,52 +389,60 @@ def _inside(place: Place, level: Level, uses: Sequence[Use]) -> list[_t.JaxprEqu
     counter = [step] * len(starts)
     operands = list(eqn.invars)
     is_same = True
-    kept: list[Kept] = []
+    kept_values: list[LoopState] = []
     pause: Pause | None = None
     new = dict[str, list[_t.Jaxpr]]()
-    more = dict[str, int]()
+    n_further = dict[str, int]()
     for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
         old = open_jaxpr(jaxpr)
         at = end - begin
         is_body = key != "cond_jaxpr"
-        given: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
+        further: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
         running = None
         eqns = old.eqns
         outvars = old.outvars
-        own = None
+        new_inner = None
         if rows and is_body:  # under vmap, they stop one by one
             tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
-            given |= zip(tests, eqn.invars, strict=False)
+            further |= zip(tests, eqn.invars, strict=False)
             running = inners[0].jaxpr, [*tests, *old.invars[at:]]
         if is_body or not rows:  # JAX would compute that condition twice a step
             kind = name if is_body else "condition"
             steps = (*level.steps, *counter)
-            own = _rewritten(Level(old, kind, place, steps, running, level), uses)
-        is_same &= own is None
+            new_inner = _rewritten(Level(old, kind, place, steps, running, level), uses)
+        is_same &= new_inner is None
         invars = list(old.invars)
-        if own is not None:
-            eqns = own.eqns
-            invars = [own.renamed.get(x, x) for x in old.invars]
-            given |= {var: var for var in own.outer}
-            kept += own.kept
-            pause = own.pause
+        if new_inner is not None:
+            eqns = new_inner.eqns
+            invars = [new_inner.renamed.get(x, x) for x in old.invars]
+            further |= {var: var for var in new_inner.outer}
+            kept_values += new_inner.states
+            pause = new_inner.pause
         if is_body:
             eqns = [*eqns, *count]
-            outvars = [*nexts, *(each.next for each in kept), *outvars]
-        front = [*counter, *(each.var for each in kept)]
-        invars = [*invars[:at], *given, *front, *invars[at:]]
+            outvars = [
+                *nexts,
+                *(kept_value.next for kept_value in kept_values),
+                *outvars,
+            ]
+        front = [*counter, *(kept_value.var for kept_value in kept_values)]
+        invars = [*invars[:at], *further, *front, *invars[at:]]
         new.setdefault(key, []).insert(0, _with(jaxpr, eqns, invars, outvars))
-        if key not in more:
-            more[key] = len(given)
-            first = [*starts, *(each.start for each in kept)] if is_body else []
-            operands[end:end] = [*given.values(), *first]
+        if key not in n_further:
+            n_further[key] = len(further)
+            first = (
+                [*starts, *(kept_value.start for kept_value in kept_values)]
+                if is_body
+                else []
+            )
+            operands[end:end] = [*further.values(), *first]
     if is_same:
         return [eqn]
-    front = [*counter, *(each.var for each in kept)]
-    made = jaxprs.replaced(eqn, new, more, len(front))
+    front = [*counter, *(kept_value.var for kept_value in kept_values)]
+    new_eqn = jaxprs.replaced(eqn, new, n_further, len(front))
     outvars = [*(_core.DropVar(x.aval) for x in front), *eqn.outvars]
-    made = made.replace(invars=operands, outvars=outvars)
-    return [made] if pause is None else paused(made, pause, len(kept))
+    new_eqn = new_eqn.replace(invars=operands, outvars=outvars)
+    return [new_eqn] if pause is None else paused(new_eqn, pause, len(kept_values))
 
 
 def _counter(

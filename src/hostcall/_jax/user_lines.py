@@ -51,7 +51,7 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
     traceback = eqn.source_info.traceback
     if traceback is None:
         return ()
-    found = []
+    user_frames = []
     differentiates = ""
     inside: list[Hashable] = []
     for code, at in zip(*traceback.raw_frames(), strict=True):
@@ -66,8 +66,8 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
             (_HERE, _NUMPY)
         ) and _lines.is_user_filename(code.co_filename):
             f = _lines.raw_frame_to_frame(code, at)
-            own = differentiates, tuple(inside)
-            found.append(
+            context = differentiates, tuple(inside)
+            user_frames.append(
                 SourceLine(
                     f.file_name,
                     f.function_name,
@@ -75,12 +75,12 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
                     f.start_column,
                     f.end_line,
                     f.end_column,
-                    *own,
+                    *context,
                 )
             )
             differentiates = ""
         inside.append((code, at))
-    return tuple(found)
+    return tuple(user_frames)
 
 
 def transforms_of(eqn: _t.JaxprEquation) -> list[str]:
@@ -89,4 +89,4 @@ def transforms_of(eqn: _t.JaxprEquation) -> list[str]:
     The text of its stack of names has those of the user's scopes too.
     """
     names = eqn.source_info.name_stack.stack
-    return [each.name for each in names if isinstance(each, _lines.Transform)]
+    return [scope.name for scope in names if isinstance(scope, _lines.Transform)]

@@ -162,6 +162,8 @@ class _Block:
 
     def add(self, results: Sequence[Any], tokens: Sequence[Any]) -> None:
         """A program has been dispatched, with these results and tokens."""
+        if self._has_succeeded(results):
+            return
         room = _KEPT_BYTES - self._kept_bytes
         result, kept_bytes = _cheapest(results, room)
         if result is not None or tokens:
@@ -177,6 +179,17 @@ class _Block:
             self._settle_all(_PENDING_AT_MOST)
             # Twice as many as stay: the looks cost a constant for each dispatch.
             self._scan_above = max(_MANY_SIGNS, 2 * len(self._pending))
+
+    def _has_succeeded(self, results: Sequence[Any]) -> bool:
+        """Whether a program that was just dispatched needs no sign: it has ended, and
+        no callback has failed since the last look. Small programs run while JAX
+        dispatches them, and a sign would cost as much as they do.
+        """
+        is_known = results and _jax.are_arrays(results[:1])
+        if self._pending or self._some_sign_was_gone or not is_known or not _has_ended(results[0]):
+            return False
+        # A failure is counted before its program ends, so it is looked at last.
+        return failures.failures_so_far() == self._failures_seen
 
     def _settle_all(self, most_pending: float) -> None:
         """Settles programs that have ended, and waits until so few have not."""
@@ -282,6 +295,13 @@ class _Sign:
             if report is not None and failures.number_in(report):
                 return report
         return None
+
+
+def _has_ended(result: jax.Array) -> bool:
+    try:
+        return bool(result.is_ready())
+    except RuntimeError:  # donated already
+        return False
 
 
 def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:

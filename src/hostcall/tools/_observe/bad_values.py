@@ -83,20 +83,20 @@ class Reports:
         text = _text(chain)
         if self.on_bad == "raise":
             raise BadValue(text)
-        made = chain[-1]
-        here = hc.current()
-        name = f"{made.place.eqn.primitive.name} at {labels.path_of(made.place)}"
-        name += " (backward)" * made.place.is_backward
+        origin = chain[-1]
+        call = hc.current()
+        name = f"{origin.place.eqn.primitive.name} at {labels.path_of(origin.place)}"
+        name += " (backward)" * origin.place.is_backward
         # A bad value that a step has made may be a result of the program too.
-        run = None if here is None else (here.run, here.device)
+        run = None if call is None else (call.run, call.device)
         with self._lock:
-            event = run, name, str(_numbers(made.steps))
+            event = run, name, str(_numbers(origin.steps))
             is_known = event in self._latest
             self._latest.append(event)
         if is_known:
             return name
         if callable(self.on_bad):
-            self.on_bad(_record_of(made, text))
+            self.on_bad(_record_of(origin, text))
             return name
         if self.count(name) == 1:
             drawing.write_line(text)
@@ -124,13 +124,14 @@ class Reports:
             times = self._times
             self._times = Counter()
         if times and self.on_bad == "report":
-            told = [f"  {name}: {n}" for name, n in times.most_common()]
+            counts_by_place = [f"  {name}: {n}" for name, n in times.most_common()]
             head = "hostcall: hc.observe found bad values made by"
-            drawing.write_line("\n".join([head, *told]))
+            drawing.write_line("\n".join([head, *counts_by_place]))
 
 
 def _not_again(place: Place, steps: RuleCall, search: Search) -> str:
-    told = labels.steps_of(place, steps)
+    steps_text = labels.steps_of(place, steps)
+    in_steps = f", in {steps_text}" if steps_text else ""
     why = (
         "It was finite when the host ran the equations again, since XLA rounds"
         " otherwise where it fuses them: the cause is near, such as a number close to 0"
@@ -140,7 +141,7 @@ def _not_again(place: Place, steps: RuleCall, search: Search) -> str:
         why = f"What made it is not known: the host can't run {', '.join(skipped)}"
     return (
         f"hostcall: the result of {place.eqn.primitive.name} at"
-        f" {labels.path_of(place)} is not finite{', in ' * bool(told)}{told}."
+        f" {labels.path_of(place)} is not finite{in_steps}."
         f" {why}.\n    {labels.text_of(place)}"
     )
 
@@ -149,25 +150,25 @@ def _numbers(steps: RuleCall) -> RuleCall:
     return tuple(int(x) if not np.ndim(x) else np.asarray(x) for x in steps)
 
 
-def _record_of(made: Origin, text: str) -> BadRecord:
-    place = made.place
-    here = hc.current()
+def _record_of(origin: Origin, text: str) -> BadRecord:
+    place = origin.place
+    call = hc.current()
     line = place.users_line
     file, function, number = line[:3] if line else ("", "", 0)
-    device = here.device if here is not None and here.mesh_shape else None
+    device = call.device if call is not None and call.mesh_shape else None
     return BadRecord(
         file=file,
         line=number,
         function=function,
         text=labels.text_of(place),
         primitive=place.eqn.primitive.name,
-        value=made.value,
-        element=made.element,
-        operands=tuple(made.operands),
+        value=origin.value,
+        element=origin.element,
+        operands=tuple(origin.operands),
         backward=place.is_backward,
         vmaps=place.vmaps,
         loops=tuple(map(labels.line_of, place.loops)),
-        steps=_numbers(made.steps),
+        steps=_numbers(origin.steps),
         device=device,
         message=text,
     )
@@ -178,24 +179,24 @@ _LINES_AT_MOST = 12
 
 def _text(chain: list[Origin]) -> str:
     """The text of the error for a chain that ends with what made the value."""
-    *passed, made = chain
-    place = made.place
-    told = ["backward pass" if place.is_backward else "forward pass"]
-    told.append("under vmap" * bool(place.vmaps))
-    steps = labels.steps_of(place, made.steps)
-    here = hc.current()
-    told.append(f"in {steps}" * bool(steps))
-    if here is not None and here.mesh_shape:
-        told.append(f"on {here.device}")
-    at = f" at [{', '.join(map(str, made.element))}]" * bool(made.element)
-    got = f", from {', '.join(made.operands)}" * bool(made.operands)
+    *passed, origin = chain
+    place = origin.place
+    circumstances = ["backward pass" if place.is_backward else "forward pass"]
+    circumstances.append("under vmap" * bool(place.vmaps))
+    steps = labels.steps_of(place, origin.steps)
+    call = hc.current()
+    circumstances.append(f"in {steps}" * bool(steps))
+    if call is not None and call.mesh_shape:
+        circumstances.append(f"on {call.device}")
+    at = f" at [{', '.join(map(str, origin.element))}]" * bool(origin.element)
+    got = f", from {', '.join(origin.operands)}" * bool(origin.operands)
     lines = [
         f"hostcall: {place.eqn.primitive.name} made the first bad value,"
-        f" {made.value:.6g}{at}{got} ({', '.join(filter(None, told))})",
+        f" {origin.value:.6g}{at}{got} ({', '.join(filter(None, circumstances))})",
         *labels.shown(place),
     ]
     links = [_told(link) for link in reversed(passed) if link.place.lines]
-    texts = [text for text, _ in itertools.groupby(links) if text != _told(made)]
+    texts = [text for text, _ in itertools.groupby(links) if text != _told(origin)]
     if texts:
         lines.append("  It went on through")
         lines += [f"    {text}" for text in texts[:_LINES_AT_MOST]]

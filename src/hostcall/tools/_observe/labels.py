@@ -47,8 +47,8 @@ def _cell(file: str) -> str | None:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     names = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    found = None if names is None else names(file)
-    return None if found is None else " ".join(found)
+    name_of_cell = None if names is None else names(file)
+    return None if name_of_cell is None else " ".join(name_of_cell)
 
 
 def text_in(file: str, line: int) -> str:
@@ -68,8 +68,8 @@ def shown(place: Place) -> list[str]:
     users = place.users_line
     if line is None or users is None:  # an operation outside of compiled functions
         frames = users_lines()  # the callback may run on the thread that dispatched it
-        own = [frame for frame in frames if in_library(frame.file) is None]
-        for frame in (*own[:1], *frames[:1]):
+        users_frames = [frame for frame in frames if in_library(frame.file) is None]
+        for frame in (*users_frames[:1], *frames[:1]):
             return _frame(frame.file, frame.line, frame.function)
         return ["  in an operation that was run alone, outside of jax.jit"]
     if line is users:
@@ -85,8 +85,8 @@ def _frame(file: str, line: int, function: str) -> list[str]:
 
 def steps_of(place: Place, steps: Sequence[np.ndarray | int]) -> str:
     """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
-    told = [
+    texts = [
         f"step {np.asarray(step)} of the {loop.eqn.primitive.name} at {line_of(loop)}"
         for loop, step in zip(place.loops, steps, strict=True)
     ]
-    return ", ".join(reversed(told))
+    return ", ".join(reversed(texts))

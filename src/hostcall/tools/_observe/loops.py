@@ -25,14 +25,14 @@ EVERY = 0.1  # seconds between two steps that are shown
 class Loops:
     """Puts the bars into programs, for loops at lines that are looked at."""
 
-    def __init__(self, where: Where) -> None:
-        self._where = where
+    def __init__(self, scope: Where) -> None:
+        self._scope = scope
 
     def look(self, level: Level) -> Iterator[Insertion]:
         if level.kind not in jaxprs.LOOPS or os.environ.get("HOSTCALL_PROGRESS") == "0":
             return
         assert level.inside is not None  # the loop
-        if not self._where.has(level.inside):
+        if not self._scope.has(level.inside):
             return
         params = level.inside.eqn.params
         total = params.get("length")

@@ -70,14 +70,14 @@ def targets(line: SourceLine) -> list[Target]:
     that, and to the statement only if it is all of its value.
     """
     code = _code(line.file)
-    found: list[Target] = []
+    assigned: list[Target] = []
     if not line.function.endswith(_PARTS):
         around = [s for s in code.statements if _within(line, _span(s))]
-        found = _targets(max(around, key=_span)) if around else []
-    for span, one in code.walruses:
-        if _within(line, one.span):
-            found = [outer for outer in found if outer.span == span] + [one]
-    return [*found, *(x for each in found for x in _unpacked(line, each))]
+        assigned = _targets(max(around, key=_span)) if around else []
+    for span, walrus in code.walruses:
+        if _within(line, walrus.span):
+            assigned = [outer for outer in assigned if outer.span == span] + [walrus]
+    return [*assigned, *(x for target in assigned for x in _unpacked(line, target))]
 
 
 def _unpacked(line: SourceLine, target: Target) -> Iterator[Target]:
@@ -91,9 +91,11 @@ def _unpacked(line: SourceLine, target: Target) -> Iterator[Target]:
                 and is_later
                 and target.part is not None
             ):
-                for one in _targets(statement):
-                    if one.part:
-                        yield Target(one.name, (*target.part, *one.part), target.span)
+                for unpacked in _targets(statement):
+                    if unpacked.part:
+                        yield Target(
+                            unpacked.name, (*target.part, *unpacked.part), target.span
+                        )
 
 
 class _Parsed(NamedTuple):
@@ -158,14 +160,14 @@ def _targets(statement: ast.stmt) -> list[Target]:
     if isinstance(statement, ast.AugAssign):
         return [*_named(statement.target, statement)]  # the sum too
     if isinstance(statement, ast.Assign):
-        left = statement.targets
+        left_sides = statement.targets
         value = statement.value
     elif isinstance(statement, ast.AnnAssign) and statement.value:
-        left = [statement.target]
+        left_sides = [statement.target]
         value = statement.value
     else:
         return []
-    return [one for each in left for one in _named(each, value)]
+    return [target for left_side in left_sides for target in _named(left_side, value)]
 
 
 def _named(
@@ -179,12 +181,12 @@ def _named(
     is_display = part == () and isinstance(value, (ast.Tuple, ast.List))
     values = value.elts if is_display else []  # type: ignore[union-attr]
     starred = any(isinstance(x, ast.Starred) for x in (*target.elts, *values))
-    for i, one in enumerate(target.elts):
+    for i, element in enumerate(target.elts):
         if len(values) == len(target.elts) and not starred:
-            yield from _named(one, values[i])
+            yield from _named(element, values[i])
         else:
             yield from _named(
-                one, value, None if starred or part is None else (*part, i)
+                element, value, None if starred or part is None else (*part, i)
             )
 
 
@@ -241,8 +243,8 @@ def _source_of(
             node = node.elts[part[0]] if part[0] < len(node.elts) else None
             part = part[1:]
         elif isinstance(node, ast.Name):
-            node, more = _assigned(line, node)
-            part = (*more, *part)
+            node, inner_part = _assigned(line, node)
+            part = (*inner_part, *part)
         elif not _within(line, _span(node)):
             return None
         elif not part:
@@ -270,11 +272,15 @@ def _of_results(
     eqn: JaxprEquation, depth: int, span: _Span, part: tuple[int, ...]
 ) -> _Source | None:
     """The results of a jitted function that are this part of what it returns."""
-    parts = jaxprs.parts_of_results(eqn)
-    if parts is None:
+    result_parts = jaxprs.parts_of_results(eqn)
+    if result_parts is None:
         return None
-    found = [n for n, each in enumerate(parts) if each[: len(part)] == part]
-    return _Source(depth, span, results=tuple(found)) if found else None
+    indices = [
+        n
+        for n, result_part in enumerate(result_parts)
+        if result_part[: len(part)] == part
+    ]
+    return _Source(depth, span, results=tuple(indices)) if indices else None
 
 
 def _frame_inside(lines: Sequence[SourceLine], depth: int) -> int | None:
@@ -300,15 +306,15 @@ def _function_of(line: SourceLine) -> _Function | None:
 
 def _own_statements(function: _Function) -> list[ast.stmt]:
     """The simple statements of a function, without those of functions inside it."""
-    found = []
-    left = list(function.body) if isinstance(function.body, list) else []
-    while left:
-        statement = left.pop(0)
+    simple = []
+    queue = list(function.body) if isinstance(function.body, list) else []
+    while queue:
+        statement = queue.pop(0)
         if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
             continue
-        found.append(statement)
-        left += [n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)]
-    return found
+        simple.append(statement)
+        queue += [n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)]
+    return simple
 
 
 def _returned(line: SourceLine) -> ast.expr | None:
@@ -327,14 +333,14 @@ def _assigned(
     which part of it.
     """
     function = _function_of(line)
-    found: list[tuple[_Span, Target]] = []
+    assignments: list[tuple[_Span, Target]] = []
     for statement in _own_statements(function) if function else ():
         if _span(statement) < _span(name):
             named = [t for t in _targets(statement) if t.name == name.id]
-            found += [(_span(statement), t) for t in named]
-    if not found:
+            assignments += [(_span(statement), t) for t in named]
+    if not assignments:
         return None, ()
-    _, target = max(found, key=operator.itemgetter(0))
+    _, target = max(assignments, key=operator.itemgetter(0))
     node = _code(line.file).expressions.get(target.span)
     return (None, ()) if target.part is None else (node, target.part)
 
@@ -370,29 +376,29 @@ def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variab
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    for (target, places), found in _statements_in(level, wanted, untold).items():
+    for (target, places), pieces in _statements_in(level, wanted, untold).items():
         is_in_loop = any(map(_is_in_loop, places))
-        side = found[0].side
+        side = pieces[0].side
         backward = set[int]()
         if not side:
-            backward = {each.at for each in found if each.is_backward}
-            found = [each for each in found if not each.is_backward]
-        in_turn = found and is_in_loop and not side
-        for run in _runs(found) if in_turn else filter(None, [found]):
-            within = backward | {each.at for each in run}
+            backward = {piece.at for piece in pieces if piece.is_backward}
+            pieces = [piece for piece in pieces if not piece.is_backward]
+        in_turn = pieces and is_in_loop and not side
+        for run in _runs(pieces) if in_turn else filter(None, [pieces]):
+            within = backward | {piece.at for piece in run}
             if not is_in_loop and not side:
                 # What was traced meanwhile, such as branches from elsewhere, is inside.
                 within |= {*range(run[0].at, run[-1].at)}
             leaves = [
-                (each, v)
-                for each in run
-                if side in ("", "both") or each.is_backward == (side == "backward")
-                if not (side and _is_differentiated(level, each))
-                for v in each.results
+                (piece, v)
+                for piece in run
+                if side in ("", "both") or piece.is_backward == (side == "backward")
+                if not (side and _is_differentiated(level, piece))
+                for v in piece.results
                 if _Users(level, target, places, within).has(v)
             ]
-            for part, (each, v) in enumerate(leaves):
-                yield Variable(target.name, v, each.at, each.place, part, len(leaves))
+            for part, (piece, v) in enumerate(leaves):
+                yield Variable(target.name, v, piece.at, piece.place, part, len(leaves))
 
 
 def _statements_in(
@@ -401,8 +407,8 @@ def _statements_in(
     """The equations of each statement that assigns to a wanted target."""
     groups: dict[_Statement, list[_Piece]] = {}
     known: dict[tuple[object, ...], list[Target]] = {}  # files are read once a level
-    parts = set[str]()
-    told = set[str]()
+    names_of_parts = set[str]()
+    names_followed = set[str]()
     for index, at in enumerate(level.places):
         lines = user_lines.lines_of(at.eqn)
         for depth, line in enumerate(lines):
@@ -412,14 +418,14 @@ def _statements_in(
             for target in known[place]:
                 if not wanted(target.name) or not _within(line, target.span):
                     continue
-                parts |= {target.name} if target.part != () else set()
+                names_of_parts |= {target.name} if target.part != () else set()
                 source = _source_of(target, lines, depth, at)
                 if source is None:
                     continue
-                told.add(target.name)
+                names_followed.add(target.name)
                 key, piece = _piece(target, source, lines, depth, index, at)
                 groups.setdefault(key, []).append(piece)
-    untold |= parts - told
+    untold |= names_of_parts - names_followed
     return groups
 
 
@@ -431,8 +437,8 @@ def _piece(
     index: int,
     at: Place,
 ) -> tuple[_Statement, _Piece]:
-    own = Target(target.name, (), source.span)
-    key = own, _places(own, lines[source.depth :])
+    target_of_source = Target(target.name, (), source.span)
+    key = target_of_source, _places(target_of_source, lines[source.depth :])
     side = source.side
     if not side:
         differentiates = _differentiates(lines, source.depth)
@@ -456,14 +462,16 @@ def _within(line: SourceLine, span: _Span) -> bool:
     return begin >= span[:2] and end <= span[2:]
 
 
-def _runs(found: list[_Piece]) -> list[list[_Piece]]:
+def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:
     """The runs of a statement, if they all have the same equations."""
-    marks = [(each.line[2:6], each.line.inside, each.eqn.primitive) for each in found]
+    marks = [
+        (piece.line[2:6], piece.line.inside, piece.eqn.primitive) for piece in pieces
+    ]
     times = marks.count(marks[0])
-    size = len(found) // times
+    size = len(pieces) // times
     if marks != marks[:size] * times:
-        return [found]
-    return [found[i : i + size] for i in range(0, len(found), size)]
+        return [pieces]
+    return [pieces[i : i + size] for i in range(0, len(pieces), size)]
 
 
 def _is_differentiated(level: Level, piece: _Piece) -> bool:
@@ -483,14 +491,14 @@ class _Users:
     Attributes:
         level, target, places: those of the statement.
         within: the equations of the level that are the statement's in this run.
-        seen: the variables that were looked at, with their jaxprs.
+        visited: the variables that were looked at, with their jaxprs.
     """
 
     level: Level
     target: Target
     places: tuple[_Place, ...]
     within: set[int]
-    seen: set[tuple[int, Var]] = field(default_factory=set)
+    visited: set[tuple[int, Var]] = field(default_factory=set)
 
     def has(self, var: Var, level: Level | None = None, has_left: bool = False) -> bool:
         """Whether a value of a level, by default the statement's, has other users.
@@ -499,13 +507,13 @@ class _Users:
         call or a step. Where the statement's equations get it forward, it runs again.
         """
         level = level or self.level
-        if (key := (id(level.jaxpr), var)) in self.seen:
+        if (key := (id(level.jaxpr), var)) in self.visited:
             return False
-        self.seen.add(key)
-        own: Collection[int] = self.within if level is self.level else ()
+        self.visited.add(key)
+        own_equations: Collection[int] = self.within if level is self.level else ()
         if has_left:
-            own = [at for at in own if level.places[at].is_backward]
-        uses = [use for use in level.uses.get(var, ()) if use[0] not in own]
+            own_equations = [at for at in own_equations if level.places[at].is_backward]
+        uses = [use for use in level.uses.get(var, ()) if use[0] not in own_equations]
         return any(self._goes_on(level, *use, has_left) for use in uses)
 
     def _goes_on(self, level: Level, at: int, position: int, has_left: bool) -> bool:
@@ -517,8 +525,8 @@ class _Users:
         if loop.primitive.name in jaxprs.LOOPS:
             consts, carry = jaxprs.split_of(loop)
             carried = level.jaxpr.invars[consts : consts + carry]
-            given = carried[position : position + 1]
-            if any(self.has(v, level, has_left=True) for v in given):
+            next_inputs = carried[position : position + 1]
+            if any(self.has(v, level, has_left=True) for v in next_inputs):
                 return True
         return self.has(loop.outvars[position], level.outer, has_left=True)
 

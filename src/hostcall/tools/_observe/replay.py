@@ -76,10 +76,10 @@ _ELEMENTS_MOST = 1 << 22  # of a value that is looked at cause by cause
 def runs_again(eqn: JaxprEquation) -> bool:
     """Whether the host can run an equation again, and nobody notices."""
     return not eqn.effects and not any(
-        each.primitive.name in _ONCE
-        or jaxprs.is_host_call(each)
-        or jaxprs.names_shardings(each)
-        for each in jaxprs.within(eqn)
+        inner.primitive.name in _ONCE
+        or jaxprs.is_host_call(inner)
+        or jaxprs.names_shardings(inner)
+        for inner in jaxprs.within(eqn)
     )
 
 
@@ -105,14 +105,14 @@ class Origin(NamedTuple):
     Attributes:
         place: the equation that made it, or handed it on.
         steps: those of the loops around it.
-        before: the origin of the operand that it was handed; None: it was made here.
+        source: the origin of the operand that it was handed; None: it was made here.
         element: the index of the result's first such element, whose value is `value`.
         operands: what the equation got; at this element if it has one there.
     """
 
     place: Place
     steps: RuleCall
-    before: Origin | None
+    source: Origin | None
     element: tuple[int, ...]
     value: Value
     operands: list[str]
@@ -120,10 +120,10 @@ class Origin(NamedTuple):
     @property
     def chain(self) -> list[Origin]:
         """The origins from this one back to the equation that made the value."""
-        found = [self]
-        while found[-1].before is not None:
-            found.append(found[-1].before)
-        return found
+        links = [self]
+        while links[-1].source is not None:
+            links.append(links[-1].source)
+        return links
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Search:
         return self.origins[cause - _ORIGINS] if cause >= _ORIGINS else None
 
     def add(self, origin: Origin) -> int:
-        if origin.before is None and self.ignores(origin.place):
+        if origin.source is None and self.ignores(origin.place):
             return INNOCENT
         self.origins.append(origin)
         return len(self.origins) - 1 + _ORIGINS
@@ -183,8 +183,12 @@ def _stronger(a: Causes, b: Causes) -> Causes:
 
 def worst(causes: Iterable[Causes | None]) -> int:
     """The first origin among these causes; else whether one is innocent."""
-    found = [np.unique(each) for each in causes if each is not None]
-    numbers = np.concatenate([[0], *found])
+    numbers_of_each = [
+        np.unique(causes_of_value)
+        for causes_of_value in causes
+        if causes_of_value is not None
+    ]
+    numbers = np.concatenate([[0], *numbers_of_each])
     origins = numbers[numbers >= _ORIGINS]
     return int(origins.min() if origins.size else numbers.max())
 
@@ -244,23 +248,27 @@ class Frame:
         self, place: Place, operands: list[Value], results: list[Value], again: bool
     ) -> None:
         eqn = place.eqn
-        given = [self.cause(atom) for atom in eqn.invars]
+        operand_causes = [self.cause(atom) for atom in eqn.invars]
         is_known = all(x is not None for x in operands)
         is_entered = again and is_known and bool(jaxprs.inners(eqn))
         if is_entered:
-            found = self._inside(place, operands, given, results)
+            causes_inside = self._inside(place, operands, operand_causes, results)
         for n, (var, result) in enumerate(zip(eqn.outvars, results, strict=True)):
             bad = self.search.bad(result)
             if not bad.any():
                 continue
             if again and not is_known:  # of a buffer, left out
-                causes = np.asarray(max(worst(given), INNOCENT))
+                causes = np.asarray(max(worst(operand_causes), INNOCENT))
             elif is_entered:
-                causes = found[n]
+                causes = causes_inside[n]
             elif again:
-                causes = self._handed_on(eqn, operands, given, n, np.asarray(result))
+                causes = self._handed_on(
+                    eqn, operands, operand_causes, n, np.asarray(result)
+                )
             else:
-                causes = self._of_once(place, var, operands, given, np.asarray(result))
+                causes = self._of_once(
+                    place, var, operands, operand_causes, np.asarray(result)
+                )
             causes = np.where(bad, np.broadcast_to(causes, bad.shape), 0)
             self.causes[var] = self._linked(
                 place, causes, np.asarray(result), operands, is_entered
@@ -290,8 +298,8 @@ class Frame:
             first = np.argwhere(nans if nans.any() else which)[0]
             at = tuple(map(int, first))
             texts = [_shown(x, at, result.shape) for x in operands]
-            before = self.search.origin(cause)
-            origin = Origin(place, self.steps, before, at, result[at], texts)
+            cause_origin = self.search.origin(cause)
+            origin = Origin(place, self.steps, cause_origin, at, result[at], texts)
             new = np.where(which, self.search.add(origin), new)
         return new
 
@@ -299,34 +307,37 @@ class Frame:
         self,
         eqn: JaxprEquation,
         operands: list[Value],
-        given: list[Causes | None],
+        operand_causes: list[Causes | None],
         n: int,
         result: np.ndarray,
     ) -> Causes:
         """The causes of result number n, as far as operands have them."""
         name = eqn.primitive.name
         if name == "bitcast_convert_type":  # NaNs are numbers among others there
-            return np.asarray(max(worst(given), INNOCENT))
-        if all(each is None or not each.any() for each in given):
+            return np.asarray(max(worst(operand_causes), INNOCENT))
+        if all(
+            causes_of_operand is None or not causes_of_operand.any()
+            for causes_of_operand in operand_causes
+        ):
             return np.zeros(result.shape, int)
         if name == "select_n":
             which = np.broadcast_to(np.asarray(operands[0]), result.shape).astype(int)
-            found = np.zeros(result.shape, int)
-            for case, cause in enumerate(given[1:]):
+            causes = np.zeros(result.shape, int)
+            for case, cause in enumerate(operand_causes[1:]):
                 if cause is not None:
-                    found = np.where(which == case, cause, found)
-            return found
+                    causes = np.where(which == case, cause, causes)
+            return causes
         shapes = {np.shape(x) for x in operands} - {()}
         keeps_places = name == "convert_element_type" or jaxprs.is_elementwise(eqn)
         if keeps_places and shapes <= {result.shape}:
-            found = np.zeros(result.shape, int)
-            for x, cause in zip(operands, given, strict=True):
+            causes = np.zeros(result.shape, int)
+            for x, cause in zip(operands, operand_causes, strict=True):
                 if cause is not None:
-                    found = _stronger(found, self._of_element(x, cause, result))
-            return found
+                    causes = _stronger(causes, self._of_element(x, cause, result))
+            return causes
         if name in _SPREADS and result.size <= _ELEMENTS_MOST:
-            return self._spread(eqn, operands, given, n, result)
-        return self._mixed(operands, given, result)
+            return self._spread(eqn, operands, operand_causes, n, result)
+        return self._mixed(operands, operand_causes, result)
 
     def _of_element(self, x: Value, cause: Causes, result: np.ndarray) -> Causes:
         is_nan = np.isnan(np.asarray(x)) if _is_float(x) else np.False_
@@ -337,7 +348,7 @@ class Frame:
         self,
         eqn: JaxprEquation,
         operands: list[Value],
-        given: list[Causes | None],
+        operand_causes: list[Causes | None],
         n: int,
         result: np.ndarray,
     ) -> Causes:
@@ -349,10 +360,15 @@ class Frame:
             return np.isnan(np.asarray(jaxprs.evaluate(eqn, marked)[n]))
 
         always = reached([None] * len(operands))  # outside of what is gathered from
-        found = np.zeros(result.shape, int)
-        numbers = np.concatenate([np.unique(c) for c in given if c is not None])
+        causes = np.zeros(result.shape, int)
+        numbers = np.concatenate(
+            [np.unique(c) for c in operand_causes if c is not None]
+        )
         for number in sorted({*numbers.tolist()} - {0}):
-            masks = [None if each is None else each == number for each in given]
+            masks = [
+                None if causes_of_operand is None else causes_of_operand == number
+                for causes_of_operand in operand_causes
+            ]
             touched = reached(masks) & ~always
             if number == INNOCENT and np.isnan(result[touched]).any():
                 nans = [
@@ -360,16 +376,21 @@ class Frame:
                     for x, m in zip(operands, masks, strict=True)
                 ]
                 touched &= ~np.isnan(result) | reached(nans)
-            found = _stronger(found, np.where(touched, number, 0))
-        return found
+            causes = _stronger(causes, np.where(touched, number, 0))
+        return causes
 
     def _mixed(
-        self, operands: list[Value], given: list[Causes | None], result: np.ndarray
+        self,
+        operands: list[Value],
+        operand_causes: list[Causes | None],
+        result: np.ndarray,
     ) -> Causes:
-        cause = worst(given)
+        cause = worst(operand_causes)
         if cause == INNOCENT and not any(
-            each is not None and _is_float(x) and np.isnan(np.asarray(x)).any()
-            for x, each in zip(operands, given, strict=True)
+            causes_of_operand is not None
+            and _is_float(x)
+            and np.isnan(np.asarray(x)).any()
+            for x, causes_of_operand in zip(operands, operand_causes, strict=True)
         ):
             return np.where(np.isnan(result), 0, INNOCENT)
         return np.asarray(cause)
@@ -379,21 +400,21 @@ class Frame:
         place: Place,
         var: Var,
         operands: list[Value],
-        given: list[Causes | None],
+        operand_causes: list[Causes | None],
         result: np.ndarray,
     ) -> Causes:
         """The causes of a result that the device has handed over."""
         if jaxprs.inners(place.eqn):
             # Where what is inside has been looked at, it has told what it made.
-            cause = worst(given)
+            cause = worst(operand_causes)
             if cause >= _ORIGINS or not devices_may_part(place):
                 return np.asarray(max(cause, INNOCENT))
             has_infinity = any(map(_is_infinite, _literals(place.eqn)))
             innocent = np.where(np.isnan(result), cause, INNOCENT)
             return innocent if has_infinity else np.asarray(cause)
-        if var in self.from_others and not worst(given):
+        if var in self.from_others and not worst(operand_causes):
             return np.asarray(INNOCENT)  # the device that made it tells
-        return self._mixed(operands, given, result)
+        return self._mixed(operands, operand_causes, result)
 
     # --- Calls, branches and loops ----------------------------------------------------
 
@@ -401,25 +422,25 @@ class Frame:
         self,
         place: Place,
         operands: list[Value],
-        given: list[Causes | None],
+        operand_causes: list[Causes | None],
         results: list[Value],
     ) -> list[Causes]:
         """The causes of the results of a call, a branch or a loop."""
         eqn = place.eqn
         inners = jaxprs.inners(place.eqn)
         if eqn.primitive.name in jaxprs.LOOPS:
-            return self.in_loop(place, operands, given, len(results))
+            return self.in_loop(place, operands, operand_causes, len(results))
         inner = inners[int(operands[0]) if eqn.primitive.name == "cond" else -1]
         values = operands[inner.begin :]
-        causes = given[inner.begin :]
+        causes = operand_causes[inner.begin :]
         frame = self._entered(place, inner.jaxpr, values, causes, self.steps)
-        found = []
+        result_causes = []
         for atom in frame.jaxpr.outvars:
             cause = frame.cause(atom)
             if frame.value(atom) is None:  # not known: any operand may be the cause
-                cause = np.asarray(worst(given))
-            found.append(np.asarray(0) if cause is None else cause)
-        return found
+                cause = np.asarray(worst(operand_causes))
+            result_causes.append(np.asarray(0) if cause is None else cause)
+        return result_causes
 
     def _entered(
         self,
@@ -445,7 +466,7 @@ class Frame:
         self,
         place: Place,
         operands: list[Value],
-        given: list[Causes | None],
+        operand_causes: list[Causes | None],
         n_results: int,
         first: int = 0,
         last: int | None = None,
@@ -459,8 +480,8 @@ class Frame:
         name = place.eqn.primitive.name
         inner = jaxprs.inners(eqn)[-1]
         n_consts, n_carry = jaxprs.split_of(eqn)
-        before = worst(given)
-        seen = [np.zeros((), np.uint8)] * n_results
+        cause_before = worst(operand_causes)
+        known_kinds = [np.zeros((), np.uint8)] * n_results
         was_looked_into = False
         all_steps = _scan_steps if name == "scan" else _while_steps
         steps = all_steps(eqn, operands, first)
@@ -469,17 +490,17 @@ class Frame:
         for count, (step, values, new) in enumerate(steps):
             carry = values[n_consts : n_consts + n_carry]
             kinds = [self._kinds(x) for x in new]
-            old = [self._kinds(x) for x in carry] + seen[n_carry:]
+            old = [self._kinds(x) for x in carry] + known_kinds[n_carry:]
             is_known = [
                 not np.any(kind & ~(past | known))
-                for kind, past, known in zip(kinds, old, seen, strict=True)
+                for kind, past, known in zip(kinds, old, known_kinds, strict=True)
             ]
             if all(is_known):
                 continue
-            causes = given[inner.begin :]
+            causes = operand_causes[inner.begin :]
             if count:  # these were given, or came from the steps before
                 bad = [self.search.bad(x) for x in carry]
-                now = [np.where(each, max(before, INNOCENT), 0) for each in bad]
+                now = [np.where(flags, max(cause_before, INNOCENT), 0) for flags in bad]
                 causes = [*causes[:n_consts], *now, *causes[n_consts + n_carry :]]
             if name == "scan":
                 rows = causes[n_consts + n_carry :]
@@ -488,20 +509,27 @@ class Frame:
                 causes = [*causes[: n_consts + n_carry], *xs]
             around = (*self.steps, step)
             frame = self._entered(place, inner.jaxpr, values, causes, around)
-            found = [frame.cause(atom) for atom in frame.jaxpr.outvars]
-            found = [np.asarray(0) if c is None else c for c in found]
+            result_causes = [frame.cause(atom) for atom in frame.jaxpr.outvars]
+            result_causes = [np.asarray(0) if c is None else c for c in result_causes]
             bad = [self.search.bad(x) for x in new]  # without rows that have stopped
-            found = [np.where(b, c, 0) for b, c in zip(bad, found, strict=True)]
-            if (made := worst(found)) >= _ORIGINS:
-                own = [worst([each]) for each in found]
-                return [np.asarray(c if c >= _ORIGINS else made) for c in own]
-            if any((b & (c == 0)).any() for b, c in zip(bad, found, strict=True)):
+            result_causes = [
+                np.where(b, c, 0) for b, c in zip(bad, result_causes, strict=True)
+            ]
+            if (first_origin := worst(result_causes)) >= _ORIGINS:
+                worst_of_each = [worst([flags]) for flags in result_causes]
+                return [
+                    np.asarray(c if c >= _ORIGINS else first_origin)
+                    for c in worst_of_each
+                ]
+            if any(
+                (b & (c == 0)).any() for b, c in zip(bad, result_causes, strict=True)
+            ):
                 # A step has handed out a NaN that is a literal, or what it computed
                 # from is not known.
                 return [np.asarray(0)] * n_results
             was_looked_into = True
-            seen = [a | b for a, b in zip(seen, kinds, strict=True)]
-        cause = max(before, INNOCENT) if was_looked_into else before
+            known_kinds = [a | b for a, b in zip(known_kinds, kinds, strict=True)]
+        cause = max(cause_before, INNOCENT) if was_looked_into else cause_before
         return [np.asarray(cause)] * n_results
 
     def _kinds(self, value: Value) -> np.ndarray:
@@ -526,8 +554,8 @@ def _marked(x: Value, mask: np.ndarray | None) -> np.ndarray:
 
 
 def _literals(eqn: JaxprEquation) -> Iterator[Value]:
-    for each in jaxprs.within(eqn):
-        for atom in each.invars:
+    for inner in jaxprs.within(eqn):
+        for atom in inner.invars:
             if tracing.is_literal(atom):
                 yield atom.val
 
@@ -547,8 +575,8 @@ def _shown(x: Value, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
         return str(x.dtype)
     array = np.asarray(x)
     if array.shape in ((), shape):
-        one = array[index if array.shape else ()]
-        return f"{one:.6g}" if _is_float(array) else str(one)
+        element = array[index if array.shape else ()]
+        return f"{element:.6g}" if _is_float(array) else str(element)
     kind = f"{array.dtype}[{','.join(map(str, array.shape))}]"
     if array.size and _is_float(array) and not np.iscomplexobj(array):
         low = float(array.min())

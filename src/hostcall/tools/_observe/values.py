@@ -67,16 +67,16 @@ class Record(NamedTuple):
             f"step {step} of {loop}"
             for loop, step in zip(self.loops, self.steps, strict=False)
         ]
-        where = ", ".join([f"{labels.short(self.file)}:{self.line}", *reversed(at)])
-        return f"{name} ({where}{', backward' * self.backward})"
+        location = ", ".join([f"{labels.short(self.file)}:{self.line}", *reversed(at)])
+        return f"{name} ({location}{', backward' * self.backward})"
 
 
 def _results_of(level: Level) -> Iterator[names.Variable]:
     """All arrays that a level computes, as if they were variables."""
-    for at, where in enumerate(level.places):
-        line = where.users_line
+    for at, at_place in enumerate(level.places):
+        line = at_place.users_line
         place = (line.file, line.function, line.line) if line else ("", "", 0)
-        outs = [v for v in where.eqn.outvars if not jaxprs.is_dropped(v)]
+        outs = [v for v in at_place.eqn.outvars if not jaxprs.is_dropped(v)]
         for part, var in enumerate(outs):
             if jaxprs.is_array(var):
                 yield names.Variable("", var, at, place, part, len(outs))
@@ -107,12 +107,12 @@ class Values:
         names: Sequence[str],
         select: Callable[[Record], object] | None,
         to: To,
-        where: Where,
+        scope: Where,
     ) -> None:
         self._names = names
         self._select = select
         self._to = to
-        self._where = where
+        self._scope = scope
         self._found: set[str] = set()
         self._others: set[str] = set()
         self._untold: set[str] = set()
@@ -122,7 +122,7 @@ class Values:
     def look(self, level: Level) -> Iterator[Insertion]:
         for v in names.variables(level, self._wants, self._untold):
             file, function, _ = v.place
-            if not self._where.has_variable(file, function):
+            if not self._scope.has_variable(file, function):
                 self._elsewhere.setdefault(v.name, labels.short(file))
                 continue
             self._found.add(v.name)
@@ -130,7 +130,7 @@ class Values:
         if self._select is None:
             return
         for v in _results_of(level):
-            if not self._where.has(level.places[v.at]):
+            if not self._scope.has(level.places[v.at]):
                 continue
             if self._select(record := _record_of(level, v)):
                 yield self._insertion(level, record, v)
@@ -148,8 +148,8 @@ class Values:
 
         def hand(value: np.ndarray, *steps: np.ndarray) -> None:
             numbers = tuple(int(x) if not x.shape else x for x in steps)
-            here = hc.current() if has_devices else None  # half of what the rest costs
-            to(record._replace(steps=numbers, device=here and here.device), value)
+            call = hc.current() if has_devices else None  # half of what the rest costs
+            to(record._replace(steps=numbers, device=call and call.device), value)
 
         def hand_column(values: np.ndarray, steps: np.ndarray | None) -> None:
             if steps is None:
@@ -157,8 +157,8 @@ class Values:
             when = np.full(len(values), time.time())
             to({"step": steps, "time": when, name: values})
 
-        for each in (hand, hand_column):
-            each.__name__ = each.__qualname__ = f"hc.observe({name})"
+        for handler in (hand, hand_column):
+            handler.__name__ = handler.__qualname__ = f"hc.observe({name})"
 
         def fn(value: jax.Array, *steps: jax.Array) -> None:
             step = steps[-1] if steps and steps[-1].ndim == 0 else None
@@ -178,7 +178,7 @@ class Values:
     def warn(self) -> None:
         """Warns of names that were not found, at the end of the block."""
         for name in self._names:
-            if any(fnmatchcase(found, name) for found in self._found):
+            if any(fnmatchcase(name_found, name) for name_found in self._found):
                 continue
             text = f"hostcall: hc.observe found no variable {name!r} in the programs"
             if any(fnmatchcase(part, name) for part in self._untold):

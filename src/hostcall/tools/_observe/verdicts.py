@@ -1,9 +1,9 @@
 """Judges bad values on the host: who made them, and whether they are innocent.
 
-A program that has bad values sends their digest first: how many NaNs and infinities
-each value has, and a mix of their positions. That is small, and answered at once if it
-is known to be innocent. Only if it is not, the program hands over what its equations
-got, and these are run again here (`replay.py`).
+A program that has bad values shows them first, by a call that gets what was looked at.
+That is answered at once if the same bad elements are known to be innocent. Only if they
+are not, the program hands over what its equations got, and these are run again here
+(`replay.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,10 +34,40 @@ from hostcall.tools._observe.replay import (
 )
 from hostcall.tools._observe.where import Where
 
-NUMBERS = 4  # of a value in a digest: NaNs, infinities, where these are, and those
-COUNTS = 2  # of them are counts
-_DIGESTS_MOST = 256  # that are remembered
+COUNTS = 2  # of a value: its NaNs, and its infinities
+_FINGERPRINTS_MOST = 256  # that are remembered
 _ASKS_MOST = 32  # of one run of a program
+
+
+class Fingerprint(NamedTuple):
+    """Which elements of some values are bad.
+
+    Attributes:
+        counts: how many NaNs and infinities each value has, in the row that has most.
+        key: a hash of which elements these are.
+    """
+
+    counts: np.ndarray
+    key: int
+
+    @classmethod
+    def of(cls, values: Sequence[np.ndarray], infs: bool, row_axes: int) -> Fingerprint:
+        """`row_axes`: how many axes in front are rows, which are counted one by one."""
+        counts = np.zeros((len(values), COUNTS), np.int32)
+        marks = []
+        for n, value in enumerate(values):
+            # Most values have nothing bad. Where they stand among the others is part
+            # of the key, so they need no mark.
+            if np.isfinite(value).all():
+                continue
+            axes = tuple(range(row_axes, value.ndim))
+            kinds = [np.isnan(value)]
+            if infs:
+                kinds.append(np.isinf(value))
+            for kind, flags in enumerate(kinds):
+                counts[n, kind] = flags.sum(axes).max()
+                marks.append((n, kind, np.packbits(flags).tobytes()))
+        return cls(counts, hash(tuple(marks)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,24 +76,26 @@ class Judge(HostCode):
 
     Attributes:
         looked_at: the values that the device looks at.
-        at_hand: those of them that it hands over.
+        at_hand: those of them that are results of the level.
+        row_axes: how many axes of rows they have in front, in a while loop under vmap.
         innocent: for each of these the kinds of bad values that were innocent so far,
             or told of, by their elements.
-        digests: those that were found innocent, or told of.
+        fingerprints: the keys of those that were found innocent, or told of.
         most: the most NaNs and infinities that innocent values had, if any did.
-        told: the names of the places that were told of.
+        reported: the names of the places that were reported.
     """
 
     level: Level
     infs: bool
-    where: Where
+    scope: Where
     reports: Reports
     looked_at: tuple[Atom, ...]
     at_hand: tuple[Atom, ...]
+    row_axes: int
     innocent: dict[Atom, np.ndarray] = field(default_factory=dict, init=False)
-    digests: set[bytes] = field(default_factory=set, init=False)
+    fingerprints: set[int] = field(default_factory=set, init=False)
     most: dict[str, np.ndarray] = field(default_factory=dict, init=False)
-    told: list[str] = field(default_factory=list, init=False)
+    reported: list[str] = field(default_factory=list, init=False)
     stays = "hc.observe looks at programs of this process only"
     __name__ = "hc.observe(nans=True)"
 
@@ -80,21 +112,24 @@ class Judge(HostCode):
         return Ask(self)
 
     def is_ignored(self, place: Place) -> bool:
-        return not self.where.has(place)
+        return not self.scope.has(place)
 
-    def is_innocent(self, digest: np.ndarray) -> bool:
+    def fingerprint(self, values: Sequence[np.ndarray]) -> Fingerprint:
+        return Fingerprint.of(values, self.infs, self.row_axes)
+
+    def is_innocent(self, bad: Fingerprint) -> bool:
         """Whether bad values are known to be innocent, or were told of."""
-        is_known = digest.tobytes() in self.digests
-        if not is_known and len(self.digests) >= _DIGESTS_MOST:
+        is_known = bad.key in self.fingerprints
+        if not is_known and len(self.fingerprints) >= _FINGERPRINTS_MOST:
             # Where they are differs each time: only how many there are can tell.
-            is_known = bool((_counts(digest) <= self.most["counts"]).all())
+            is_known = bool((bad.counts <= self.most["counts"]).all())
         if is_known:
-            for name in self.told:
+            for name in self.reported:
                 self.reports.count(name)
         return is_known
 
     def judge(
-        self, known: dict[Any, Value], digest: np.ndarray, flags: np.ndarray
+        self, known: dict[Any, Value], bad: Fingerprint | None, flags: np.ndarray
     ) -> None:
         """Raises an error for what is bad, if that is not known to be innocent."""
         kinds = {v: kinds_of(known[v], self.infs) for v in self.at_hand}
@@ -103,7 +138,7 @@ class Judge(HostCode):
         if not has_new and not any(
             np.any(kind & ~self.innocent.get(v, none)) for v, kind in kinds.items()
         ):
-            for name in self.told:
+            for name in self.reported:
                 self.reports.count(name)
         else:
             # The host's own programs make the bad value again, whatever the user's
@@ -115,17 +150,17 @@ class Judge(HostCode):
                 jax.debug_infs(False),
                 jax.enable_x64(True),
             ):
-                self.find(known, digest, flags)
+                self.find(known, bad, flags)
             for v, kind in kinds.items():
                 self.innocent[v] = self.innocent.get(v, none) | kind
-        if digest.size:
-            counts = _counts(digest)
-            self.most["counts"] = np.maximum(self.most.get("counts", counts), counts)
-            if len(self.digests) < _DIGESTS_MOST:
-                self.digests.add(digest.tobytes())
+        if bad is not None:
+            most = self.most.get("counts", bad.counts)
+            self.most["counts"] = np.maximum(most, bad.counts)
+            if len(self.fingerprints) < _FINGERPRINTS_MOST:
+                self.fingerprints.add(bad.key)
 
     def find(
-        self, known: dict[Any, Value], digest: np.ndarray, flags: np.ndarray
+        self, known: dict[Any, Value], bad: Fingerprint | None, flags: np.ndarray
     ) -> None:
         raise NotImplementedError
 
@@ -134,10 +169,12 @@ class Judge(HostCode):
         origins = [search.origin(cause) for cause in causes]
         chains = [origin.chain for origin in origins if origin is not None]
         chains.sort(key=lambda chain: search.origins.index(chain[-1]))
-        for _, same in itertools.groupby(chains, key=lambda chain: id(chain[-1])):
-            name = self.reports.found(next(same))
-            if name and name not in self.told:
-                self.told.append(name)
+        for _, chains_of_origin in itertools.groupby(
+            chains, key=lambda chain: id(chain[-1])
+        ):
+            name = self.reports.found(next(chains_of_origin))
+            if name and name not in self.reported:
+                self.reported.append(name)
         return bool(chains)
 
     def not_again(self, place: Place, steps: RuleCall, search: Search) -> None:
@@ -145,15 +182,9 @@ class Judge(HostCode):
             self.reports.not_again(place, steps, search)
 
 
-def _counts(digest: np.ndarray) -> np.ndarray:
-    """How many NaNs and infinities each value has, in the row that has most of them."""
-    counts = digest[..., :COUNTS]
-    return counts.reshape(-1, *counts.shape[-2:]).max(0)
-
-
 @dataclass(frozen=True, eq=False)
 class Ask(HostCode):
-    """The function of the call that asks a judge whether a digest is known.
+    """The function of the call that asks a judge whether bad values are known.
 
     Attributes:
         asks: the number of a run, and how often it has asked.
@@ -167,15 +198,15 @@ class Ask(HostCode):
     def place(self) -> tuple[str, int, str]:
         return self.judge.place()
 
-    def __call__(self, digest: np.ndarray) -> tuple[np.ndarray, np.bool_]:
+    def __call__(self, *values: np.ndarray) -> tuple[np.ndarray, np.bool_]:
         """(how many bad values are none of anybody's business from now on in this run,
-        whether this digest is not known).
+        whether these values' are not known).
         """
-        floor = np.zeros((*digest.shape[:-1], COUNTS), np.int32)
-        if not self.judge.is_innocent(digest):
+        floor = np.zeros((len(values), COUNTS), np.int32)
+        if not self.judge.is_innocent(self.judge.fingerprint(values)):
             return floor, np.True_
-        here = hc.current()
-        run = 0 if here is None else here.run or 0
+        call = hc.current()
+        run = 0 if call is None else call.run or 0
         is_same_run = run == self.asks[0]
         self.asks[:] = run, self.asks[1] + 1 if is_same_run else 1
         if self.asks[1] > _ASKS_MOST:  # innocent ones come and go
@@ -191,23 +222,24 @@ class Equations(Judge):
     operands: tuple[Var, ...]
     collectives: tuple[JaxprEquation, ...]
 
-    def __call__(self, numbers: np.ndarray, *values: np.ndarray) -> None:
-        """`numbers`: a digest; or, inside shard_map, whether the operands of each
-        collective are bad on some device. The device that has them tells.
+    def __call__(self, flags: np.ndarray, *values: np.ndarray) -> None:
+        """`flags`: inside shard_map, whether something is bad on some device, and
+        whether the operands of each collective are. The device that has them tells.
         """
         known = dict(zip(self.operands, values, strict=True))
-        is_digest = numbers.dtype == np.int32
-        digest = numbers if is_digest else np.zeros((0, NUMBERS), np.int32)
-        self.judge(known, digest, np.zeros(0, bool) if is_digest else numbers[1:])
+        bad = None
+        if not self.level.meshes:
+            bad = self.fingerprint([known[x] for x in self.looked_at])
+        self.judge(known, bad, flags[1:])
 
     def find(
-        self, known: dict[Any, Value], digest: np.ndarray, flags: np.ndarray
+        self, known: dict[Any, Value], bad: Fingerprint | None, flags: np.ndarray
     ) -> None:
-        del digest
+        del bad
         search = Search(self.infs, self.is_ignored)
         pairs = zip(self.collectives, flags, strict=bool(flags.size))
-        sent = [eqn for eqn, is_bad in pairs if is_bad]
-        from_others = [v for eqn in sent for v in eqn.outvars]
+        bad_collectives = [eqn for eqn, is_bad in pairs if is_bad]
+        from_others = [v for eqn in bad_collectives for v in eqn.outvars]
         steps = tuple(known[v] for v in self.level.steps)
         frame = Frame(
             *(self.jaxpr, self.level.inside, steps, search),
@@ -223,13 +255,18 @@ class Equations(Judge):
             is_constant = _is_constant(self.level, v)
             frame.causes[v] = search.innocent(known[v], is_constant)
         frame.run()
-        bad = [v for v in self.looked_at if search.is_bad(known[v])]
+        suspects = [v for v in self.looked_at if search.is_bad(known[v])]
         # What this device has handed to others may be bad there, and not here.
-        bad += [v for e in sent for v in e.invars if search.is_bad(frame.value(v))]
-        if self.tell(search, [worst([frame.cause(v)]) for v in bad]):
+        suspects += [
+            v
+            for e in bad_collectives
+            for v in e.invars
+            if search.is_bad(frame.value(v))
+        ]
+        if self.tell(search, [worst([frame.cause(v)]) for v in suspects]):
             return
-        if bad and not any(search.is_bad(frame.value(v)) for v in bad):
-            at = next(p for p in self.level.places if bad[0] in p.eqn.outvars)
+        if suspects and not any(search.is_bad(frame.value(v)) for v in suspects):
+            at = next(p for p in self.level.places if suspects[0] in p.eqn.outvars)
             self.not_again(at, steps, search)
 
 
@@ -238,29 +275,30 @@ class StepsSincePause(Judge):
     """Judges the steps of a loop since its last pause, by running them again.
 
     Attributes:
-        others: the operands of the loop beside what it carries.
+        other_operands: the operands of the loop beside what it carries.
         outer: those that are variables.
         first: where what it carries is among its operands.
     """
 
-    others: tuple[Atom, ...]
+    other_operands: tuple[Atom, ...]
     outer: tuple[Var, ...]
     first: int
 
-    def __call__(
-        self, digest: np.ndarray, begin: np.ndarray, end: np.ndarray, *rest: np.ndarray
-    ) -> None:
+    def __call__(self, begin: np.ndarray, end: np.ndarray, *rest: np.ndarray) -> None:
         """`begin`, `end`: the turns of the loop since its last pause, the last one too.
-        `rest`: what it carried then, `outer`, and what is at hand of the last step.
+        `rest`: what was looked at, what the loop carried at the pause, and `outer`.
         """
-        n_carry = len(rest) - len(self.outer) - len(self.at_hand)
+        n_looked_at = len(self.looked_at)
+        n_before_outer = len(rest) - len(self.outer)
+        looked_at = rest[:n_looked_at]
         known: dict[Any, Value] = {"begin": int(begin), "end": int(end)}
-        known["carry"] = list(rest[:n_carry])
-        known |= zip([*self.outer, *self.at_hand], rest[n_carry:], strict=True)
-        self.judge(known, digest, np.zeros(0, bool))
+        known["carry"] = list(rest[n_looked_at:n_before_outer])
+        known |= zip(self.looked_at, looked_at, strict=True)
+        known |= zip(self.outer, rest[n_before_outer:], strict=True)
+        self.judge(known, self.fingerprint(looked_at), np.zeros(0, bool))
 
     def find(
-        self, known: dict[Any, Value], digest: np.ndarray, flags: np.ndarray
+        self, known: dict[Any, Value], bad: Fingerprint | None, flags: np.ndarray
     ) -> None:
         del flags
         assert self.level.outer is not None
@@ -268,25 +306,29 @@ class StepsSincePause(Judge):
         search = Search(self.infs, self.is_ignored)
         level = self.level.outer
         loop = self.level.inside
-        frame = Frame(level.jaxpr, loop.outer, (), search, dict(known))
+        outer_values = {v: known[v] for v in self.outer}
+        frame = Frame(level.jaxpr, loop.outer, (), search, outer_values)
         for v in self.outer:
             frame.causes[v] = search.innocent(known[v], _is_constant(level, v))
-        operands = [frame.value(x) for x in self.others]
-        causes = [frame.cause(x) for x in self.others]
+        operands = [frame.value(x) for x in self.other_operands]
+        causes = [frame.cause(x) for x in self.other_operands]
         carry = known["carry"]
         operands[self.first : self.first] = carry
         causes[self.first : self.first] = [search.innocent(x) for x in carry]
         n_results = len(loop.eqn.outvars)
         begin = known["begin"]
         end = known["end"]
-        found = frame.in_loop(loop, operands, causes, n_results, begin, end)
-        if self.tell(search, [worst([each]) for each in found]):
+        result_causes = frame.in_loop(loop, operands, causes, n_results, begin, end)
+        if self.tell(
+            search, [worst([causes_of_result]) for causes_of_result in result_causes]
+        ):
             return
-        if not any(np.any(each) for each in found):
-            are_bad = _counts(digest).any(-1)
-            bad = next(itertools.compress(self.looked_at, are_bad))
+        if not any(np.any(causes_of_result) for causes_of_result in result_causes):
+            assert bad is not None, "steps are looked at outside of shard_map alone"
+            suspects = itertools.compress(self.looked_at, bad.counts.any(-1))
+            suspect = next(suspects)
             body = Place(loop.eqn, loop)
-            at = next((p for p in self.level.places if bad in p.eqn.outvars), body)
+            at = next((p for p in self.level.places if suspect in p.eqn.outvars), body)
             self.not_again(at, (end,), search)
 
 

@@ -45,7 +45,7 @@ class Where:
 
     def _has(self, lines: Sequence[tuple[str, str]]) -> bool:
         def named_by(patterns: tuple[str, ...]) -> bool:
-            return any(names(each, *line) for each in patterns for line in lines)
+            return any(names(pattern, *line) for pattern in patterns for line in lines)
 
         return (not self.only or named_by(self.only)) and not named_by(self.ignore)
 
@@ -60,11 +60,13 @@ def names(pattern: str, file: str, function: str) -> bool:
     if "/" in pattern or pattern.endswith(".py"):
         path = file.replace(os.sep, "/")
         return fnmatchcase(path, pattern) or fnmatchcase(path, f"*/{pattern}")
-    own = function.rpartition("<locals>.")[2]  # of a function inside of another one
-    found = [function, own, own.rpartition(".")[2]]
-    parts = _module_of(file).split(".")
-    found += [".".join(parts[: n + 1]) for n in range(len(parts))]
-    return any(fnmatchcase(each, pattern) for each in found)
+    own_name = function.rpartition("<locals>.")[
+        2
+    ]  # of a function inside of another one
+    candidates = [function, own_name, own_name.rpartition(".")[2]]
+    packages = _module_of(file).split(".")
+    candidates += [".".join(packages[: n + 1]) for n in range(len(packages))]
+    return any(fnmatchcase(candidate, pattern) for candidate in candidates)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,5 +78,5 @@ def _module_of(file: str) -> str:
         while os.path.exists(os.path.join(folder, "__init__.py")):
             folder, package = os.path.split(folder)
             path = os.path.join(package, path)
-    parts = path.removesuffix(".py").removesuffix(os.sep + "__init__").split(os.sep)
-    return ".".join(parts)
+    packages = path.removesuffix(".py").removesuffix(os.sep + "__init__").split(os.sep)
+    return ".".join(packages)
