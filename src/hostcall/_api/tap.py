@@ -224,6 +224,9 @@ FACE = mistakes.Face(
 _FACE_OF_ONE = mistakes.Face("hc.tap_through", "hc.tap_through({fn}, ({args}))")
 
 
+_PLACE = TapParams.takes()
+
+
 def prepare(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -238,7 +241,7 @@ def prepare(
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     seen = check_function(fn, usage, awaits=True, returns=False)
     called = seen.name
-    how = TapParams.takes()
+    how = _PLACE
     if options:
         check(f"the tap `{called}`", options, TAP)
         how = TapParams.takes.of(options)

@@ -303,7 +303,7 @@ def check_function(
         returns: the caller uses what the function returns.
     """
     check_callable(fn, usage)
-    plain = type(fn) is types.FunctionType  # most are
+    plain = type(fn) in (types.FunctionType, np.ufunc)  # most are
     for each in () if plain else layers(fn):
         made = handle(each)
         if made is not None and (why := made._why_not()):

@@ -154,8 +154,17 @@ class CallHooks:
         )
 
     def eager_error(self, error: Exception) -> Exception:
-        """The error that an eager call raises: the one that a program would raise."""
+        """Keeps an exception of the function, and returns what an eager call raises:
+        the exception itself.
+        """
+        self.hint(error)
+        failures.store(error, handed_over=True)
+        return error
+
+    def error_of_programs(self, error: Exception) -> Exception:
+        """The same, for a call that raises what a program would raise."""
         raised: Exception = jax.errors.JaxRuntimeError(self.on_error(error, ()))
+        failures.hand_over(error)
         return raised
 
     def on_lone_failure(self, ordinal: int, text: str) -> None:

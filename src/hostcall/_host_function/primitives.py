@@ -47,6 +47,7 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._jax.types import Aval, JaxprEquation, JaxprTrace, Primitive, Var
 from hostcall._primitives.batching import Dims, size_of
+from hostcall._primitives.eager import bind_or_call
 
 T = TypeVar("T")
 
@@ -195,7 +196,7 @@ def known(operands: Tangents, what: Value) -> Arrays:
 
 
 def bind(operands: Arrays, what: Value) -> Arrays:
-    return list(what.primitive.bind(*operands, what=what))
+    return list(bind_or_call(what.primitive, operands, what=what))
 
 
 def filled(like: Arrays, tangents: Tangents) -> Arrays:

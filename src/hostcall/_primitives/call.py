@@ -25,7 +25,7 @@ from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
 from hostcall._native import Plan
 from hostcall._primitives.batching import batch
 from hostcall._primitives.chosen import chosen_in
-from hostcall._primitives.eager import row_major, run_and_keep
+from hostcall._primitives.eager import call_now, row_major
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
@@ -75,8 +75,7 @@ def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:
     )
 
 
-call_p = define("host_call", run_and_keep, would_run_twice)
-bind: Callable[..., list[jax.Array]] = call_p.bind
+call_p = define("host_call", call_now, would_run_twice)
 _jax.batchers[call_p] = partial(batch, call_p)
 
 

@@ -116,6 +116,9 @@ def native(
 class BufferHooks(CallHooks):
     """The hooks of a buffer callback's call, with the errors about Buffers."""
 
+    def eager_error(self, error: Exception) -> Exception:
+        return self.error_of_programs(error)
+
     def device_at(self, ordinal: int) -> Device | None:
         return self.placement.devices.get(ordinal)
 
@@ -173,6 +176,10 @@ class BufferParams(CallParams):
         "it is a buffer callback, which names memory of this process. Use hc.call,"
         " hc.tap or hc.host"
     )
+
+    @property
+    def checked_as(self) -> str:
+        return f"buffer_callback of {super().checked_as}"
 
     @cached_property
     def runs_where_dispatched(self) -> bool:  # type: ignore[override]

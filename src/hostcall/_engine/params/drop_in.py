@@ -122,7 +122,7 @@ class DropInHooks(CallHooks):
 
     def eager_error(self, error: Exception) -> Exception:
         if self.equation.kind != "debug":
-            return super().eager_error(error)
+            return self.error_of_programs(error)
         with failures.beside_a_failure("logging it"):
             self.log(error)
         failures.store(error, handed_over=True)
@@ -169,6 +169,10 @@ class DropInParams(CallParams):
         """The name of the drop-in's primitive, which JAX's primitive has too."""
         is_print = self.callback.seen.own.source() == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
+
+    @property
+    def checked_as(self) -> str:
+        return f"{self.primitive} of {super().checked_as}"
 
     @cached_property
     def is_jaxs_own(self) -> bool:  # type: ignore[override]

@@ -80,6 +80,7 @@ class Equation:
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays = ""  # why it can't leave the process
     word: ClassVar[str] = "call"  # what reports call it
+    participle: ClassVar[str] = "called"  # what is done to its function
     ignores_results: ClassVar[bool] = (
         False  # whether what its function returns is ignored
     )
@@ -123,6 +124,11 @@ class Equation:
     def shown(self) -> str:
         """What messages call it."""
         return f"`{self.callback.name}`"
+
+    @property
+    def checked_as(self) -> str:
+        """What an error of JAX's NaN check calls an eager one."""
+        return self.callback.described()
 
     @property
     def native(self) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class TapParams(Equation):
     hooks = TapHooks
     name = "tap"
     word = "tap"
+    participle = "tapped"
     ignores_results = True
     target = targets.TAP_TARGET
     keep_if_pure = True
