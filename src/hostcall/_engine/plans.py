@@ -278,11 +278,11 @@ def _converters(
     device = hooks.placement.host_device
     arrays = callback.options.arrays
     keys = callback.template.keys
+    if arrays == "numpy" and not any(keys) and not callback.policy.float64:
+        return [None] * len(keys)  # most calls
     wide: list[np.dtype | None] = [None] * len(keys)
     if callback.policy.float64:  # the mask, if it is there, is not converted
         wide = [widened(dtype) for _, dtype in rows[len(rows) - len(keys) :]]
-    elif arrays == "numpy" and not any(keys):  # most calls
-        return wide
     every = zip(keys, wide, strict=True)
     return [_converter(arrays, key, device, dtype) for key, dtype in every]
 

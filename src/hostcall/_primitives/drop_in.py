@@ -62,8 +62,9 @@ def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
     if params.kind == "pure" and not params.avals:
         return []  # as in a compiled program, which drops a call without results
     if params.kind == "debug":
-        operands, params = _open_keys(operands, params)
-    elif not _at_home(operands, params) or is_compiled(operands, params):
+        blocks, params = _open_keys(operands, params)
+        return call_now(*as_jax_takes(blocks), params=params)
+    if not _at_home(operands, params) or is_compiled(operands, params):
         return compile_alone(PRIMITIVES[params.primitive], operands, params)
     return call_now(*as_jax_takes(operands), params=params)
 

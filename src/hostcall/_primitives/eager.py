@@ -107,7 +107,7 @@ def plan_here(
 
 
 def _invoked(
-    hooks: CallHooks, plan: _native.Plan, arrays: Sequence[np.ndarray]
+    hooks: CallHooks, plan: _native.Plan, arrays: list[np.ndarray]
 ) -> list[np.ndarray]:
     """The results of the function, or the error that its kind of call raises."""
     try:
