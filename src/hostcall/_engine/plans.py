@@ -264,8 +264,9 @@ def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
     The fill of one element, as `parse_fill` makes it for a symbolic shape, is repeated
     for all elements.
     """
-    whole = len(fill) != np.dtype(aval.dtype).itemsize
-    return fill * int(np.prod(aval.shape[:levels] if whole else aval.shape, dtype=int))
+    is_of_row = len(fill) != np.dtype(aval.dtype).itemsize
+    shape = aval.shape[:levels] if is_of_row else aval.shape
+    return fill * int(np.prod(shape, dtype=int))
 
 
 def _converters(
@@ -314,11 +315,11 @@ def _nothing() -> None:
 
 def direct(callback: CallSpec) -> Callable[..., Any]:
     """The user's function itself, if it gets each array as an argument."""
-    whole = callback.function
+    function = callback.function
     options = callback.options
     if options.collected is not None or not callback.template.is_flat:
-        whole = _with_trees(whole, unflattened(callback))
-    return _with_own_results(whole) if options.lend == "out" else whole
+        function = _with_trees(function, unflattened(callback))
+    return _with_own_results(function) if options.lend == "out" else function
 
 
 def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:
@@ -329,14 +330,14 @@ def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:
     return whole
 
 
-def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_results(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copies the results that a function with `out=` returns anyway.
 
     They may be views of `out`, and then storing one could overwrite another.
     """
 
     def call(*leaves: Any, out: Any) -> Any:
-        value = whole(*leaves, out=out)
+        value = function(*leaves, out=out)
         if value is None:
             return None
         return jax.tree.map(

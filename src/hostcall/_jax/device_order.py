@@ -74,15 +74,17 @@ class _Process:
             _keep_in_python(program)
         elif not self._have_one_in_common():
             self.is_several = True
-            for each in list(self._programs.values()):
-                _keep_in_python(each())
+            for reference in list(self._programs.values()):
+                _keep_in_python(reference())
             _jaxlib.PjitFunctionCache.clear_all()  # of what C++ would dispatch
 
     def _have_one_in_common(self) -> bool:
         alone = list(self._alone)
         if len(alone) > 1:
             return False
-        return all(set(alone[0]) <= set(each) for each in list(self._all) if alone)
+        return all(
+            set(alone[0]) <= set(devices) for devices in list(self._all) if alone
+        )
 
     def _forget(self, key: int, dead: object) -> None:
         if self._programs.get(key) is dead:

@@ -55,12 +55,12 @@ class ExecutionGuard:
         if self._check is not None:
             program = _program_that_asks(frame)
             self._check(() if program is None else program._local_devices)
-        before = self.before
-        if before is UNSET:
-            before = jax.no_execution.get_global()
-        if isinstance(before, ExecutionGuard):
-            return before.forbids(frame)
-        return bool(before)
+        value = self.before
+        if value is UNSET:
+            value = jax.no_execution.get_global()
+        if isinstance(value, ExecutionGuard):  # a call's, inside another call
+            return value.forbids(frame)
+        return bool(value)
 
 
 def _program_that_asks(frame: FrameType) -> Executable | None:
@@ -113,12 +113,12 @@ def _refuse_across(frame: FrameType) -> None:
     if program is None:  # a function that is not traced yet: look at its arguments
         leaves = jax.tree.leaves([frame.f_locals.get(n) for n in ("args", "kwargs")])
         tracer = jax.core.Tracer
-        parts = [
+        placed = [
             x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, tracer)
         ]
     else:
-        parts = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
-    if _refusal_across is not None and not all(x.is_fully_addressable for x in parts):
+        placed = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
+    if _refusal_across is not None and not all(x.is_fully_addressable for x in placed):
         raise _refusal_across()
 
 

@@ -65,9 +65,9 @@ ORDERED_WITHOUT_TOKENS = "hostcall: ordered, without tokens"
 
 def _are_engine_calls(jaxpr: _t.Jaxpr) -> bool:
     """Whether all effects are made by the engine's calls."""
-    others = {*own_effects.filter_not_in(jaxpr.effects)}
-    return not others or all(
-        eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, others)
+    foreign = {*own_effects.filter_not_in(jaxpr.effects)}
+    return not foreign or all(
+        eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, foreign)
     )
 
 
@@ -79,8 +79,8 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
         inner = list(_core.jaxprs_in_params(eqn.params))
         if not inner:
             yield eqn
-        for each in inner:
-            yield from _makers(each, effects)
+        for inner_jaxpr in inner:
+            yield from _makers(inner_jaxpr, effects)
 
 
 def _cpu_devices(args: Sequence[object]) -> int:
@@ -110,8 +110,9 @@ def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
     among them where the engine makes them.
     """
     served = isinstance(platforms, tuple) and is_one_served(platforms)
-    own = {p: rule for p, rule in ENGINE_CALLS.items() if p not in JAXS_CALLS}
-    return dict(ENGINE_CALLS) if served else own
+    if served:
+        return dict(ENGINE_CALLS)
+    return {p: rule for p, rule in ENGINE_CALLS.items() if p not in JAXS_CALLS}
 
 
 def _has_refs(args: Sequence[object]) -> bool:
@@ -150,11 +151,11 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
-        kept = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
+        keepalive = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
         # Behind a program over several devices no other can be put that ends after it.
         # So its sign must be one that nobody can delete or donate.
         hidden = devices > 1 or needs_hidden(jaxpr) or _has_refs(args)
-        without_effects = as_one_equation(jaxpr, (), order, kept)
+        without_effects = as_one_equation(jaxpr, (), order, keepalive)
         module, kept_alive, *rest = plain(without_effects, *args, **options)
         if hidden:
             with_hidden(module)

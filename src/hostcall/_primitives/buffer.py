@@ -62,13 +62,13 @@ def make(
     callback: CallSpec, operands: Operands, mask: jax.Array | None
 ) -> list[jax.Array]:
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
-    how = cast(CallOptions, callback.options)
-    method = how.vmap_method
-    check(f"`{callback.name}`", how.met(callback.policy.at_least(), mask), {})
+    options = cast(CallOptions, callback.options)
+    method = options.vmap_method
+    check(f"`{callback.name}`", options.met(callback.policy.at_least(), mask), {})
     on_device = replace(
         callback,
         fn=Opaque(OnDevice(callback.fn, callback.results, callback.name)),
-        options=replace(how, arrays="numpy", vmap_method=method or "sequential"),
+        options=replace(options, arrays="numpy", vmap_method=method or "sequential"),
     )
     avals = callback.results.avals
     params = BufferParams(callback=on_device, avals=avals, masked=False)

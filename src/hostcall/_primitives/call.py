@@ -214,17 +214,17 @@ def lower_through_jax(
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
     job = job_of(program)
-    made: dict[object, tuple[CallHooks, Plan]] = {}
+    plans_by_device: dict[object, tuple[CallHooks, Plan]] = {}
 
     def planned(
         device: Device | None, operands: Sequence[Aval | np.ndarray]
     ) -> tuple[CallHooks, Plan]:
         shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
-        if (device, shapes) not in made:
+        if (device, shapes) not in plans_by_device:
             placement = placed_through_jax(program, device, job)
             hooks = params.hooks(params, placement)
-            made[device, shapes] = hooks, plans.make_plan(hooks, operands)
-        return made[device, shapes]
+            plans_by_device[device, shapes] = hooks, plans.make_plan(hooks, operands)
+        return plans_by_device[device, shapes]
 
     planned(None, _jax.physical_avals(program.ctx.avals_in))
 

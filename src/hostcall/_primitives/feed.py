@@ -62,9 +62,9 @@ def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     mask = mask.reshape(size, *wide)
     shown = []
     for out, aval in zip(outs, params.avals, strict=True):
-        here = mask.reshape(*mask.shape, *(1,) * len(aval.shape))
+        taken = mask.reshape(*mask.shape, *(1,) * len(aval.shape))
         with _jax.able_to_hold(out.dtype):
-            shown.append(jnp.where(here, out[None], jnp.zeros((), out.dtype)))
+            shown.append(jnp.where(taken, out[None], jnp.zeros((), out.dtype)))
     return shown, (0,) * len(shown)
 
 

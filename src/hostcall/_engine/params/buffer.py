@@ -109,8 +109,8 @@ def native(
         raise errors.SpecError(
             f"hostcall: native() got the address {address}, where no function can be"
         )
-    own = getattr(function, "__name__", None) or f"native {int(address):#x}"
-    return NativeFunction(function, int(address), bool(status), name or str(own))
+    its_name = getattr(function, "__name__", None) or f"native {int(address):#x}"
+    return NativeFunction(function, int(address), bool(status), name or str(its_name))
 
 
 class BufferHooks(CallHooks):

@@ -190,19 +190,20 @@ def make_params(
     kind: Kind,
     fn: Callable[..., Any],
     trees: tuple[Template, Results],
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     place: Place | None = None,
 ) -> DropInParams:
     """Builds the parameters of a drop-in that calls `fn`.
 
-    `given` are options as JAX's functions take them, and `arrays` as an engine's name.
+    `options` are as JAX's functions take them, and `arrays` as an engine's name.
     """
     template, results = trees
-    order = "ordered" if given.get("ordered") else "unordered"
-    how = CallOptions.of({**given, "order": "pure" if kind == "pure" else order})
+    order = "ordered" if options.get("ordered") else "unordered"
+    own_order = "pure" if kind == "pure" else order
+    call_options = CallOptions.of({**options, "order": own_order})
     fills = (None,) * len(results.avals)
     place = place or users_place()
-    callback = CallSpec(Opaque(fn), template, results, fills, how, place)
+    callback = CallSpec(Opaque(fn), template, results, fills, call_options, place)
     return DropInParams(
         callback=callback,
         avals=results.avals,
@@ -210,13 +211,13 @@ def make_params(
         results_as="nothing" if kind == "debug" else "leaves",
         literals=not jax.config.jax_enable_x64,
         kind=kind,
-        partitioned=given.get("partitioned", False),
+        partitioned=options.get("partitioned", False),
     )
 
 
 def arrays_of(choice: str) -> Literal["numpy", "free"]:
     """Translates the option `arrays=` of a drop-in to the engine's name."""
     if choice not in ("jax", "numpy"):
-        more = ". hostcall.call has 'dlpack' too"
-        raise wrong("arrays", "a drop-in", "'jax' or 'numpy'", choice, more)
+        hint = ". hostcall.call has 'dlpack' too"
+        raise wrong("arrays", "a drop-in", "'jax' or 'numpy'", choice, hint)
     return "free" if choice == "jax" else "numpy"

@@ -248,7 +248,8 @@ def _partial_eval(
     """
     n = len(eqn.outvars)
     params = eqn.params["params"]
-    residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
+    variables = zip(eqn.invars, inst, strict=True)
+    residuals = [var for var, is_there in variables if not is_there]
     if any(unknown):
         return None, eqn, [True] * n, [True] * n, residuals
     if saveable is _jax.in_second_loop and params.through:
@@ -354,12 +355,12 @@ def _only_on_first(
     masks = len(operands) + 1 - len(avals)
 
     def both(device: jax.Array, *mask: jax.Array) -> list[jax.Array]:
-        here = device == 0
-        return [jnp.logical_and(mask[0], here) if mask else here]
+        is_first = device == 0
+        return [jnp.logical_and(mask[0], is_first) if mask else is_first]
 
-    given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
+    specs = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
     values = (_jax.partition_id(), *operands[:masks])
-    mask = _jax.lower_traced(program.ctx, both, given, values)
+    mask = _jax.lower_traced(program.ctx, both, specs, values)
     return [*mask, *operands[masks:]]
 
 
@@ -372,30 +373,31 @@ def lower_through_jax(
     """
     place = _place(program, params)
     counters = costs.counters_of(params.callback)
-    made: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
+    plans_by_device: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
 
     def planned(device: Device | None) -> tuple[_native.Plan, _native.Throttle]:
-        if device not in made:
+        if device not in plans_by_device:
             placement = placed_through_jax(program, device)
             hooks = params.hooks(params, placement)
             plan = plans.make_plan(hooks, program.ctx.avals_in)
             settings = params.tap_settings(placement)
             # If two threads come with one device, both count by the first's throttle.
-            made.setdefault(device, (plan, _native.Throttle(settings)))
-        return made[device]
+            plans_by_device.setdefault(device, (plan, _native.Throttle(settings)))
+        return plans_by_device[device]
 
     planned(None)
 
     def run(device: Device | None, *arrays: jax.Array) -> list[np.ndarray]:
-        plan, own = planned(device)
+        plan, throttle = planned(device)
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and own.lets(counters, params.flag_of(hosts)):
+        if not masked and throttle.lets(counters, params.flag_of(hosts)):
             plan.push(hosts[params.python_operands])
         return list(params.arguments(hosts)) if params.through else []
 
-    how = {"has_side_effect": True, "sharding": place}
-    return emit_through_jax(program, run, operands, params=params, **how)
+    return emit_through_jax(
+        program, run, operands, params=params, sharding=place, has_side_effect=True
+    )
 
 
 def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
