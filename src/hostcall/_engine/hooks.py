@@ -86,6 +86,7 @@ class CallHooks:
                 " rows at once, and must return one result for each, along a new axis"
                 " in front"
             )
+        # One row with an axis too many is no batch.
         if equation.grid and got[1:] == want and got[0] != 1:
             return "Does the function return the whole batch where one row is wanted?"
         return self._of_a_rule(number)[1]
@@ -101,6 +102,7 @@ class CallHooks:
         hint = self.hint(error)
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         place = self.placement
+        # Only programs over one device may have lost the sign that would tell of it.
         has_token = place.program_devices is not None or place.mesh is not None
         # A Ctrl-C is raised in the main thread anyway.
         stopped = issubclass(type(error), KeyboardInterrupt)
@@ -165,6 +167,7 @@ class CallHooks:
     def error_of_programs(self, error: Exception) -> Exception:
         """The same, for a call that raises what a program would raise."""
         raised: Exception = jax.errors.JaxRuntimeError(self.on_error(error, ()))
+        # It is the cause of what is raised: the user may look at its frames.
         failures.hand_over(error)
         return raised
 

@@ -42,6 +42,8 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
     team = placement.team
     team_devices = None if team is None else frozenset(placement.devices.values())
     guard = None if team_devices is None else host_device.guard(team_devices)
+    # A pure call starts outside of a host callback, and its guard finds out whether it
+    # has to go inside (_runtime/host_device.py).
     scouts = placement.inside is Inside.ASKED
     arguments = _arguments(equation, operands)
     native = equation.native
@@ -53,6 +55,7 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
         converters = [None] * len(arguments.rows)
     if placement.called_by_other_process:
         native["feed"] = None  # its items are taken there
+    # The settings of JAX that the trace had of its own, on whatever thread it runs.
     traced = callback.traced
     return _native.Plan(
         **{**native, "form": functions.form},
@@ -178,6 +181,7 @@ def _new_leaf(
     packed: bool,
     fill: bytes | None = None,
 ) -> _native.Leaf:
+    # XLA packs int4 and the like on some platforms; NumPy's arrays never are.
     bits, is_signed = packed_bits(dtype) if packed else (0, False)
     return _native.Leaf(
         dtype=dtype,
@@ -292,6 +296,7 @@ def _converters(
 def _converter(
     arrays: str, key: Any, device: Any, wide: np.dtype | None
 ) -> Converter | None:
+    # A typed key reaches the engine as its uint32 block.
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
     if arrays in ("jax", "free"):
@@ -317,6 +322,7 @@ def direct(callback: CallSpec) -> Callable[..., Any]:
     """The user's function itself, if it gets each array as an argument."""
     function = callback.function
     options = callback.options
+    # A collector reads (args, kwargs), so they are made even if they are flat.
     if options.collected is not None or not callback.template.is_flat:
         function = _with_trees(function, unflattened(callback))
     return _with_own_results(function) if options.lend == "out" else function

@@ -114,6 +114,8 @@ def wait_for_effects(
         try:
             token.block_until_ready()
         except (KeyboardInterrupt, SystemExit, jax.errors.JaxRuntimeError) as error:
+            # A Ctrl-C of the user ends the wait; one that a callback raised is what
+            # its program failed with.
             if not (isinstance(error, Exception) or is_failure(error)):
                 raise
             failures.setdefault(str(error), error)
@@ -166,6 +168,7 @@ def tell_of_dispatches(tell: Tell) -> None:
 
 def tell_of_dispatch(results: Sequence[jax.Array], tokens: Sequence[Token]) -> None:
     """Says that the calling thread has dispatched a program."""
+    # A copy: another thread may add one meanwhile.
     for tell in list(_tells):
         tell(results, tokens)
 
@@ -247,6 +250,8 @@ def telling_of_dispatch(plain: Plain) -> Plain:
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
+        # The first dispatch of a program on the fast path comes here too: JAX decides
+        # after it whether the next ones may skip Python.
         is_signed = leaves_sign(self)
         keeping = _keeping_tokens(self) if is_signed else _AS_IT_IS
         try:
@@ -300,6 +305,7 @@ def reporting(plain: Plain) -> Plain:
 
     def init(self: jax.errors.JaxRuntimeError, *args: object) -> None:
         plain(self, *args)
+        # A user may raise one of these with anything.
         if args and isinstance(args[0], str):
             handlers.report(args[0])
 

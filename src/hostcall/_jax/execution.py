@@ -67,6 +67,8 @@ def _program_that_asks(frame: FrameType) -> Executable | None:
     """The program that JAX is about to execute or to put on its fast path, found in the
     frame that reads the setting.
     """
+    # JAX asks in two functions: the one that runs a program has it as `self`, the one
+    # that decides about the fast path has what holds it as `executable`.
     executable, program = map(frame.f_locals.get, ("executable", "self"))
     if isinstance(executable, _pxla.MeshExecutable):
         program = executable.unsafe_call
@@ -104,6 +106,7 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     global _refusal_across
     _refusal_across = refusal
     for setting in (jax.no_tracing, jax.no_execution):
+        # A second failure finds the guards in their place.
         if not isinstance(setting.get_global(), _AcrossGuard):
             setting.set_global(_AcrossGuard(before=setting.get_global()))
 
@@ -144,6 +147,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
         del args, kwargs
         raise refusal()
 
+    # The parent's tokens never become ready here: a wait at the child's end would hang.
     forget_all_tokens()
     _refuse[:] = [refuse]
     install(When.FORK)

@@ -76,6 +76,7 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
     for eqn in jaxpr.eqns:
         if effects.isdisjoint(eqn.effects):
             continue
+        # Of an equation that holds others, these make its effects.
         inner = list(_core.jaxprs_in_params(eqn.params))
         if not inner:
             yield eqn
@@ -139,11 +140,15 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
         effects = jaxpr.effects
+        # Most programs; a program with pure calls alone is one of them, and JAX
+        # dispatches it fast by itself.
         if not effects:
             return plain(jaxpr, *args, **options)
         devices = 0 if is_for_export(options) else _cpu_devices(args)
         is_ordered = any(map(is_ordered_effect, effects))
         order = order_of_calls(jaxpr, _rules(args[-1]))
+        # Over several devices a token may get into a region that XLA can't compile; on
+        # one device there are no regions.
         if devices != 1:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
         fast = devices == 1 or (devices > 1 and not is_ordered and _several_are_sound())
@@ -160,6 +165,7 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
         if hidden:
             with_hidden(module)
         asks = devices > 1 or not has_only_ours(module)
+        # The last of what is kept alive: signs.py finds it there after pickling too.
         mark = FastProgram(hidden, asks)
         return (module, [*(kept_alive or ()), mark], *rest)
 

@@ -165,6 +165,7 @@ def _union(orderings: Sequence[_Ordering]) -> _Ordering:
 
 
 def _one_after_another(orderings: Sequence[_Ordering]) -> _Ordering:
+    # What has neither stands in no order, and orders nothing.
     members = [
         ordering for ordering in orderings if ordering.of_calls or ordering.foreign
     ]
@@ -300,14 +301,16 @@ def check_tokens_alone(jaxpr: _t.Jaxpr, in_branch: bool = False) -> None:
         inner_jaxprs = inners(eqn)
         if name == "shard_map" and in_branch and eqn.params["mesh"].size > 1:
             _check_region(eqn, open_jaxpr(inner_jaxprs[0].jaxpr))
+        # A loop in between has its own computation, which XLA can compile.
         in_this = name == "cond" or (in_branch and name not in LOOPS)
         for part in inner_jaxprs:
             check_tokens_alone(part.jaxpr, in_this)
 
 
 def _check_region(eqn: _t.JaxprEquation, region: _t.Jaxpr) -> None:
-    if not _ordered(eqn.effects):
+    if not _ordered(eqn.effects):  # no token enters it
         return
+    # An array that only dead code uses is gone when XLA compiles the region.
     _, used = _pe.dce_jaxpr(region, [True] * len(region.outvars))
     if any(used):
         return
@@ -414,6 +417,7 @@ def as_one_equation(
     """
     if order is not None:
         jaxpr = order.jaxpr(jaxpr)
+    # New variables: those of `jaxpr` belong to its own equations, which are inside now.
     invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
     params = {"jaxpr": jaxpr, "order": order, "keepalive": keepalive}

@@ -206,6 +206,7 @@ def batched_results(
     outs = []
     for leaf, mark, aval in zip(leaves, marks, avals, strict=True):
         is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
+        # A rule may return 64-bit arrays, which 32-bit mode would narrow unseen.
         with _jax.able_to_hold(aval.dtype):
             leaf = jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
         want = (size, *aval.shape) if mark else aval.shape

@@ -63,6 +63,7 @@ def _link_abstract_eval(
 def _lower_link(
     ctx: LoweringContext, number: Value, *, equation: Partitioned, name: str
 ) -> list[Value]:
+    # The link behind the parts carries the name of the whole (see `Partitioned`).
     if name:
         _jax.name_partitioning(number, name)
     call = EngineCall(_jax.program_of(ctx), targets.LINK_TARGET, {}, True)
@@ -173,6 +174,7 @@ def _lower_block(
     """
     shapes = [aval.shape for aval in _jax.physical_avals(ctx.avals_in[1:])]
     block = json.dumps({"shapes": shapes, "places": places}, separators=(",", ":"))
+    # The slot is that of the whole; the engine keeps a plan for each text beside it.
     attributes = {**equation.attributes, "block": block}
     call = EngineCall(_jax.program_of(ctx), equation.target, attributes, True)
     return call.emit(operands, None)

@@ -157,6 +157,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
             program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
+        # A part's plan is made when the program is loaded, too late to say this.
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)
@@ -213,6 +214,7 @@ def _with_number(params: DropInParams) -> DropInParams:
         fn(*args, **kwargs)
         return np.zeros((), np.int32)
 
+    # Messages, statistics and profiles call it by the user's name.
     numbered.__qualname__ = callback.name
     return replace(
         params,

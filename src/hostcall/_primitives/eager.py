@@ -58,6 +58,7 @@ def call_now(*operands: jax.Array | np.ndarray, params: Equation) -> list[jax.Ar
     """
     try:
         start(params)
+        # This waits for arrays that are not ready, and raises what they failed with.
         arrays = [row_major(operand) for operand in operands]
         sharding = _result_sharding(operands)
         home = chosen_here(params, _devices_of(sharding))
@@ -71,6 +72,8 @@ def call_now(*operands: jax.Array | np.ndarray, params: Equation) -> list[jax.Ar
         else _jax.put_with_sharding(value, sharding)
         for value in _invoked(hooks, plan, arrays)
     ]
+    # With jax_debug_nans a jitted program runs again without jit to find the operation:
+    # then this call is what JAX looks for.
     if _jax.refuses_special():
         _jax.refuse_special(results, params.checked_as)
     return results
@@ -102,6 +105,7 @@ def plan_here(
     placement = alone(home, host_device.host_device_here())
     if block is not None:
         placement = replace(placement, blocks={-1: block})
+    # Made anew for each call, since they lead to the function, which nothing may keep.
     hooks = params.hooks(params, placement)
     return hooks, plans.make_plan(hooks, arrays)
 

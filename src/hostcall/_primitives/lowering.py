@@ -158,6 +158,7 @@ def _lower_once(
         remedy = ", or leave out order='ordered', or use jaxlib 0.11.2 or later"
         refuse_some_axes(program, params.callback.name, remedy)
     axes = sorted(program.automatic, key=str)
+    # All devices come to the call, so that it is one team's, and one of them is let.
     masked = params if params.masked else params.with_mask()
 
     def once(*values: jax.Array) -> list[jax.Array]:
@@ -333,6 +334,7 @@ def _shared(
         return live
     keeper = make()
     keeper.made_of = made_of
+    # A live one that differs keeps its entry, where programs with its function look.
     if live is None:
         _live[named, number] = keeper
     return keeper
@@ -398,6 +400,7 @@ class EngineCall:
 
         `effect` puts it in order; None if it is pure.
         """
+        # Without a token XLA may move a pure call, merge it with an equal one, drop it.
         if effect is None:
             return self.emit_with(None, operands, False)[0]
         token_in, leave = _jax.in_order(self.program.ctx, effect)
@@ -449,6 +452,7 @@ class EngineCall:
             )
         if reach is None:
             return results, token
+        # Keys are their uint32 blocks in the reduction.
         avals = _jax.physical_avals(program.ctx.avals_out)
         shared, outcome = share(reach, program, results, avals)
         if outcome is None:
@@ -551,6 +555,7 @@ def emit_through_jax(
     devices = program.devices if program.mesh is not None else None
     place = _jax.place_of_callback(ctx, sharding)
     called: Callable[..., list[np.ndarray]]
+    # JAX calls back from one device, or from each without saying which it is.
     if not devices:
         called = partial(run, _jax.caller(program, sharding, **options))
     else:

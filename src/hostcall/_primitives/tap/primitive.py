@@ -63,6 +63,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
+    # Nothing is brought to the host of what `every=` or `sample=` leave out.
     for home, block, values in _blocks(operands, params):
         if params.options.thinned and not _is_let(operands, params, home):
             continue  # `hc.monitor.stats()` counts it
@@ -250,7 +251,7 @@ def _partial_eval(
     params = eqn.params["params"]
     variables = zip(eqn.invars, inst, strict=True)
     residuals = [var for var, is_there in variables if not is_there]
-    if any(unknown):
+    if any(unknown):  # its values are computed in the backward pass, where it taps
         return None, eqn, [True] * n, [True] * n, residuals
     if saveable is _jax.in_second_loop and params.through:
         passed = _jax.passed_on(eqn, params.arguments(eqn.invars))
