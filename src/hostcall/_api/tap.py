@@ -145,8 +145,9 @@ def tap(
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     the GIL, and waits only if the queue is full and `when_full="block"`. On one CPU
-    device the program keeps JAX's fast dispatch; elsewhere a dispatch takes about 65 us
-    instead of 4, as with any effect (not with `hc.tap_through`). A product that is
+    device, and with jaxlib 0.12 or later on several unless a tap is ordered, the
+    program keeps JAX's fast dispatch; elsewhere a dispatch takes about 65 us instead of
+    4, as with any effect (not with `hc.tap_through`). A product that is
     tapped is no longer fused into a multiply-add (FMA), so results may differ by about
     one rounding, 1 ulp of it. On a TPU or an AMD GPU, JAX's own callback brings the
     values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
