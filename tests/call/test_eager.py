@@ -327,6 +327,19 @@ def test_what_a_print_writes(wrap, capfd):
     assert capfd.readouterr().out == "x = [0. 1. 2.], 0.0\n"
 
 
+def test_numbers_that_jax_has_in_classes_of_its_own():
+    """Under grad, a Python number reaches the call as one of these."""
+
+    @jax.custom_jvp
+    def halved(x):
+        return hc.call(lambda x: np.asarray(x) / 2, jax.ShapeDtypeStruct((), "f4"), x)
+
+    halved.defjvp(lambda primals, tangents: (halved(*primals), tangents[0] / 2))
+    assert float(halved(0.5)) == 0.25
+    assert float(jax.grad(halved)(0.5)) == 0.5
+    assert float(jax.value_and_grad(halved)(0.5)[0]) == 0.25
+
+
 def test_nothing_of_an_eager_call_is_kept():
     """The function goes with the last reference of the user's."""
 

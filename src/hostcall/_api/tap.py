@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -225,7 +226,10 @@ FACE = mistakes.Face(
 _FACE_OF_ONE = mistakes.Face("hc.tap_through", "hc.tap_through({fn}, ({args}))")
 
 
-_PLACE = TapParams.takes()
+@functools.cache
+def _defaults(options: type[TapOptions]) -> TapOptions:
+    """The options of a tap that is given none, which each eager one asks for."""
+    return options()
 
 
 def prepare(
@@ -242,7 +246,7 @@ def prepare(
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     seen = check_function(fn, usage, awaits=True, returns=False)
     called = seen.name
-    how = _PLACE
+    how = _defaults(TapParams.takes)
     if options:
         check(f"the tap `{called}`", options, TAP)
         how = TapParams.takes.of(options)

@@ -142,7 +142,8 @@ def _go_on_after_failures(word: str) -> None:
 def row_major(operand: jax.Array | np.ndarray) -> np.ndarray:
     """The values of an operand in the order in which the engine reads them."""
     array = _jax.to_numpy(operand) if isinstance(operand, jax.Array) else operand
-    if array.flags.c_contiguous:
+    # JAX may give a number of Python's, in a class of its own (TypedFloat).
+    if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         return array
     # np.ascontiguousarray would make a scalar one-dimensional.
     return np.asarray(array, order="C")
