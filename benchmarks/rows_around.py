@@ -5,6 +5,7 @@ They measure dispatch, eager calls, import, tracing and lowering.
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import subprocess
@@ -174,11 +175,16 @@ def _nothing(value: Any) -> None:
     del value
 
 
+def _tapped(x: jax.Array) -> None:
+    hc.tap(_nothing, x)
+
+
 def eager_tap(quick: bool) -> dict[str, Case]:
     n = 100 if quick else 1000
     x = jnp.ones(3, jnp.float32)
     calls: dict[str, Callable[[], Any]] = {
         "hostcall": lambda: hc.tap(_nothing, x),
+        "in a jitted function": functools.partial(jax.jit(_tapped), x),
         "JAX": lambda: jax.debug.callback(_nothing, x),
     }
     return {name: run_time(_repeat(call), n, per=n) for name, call in calls.items()}
@@ -343,7 +349,11 @@ ROWS = (
         ),
         eager_call,
     ),
-    Row("eager tap", (at_most(0.6, "JAX"),), eager_tap),
+    Row(
+        "eager tap",
+        (at_most(0.6, "JAX"), at_most(0.6, "JAX", ours="in a jitted function")),
+        eager_tap,
+    ),
     Row("import hostcall after import jax", (at_most(25, None),), import_time, "ms", 5),
     Row(
         "tracing and lowering one call",

@@ -95,7 +95,9 @@ def _case(kind: str, devices: int, quick: bool) -> Case:
 # --- Dispatch -------------------------------------------------------------------------
 
 FEW_DEVICES = 4
-_KINDS = ("none", "tap", "unordered call", "debug.callback", "io_callback")
+# What remains if nothing is called: the sign that each device makes (_jax/signs.py).
+_SIGN_ALONE = "none, an empty result more"
+_KINDS = ("none", _SIGN_ALONE, "tap", "unordered call", "debug.callback", "io_callback")
 _WAYS = ("jit", "shard_map")
 
 
@@ -117,6 +119,7 @@ def _dispatch_case(way: str, kind: str, quick: bool) -> Case:
 
     effects: dict[str, Callable[[Any], object]] = {
         "none": lambda x: None,
+        _SIGN_ALONE: lambda x: None,
         "tap": lambda x: hc.tap(nothing, x),
         "unordered call": lambda x: hc.call(nothing, None, x, order="unordered"),
         "debug.callback": lambda x: jax.debug.callback(nothing, x),
@@ -127,18 +130,21 @@ def _dispatch_case(way: str, kind: str, quick: bool) -> Case:
     over = PartitionSpec("d")
     xs = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, over))
 
+    extra = (jnp.zeros((0,), bool),) if kind == _SIGN_ALONE else ()
+
     def whole(x: Any) -> Any:
         total = x.sum()
         effect(total)
-        return x * 2 + total
+        return x * 2 + total, *extra
 
     def block(x: Any) -> Any:
         effect(x.sum())
-        return x * 2 + jax.lax.psum(x.sum(), "d")
+        return x * 2 + jax.lax.psum(x.sum(), "d"), *extra
 
     f = whole
     if way == "shard_map":
-        f = jax.shard_map(block, mesh=mesh, in_specs=over, out_specs=over)
+        specs = (over, *(PartitionSpec() for _ in extra))
+        f = jax.shard_map(block, mesh=mesh, in_specs=over, out_specs=specs)
     return dispatch_time(jax.jit(f), xs, repeat=64 if quick else 512)
 
 
@@ -149,6 +155,7 @@ def _dispatch_row(way: str) -> Row:
         (
             at_most(1.1, none, f"{way}, tap"),
             at_most(1.4, none, f"{way}, unordered call"),
+            at_most(1.2, f"{way}, {_SIGN_ALONE}", f"{way}, tap"),
         ),
         dispatch(way),
     )

@@ -125,6 +125,45 @@ def devices(rng: random.Random) -> None:
     assert np.all(np.asarray(jax.jit(f)(x)) == 5)
 
 
+def chains(rng: random.Random) -> None:
+    """Programs over several devices, each behind the one before it: the first waits in
+    its call, and all others donate their inputs.
+    """
+    count = rng.choice([n for n in (2, 4, 8) if n <= jax.device_count()])
+    mesh = jax.make_mesh((count,), ("x",), devices=jax.devices()[:count])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.device_put(jnp.zeros(2 * count), sharding)
+    counted: list[object] = []
+    late = threading.Event()
+
+    def waits(value):
+        late.wait(60)
+        return value
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    first = jax.jit(
+        lambda v: v + 1 + 0 * hc.call(waits, scalar, v[0], order="unordered")
+    )
+
+    def step(v):
+        hc.call(counted.append, None, v.sum(), order="unordered")
+        hc.tap(counted.append, v[0])
+        return v + 1
+
+    step = jax.jit(step, donate_argnums=0)
+    steps = rng.randrange(1, 16)
+    y = first(x)
+    for _ in range(steps):
+        y = step(y)
+    late.set()
+    assert np.all(np.asarray(y) == 1 + steps)
+    try:
+        hc.barrier()
+    except* Wrong:  # of taps of other threads
+        pass
+    assert len(counted) == 2 * steps
+
+
 def feeds(rng: random.Random) -> None:
     count = rng.randrange(1, 2000)
     items = lambda: (np.full(3, i, np.float32) for i in range(count))
@@ -173,9 +212,12 @@ _ALONE = threading.Lock()
 
 def one(rng: random.Random) -> None:
     work = rng.choice(
-        [call, eager, rows, tap, buffers, fails, tap_fails, devices, feeds, records]
+        [
+            *(call, eager, rows, tap, buffers, fails, tap_fails),
+            *(devices, chains, feeds, records),
+        ]
     )
-    if work is devices:
+    if work in (devices, chains):
         with _ALONE:
             work(rng)
     else:

@@ -6,6 +6,8 @@ the function gets, `hc.current()`, the counters and the errors are the same.
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -233,6 +235,128 @@ def test_what_the_function_finds_and_what_is_counted(wrap, order):
     assert len(seen) == 3
     assert len(set(seen)) == 1
     assert hc.monitor.stats()[tag].calls == 3
+
+
+# --- Host functions, taps and prints --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"result": hc.results.like(0)},
+        {"result": LIKE},
+        {"result": "()->()"},
+        {"result": LIKE, "order": "unordered"},
+        {"result": LIKE, "order": "ordered", "tag": "an ordered host function"},
+        {"result": LIKE, "arrays": "jax"},
+        {"result": LIKE, "lend": True},
+        {"result": LIKE, "float64": True},
+        {"result": LIKE, "vmap_method": "expand_dims"},
+        {"result": LIKE, "timeout": 60.0},
+    ],
+    ids=str,
+)
+def test_an_eager_host_function_does_what_a_program_does(options):
+    seen = []
+
+    def named(x):
+        current = hc.current()
+        seen.append((current.name, current.order, current.device, type(x), x.dtype))
+        return (2 * np.asarray(x)).astype(np.float32)
+
+    f = hc.host(named, **options)
+    of_calls = [described(f(X)), described(jax.jit(f)(X))]
+    hc.barrier()
+    assert of_calls[0] == of_calls[1]
+    calls = len(seen) // 2  # a signature says what an item is, and each is a call
+    assert calls == (3 if options["result"] == "()->()" else 1)
+    assert seen[:calls] == seen[calls:]
+
+
+TAPS = {
+    "unordered": {},
+    "ordered": {"order": "ordered"},
+    "arrays of JAX": {"arrays": "jax"},
+    "arrays of DLPack": {"arrays": "dlpack"},
+    "a true mask": {"where": True},
+    "a false mask": {"where": False},
+    "a full queue": {"when_full": "drop_oldest"},
+    "each row": {"rows": "each"},
+    "repeated": {"remat": "repeat"},
+    "every execution": {"every": 1},
+    "all of them": {"sample": 1.0},
+    "one of them always": {"every": 1000, "always": True},
+    "in batches": {"batch": 1},
+    "a tag": {"tag": "taps, eager and not"},
+    "on a device": {"on": jax.devices()[0]},
+    "in blocks": {"on": "shards"},
+}
+
+
+@pytest.mark.parametrize("options", TAPS.values(), ids=TAPS)
+def test_an_eager_tap_does_what_a_program_does(options):
+    seen = []
+
+    def note(x):
+        current = hc.current()
+        value = np.from_dlpack(x) if options.get("arrays") == "dlpack" else x
+        found = current.name, current.order, current.device, type(x)
+        seen.append((*found, np.asarray(value).tolist()))
+
+    hc.tap(note, X, **options)
+    hc.barrier()
+    eagerly = seen.copy()
+    seen.clear()
+    jax.jit(lambda x: hc.tap(note, x, **options))(X)
+    hc.barrier()
+    assert eagerly == seen
+    assert len(seen) == (options.get("where") is not False)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_tap_that_fails_is_raised_by_the_next_barrier(wrap):
+    wrap(lambda x: hc.tap(refuses, x))(X)
+    with pytest.raises(ValueError, match="too large"):
+        hc.barrier()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_what_a_print_writes(wrap, capfd):
+    wrap(lambda x: hc.print("x = {}, {}", x, x[0], order="ordered"))(X)
+    hc.barrier()
+    assert capfd.readouterr().out == "x = [0. 1. 2.], 0.0\n"
+
+
+def test_numbers_that_jax_has_in_classes_of_its_own():
+    """Under grad, a Python number reaches the call as one of these."""
+
+    @jax.custom_jvp
+    def halved(x):
+        return hc.call(lambda x: np.asarray(x) / 2, jax.ShapeDtypeStruct((), "f4"), x)
+
+    halved.defjvp(lambda primals, tangents: (halved(*primals), tangents[0] / 2))
+    assert float(halved(0.5)) == 0.25
+    assert float(jax.grad(halved)(0.5)) == 0.5
+    assert float(jax.value_and_grad(halved)(0.5)[0]) == 0.25
+
+
+def test_nothing_of_an_eager_call_is_kept():
+    """The function goes with the last reference of the user's."""
+
+    def make():
+        def named(x):
+            return x
+
+        hc.call(named, LIKE, X)
+        hc.tap(named, X)
+        hc.host(named, result=LIKE)(X)
+        hc.barrier()
+        return weakref.ref(named)
+
+    reference = make()
+    hc.call(doubled, LIKE, X)  # the last failure or call may hold a frame
+    gc.collect()
+    assert reference() is None
 
 
 def test_eager_calls_and_programs_keep_one_order():

@@ -276,6 +276,64 @@ def test_many_programs_of_four_threads(x):
     assert host.count == 4 * 15 * (4 + 1 + 1 + 1 + 1)
 
 
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_inputs_that_are_not_ready_and_donated_ones(devices):
+    """Four threads dispatch programs behind one that waits: each waits for its inputs,
+    and donates them, and each call is made once.
+    """
+    gate = Host()
+    host = Host()
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, P("x"))
+    x = jax.device_put(jnp.arange(2.0 * devices), sharding)
+    waits = jax.jit(
+        lambda x: x + 1 + 0 * hc.call(gate.same, SCALAR, x[0], order="unordered")
+    )
+    steps = [
+        jax.jit(lambda x: (unordered(host, x.sum()), x + 1)[1], donate_argnums=0),
+        jax.jit(lambda x: (hc.tap(host, x.sum()), x + 1)[1], donate_argnums=0),
+        jax.jit(
+            lambda x: x + 1 + 0 * hc.call(host.same, SCALAR, x[0], order="unordered"),
+            donate_argnums=0,
+        ),
+    ]
+    y = waits(x)
+    for step in steps:
+        y = step(y)
+    jax.block_until_ready(y)
+    hc.barrier()
+    host.count = 0
+    gate.event.clear()
+    begun = threading.Barrier(5)
+    values = []
+    failed = []
+
+    def run():
+        try:
+            begun.wait(LIMIT)
+            y = waits(x)
+            for step in steps * 2:
+                y = step(y)
+            values.append(np.asarray(y))
+            hc.barrier()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait(LIMIT)
+    gate.event.set()
+    for thread in threads:
+        thread.join(LIMIT)
+    hc.barrier()
+    assert not failed
+    assert host.count == 4 * 2 * 3
+    assert len(values) == 4
+    for value in values:
+        np.testing.assert_array_equal(value, np.arange(2.0 * devices) + 7)
+
+
 def test_ordered_calls_keep_their_order_over_devices(x):
     """Between ordered programs over several devices, unordered ones are dispatched."""
     host, beside, _ = made(jitted, "call")

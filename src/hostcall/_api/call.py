@@ -221,8 +221,9 @@ def call(
 
     Cost: 0.4 us for a scalar in a compiled loop, and two copies of each array (none
     with `lend`). A program with a call that is not pure runs on the thread that
-    dispatches it. It keeps JAX's fast dispatch on one CPU device; elsewhere a dispatch
-    costs 50 to 200 us more.
+    dispatches it. It keeps JAX's fast dispatch on one CPU device and, with jaxlib 0.12
+    or later, if no call is ordered, on several; elsewhere a dispatch costs 50 to 200 us
+    more. An eager call takes 40 us.
     """
     given = _FACE.given(locals())
     code = fn

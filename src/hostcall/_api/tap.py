@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -145,8 +146,9 @@ def tap(
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     the GIL, and waits only if the queue is full and `when_full="block"`. On one CPU
-    device the program keeps JAX's fast dispatch; elsewhere a dispatch takes about 65 us
-    instead of 4, as with any effect (not with `hc.tap_through`). A product that is
+    device, and with jaxlib 0.12 or later on several unless a tap is ordered, the
+    program keeps JAX's fast dispatch; elsewhere a dispatch takes about 65 us instead of
+    4, as with any effect (not with `hc.tap_through`). A product that is
     tapped is no longer fused into a multiply-add (FMA), so results may differ by about
     one rounding, 1 ulp of it. On a TPU or an AMD GPU, JAX's own callback brings the
     values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
@@ -224,6 +226,12 @@ FACE = mistakes.Face(
 _FACE_OF_ONE = mistakes.Face("hc.tap_through", "hc.tap_through({fn}, ({args}))")
 
 
+@functools.cache
+def _defaults(options: type[TapOptions]) -> TapOptions:
+    """The options of a tap that is given none, which each eager one asks for."""
+    return options()
+
+
 def prepare(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -238,7 +246,7 @@ def prepare(
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     seen = check_function(fn, usage, awaits=True, returns=False)
     called = seen.name
-    how = TapParams.takes()
+    how = _defaults(TapParams.takes)
     if options:
         check(f"the tap `{called}`", options, TAP)
         how = TapParams.takes.of(options)

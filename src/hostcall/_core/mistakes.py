@@ -327,7 +327,7 @@ def check_function(
         returns: the caller uses what the function returns.
     """
     check_callable(fn, usage)
-    is_plain = type(fn) is types.FunctionType  # most are
+    is_plain = type(fn) in (types.FunctionType, np.ufunc)  # most are
     for layer in () if is_plain else layers(fn):
         of_ours = handle(layer)
         if of_ours is not None and (why := of_ours._why_not()):

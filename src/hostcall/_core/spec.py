@@ -159,7 +159,14 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
             arrays.append(canonical(leaf))
         else:
             marks.append(Opaque(leaf))
+    if len(arrays) == len(marks) and not any(marks) and treedef == _flat(len(marks)):
+        return arrays, _plain_template(len(marks))
     return arrays, Template(treedef, tuple(marks))
+
+
+@functools.lru_cache  # most calls have arrays only: eager ones then ask nothing anew
+def _plain_template(n: int) -> Template:
+    return Template.flat(*(None,) * n)
 
 
 def is_array_like(leaf: object) -> bool:
@@ -293,6 +300,12 @@ def parse_result(result: Any, name: str) -> Results:
         words = f"result{tree.keystr(path)} of `{name}`"
         return SpecError(f"hostcall: {words} {fault}", code=code)
 
+    if (
+        type(result) is jax.ShapeDtypeStruct  # in most eager calls
+        and result.dtype in _ALWAYS
+        and all(type(size) is int and size >= 0 for size in result.shape)
+    ):
+        return _one_array(result.shape, result.dtype)
     leaves, treedef = tree.tree_flatten(result)
     avals: list[Aval] = []
     keys: list[Key] = []
@@ -322,6 +335,14 @@ def parse_result(result: Any, name: str) -> Results:
         avals.append(_jax.ShapedArray(shape + block, dtype))
         keys.append(key)
     return Results(treedef, tuple(avals), tuple(keys))
+
+
+_ONE = tree.tree_structure(0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _one_array(shape: tuple[int, ...], dtype: np.dtype) -> Results:
+    return Results(_ONE, (_jax.ShapedArray(shape, dtype),), (None,))
 
 
 def _without_shape(leaf: object) -> str:

@@ -70,8 +70,8 @@ class CallHooks:
 
     def result(self, number: int) -> str:
         """What messages call a result of the function."""
-        told, _ = self._of_a_rule(number)
-        return told or f"{self.callback.results.paths()[number]} of `{self.name}`"
+        words, _ = self._of_a_rule(number)
+        return words or f"{self.callback.results.paths()[number]} of `{self.name}`"
 
     def shape_hint(
         self, number: int, want: tuple[int, ...], got: tuple[int, ...]
@@ -86,6 +86,7 @@ class CallHooks:
                 " rows at once, and must return one result for each, along a new axis"
                 " in front"
             )
+        # One row with an axis too many is no batch.
         if equation.grid and got[1:] == want and got[0] != 1:
             return "Does the function return the whole batch where one row is wanted?"
         return self._of_a_rule(number)[1]
@@ -101,6 +102,7 @@ class CallHooks:
         hint = self.hint(error)
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
         place = self.placement
+        # Only programs over one device may have lost the sign that would tell of it.
         has_token = place.program_devices is not None or place.mesh is not None
         # A Ctrl-C is raised in the main thread anyway.
         stopped = issubclass(type(error), KeyboardInterrupt)
@@ -125,16 +127,16 @@ class CallHooks:
         """
         text = ""
         if issubclass(type(error), (TypeError, ValueError)):
-            said = failures.summary(error)
-            text = self._hint_on_lent(said) or self._hint_on_rows(said)
+            summary = failures.summary(error)
+            text = self._hint_on_lent(summary) or self._hint_on_rows(summary)
         if text:
             failures.add_note(error, f"hostcall: {text}")
         return text
 
-    def _hint_on_lent(self, said: str) -> str:
+    def _hint_on_lent(self, summary: str) -> str:
         """Why a lent argument can't be written to."""
         lend = self.equation.options.lend
-        if not lend or "read-only" not in said:
+        if not lend or "read-only" not in summary:
             return ""
         return (
             f"If it wrote to an argument: `{self.name}` has lend={lend!r}, so its"
@@ -142,9 +144,10 @@ class CallHooks:
             " copy (x = x.copy()), or leave out lend="
         )
 
-    def _hint_on_rows(self, said: str) -> str:
+    def _hint_on_rows(self, summary: str) -> str:
         """Why an argument is no scalar, in a function that gets a whole batch."""
-        if not self.equation.levels or not any(words in said for words in _NO_SCALAR):
+        speaks_of_scalars = any(words in summary for words in _NO_SCALAR)
+        if not self.equation.levels or not speaks_of_scalars:
             return ""
         return (
             "If it takes scalars: under vmap with"
@@ -154,8 +157,18 @@ class CallHooks:
         )
 
     def eager_error(self, error: Exception) -> Exception:
-        """The error that an eager call raises: the one that a program would raise."""
+        """Keeps an exception of the function, and returns what an eager call raises:
+        the exception itself.
+        """
+        self.hint(error)
+        failures.store(error, handed_over=True)
+        return error
+
+    def error_of_programs(self, error: Exception) -> Exception:
+        """The same, for a call that raises what a program would raise."""
         raised: Exception = jax.errors.JaxRuntimeError(self.on_error(error, ()))
+        # It is the cause of what is raised: the user may look at its frames.
+        failures.hand_over(error)
         return raised
 
     def on_lone_failure(self, ordinal: int, text: str) -> None:
@@ -171,32 +184,34 @@ class CallHooks:
             text,
         )
 
-    def on_verdict(self, said: str, ours: bool) -> str:
+    def on_verdict(self, outcome: str, is_from_here: bool) -> str:
         """The error with which the program fails on a device of this process.
 
-        `said` is the error of this process, or what the failed one sent along.
+        Args:
+            outcome: the error of this process, or what the failed one sent along.
+            is_from_here: whether it is that of this process.
         """
         job = self.placement.job
         assert job is not None, "only programs over several processes have an outcome"
-        if ours:
-            job.failed(said, announces=False)
-            return said
+        if is_from_here:
+            job.failed(outcome, announces=False)
+            return outcome
         process = self.placement.calling_process
         origins = self.placement.origins
         taken = ""
-        if origins is not None:  # `said` is a device's number plus one
-            known = origins[int(said) - 1 :][:1]
-            process = known[0] if known else None
-            said = "" if process is None else job.text_of(process)
+        if origins is not None:  # the outcome is a device's number plus one
+            origin = origins[int(outcome) - 1 :][:1]
+            process = origin[0] if origin else None
+            outcome = "" if process is None else job.text_of(process)
         elif self.equation.avals:
             taken = ", whose results all processes take,"
         # Without a text, the caller may not be what failed: any device may have.
-        sure = process is not None and (said or origins is not None)
-        where = f"process {process}" if sure else "another process"
-        if said:  # only the calling process's text is sent along
-            where = f"{where}: {failures.without_number(said)}"
+        is_sure = process is not None and (outcome or origins is not None)
+        failed = f"process {process}" if is_sure else "another process"
+        if outcome:  # only the calling process's text is sent along
+            failed = f"{failed}: {failures.without_number(outcome)}"
         error = errors.HostcallError(
-            f"hostcall: `{self.name}`{taken} failed in {where}", code="hc-failed"
+            f"hostcall: `{self.name}`{taken} failed in {failed}", code="hc-failed"
         )
         text = failures.numbered(error, failures.summary(error))
         job.failed(text, announces=False)
@@ -208,16 +223,16 @@ class CallHooks:
         The engine calls this with the steps 0, 1, ... as long as some view is held.
         Returns whether there is another step.
         """
-        more = False
+        has_next = False
         with failures.beside_a_failure("releasing what holds its views"):
-            more = frames.release_views(step, error)
-        return more
+            has_next = frames.release_views(step, error)
+        return has_next
 
     def on_escape(
-        self, held: list[tuple[int, bool]], error: BaseException | None
+        self, views: list[tuple[int, bool]], error: BaseException | None
     ) -> None:
         """Raises for views of lent memory that outlive their call."""
-        names = ", ".join(itertools.starmap(self._name_of, held))
+        names = ", ".join(itertools.starmap(self._name_of, views))
         ended = "returned" if error is None else f"raised {type(error).__name__}"
         raise errors.EscapeError(
             f"hostcall: `{self.name}` kept a view of {names} after it {ended}"

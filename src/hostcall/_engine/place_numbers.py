@@ -37,9 +37,9 @@ class _Places:
     def number_of(self, callback: CallSpec) -> int:
         """The number of a call's place."""
         key = Named(callback.lasting_tag or callback.name, callback.place)
-        found = self._numbers.get(key)
-        if found is not None:
-            return found
+        known = self._numbers.get(key)
+        if known is not None:
+            return known
         # What a number stands for is known before anybody gets it. If two threads come
         # with one place, the number of the second is left out.
         number = next(self._next)

@@ -7,6 +7,7 @@ and with which device of the host. `alone` is for calls outside of programs.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hostcall._job.after_failure import Failures
 
 
+@lru_cache(maxsize=64)  # each eager call asks, and there are few devices
 def alone(device: Device | None, host: Device | None) -> Placement:
     """Of a call that Python makes itself, with arrays that it has on the host.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -39,44 +40,43 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
     placement = hooks.placement
     callback = equation.callback
     team = placement.team
-    together = None if team is None else frozenset(placement.devices.values())
-    guard = None if together is None else host_device.guard(together)
+    team_devices = None if team is None else frozenset(placement.devices.values())
+    guard = None if team_devices is None else host_device.guard(team_devices)
+    # A pure call starts outside of a host callback, and its guard finds out whether it
+    # has to go inside (_runtime/host_device.py).
     scouts = placement.inside is Inside.ASKED
-    operands = operands[equation.python_operands]
-    flags = [list(axes) for axes in equation.batched] if equation.grid else []
-    batched = flags[: len(operands)] or [[] for _ in operands]
-    # A mask that the function's batch is compressed by is an argument of the plan. Any
-    # other one is the engine's: which axes of the grid it has.
-    compressed = equation.masked and equation.compresses(operands[0])
-    mask = None
-    if equation.masked and not compressed:
-        mask, *batched = batched
-        operands = operands[1:]
-    shapes = [
-        (operand.shape[sum(axes) :], operand.dtype)
-        for operand, axes in zip(operands, batched, strict=True)
-    ]
-    converters, called = _called(hooks, guard, shapes, compressed)
+    arguments = _arguments(equation, operands)
+    native = equation.native
+    converters = _converters(hooks, arguments.rows)
+    functions = _functions(
+        hooks, guard, converters, arguments.compressed, native["form"]
+    )
+    if functions.plain:  # a layer that reads arrays converts them afterwards
+        converters = [None] * len(arguments.rows)
+    if placement.called_by_other_process:
+        native["feed"] = None  # its items are taken there
+    # The settings of JAX that the trace had of its own, on whatever thread it runs.
     traced = callback.traced
-    rows = zip(shapes, batched, converters, strict=True)
-    packed = placement.packed
     return _native.Plan(
-        **called,
-        args=[_leaf(*kind, axes, convert, packed) for kind, axes, convert in rows],
-        results=_results(equation, packed),
+        **{**native, "form": functions.form},
+        function=functions.function,
+        runner=functions.runner,
+        sends=functions.sends,
+        args=arguments.leaves(converters, placement.packed),
+        results=_results(equation, placement.packed),
         grid=equation.grid,
-        mask=mask,
+        mask=arguments.mask,
         hooks=hooks,
         plan_of_block=placement.plan_of_block,
         device=placement.host_device,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
-        counters=costs.note(equation, called["lend"]),
+        counters=costs.note(equation, native["lend"]),
         place=places.number_of(callback),
         returns_outcome=placement.returns_outcome,
         called_by_other_process=placement.called_by_other_process,
         team=team and team.settings(),
-        guard=host_device.guard(together, scouts=True) if scouts else guard,
+        guard=host_device.guard(team_devices, scouts=True) if scouts else guard,
         inside=placement.inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         tap=equation.tap_settings(placement),
@@ -104,25 +104,84 @@ def plan_in_program(
     return make_plan(equation.hooks(equation, placement), operands)
 
 
-def _results(equation: Equation, packed: bool) -> list[_native.Leaf]:
-    axes = [True] * len(equation.grid)
-    levels = equation.levels
-    tiles = [
-        fill and _tile(fill, aval, levels)
-        for aval, fill in zip(equation.avals, equation.callback.fills, strict=True)
+class _Arguments(NamedTuple):
+    """The operands that the function gets, as a plan has them.
+
+    Attributes:
+        rows: of each, (the shape of one row, the dtype).
+        batched: of each, whether it has each axis of the grid.
+        mask: which axes of the grid the engine's mask has; None if it has no mask.
+        compressed: whether the first of them is the mask, by which a layer drops rows
+            of the batch that the function gets.
+    """
+
+    rows: list[tuple[tuple[int, ...], np.dtype]]
+    batched: list[tuple[bool, ...]]
+    mask: tuple[bool, ...] | None
+    compressed: bool
+
+    def leaves(
+        self, converters: Sequence[Converter | None], packed: bool
+    ) -> list[_native.Leaf]:
+        """The same for the engine, which calls these converters."""
+        every = zip(self.rows, self.batched, converters, strict=True)
+        return [
+            _leaf(shape, dtype, axes, convert, packed)
+            for (shape, dtype), axes, convert in every
+        ]
+
+
+def _arguments(equation: Equation, operands: Sequence[Any]) -> _Arguments:
+    """Takes the operands of an equation apart.
+
+    An example: in a vmap over 4 rows, `where=` and x have a row each and y is shared,
+    so the shapes are (4,), (4, 3) and (2,), the grid is (4,), and `batched` of the
+    equation is (True,), (True,), (False,). Then the mask is (True,), and the rows of
+    the arguments are (3,) and (2,).
+    """
+    operands = operands[equation.python_operands]
+    if not equation.grid and not equation.masked:  # most eager calls
+        rows = [(operand.shape, operand.dtype) for operand in operands]
+        return _Arguments(rows, [()] * len(rows), mask=None, compressed=False)
+    batched: list[tuple[bool, ...]] = [()] * len(operands)
+    if equation.grid:
+        batched = list(equation.batched[: len(operands)])
+    # A mask that the function's batch is compressed by is an argument of the plan. Any
+    # other one is the engine's: which axes of the grid it has.
+    compressed = equation.masked and equation.compresses(operands[0])
+    mask = None
+    if equation.masked and not compressed:
+        mask = batched.pop(0)
+        operands = operands[1:]
+    rows = [
+        (operand.shape[sum(axes) :], operand.dtype)
+        for operand, axes in zip(operands, batched, strict=True)
     ]
-    every = zip(equation.avals, tiles, strict=True)
-    return [_leaf(a.shape, a.dtype, axes, None, packed, tile) for a, tile in every]
+    return _Arguments(rows, batched, mask, compressed)
 
 
-def _leaf(
+def _results(equation: Equation, packed: bool) -> list[_native.Leaf]:
+    axes = (True,) * len(equation.grid)
+    leaves = []
+    for aval, fill in zip(equation.avals, equation.callback.fills, strict=True):
+        if fill is None:
+            leaves.append(_leaf(aval.shape, aval.dtype, axes, None, packed))
+        else:
+            tile = _tile(fill, aval, equation.levels)
+            # Not kept: a fill may be as large as the result.
+            leaves.append(_new_leaf(aval.shape, aval.dtype, axes, None, packed, tile))
+    return leaves
+
+
+def _new_leaf(
     shape: tuple[int, ...],
     dtype: np.dtype,
-    batched: list[bool],
+    batched: tuple[bool, ...],
     convert: Converter | None,
     packed: bool,
     fill: bytes | None = None,
 ) -> _native.Leaf:
+    # XLA packs int4 and the like on some platforms; NumPy's arrays never are.
     bits, is_signed = packed_bits(dtype) if packed else (0, False)
     return _native.Leaf(
         dtype=dtype,
@@ -135,42 +194,45 @@ def _leaf(
     )
 
 
-def _called(
+# Plans of eager calls are made for each call, and have the same leaves mostly.
+_leaf = lru_cache(maxsize=1024)(_new_leaf)
+
+
+def _functions(
     hooks: CallHooks,
     guard: _jax.ExecutionGuard | None,
-    shapes: Sequence[tuple[tuple[int, ...], np.dtype]],
+    converters: Sequence[Converter | None],
     compressed: bool,
-) -> tuple[Sequence[Converter | None], dict[str, Any]]:
-    """(how the engine converts each array, what it calls, with what the equation says
-    of that).
+    form: ResultForm,
+) -> EngineFunctions:
+    """What the engine calls: most often the user's function itself.
+
+    | the call | the engine calls |
+    |---|---|
+    | another process makes it | nothing |
+    | works on XLA's memory | the function with its Buffers: there can be no layers |
+    | has a limit, is awaited, drops rows, or runs rows at once | a stack of layers |
+    | any other | the function itself, in a closure at most |
+
+    In a program over several processes all of them are refused after a failure.
     """
     equation = hooks.equation
     callback = hooks.callback
-    native = equation.native
-    keys = callback.template.keys
-    converters: Sequence[Converter | None] = [None] * len(keys)
-    as_they_are = equation.options.arrays == "numpy" and not any(keys)  # most calls
-    if not as_they_are or callback.policy.float64:
-        converters = _converters(hooks, shapes)
     layered = compressed or callback.facts.awaits or callback.policy.layered
     if hooks.placement.called_by_other_process:
-        called = EngineFunctions(_nothing, ResultForm.NOTHING, plain=True)
-        native["feed"] = None  # its items are taken there
-    elif equation.on_buffers:  # there can be no layers, and nothing is returned
-        called = EngineFunctions(equation.bare(), ResultForm.IGNORED)
+        functions = EngineFunctions(_nothing, ResultForm.NOTHING, plain=True)
+    elif equation.on_buffers:
+        functions = EngineFunctions(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):
-        called = entries(_choices(hooks, guard, converters, compressed, native["form"]))
+        functions = entries(_choices(hooks, guard, converters, compressed, form))
     else:
-        called = EngineFunctions(direct(callback), native["form"])
+        functions = EngineFunctions(direct(callback), form)
     job = hooks.placement.job
-    if job is not None:  # refused after a failure of a program over processes
-        runner = called.runner and job.until_failure(called.runner)
-        function = job.until_failure(called.function)
-        called = called._replace(function=function, runner=runner)
-    told = called._asdict()
-    if told.pop("plain"):  # a layer that reads arrays converts them afterwards
-        converters = [None] * len(shapes)
-    return converters, {**native, **told}
+    if job is not None:
+        runner = functions.runner and job.until_failure(functions.runner)
+        function = job.until_failure(functions.function)
+        functions = functions._replace(function=function, runner=runner)
+    return functions
 
 
 def _choices(
@@ -206,28 +268,35 @@ def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
     The fill of one element, as `parse_fill` makes it for a symbolic shape, is repeated
     for all elements.
     """
-    whole = len(fill) != np.dtype(aval.dtype).itemsize
-    return fill * int(np.prod(aval.shape[:levels] if whole else aval.shape, dtype=int))
+    is_of_row = len(fill) != np.dtype(aval.dtype).itemsize
+    shape = aval.shape[:levels] if is_of_row else aval.shape
+    return fill * int(np.prod(shape, dtype=int))
 
 
 def _converters(
-    hooks: CallHooks, shapes: Sequence[tuple[tuple[int, ...], np.dtype]]
+    hooks: CallHooks, rows: Sequence[tuple[tuple[int, ...], np.dtype]]
 ) -> Sequence[Converter | None]:
-    """What makes the kind of array that the function gets of an engine's array."""
+    """What makes the kind of array that the function gets of an engine's array; None
+    for one that it gets as it is.
+    """
     callback = hooks.callback
     device = hooks.placement.host_device
     arrays = callback.options.arrays
     keys = callback.template.keys
+    if arrays == "numpy" and not any(keys) and not callback.policy.float64:
+        return [None] * len(keys)  # most calls
     wide: list[np.dtype | None] = [None] * len(keys)
     if callback.policy.float64:  # the mask, if it is there, is not converted
-        wide = [widened(dtype) for _, dtype in shapes[len(shapes) - len(keys) :]]
+        wide = [widened(dtype) for _, dtype in rows[len(rows) - len(keys) :]]
     every = zip(keys, wide, strict=True)
-    return [_converter(arrays, key, device, to) for key, to in every]
+    return [_converter(arrays, key, device, dtype) for key, dtype in every]
 
 
+@lru_cache(maxsize=256)  # so that leaves with equal ones are equal, which are kept too
 def _converter(
     arrays: str, key: Any, device: Any, wide: np.dtype | None
 ) -> Converter | None:
+    # A typed key reaches the engine as its uint32 block.
     if key is not None:
         return lambda block: _jax.wrap_key(_jax.put_on_device(block, device), key)
     if arrays in ("jax", "free"):
@@ -251,11 +320,12 @@ def _nothing() -> None:
 
 def direct(callback: CallSpec) -> Callable[..., Any]:
     """The user's function itself, if it gets each array as an argument."""
-    whole = callback.function
+    function = callback.function
     options = callback.options
+    # A collector reads (args, kwargs), so they are made even if they are flat.
     if options.collected is not None or not callback.template.is_flat:
-        whole = _with_trees(whole, unflattened(callback))
-    return _with_own_results(whole) if options.lend == "out" else whole
+        function = _with_trees(function, unflattened(callback))
+    return _with_own_results(function) if options.lend == "out" else function
 
 
 def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:
@@ -266,14 +336,14 @@ def _with_trees(fn: Callable[..., Any], unflatten: Callable[..., Any]) -> Any:
     return whole
 
 
-def _with_own_results(whole: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_results(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copies the results that a function with `out=` returns anyway.
 
     They may be views of `out`, and then storing one could overwrite another.
     """
 
     def call(*leaves: Any, out: Any) -> Any:
-        value = whole(*leaves, out=out)
+        value = function(*leaves, out=out)
         if value is None:
             return None
         return jax.tree.map(

@@ -66,12 +66,12 @@ def _tracing() -> tuple[Any, Any]:
     The engine asks once on each thread of XLA's and sets them, so that debuggers and
     coverage tools see callbacks there.
     """
-    found = threading.gettrace(), threading.getprofile()
-    if any(function is not None for function in found):
+    functions = threading.gettrace(), threading.getprofile()
+    if any(function is not None for function in functions):
         # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading`
         # does not know. This makes it known, as Dummy-1 or the like.
         threading.current_thread()
-    return found
+    return functions
 
 
 @once
@@ -98,8 +98,8 @@ def _register() -> None:
         # buffer: the CUDA plugin accepts no traits at registration.
         ("CUDA", "cuda type", "cuda "),
     ):
-        made = handlers[plan_type]
-        jax.ffi.register_ffi_type("hostcall_plan", made, platform=platform)
+        type_info = handlers[plan_type]
+        jax.ffi.register_ffi_type("hostcall_plan", type_info, platform=platform)
         for target, name in _HANDLERS.items():
             handler = handlers[kind + name]
             jax.ffi.register_ffi_target(target, handler, platform=platform)

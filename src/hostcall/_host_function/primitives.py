@@ -47,6 +47,7 @@ from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._jax.types import Aval, JaxprEquation, JaxprTrace, Primitive, Var
 from hostcall._primitives.batching import Dims, size_of
+from hostcall._primitives.eager import bind_or_call
 
 T = TypeVar("T")
 
@@ -213,7 +214,7 @@ def known(operands: Tangents, function: DiffFunction) -> Arrays:
 
 
 def bind(operands: Arrays, function: DiffFunction) -> Arrays:
-    return list(function.primitive.bind(*operands, function=function))
+    return list(bind_or_call(function.primitive, operands, function=function))
 
 
 def filled(like: Arrays, tangents: Tangents) -> Arrays:

@@ -70,21 +70,28 @@ class _Process:
             self._alone.add(devices)
             forget = functools.partial(self._forget, id(program))
             self._programs.setdefault(id(program), weakref.ref(program, forget))
+        # What was added above is seen by whichever of two threads looks last, so one of
+        # them finds that there are several.
         if self.is_several:
             _keep_in_python(program)
         elif not self._have_one_in_common():
             self.is_several = True
-            for each in list(self._programs.values()):
-                _keep_in_python(each())
+            for reference in list(self._programs.values()):
+                _keep_in_python(reference())
             _jaxlib.PjitFunctionCache.clear_all()  # of what C++ would dispatch
 
     def _have_one_in_common(self) -> bool:
+        # Of a program without tokens XLA keeps the order on its one device. So a second
+        # such device, or one with tokens that leaves it out, would be in no order.
         alone = list(self._alone)
         if len(alone) > 1:
             return False
-        return all(set(alone[0]) <= set(each) for each in list(self._all) if alone)
+        return all(
+            set(alone[0]) <= set(devices) for devices in list(self._all) if alone
+        )
 
     def _forget(self, key: int, dead: object) -> None:
+        # Another program may have the identity of the dead one by now.
         if self._programs.get(key) is dead:
             del self._programs[key]
 
@@ -124,6 +131,7 @@ def _before(program: Executable) -> None:
     _process.note(program, devices)
     last = _last.devices
     _last.devices = devices
+    # XLA puts it behind no program over one device (see order.md).
     if len(devices) > 1 and devices[0].platform == "cpu":
         wait_for_programs()
     if _process.is_several and (last is None or not set(devices) <= set(last)):

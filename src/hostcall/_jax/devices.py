@@ -93,8 +93,14 @@ def to_numpy(array: jax.Array) -> np.ndarray:
 
     JAX's transfer guards see an explicit transfer, as they do for `jax.device_get`.
     """
-    with explicit_transfer("explicit_device_get"):
+    # As `explicit_transfer`, which would take 0.3 us: eager calls come this way.
+    guard = _guard_lib.thread_local_state()
+    before = guard.explicit_device_get
+    guard.explicit_device_get = True
+    try:
         return np.asarray(array)
+    finally:
+        guard.explicit_device_get = before
 
 
 def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:

@@ -84,8 +84,8 @@ def tokens() -> list[Token]:
     """What is ready when the programs with tokens have ended that this thread has
     dispatched.
     """
-    held = _dispatch.runtime_tokens
-    return [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
+    latest = _dispatch.runtime_tokens
+    return [*latest.current_tokens.values(), *latest.output_runtime_tokens.values()]
 
 
 def forget_all_tokens() -> None:
@@ -109,16 +109,18 @@ def wait_for_effects(
         The exceptions that programs with tokens failed with, each once.
     """
     wait_for_programs()
-    found: dict[str, BaseException] = {}
+    failures: dict[str, BaseException] = {}
     for token in tokens():
         try:
             token.block_until_ready()
         except (KeyboardInterrupt, SystemExit, jax.errors.JaxRuntimeError) as error:
+            # A Ctrl-C of the user ends the wait; one that a callback raised is what
+            # its program failed with.
             if not (isinstance(error, Exception) or is_failure(error)):
                 raise
-            found.setdefault(str(error), error)
+            failures.setdefault(str(error), error)
     _dispatch.runtime_tokens.clear()
-    return list(found.values())
+    return list(failures.values())
 
 
 def is_token_ready(token: object) -> bool:
@@ -128,15 +130,15 @@ def is_token_ready(token: object) -> bool:
     return isinstance(token, _core.Token) and bool(token._buf.is_ready())
 
 
-def forget_tokens(given: Sequence[Token]) -> None:
+def forget_tokens(forgotten: Sequence[Token]) -> None:
     """Removes these tokens from those that JAX's next wait for effects waits for."""
     tokens = _dispatch.runtime_tokens
-    numbers = set(map(id, given))
+    numbers = set(map(id, forgotten))
     for latest in (tokens.output_runtime_tokens, tokens.current_tokens):
-        kept = [(key, t) for key, t in list(latest.items()) if id(t) not in numbers]
-        if len(kept) < len(latest):
+        rest = [(key, t) for key, t in list(latest.items()) if id(t) not in numbers]
+        if len(rest) < len(latest):
             latest.clear()
-            latest.update(kept)
+            latest.update(rest)
 
 
 # --- Who hears of a dispatch ----------------------------------------------------------
@@ -166,6 +168,7 @@ def tell_of_dispatches(tell: Tell) -> None:
 
 def tell_of_dispatch(results: Sequence[jax.Array], tokens: Sequence[Token]) -> None:
     """Says that the calling thread has dispatched a program."""
+    # A copy: another thread may add one meanwhile.
     for tell in list(_tells):
         tell(results, tokens)
 
@@ -179,13 +182,14 @@ def _tokens_of(program: Executable) -> list[Token]:
     ):
         return []
     tokens = _dispatch.runtime_tokens
-    found = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
-    return [token for token in found if token is not None] + ordered_tokens_of(program)
+    of_devices = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
+    unordered = [token for token in of_devices if token is not None]
+    return unordered + ordered_tokens_of(program)
 
 
 def ordered_tokens_of(program: Executable) -> list[Token]:
-    held = _dispatch.runtime_tokens.current_tokens
-    return [held[effect] for effect in program.ordered_effects if effect in held]
+    latest = _dispatch.runtime_tokens.current_tokens
+    return [latest[effect] for effect in program.ordered_effects if effect in latest]
 
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -200,13 +204,13 @@ def _keeping_tokens(program: Executable) -> Iterator[None]:
     was told would be raised once more by a later `jax.effects_barrier`.
     """
     tokens = _dispatch.runtime_tokens.output_runtime_tokens
-    before = {device: tokens.get(device) for device in program._local_devices}
+    former = {device: tokens.get(device) for device in program._local_devices}
     try:
         yield
     finally:
         # A wait in a call that ran here has made another dictionary.
         tokens = _dispatch.runtime_tokens.output_runtime_tokens
-        for device, token in before.items():
+        for device, token in former.items():
             if token is None:
                 tokens.pop(device, None)
             else:
@@ -246,6 +250,8 @@ def telling_of_dispatch(plain: Plain) -> Plain:
 
     @functools.wraps(plain)
     def call(self: Executable, *args: jax.Array) -> list[jax.Array]:
+        # The first dispatch of a program on the fast path comes here too: JAX decides
+        # after it whether the next ones may skip Python.
         is_signed = leaves_sign(self)
         keeping = _keeping_tokens(self) if is_signed else _AS_IT_IS
         try:
@@ -299,6 +305,7 @@ def reporting(plain: Plain) -> Plain:
 
     def init(self: jax.errors.JaxRuntimeError, *args: object) -> None:
         plain(self, *args)
+        # A user may raise one of these with anything.
         if args and isinstance(args[0], str):
             handlers.report(args[0])
 

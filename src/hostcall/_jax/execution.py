@@ -55,18 +55,20 @@ class ExecutionGuard:
         if self._check is not None:
             program = _program_that_asks(frame)
             self._check(() if program is None else program._local_devices)
-        before = self.before
-        if before is UNSET:
-            before = jax.no_execution.get_global()
-        if isinstance(before, ExecutionGuard):
-            return before.forbids(frame)
-        return bool(before)
+        value = self.before
+        if value is UNSET:
+            value = jax.no_execution.get_global()
+        if isinstance(value, ExecutionGuard):  # a call's, inside another call
+            return value.forbids(frame)
+        return bool(value)
 
 
 def _program_that_asks(frame: FrameType) -> Executable | None:
     """The program that JAX is about to execute or to put on its fast path, found in the
     frame that reads the setting.
     """
+    # JAX asks in two functions: the one that runs a program has it as `self`, the one
+    # that decides about the fast path has what holds it as `executable`.
     executable, program = map(frame.f_locals.get, ("executable", "self"))
     if isinstance(executable, _pxla.MeshExecutable):
         program = executable.unsafe_call
@@ -104,6 +106,7 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     global _refusal_across
     _refusal_across = refusal
     for setting in (jax.no_tracing, jax.no_execution):
+        # A second failure finds the guards in their place.
         if not isinstance(setting.get_global(), _AcrossGuard):
             setting.set_global(_AcrossGuard(before=setting.get_global()))
 
@@ -113,12 +116,12 @@ def _refuse_across(frame: FrameType) -> None:
     if program is None:  # a function that is not traced yet: look at its arguments
         leaves = jax.tree.leaves([frame.f_locals.get(n) for n in ("args", "kwargs")])
         tracer = jax.core.Tracer
-        parts = [
+        placed = [
             x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, tracer)
         ]
     else:
-        parts = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
-    if _refusal_across is not None and not all(x.is_fully_addressable for x in parts):
+        placed = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
+    if _refusal_across is not None and not all(x.is_fully_addressable for x in placed):
         raise _refusal_across()
 
 
@@ -144,6 +147,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
         del args, kwargs
         raise refusal()
 
+    # The parent's tokens never become ready here: a wait at the child's end would hang.
     forget_all_tokens()
     _refuse[:] = [refuse]
     install(When.FORK)

@@ -65,9 +65,9 @@ ORDERED_WITHOUT_TOKENS = "hostcall: ordered, without tokens"
 
 def _are_engine_calls(jaxpr: _t.Jaxpr) -> bool:
     """Whether all effects are made by the engine's calls."""
-    others = {*own_effects.filter_not_in(jaxpr.effects)}
-    return not others or all(
-        eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, others)
+    foreign = {*own_effects.filter_not_in(jaxpr.effects)}
+    return not foreign or all(
+        eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, foreign)
     )
 
 
@@ -76,11 +76,12 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
     for eqn in jaxpr.eqns:
         if effects.isdisjoint(eqn.effects):
             continue
+        # Of an equation that holds others, these make its effects.
         inner = list(_core.jaxprs_in_params(eqn.params))
         if not inner:
             yield eqn
-        for each in inner:
-            yield from _makers(each, effects)
+        for inner_jaxpr in inner:
+            yield from _makers(inner_jaxpr, effects)
 
 
 def _cpu_devices(args: Sequence[object]) -> int:
@@ -110,8 +111,9 @@ def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
     among them where the engine makes them.
     """
     served = isinstance(platforms, tuple) and is_one_served(platforms)
-    own = {p: rule for p, rule in ENGINE_CALLS.items() if p not in JAXS_CALLS}
-    return dict(ENGINE_CALLS) if served else own
+    if served:
+        return dict(ENGINE_CALLS)
+    return {p: rule for p, rule in ENGINE_CALLS.items() if p not in JAXS_CALLS}
 
 
 def _has_refs(args: Sequence[object]) -> bool:
@@ -138,11 +140,15 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
         effects = jaxpr.effects
+        # Most programs; a program with pure calls alone is one of them, and JAX
+        # dispatches it fast by itself.
         if not effects:
             return plain(jaxpr, *args, **options)
         devices = 0 if is_for_export(options) else _cpu_devices(args)
         is_ordered = any(map(is_ordered_effect, effects))
         order = order_of_calls(jaxpr, _rules(args[-1]))
+        # Over several devices a token may get into a region that XLA can't compile; on
+        # one device there are no regions.
         if devices != 1:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
         fast = devices == 1 or (devices > 1 and not is_ordered and _several_are_sound())
@@ -150,15 +156,16 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
-        kept = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
+        keepalive = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
         # Behind a program over several devices no other can be put that ends after it.
         # So its sign must be one that nobody can delete or donate.
         hidden = devices > 1 or needs_hidden(jaxpr) or _has_refs(args)
-        without_effects = as_one_equation(jaxpr, (), order, kept)
+        without_effects = as_one_equation(jaxpr, (), order, keepalive)
         module, kept_alive, *rest = plain(without_effects, *args, **options)
         if hidden:
             with_hidden(module)
         asks = devices > 1 or not has_only_ours(module)
+        # The last of what is kept alive: signs.py finds it there after pickling too.
         mark = FastProgram(hidden, asks)
         return (module, [*(kept_alive or ()), mark], *rest)
 

@@ -82,24 +82,25 @@ Rules: TypeAlias = Mapping[_t.Primitive, _t.LoweringRule]
 # --- Which programs -------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _Ordering(NamedTuple):
     """What an equation, or a jaxpr, does that has to be in order.
 
     Attributes:
-        own: the ordered effects of its host calls; None stands for all unordered ones.
+        of_calls: the ordered effects of its host calls; None stands for all unordered
+            ones.
         foreign: the ordered effects that something else in it has.
         is_call: it is one host call itself.
         crosses: whether neither JAX's tokens nor the chain of the unordered calls in
             each jaxpr put all of it in order.
     """
 
-    own: frozenset[_t.Effect | None] = frozenset()
+    of_calls: frozenset[_t.Effect | None] = frozenset()
     foreign: Effects = frozenset()
     is_call: bool = False
     crosses: bool = False
 
 
-def _parts(eqn: _t.JaxprEquation) -> list[Inner]:
+def _inner_in_order(eqn: _t.JaxprEquation) -> list[Inner]:
     """The jaxprs of an equation that are in the order of the program."""
     if eqn.primitive.name == "shard_map" and not SHARDS_TOKENS_OVER_SOME_AXES:
         params = eqn.params
@@ -125,49 +126,57 @@ class _Finder:
         self._rules = rules
         self._ordered_alone = ordered_alone
         # By identity: a program may have a jaxpr several times.
-        self._known: dict[int, _Found] = {}
+        self._known: dict[int, _Ordering] = {}
 
-    def jaxpr(self, jaxpr: _t.Jaxpr) -> _Found:
+    def jaxpr(self, jaxpr: _t.Jaxpr) -> _Ordering:
         inner = open_jaxpr(jaxpr)
         if not inner.effects:
-            return _Found()
+            return _Ordering()
         if id(inner) not in self._known:
-            found = [self._eqn(eqn) for eqn in inner.eqns if eqn.effects]
-            self._known[id(inner)] = _one_after_another(found)
+            orderings = [self._eqn(eqn) for eqn in inner.eqns if eqn.effects]
+            self._known[id(inner)] = _one_after_another(orderings)
         return self._known[id(inner)]
 
-    def _eqn(self, eqn: _t.JaxprEquation) -> _Found:
+    def _eqn(self, eqn: _t.JaxprEquation) -> _Ordering:
         ordered = _ordered(eqn.effects)
         if eqn.primitive in self._rules:
             call = eqn.params.get("params")
             self.has_own |= not getattr(call, "is_jaxs_own", False)
             if self._ordered_alone and not ordered:
-                return _Found()
-            return _Found(own=ordered or frozenset([None]), is_call=True)
-        parts = _parts(eqn)
-        if not parts:
-            return _Found(foreign=ordered)
-        found = [self.jaxpr(part.jaxpr) for part in parts]
+                return _Ordering()
+            return _Ordering(of_calls=ordered or frozenset([None]), is_call=True)
+        inner_jaxprs = _inner_in_order(eqn)
+        if not inner_jaxprs:
+            return _Ordering(foreign=ordered)
+        orderings = [self.jaxpr(inner.jaxpr) for inner in inner_jaxprs]
         if eqn.primitive.name == "cond":  # one of its branches runs
-            return _union(found)
-        return _one_after_another(found)
+            return _union(orderings)
+        return _one_after_another(orderings)
 
 
-def _union(found: Sequence[_Found]) -> _Found:
-    own = frozenset[_t.Effect | None]().union(*(each.own for each in found))
-    foreign = Effects().union(*(each.foreign for each in found))
-    return _Found(own, foreign, crosses=any(each.crosses for each in found))
+def _union(orderings: Sequence[_Ordering]) -> _Ordering:
+    of_calls = frozenset[_t.Effect | None]().union(
+        *(ordering.of_calls for ordering in orderings)
+    )
+    foreign = Effects().union(*(ordering.foreign for ordering in orderings))
+    return _Ordering(
+        of_calls, foreign, crosses=any(ordering.crosses for ordering in orderings)
+    )
 
 
-def _one_after_another(found: Sequence[_Found]) -> _Found:
-    members = [each for each in found if each.own or each.foreign]
+def _one_after_another(orderings: Sequence[_Ordering]) -> _Ordering:
+    # What has neither stands in no order, and orders nothing.
+    members = [
+        ordering for ordering in orderings if ordering.of_calls or ordering.foreign
+    ]
     both = _union(members)
-    kinds = both.own | both.foreign
-    if len(members) < 2 or not both.own:
+    kinds = both.of_calls | both.foreign
+    if len(members) < 2 or not both.of_calls:
         return both
     if len(kinds) == 1 and None not in kinds:  # JAX hands on one token
         return both
-    if kinds == {None} and all(each.is_call for each in members):  # they are a chain
+    # Unordered calls of one jaxpr are a chain, each behind the one before it.
+    if kinds == {None} and all(ordering.is_call for ordering in members):
         return both
     return both._replace(crosses=True)
 
@@ -243,22 +252,25 @@ class InOrder:
         if (rule := self._rules.get(eqn.primitive)) is not None:
             params = {"call": _OrderedCall(eqn, rule, self.effects)}
             return eqn.replace(primitive=_call_p, params=params, effects=self.effects)
-        parts = _parts(eqn)
-        if not parts:
+        inner_jaxprs = _inner_in_order(eqn)
+        if not inner_jaxprs:
             return eqn
-        new = [self.jaxpr(part.jaxpr) for part in parts]
-        params = {**eqn.params, **_by_name(parts, new)}
-        before = _effects_of(part.jaxpr for part in parts)
-        after = _effects_of(new)
-        effects = (frozenset(eqn.effects) - (before - after)) | (after - before)
+        new = [self.jaxpr(inner.jaxpr) for inner in inner_jaxprs]
+        params = {**eqn.params, **_by_name(inner_jaxprs, new)}
+        old_effects = _effects_of(inner.jaxpr for inner in inner_jaxprs)
+        new_effects = _effects_of(new)
+        gone = old_effects - new_effects
+        added = new_effects - old_effects
+        # What the equation has beside, of its own primitive, stays.
+        effects = (frozenset(eqn.effects) - gone) | added
         return eqn.replace(params=params, effects=effects)
 
 
-def _by_name(parts: Sequence[Inner], new: Sequence[_t.Jaxpr]) -> dict[str, Any]:
-    """The parameters of an equation that have these jaxprs in place of its parts."""
-    if parts[0].key == "branches":
+def _by_name(old: Sequence[Inner], new: Sequence[_t.Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation that have these jaxprs in place of the old ones."""
+    if old[0].key == "branches":
         return {"branches": tuple(new)}
-    return {part.key: jaxpr for part, jaxpr in zip(parts, new, strict=True)}
+    return {inner.key: jaxpr for inner, jaxpr in zip(old, new, strict=True)}
 
 
 def _effects_of(jaxprs: Iterable[_t.Jaxpr]) -> Effects:
@@ -286,23 +298,25 @@ def check_tokens_alone(jaxpr: _t.Jaxpr, in_branch: bool = False) -> None:
         if not eqn.effects:
             continue
         name = eqn.primitive.name
-        parts = inners(eqn)
+        inner_jaxprs = inners(eqn)
         if name == "shard_map" and in_branch and eqn.params["mesh"].size > 1:
-            _check_region(eqn, open_jaxpr(parts[0].jaxpr))
+            _check_region(eqn, open_jaxpr(inner_jaxprs[0].jaxpr))
+        # A loop in between has its own computation, which XLA can compile.
         in_this = name == "cond" or (in_branch and name not in LOOPS)
-        for part in parts:
+        for part in inner_jaxprs:
             check_tokens_alone(part.jaxpr, in_this)
 
 
 def _check_region(eqn: _t.JaxprEquation, region: _t.Jaxpr) -> None:
-    if not _ordered(eqn.effects):
+    if not _ordered(eqn.effects):  # no token enters it
         return
+    # An array that only dead code uses is gone when XLA compiles the region.
     _, used = _pe.dce_jaxpr(region, [True] * len(region.outvars))
     if any(used):
         return
-    calls = [call for each in region.eqns for call in within(each)]
-    found = [_params_of(call) for call in calls]
-    if first := next(filter(None, found), None):
+    calls = [call for inner_eqn in region.eqns for call in within(inner_eqn)]
+    params_of_calls = [_params_of(call) for call in calls]
+    if first := next(filter(None, params_of_calls), None):
         raise _refusal[0](first)
 
 
@@ -347,8 +361,8 @@ def in_order_of_program(ctx: _t.LoweringContext, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
 
 def joined(tokens: Sequence[_t.Value]) -> _t.Value:
     """A token that comes after all of these."""
-    first, *others = dict.fromkeys(tokens)
-    return _hlo.after_all([first, *others]) if others else first
+    first, *rest = dict.fromkeys(tokens)
+    return _hlo.after_all([first, *rest]) if rest else first
 
 
 def _lower(
@@ -356,31 +370,33 @@ def _lower(
     *operands: _t.Value,
     jaxpr: _t.Jaxpr,
     order: InOrder | None,
-    kept: tuple[object, ...],
+    keepalive: tuple[object, ...],
 ) -> list[_t.Value]:
-    for each in kept:
-        ctx.module_context.add_keepalive(each)
+    for reference in keepalive:
+        ctx.module_context.add_keepalive(reference)
     record_of(ctx, _RECORD)[""] = order
     inner = open_jaxpr(jaxpr)
-    given = dict(ctx.tokens_in.items())
+    tokens_in = dict(ctx.tokens_in.items())
     tokens = {}
     # By name: the text of a program must not depend on the order of a set.
     for effect in sorted(_ordered(inner.effects), key=str):
-        if effect in given:
-            tokens[effect] = given[effect]
-        elif effect is IN_ORDER and given:
-            tokens[effect] = joined([*given.values()])
+        if effect in tokens_in:
+            tokens[effect] = tokens_in[effect]
+        elif effect is IN_ORDER and tokens_in:
+            tokens[effect] = joined([*tokens_in.values()])
         else:
             tokens[effect] = _hlo.create_token()
     consts = [_mlir.ir_constant(const) for const in jaxpr.consts]
-    results, left = lower_jaxpr(ctx, inner, _mlir.TokenSet(tokens), consts, *operands)
+    results, tokens_left = lower_jaxpr(
+        ctx, inner, _mlir.TokenSet(tokens), consts, *operands
+    )
     # One of the tokens that are passed out comes after everything, and the others are
     # given back as they came: XLA ends the process if two results turn out to be one
     # value. All results of a program are ready when it has ended.
-    out = dict(given)
-    for effect in sorted(given, key=str)[:1]:
-        out[effect] = joined([token for _, token in left.items()])
-    ctx.set_tokens_out(_mlir.TokenSet(out))
+    tokens_out = dict(tokens_in)
+    for effect in sorted(tokens_in, key=str)[:1]:
+        tokens_out[effect] = joined([token for _, token in tokens_left.items()])
+    ctx.set_tokens_out(_mlir.TokenSet(tokens_out))
     return list(results)
 
 
@@ -391,22 +407,24 @@ def as_one_equation(
     jaxpr: _t.Jaxpr,
     effects: Iterable[_t.Effect],
     order: InOrder | None,
-    kept: tuple[object, ...] = (),
+    keepalive: tuple[object, ...] = (),
 ) -> _t.Jaxpr:
     """A program whose one equation is the whole of `jaxpr`, and has these effects: JAX
     passes tokens in and out for these. Tokens of others are made inside.
 
-    `order` puts all host calls into one order, unless they are in it. `kept` live as
-    long as the executable.
+    `order` puts all host calls into one order, unless they are in it. `keepalive` live
+    as long as the executable.
     """
     if order is not None:
         jaxpr = order.jaxpr(jaxpr)
+    # New variables: those of `jaxpr` belong to its own equations, which are inside now.
     invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
-    params = {"jaxpr": jaxpr, "order": order, "kept": kept}
+    params = {"jaxpr": jaxpr, "order": order, "keepalive": keepalive}
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, params, set(effects))
-    parts = {"invars": invars, "outvars": outvars, "eqns": [eqn]}
-    return changed(jaxpr, consts=[], constvars=[], **parts)
+    return changed(
+        jaxpr, consts=[], constvars=[], invars=invars, outvars=outvars, eqns=[eqn]
+    )
 
 
 def order_of_calls(jaxpr: _t.Jaxpr, rules: Rules) -> InOrder | None:
@@ -414,7 +432,7 @@ def order_of_calls(jaxpr: _t.Jaxpr, rules: Rules) -> InOrder | None:
     if JAX leaves their order open and all of them are JAX's own.
     """
     finder = _Finder(rules)
-    found = finder.jaxpr(jaxpr)
-    if found.crosses and not finder.has_own:
-        found = _Finder(rules, ordered_alone=True).jaxpr(jaxpr)
-    return InOrder(rules, found.foreign | {IN_ORDER}) if found.crosses else None
+    ordering = finder.jaxpr(jaxpr)
+    if ordering.crosses and not finder.has_own:
+        ordering = _Finder(rules, ordered_alone=True).jaxpr(jaxpr)
+    return InOrder(rules, ordering.foreign | {IN_ORDER}) if ordering.crosses else None

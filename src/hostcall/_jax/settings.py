@@ -129,12 +129,19 @@ def traced_here() -> Traced | None:
     """The settings of the calling thread that differ from the process's; None if none
     does.
     """
-    found = []
-    for name, setting in _settings.items():  # in each call; most have none
-        value = setting.get_local()
-        if value is not UNSET and value != setting.get_global():
-            found.append((name, value))
+    values = [get_local() for get_local in _GET_LOCAL]
+    if values == _NONE_SET:  # most calls, and each eager one asks
+        return None
+    found = [
+        (name, value)
+        for (name, setting), value in zip(_settings.items(), values, strict=True)
+        if value is not UNSET and value != setting.get_global()
+    ]
     return Traced(tuple(found)) if found else None
+
+
+_GET_LOCAL = [setting.get_local for setting in _settings.values()]
+_NONE_SET = [UNSET] * len(_GET_LOCAL)
 
 
 # --- Settings of a program that leaves the process -----------------------------------

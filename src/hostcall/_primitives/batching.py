@@ -75,18 +75,21 @@ def batch(
         outs = _jax.rows_sharded_alike(outs, operands, dims)
         return outs, (0,) * len(outs)
     # A vmap that is applied later is the outer one, so its axis is first in the grid.
-    before = params.batched or ((),) * len(operands)
-    place = len(params.grid) if innermost else 0
+    # An example: with a grid (5,), where x has that axis and y has not, a vmap over 3
+    # rows of y makes the grid (3, 5), and `batched` (False, True) of x, (True, False)
+    # of y. An operand has those axes of the grid in front that it is batched by.
+    inner = params.batched or ((),) * len(operands)
+    position = len(params.grid) if innermost else 0
     moved = []
     batched = []
-    for x, d, has in zip(operands, dims, before, strict=True):
-        axis = sum(has[:place])
-        moved.append(x if d is None else _jax.moveaxis(x, d, axis))
-        batched.append((*has[:place], d is not None, *has[place:]))
-    grid = (*params.grid[:place], size, *params.grid[place:])
+    for operand, dim, axes in zip(operands, dims, inner, strict=True):
+        axis = sum(axes[:position])
+        moved.append(operand if dim is None else _jax.moveaxis(operand, dim, axis))
+        batched.append((*axes[:position], dim is not None, *axes[position:]))
+    grid = (*params.grid[:position], size, *params.grid[position:])
     outs = bind(*moved, params=replace(params, grid=grid, batched=tuple(batched)))
-    outs = _jax.rows_sharded_alike(outs, operands, dims, place)
-    return outs, (place,) * len(outs)
+    outs = _jax.rows_sharded_alike(outs, operands, dims, position)
+    return outs, (position,) * len(outs)
 
 
 def _batch_whole(
@@ -156,13 +159,15 @@ def batch_by_rule(
     in_args, in_kwargs = template.unflatten([d is not None for d in dims])
     in_batched = (*in_args, in_kwargs) if kwargs else tuple(in_args)
     answer = rule(size, in_batched, *args, **kwargs)
-    what = f"the vmap_method of `{name}`"
-    outs, marks = batched_results(answer, size, results.treedef, results.avals, what)
+    rule_name = f"the vmap_method of `{name}`"
+    outs, marks = batched_results(
+        answer, size, results.treedef, results.avals, rule_name
+    )
     return outs, [0 if mark else None for mark in marks]
 
 
 def batched_results(
-    answer: Any, size: int, treedef: TreeDef, avals: Sequence[Aval], what: str
+    answer: Any, size: int, treedef: TreeDef, avals: Sequence[Aval], rule_name: str
 ) -> tuple[list[jax.Array], list[bool]]:
     """The arrays that a user's vmap rule returned, and which of them are batched.
 
@@ -171,11 +176,11 @@ def batched_results(
         size: the size of the batch, which is the first axis.
         treedef: the structure of the result.
         avals: the avals of one row of the result.
-        what: names the rule in errors.
+        rule_name: by which errors call the rule.
     """
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise BatchingError(
-            f"hostcall: {what} should return (result, batched), got"
+            f"hostcall: {rule_name} should return (result, batched), got"
             f" {type(answer).__name__}. `batched` says for each leaf of the result"
             " whether it has the batch as its first axis: True for all of them, or a"
             " tree like the result"
@@ -190,24 +195,25 @@ def batched_results(
             marks = treedef.flatten_up_to(batched)
     except (ValueError, TypeError) as error:
         raise BatchingError(
-            f"hostcall: {what} should return (result, batched) in the structure of the"
-            f" result, {treedef}: {error}"
+            f"hostcall: {rule_name} should return (result, batched) in the structure of"
+            f" the result, {treedef}: {error}"
         ) from error
     if not all(isinstance(mark, bool) for mark in marks):
         raise BatchingError(
-            f"hostcall: {what} should say with True or False which results are"
+            f"hostcall: {rule_name} should say with True or False which results are"
             f" batched, got {batched!r}"
         )
     outs = []
     for leaf, mark, aval in zip(leaves, marks, avals, strict=True):
         is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
+        # A rule may return 64-bit arrays, which 32-bit mode would narrow unseen.
         with _jax.able_to_hold(aval.dtype):
             leaf = jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
         want = (size, *aval.shape) if mark else aval.shape
         if leaf.shape != want or leaf.dtype != aval.dtype:
             raise BatchingError(
-                f"hostcall: {what} returned {leaf.dtype}{list(leaf.shape)} for a leaf"
-                f" that should be {aval.dtype}{list(want)}"
+                f"hostcall: {rule_name} returned {leaf.dtype}{list(leaf.shape)} for a"
+                f" leaf that should be {aval.dtype}{list(want)}"
             )
         outs.append(leaf)
     return outs, marks

@@ -63,6 +63,7 @@ def _link_abstract_eval(
 def _lower_link(
     ctx: LoweringContext, number: Value, *, equation: Partitioned, name: str
 ) -> list[Value]:
+    # The link behind the parts carries the name of the whole (see `Partitioned`).
     if name:
         _jax.name_partitioning(number, name)
     call = EngineCall(_jax.program_of(ctx), targets.LINK_TARGET, {}, True)
@@ -119,18 +120,18 @@ class Partitioned(abc.ABC):
         self._client = program.client
         self._platforms = program.platforms
         self._avals = _jax.physical_avals(program.ctx.avals_in)
-        whole = replace(self.placement, plan_of_block=self.plan_of_block)
-        self.attributes = make_slot(program, params, whole, self._avals)
+        placement = replace(self.placement, plan_of_block=self.plan_of_block)
+        self.attributes = make_slot(program, params, placement, self._avals)
 
     def plan_of_block(self, block: str) -> _native.Plan:
         """The plan of the part that this text describes."""
-        told = json.loads(block)
+        description = json.loads(block)
         # New ones: those of the whole may have a sharding, which a block has not.
         avals = [
             _jax.ShapedArray(tuple(shape), aval.dtype)
-            for aval, shape in zip(self._avals, told["shapes"], strict=True)
+            for aval, shape in zip(self._avals, description["shapes"], strict=True)
         ]
-        equation, placement, avals = self.of_block(avals, told["places"])
+        equation, placement, avals = self.of_block(avals, description["places"])
         return plan_in_program(
             equation, placement, avals, self._client, self._platforms
         )
@@ -173,6 +174,7 @@ def _lower_block(
     """
     shapes = [aval.shape for aval in _jax.physical_avals(ctx.avals_in[1:])]
     block = json.dumps({"shapes": shapes, "places": places}, separators=(",", ":"))
+    # The slot is that of the whole; the engine keeps a plan for each text beside it.
     attributes = {**equation.attributes, "block": block}
     call = EngineCall(_jax.program_of(ctx), equation.target, attributes, True)
     return call.emit(operands, None)
@@ -193,8 +195,8 @@ def lower_blocks(
     name = "hostcall {key} {count}".format(**equation.attributes)
 
     def parts(*arrays: jax.Array) -> list[jax.Array]:
-        before = link_p.bind(jnp.int32(0), equation=equation, name="")
-        ran = _partitioned(equation)(before, *arrays)
+        start = link_p.bind(jnp.int32(0), equation=equation, name="")
+        ran = _partitioned(equation)(start, *arrays)
         link_p.bind(ran, equation=equation, name=name)
         return []
 
@@ -220,8 +222,8 @@ def _partitioned(equation: Partitioned) -> Callable[..., jax.Array]:
         shapes = [arg.shape for arg in args[1:]]
         shardings = [_even(arg, everywhere) for arg in args[1:]]
         places = equation.places(everywhere, shardings, shapes)
-        one = partial(block_p.bind, equation=equation, places=places)
-        return mesh, one, result.sharding, (everywhere, *shardings)
+        on_device = partial(block_p.bind, equation=equation, places=places)
+        return mesh, on_device, result.sharding, (everywhere, *shardings)
 
     def rule(
         mesh: Mesh, values: Sequence[IrType], results: Sequence[IrType]

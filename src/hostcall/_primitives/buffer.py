@@ -7,7 +7,6 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -23,19 +22,21 @@ from hostcall._engine.params.buffer import BufferParams
 from hostcall._jax.types import LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
-from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
+from hostcall._primitives.eager import (
+    as_jax_takes,
+    bind_or_call,
+    call_now,
+    compile_alone,
+    is_compiled,
+)
 from hostcall._primitives.lowering import refuse_some_axes, start_lowering
 
 
 def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
-    """Compiles the equation, except at a function's first call on the CPU.
-
-    That one runs at once, so that fresh lambdas compile nothing and leave nothing
-    behind.
-    """
+    """Compiles the equation, except at a function's first call on the CPU."""
     if not _on_host(operands) or is_compiled(operands, params):
-        return run_compiled(buffer_p, operands, params)
-    return run_eagerly(buffer_p, operands, params)
+        return compile_alone(buffer_p, operands, params)
+    return call_now(*as_jax_takes(operands), params=params)
 
 
 def _on_host(operands: Operands) -> bool:
@@ -51,20 +52,23 @@ def _on_host(operands: Operands) -> bool:
 
 
 buffer_p = call.define("buffer_callback", _impl, call.would_run_twice)
-bind: Callable[..., list[jax.Array]] = buffer_p.bind
+
+
+def bind(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
+    return bind_or_call(buffer_p, operands, params=params)
 
 
 def make(
     callback: CallSpec, operands: Operands, mask: jax.Array | None
 ) -> list[jax.Array]:
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
-    how = cast(CallOptions, callback.options)
-    method = how.vmap_method
-    check(f"`{callback.name}`", how.met(callback.policy.at_least(), mask), {})
+    options = cast(CallOptions, callback.options)
+    method = options.vmap_method
+    check(f"`{callback.name}`", options.met(callback.policy.at_least(), mask), {})
     on_device = replace(
         callback,
         fn=Opaque(OnDevice(callback.fn, callback.results, callback.name)),
-        options=replace(how, arrays="numpy", vmap_method=method or "sequential"),
+        options=replace(options, arrays="numpy", vmap_method=method or "sequential"),
     )
     avals = callback.results.avals
     params = BufferParams(callback=on_device, avals=avals, masked=False)

@@ -25,7 +25,7 @@ from hostcall._jax.types import Aval, Device, Effect, Primitive, Value
 from hostcall._native import Plan
 from hostcall._primitives.batching import batch
 from hostcall._primitives.chosen import chosen_in
-from hostcall._primitives.eager import row_major, run_and_keep
+from hostcall._primitives.eager import call_now, row_major
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
@@ -75,8 +75,7 @@ def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:
     )
 
 
-call_p = define("host_call", run_and_keep, would_run_twice)
-bind: Callable[..., list[jax.Array]] = call_p.bind
+call_p = define("host_call", call_now, would_run_twice)
 _jax.batchers[call_p] = partial(batch, call_p)
 
 
@@ -215,17 +214,17 @@ def lower_through_jax(
 ) -> list[Value]:
     """The lowering for any platform that JAX's callback serves; see `register`."""
     job = job_of(program)
-    made: dict[object, tuple[CallHooks, Plan]] = {}
+    plans_by_device: dict[object, tuple[CallHooks, Plan]] = {}
 
     def planned(
         device: Device | None, operands: Sequence[Aval | np.ndarray]
     ) -> tuple[CallHooks, Plan]:
         shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
-        if (device, shapes) not in made:
+        if (device, shapes) not in plans_by_device:
             placement = placed_through_jax(program, device, job)
             hooks = params.hooks(params, placement)
-            made[device, shapes] = hooks, plans.make_plan(hooks, operands)
-        return made[device, shapes]
+            plans_by_device[device, shapes] = hooks, plans.make_plan(hooks, operands)
+        return plans_by_device[device, shapes]
 
     planned(None, _jax.physical_avals(program.ctx.avals_in))
 

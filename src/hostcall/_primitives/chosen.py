@@ -31,14 +31,13 @@ def chosen_of(params: Equation, devices: Sequence[Device], of: str) -> Device:
     first = devices[0]
     if device is None or device in devices:
         return device or first
-    if (
-        host_device.nesting_level(first.client) > 0
-    ):  # in host code, which has a device for all
+    # Host code has one device for all that it computes, whatever `on=` says.
+    if host_device.nesting_level(first.client) > 0:
         return first
-    there = ", ".join(map(str, devices))
+    names = ", ".join(map(str, devices))
     raise HostcallError(
         f"hostcall: {params.shown} has on={device}, which is not among the devices of"
-        f" {of}: {there}. Name one of these, or leave out on=. Or have the program run"
+        f" {of}: {names}. Name one of these, or leave out on=. Or have the program run"
         " where on= says: give it arrays that are there, jax.device_put(x, device)",
         code="hc-device",
     )

@@ -24,7 +24,13 @@ from hostcall._jax.types import Aval, Effect, LoweringContext, Value
 from hostcall._primitives import call
 from hostcall._primitives.batching import Batched, Dims, Operands, batch
 from hostcall._primitives.blocks import Partitioned, Places, lower_blocks
-from hostcall._primitives.eager import is_compiled, run_compiled, run_eagerly
+from hostcall._primitives.eager import (
+    as_jax_takes,
+    bind_or_call,
+    call_now,
+    compile_alone,
+    is_compiled,
+)
 from hostcall._primitives.lowering import NUMBER, job_of, start_lowering
 
 _NAMES = ("pure_callback", "io_callback", "debug_callback", "debug_print")
@@ -38,7 +44,7 @@ def bind(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
     _jax.share_rooflines(PRIMITIVES)
     if params.primitive == "debug_callback" and any(map(_is_key, operands)):
         _jax.look_at_keys(primitive)
-    return primitive.bind(*operands, params=params)  # type: ignore[no-any-return]
+    return bind_or_call(primitive, operands, params=params)
 
 
 def _is_key(operand: object) -> bool:
@@ -46,22 +52,21 @@ def _is_key(operand: object) -> bool:
 
 
 # --- impl --------------------------------------------------------------------------
-#
 
 
 def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
-    """Runs or compiles the equation; a failure raises JaxRuntimeError in both cases.
+    """Makes or compiles the call; a failure raises JaxRuntimeError in both cases.
 
     An eager debug callback raises the function's own exception instead, as JAX's does.
     """
     if params.kind == "pure" and not params.avals:
         return []  # as in a compiled program, which drops a call without results
-    primitive = PRIMITIVES[params.primitive]
     if params.kind == "debug":
-        return run_eagerly(primitive, *_open_keys(operands, params))
+        blocks, params = _open_keys(operands, params)
+        return call_now(*as_jax_takes(blocks), params=params)
     if not _at_home(operands, params) or is_compiled(operands, params):
-        return run_compiled(primitive, operands, params)
-    return run_eagerly(primitive, operands, params)
+        return compile_alone(PRIMITIVES[params.primitive], operands, params)
+    return call_now(*as_jax_takes(operands), params=params)
 
 
 def _at_home(operands: Operands, params: DropInParams) -> bool:
@@ -152,6 +157,7 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
             program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
+        # A part's plan is made when the program is loaded, too late to say this.
         equation = CallBlocks(program, params)
         _jax.run_where_dispatched(program)
         return lower_blocks(program, operands, equation)
@@ -208,6 +214,7 @@ def _with_number(params: DropInParams) -> DropInParams:
         fn(*args, **kwargs)
         return np.zeros((), np.int32)
 
+    # Messages, statistics and profiles call it by the user's name.
     numbered.__qualname__ = callback.name
     return replace(
         params,

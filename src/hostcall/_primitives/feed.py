@@ -10,8 +10,6 @@ twice, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +19,7 @@ from hostcall._engine.params.equation import CallParams
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.batching import Batched, Dims, Operands, batch, size_of
 from hostcall._primitives.call import define, lower, lower_through_jax
-from hostcall._primitives.eager import run_and_keep
+from hostcall._primitives.eager import bind_or_call, call_now
 from hostcall._primitives.lowering import register
 
 
@@ -37,8 +35,11 @@ def _would_run_twice(equation: dict[str, CallParams]) -> DerivativeError:
     )
 
 
-feed_p = define("host_feed", run_and_keep, _would_run_twice)
-bind: Callable[..., list[jax.Array]] = feed_p.bind
+feed_p = define("host_feed", call_now, _would_run_twice)
+
+
+def bind(*operands: jax.Array, params: FeedParams) -> list[jax.Array]:
+    return bind_or_call(feed_p, operands, params=params)
 
 
 # --- batching ----------------------------------------------------------------------
@@ -61,9 +62,9 @@ def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     mask = mask.reshape(size, *wide)
     shown = []
     for out, aval in zip(outs, params.avals, strict=True):
-        here = mask.reshape(*mask.shape, *(1,) * len(aval.shape))
+        taken = mask.reshape(*mask.shape, *(1,) * len(aval.shape))
         with _jax.able_to_hold(out.dtype):
-            shown.append(jnp.where(here, out[None], jnp.zeros((), out.dtype)))
+            shown.append(jnp.where(taken, out[None], jnp.zeros((), out.dtype)))
     return shown, (0,) * len(shown)
 
 

@@ -76,13 +76,13 @@ def job_of(program: _jax.Program) -> Failures | None:
     return job().failures
 
 
-def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
+def register(primitive: Primitive, by_engine: Lowering, through_jax: Lowering) -> None:
     """Registers the lowerings of a kind of equation, with what they begin with.
 
     Args:
         primitive: the primitive.
-        here: for the platforms that the engine serves.
-        elsewhere: through JAX's own callback, with its cost: it brings the arrays to
+        by_engine: for the platforms that the engine serves.
+        through_jax: through JAX's own callback, with its cost: it brings the arrays to
             the host, and the engine runs on them, so rows, masks, dtypes and errors are
             the same. Where JAX has no callback, the equation is refused.
     """
@@ -91,10 +91,10 @@ def register(primitive: Primitive, here: Lowering, elsewhere: Lowering) -> None:
         ctx: LoweringContext, *operands: Value, params: Equation
     ) -> list[Value]:
         program = start_lowering(ctx)
-        rule = here
+        rule = by_engine
         if not set(program.platforms) <= set(_jax.SERVED):
             _check_platform(program, params)
-            rule = elsewhere
+            rule = through_jax
         if program.mesh is not None and params.options.sharding is not None:
             raise SpecError(
                 f"hostcall: `{params.callback.name}` has on=device inside shard_map or"
@@ -158,6 +158,7 @@ def _lower_once(
         remedy = ", or leave out order='ordered', or use jaxlib 0.11.2 or later"
         refuse_some_axes(program, params.callback.name, remedy)
     axes = sorted(program.automatic, key=str)
+    # All devices come to the call, so that it is one team's, and one of them is let.
     masked = params if params.masked else params.with_mask()
 
     def once(*values: jax.Array) -> list[jax.Array]:
@@ -175,9 +176,10 @@ def _lower_once(
 def _firsts(value: jax.Array, first: jax.Array, axes: Sequence[Hashable]) -> jax.Array:
     """The value of the first device along these axes, on all of them."""
     with jax.enable_x64(True):  # without it JAX has no 64-bit integers
-        parts = [jnp.where(first, part, 0) for part in bits(value)]
-        parts = [jax.lax.pmax(part, tuple(axes)) for part in parts]
-        return from_bits(value.dtype, iter(parts))
+        # As in outcome.py: the maximum of one device's bits and zeros is its bits.
+        masked = [jnp.where(first, array, 0) for array in bits(value)]
+        maxima = [jax.lax.pmax(array, tuple(axes)) for array in masked]
+        return from_bits(value.dtype, iter(maxima))
 
 
 # --- The slot -------------------------------------------------------------------------
@@ -240,12 +242,12 @@ def make_slot(
     if one_device and not in_blocks and not equation.is_stateful:
         named = key, placement.text, program.client, program.platforms
         made_of = equation, tuple(avals), placement.only
-        kept = _shared(program, named, made_of, make)
+        keeper = _shared(program, named, made_of, make)
     else:
-        kept = make()
-    program.keep_alive(kept)
-    assert kept.slot is not None
-    attributes: Attributes = {"key": key, "count": kept.slot.count}
+        keeper = make()
+    program.keep_alive(keeper)
+    assert keeper.slot is not None, "only a pickled one has none"
+    attributes: Attributes = {"key": key, "count": keeper.slot.count}
     if placement.text:
         attributes[targets.TEXT] = placement.text
     return attributes
@@ -255,9 +257,9 @@ def _may_travel(callback: CallSpec) -> bool:
     """A quick look: False if its function has no form in other processes."""
     function = callback.function
     owner = callback.policy.owner
-    held = (function,) if owner is None else (owner, owner.fn)
-    named = bool(names.names) and any(map(names.of, held))
-    return named or callback.facts.host_code.travels_alone
+    functions = (function,) if owner is None else (owner, owner.fn)
+    is_named = bool(names.names) and any(map(names.of, functions))
+    return is_named or callback.facts.host_code.travels_alone
 
 
 def _why_here(params: Equation, operands: Sequence[Aval]) -> str:
@@ -324,15 +326,18 @@ def _shared(
     make: Callable[[], KeptAlive],
 ) -> KeptAlive:
     """The slot of an equal call of another program; else a new one."""
-    n = program.equal_calls[named] = program.equal_calls.get(named, -1) + 1
-    there = _live.get((named, n))
-    if there is not None and identity(there.made_of) == identity(made_of):
-        return there
-    kept = make()
-    kept.made_of = made_of
-    if there is None:
-        _live[named, n] = kept
-    return kept
+    number = program.equal_calls.get(named, -1) + 1
+    program.equal_calls[named] = number
+    live = _live.get((named, number))
+    # Equal keys may belong to two closures of one code, which have plans of their own.
+    if live is not None and identity(live.made_of) == identity(made_of):
+        return live
+    keeper = make()
+    keeper.made_of = made_of
+    # A live one that differs keeps its entry, where programs with its function look.
+    if live is None:
+        _live[named, number] = keeper
+    return keeper
 
 
 # --- The custom call ------------------------------------------------------------------
@@ -395,10 +400,11 @@ class EngineCall:
 
         `effect` puts it in order; None if it is pure.
         """
+        # Without a token XLA may move a pure call, merge it with an equal one, drop it.
         if effect is None:
             return self.emit_with(None, operands, False)[0]
-        before, leave = _jax.in_order(self.program.ctx, effect)
-        results, token = self.emit_with(before, operands, True)
+        token_in, leave = _jax.in_order(self.program.ctx, effect)
+        results, token = self.emit_with(token_in, operands, True)
         leave(token)
         return results
 
@@ -427,28 +433,42 @@ class EngineCall:
         """Emits the call of one device."""
         program = self.program
         reach = self.reach
-        how: dict[str, Any] = {"attributes": self.attributes}
-        how["has_side_effect"] = self.has_side_effect
         outs = list(program.ctx.avals_out)
         if reach is not None and reach.tells:
             outs.append(OUTCOME_AVAL)
         if returns_token and program.is_symbolic and _jax.has_symbolic(outs):
             results, token = self._linked(token, operands, outs)
         else:
-            given = program, self.target, token, operands, outs
             results, token = _jax.custom_call(
-                *given, returns_token=returns_token, aliases=self.aliases, **how
+                program,
+                self.target,
+                token,
+                operands,
+                outs,
+                returns_token=returns_token,
+                has_side_effect=self.has_side_effect,
+                attributes=self.attributes,
+                aliases=self.aliases,
             )
         if reach is None:
             return results, token
+        # Keys are their uint32 blocks in the reduction.
         avals = _jax.physical_avals(program.ctx.avals_out)
         shared, outcome = share(reach, program, results, avals)
         if outcome is None:
             return list(shared), token
         # Passes the results on, or fails on this device if the outcome says so.
-        how["aliases"] = {1 + i: i for i in range(len(avals))}
-        given = program, targets.VERDICT_TARGET, token, [outcome, *shared], avals
-        return _jax.custom_call(*given, returns_token=token is not None, **how)
+        return _jax.custom_call(
+            program,
+            targets.VERDICT_TARGET,
+            token,
+            [outcome, *shared],
+            avals,
+            returns_token=token is not None,
+            has_side_effect=self.has_side_effect,
+            attributes=self.attributes,
+            aliases={1 + i: i for i in range(len(avals))},
+        )
 
     def _linked(
         self,
@@ -467,7 +487,11 @@ class EngineCall:
 
         def link(token: Value | None, number: Value) -> Emitted:
             return _jax.custom_call(
-                *(program, targets.LINK_TARGET, token, [number], [NUMBER]),
+                program,
+                targets.LINK_TARGET,
+                token,
+                [number],
+                [NUMBER],
                 returns_token=True,
                 has_side_effect=True,
                 attributes={},
@@ -475,9 +499,12 @@ class EngineCall:
 
         (zero,) = _jax.lower_traced(program.ctx, lambda: [np.int32(0)], (), ())
         (number,), token = link(token, zero)
-        values = [number, *operands], [NUMBER, *avals_out]
         (number, *results), _ = _jax.custom_call(
-            *(program, self.target, None, *values),
+            program,
+            self.target,
+            None,
+            [number, *operands],
+            [NUMBER, *avals_out],
             returns_token=False,
             has_side_effect=self.has_side_effect,
             attributes=self.attributes,
@@ -508,7 +535,7 @@ def emit_through_jax(
     *,
     params: Equation,
     sharding: Sharding | None,
-    **how: Any,
+    **options: Any,
 ) -> list[Value]:
     """Emits JAX's own callback, for platforms that the engine does not serve.
 
@@ -519,7 +546,7 @@ def emit_through_jax(
     On a TPU an effect has a token, ordered or not: without one, a callback without
     results is a send that nothing answers, so the program may end, and a barrier
     return, before the host has the values. (Elsewhere JAX makes a token only of
-    another.) `how` are the other parameters of JAX's function.
+    another.) `options` are the other parameters of JAX's function.
     """
     if program.is_exported:
         refuse_export(params.callback, _THROUGH_JAX.format(*program.platforms))
@@ -528,18 +555,26 @@ def emit_through_jax(
     devices = program.devices if program.mesh is not None else None
     place = _jax.place_of_callback(ctx, sharding)
     called: Callable[..., list[np.ndarray]]
+    # JAX calls back from one device, or from each without saying which it is.
     if not devices:
-        called = partial(run, _jax.caller(program, sharding, **how))
+        called = partial(run, _jax.caller(program, sharding, **options))
     else:
         operands = [_jax.partition_id(), *operands]
         avals = [PARTITION, *avals]
         called = partial(_by_number, run, devices)
 
     effect = params.effect
-    before, leave = (None, None) if effect is None else _jax.in_order(ctx, effect)
-    given = ctx, called, before, list(operands), avals, ctx.avals_out
+    token_in, leave = (None, None) if effect is None else _jax.in_order(ctx, effect)
     results, token, _ = _jax.emit_python_callback(
-        *given, returns_token=effect is not None, sharding=place, **how
+        ctx,
+        called,
+        token_in,
+        list(operands),
+        avals,
+        ctx.avals_out,
+        returns_token=effect is not None,
+        sharding=place,
+        **options,
     )
     if leave is not None:
         leave(token)

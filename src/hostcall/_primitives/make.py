@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import jax
 
-from hostcall import _jax
 from hostcall._core.callback import CallSpec
 from hostcall._engine.params.equation import CallParams
-from hostcall._primitives.call import bind
-from hostcall._primitives.eager import run_and_keep
+from hostcall._primitives.call import call_p
+from hostcall._primitives.eager import bind_or_call
 
 
 def bind_call(
@@ -33,11 +32,7 @@ def bind_call(
 
         return make_on_device(callback, operands, mask)
     avals = callback.results.avals
-    given = (*operands,)
     params = CallParams(callback=callback, avals=avals, masked=mask is not None)
     if mask is not None:
-        given = mask, *operands
-    if _jax.traces_nothing() and _jax.are_arrays(given):
-        # JAX's `bind` would take 20 us more.
-        return run_and_keep(*given, params=params)
-    return bind(*given, params=params)
+        operands = [mask, *operands]
+    return bind_or_call(call_p, operands, params=params)

@@ -92,35 +92,51 @@ def _numbered(reach: Reach, program: _jax.Program, outcome: Value) -> Value:
 def _broadcast(
     reach: Reach, program: _jax.Program, results: Sequence[Value], avals: Sequence[Aval]
 ) -> tuple[Sequence[Value], Value | None]:
+    """The caller's results, and the outcome if it tells, on all devices.
+
+    Three steps: each device makes unsigned integers of its values, zeros if it is not
+    the caller; their maximum over the devices; values again. With results (f32[2],
+    bool[]) and an outcome, that are u32[2], u8[] and u8[1024], which are so small that
+    one u8[1033] goes through the reduction.
+    """
     specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    n = len(specs)
+    count = len(specs)
     ctx = program.ctx
-    given = [*specs, *[OUTCOME] * reach.tells]
-    together = sum(spec.size * spec.dtype.itemsize for spec in given) <= _TOGETHER
+    in_specs = [*specs]
+    if reach.tells:
+        in_specs.append(OUTCOME)
+    size = sum(spec.size * spec.dtype.itemsize for spec in in_specs)
+    joins = size <= _TOGETHER
 
     def masked(device: jax.Array, *values: jax.Array) -> list[jax.Array]:
-        here = device == reach.caller
-        parts = [part for value in values[:n] for part in bits(value)]
-        parts = [jnp.where(here, part, 0) for part in parts]
+        is_caller = device == reach.caller
+        arrays = [
+            jnp.where(is_caller, array, 0)
+            for value in values[:count]
+            for array in bits(value)
+        ]
         # Byte 0 of the outcome says that a device failed, and every device may set it.
         # The text behind it is the caller's.
-        for outcome in values[n:]:
-            parts.append(jnp.where(here | (jnp.arange(1024) == 0), outcome, 0))
-        return [jnp.concatenate(list(map(_bytes, parts)))] if together else parts
+        for outcome in values[count:]:
+            is_given = is_caller | (jnp.arange(1024) == 0)
+            arrays.append(jnp.where(is_given, outcome, 0))
+        return [jnp.concatenate(list(map(_bytes, arrays)))] if joins else arrays
 
-    def back(*parts: jax.Array) -> list[jax.Array]:
-        if together:
-            parts = tuple(_split(parts[0], jax.eval_shape(_all_bits, given)))
-        rest = iter(parts)
-        return [from_bits(spec.dtype, rest) for spec in specs] + list(rest)
+    def back(*arrays: jax.Array) -> list[jax.Array]:
+        if joins:
+            shapes = jax.eval_shape(_all_bits, in_specs)
+            arrays = tuple(_split(arrays[0], shapes))
+        rest = iter(arrays)
+        values = [from_bits(spec.dtype, rest) for spec in specs]
+        return [*values, *rest]  # the outcome is of bytes already
 
     with jax.enable_x64(True):  # without it JAX has no 64-bit integers
-        shapes = jax.eval_shape(masked, _DEVICE, *given)
+        shapes = jax.eval_shape(masked, _DEVICE, *in_specs)
         values = (_jax.partition_id(), *results)
-        parts = _jax.lower_traced(ctx, masked, (_DEVICE, *given), values)
-        parts = [_jax.max_over_devices(ctx, x, reach.devices) for x in parts]
-        taken = _jax.lower_traced(ctx, back, shapes, parts)
-    return taken[:n], taken[n] if reach.tells else None
+        arrays = _jax.lower_traced(ctx, masked, (_DEVICE, *in_specs), values)
+        maxima = [_jax.max_over_devices(ctx, x, reach.devices) for x in arrays]
+        taken = _jax.lower_traced(ctx, back, shapes, maxima)
+    return taken[:count], taken[count] if reach.tells else None
 
 
 def _number(device: jax.Array, outcome: jax.Array) -> list[jax.Array]:
@@ -151,15 +167,17 @@ def bits(x: jax.Array) -> list[jax.Array]:
 
 
 def _all_bits(values: Sequence[jax.Array]) -> list[jax.Array]:
-    return [part for value in values for part in bits(value)]
+    return [array for value in values for array in bits(value)]
 
 
-def from_bits(dtype: np.dtype, parts: Iterator[jax.Array]) -> jax.Array:
-    """The inverse of `bits`: takes one array (or two) from the iterator `parts`."""
+def from_bits(dtype: np.dtype, arrays: Iterator[jax.Array]) -> jax.Array:
+    """The inverse of `bits`: takes one array (or two) from the iterator `arrays`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = np.finfo(dtype).dtype
-        return jax.lax.complex(from_bits(part, parts), from_bits(part, parts))
-    values = jax.lax.bitcast_convert_type(next(parts), _whole_bytes(dtype))
+        real_dtype = np.finfo(dtype).dtype
+        real = from_bits(real_dtype, arrays)
+        imaginary = from_bits(real_dtype, arrays)
+        return jax.lax.complex(real, imaginary)
+    values = jax.lax.bitcast_convert_type(next(arrays), _whole_bytes(dtype))
     return values.astype(dtype)
 
 

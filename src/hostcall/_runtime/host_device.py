@@ -64,6 +64,14 @@ def host_device_for(client: Any | None) -> Any:
 
     Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
+    below = nesting_level(client)
+    if below == len(_ladder.clients):
+        _add_rung(client)
+    return _ladder.clients[below].local_devices()[0]
+
+
+def _add_rung(client: Any | None) -> None:
+    """Makes the client above this one, unless another thread has made it meanwhile."""
     with starting.lock:
         below = nesting_level(client)
         assert below <= len(_ladder.clients) <= _MOST, "a rung is made above another"
@@ -79,7 +87,6 @@ def host_device_for(client: Any | None) -> Any:
             )
         if below == len(_ladder.clients):
             _ladder.clients.append(_jax.make_host_client())
-        return _ladder.clients[below].local_devices()[0]
 
 
 def host_device_here() -> Any:

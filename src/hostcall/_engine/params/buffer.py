@@ -109,12 +109,15 @@ def native(
         raise errors.SpecError(
             f"hostcall: native() got the address {address}, where no function can be"
         )
-    own = getattr(function, "__name__", None) or f"native {int(address):#x}"
-    return NativeFunction(function, int(address), bool(status), name or str(own))
+    its_name = getattr(function, "__name__", None) or f"native {int(address):#x}"
+    return NativeFunction(function, int(address), bool(status), name or str(its_name))
 
 
 class BufferHooks(CallHooks):
     """The hooks of a buffer callback's call, with the errors about Buffers."""
+
+    def eager_error(self, error: Exception) -> Exception:
+        return self.error_of_programs(error)
 
     def device_at(self, ordinal: int) -> Device | None:
         return self.placement.devices.get(ordinal)
@@ -173,6 +176,10 @@ class BufferParams(CallParams):
         "it is a buffer callback, which names memory of this process. Use hc.call,"
         " hc.tap or hc.host"
     )
+
+    @property
+    def checked_as(self) -> str:
+        return f"buffer_callback of {super().checked_as}"
 
     @cached_property
     def runs_where_dispatched(self) -> bool:  # type: ignore[override]

@@ -122,7 +122,7 @@ class DropInHooks(CallHooks):
 
     def eager_error(self, error: Exception) -> Exception:
         if self.equation.kind != "debug":
-            return super().eager_error(error)
+            return self.error_of_programs(error)
         with failures.beside_a_failure("logging it"):
             self.log(error)
         failures.store(error, handed_over=True)
@@ -170,6 +170,10 @@ class DropInParams(CallParams):
         is_print = self.callback.facts.host_code.source() == PRINT
         return "debug_print" if is_print else f"{self.kind}_callback"
 
+    @property
+    def checked_as(self) -> str:
+        return f"{self.primitive} of {super().checked_as}"
+
     @cached_property
     def is_jaxs_own(self) -> bool:  # type: ignore[override]
         # JAX wraps the user's function of a debug callback in a function of its own.
@@ -186,19 +190,20 @@ def make_params(
     kind: Kind,
     fn: Callable[..., Any],
     trees: tuple[Template, Results],
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     place: Place | None = None,
 ) -> DropInParams:
     """Builds the parameters of a drop-in that calls `fn`.
 
-    `given` are options as JAX's functions take them, and `arrays` as an engine's name.
+    `options` are as JAX's functions take them, and `arrays` as an engine's name.
     """
     template, results = trees
-    order = "ordered" if given.get("ordered") else "unordered"
-    how = CallOptions.of({**given, "order": "pure" if kind == "pure" else order})
+    order = "ordered" if options.get("ordered") else "unordered"
+    own_order = "pure" if kind == "pure" else order
+    call_options = CallOptions.of({**options, "order": own_order})
     fills = (None,) * len(results.avals)
     place = place or users_place()
-    callback = CallSpec(Opaque(fn), template, results, fills, how, place)
+    callback = CallSpec(Opaque(fn), template, results, fills, call_options, place)
     return DropInParams(
         callback=callback,
         avals=results.avals,
@@ -206,13 +211,13 @@ def make_params(
         results_as="nothing" if kind == "debug" else "leaves",
         literals=not jax.config.jax_enable_x64,
         kind=kind,
-        partitioned=given.get("partitioned", False),
+        partitioned=options.get("partitioned", False),
     )
 
 
 def arrays_of(choice: str) -> Literal["numpy", "free"]:
     """Translates the option `arrays=` of a drop-in to the engine's name."""
     if choice not in ("jax", "numpy"):
-        more = ". hostcall.call has 'dlpack' too"
-        raise wrong("arrays", "a drop-in", "'jax' or 'numpy'", choice, more)
+        hint = ". hostcall.call has 'dlpack' too"
+        raise wrong("arrays", "a drop-in", "'jax' or 'numpy'", choice, hint)
     return "free" if choice == "jax" else "numpy"

@@ -80,6 +80,7 @@ class Equation:
     name: ClassVar[str] = ""  # the name of its file, if it has a form as a text
     stays = ""  # why it can't leave the process
     word: ClassVar[str] = "call"  # what reports call it
+    participle: ClassVar[str] = "called"  # what is done to its function
     ignores_results: ClassVar[bool] = (
         False  # whether what its function returns is ignored
     )
@@ -123,6 +124,11 @@ class Equation:
     def shown(self) -> str:
         """What messages call it."""
         return f"`{self.callback.name}`"
+
+    @property
+    def checked_as(self) -> str:
+        """What an error of JAX's NaN check calls an eager one."""
+        return self.callback.described()
 
     @property
     def native(self) -> dict[str, Any]:
@@ -193,14 +199,14 @@ class Equation:
         function = self.callback.function
         avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
         options = self.options
-        said = *keyed(type(self))(self), *keyed(type(options))(options)
-        plain = [value for value in said if not callable(value)]
+        fields = *keyed(type(self))(self), *keyed(type(options))(options)
+        plain = [value for value in fields if not callable(value)]
+        rules = [value for value in fields if callable(value)]
         # Not the line, which changes with what is written above it.
         caller = self.callback.place.function, program
-        more = avals, self.levels, self.runs_where_dispatched, type(self).__name__
-        rules = [value for value in said if callable(value)]
-        who = (names.names and names.of(function)) or function
-        return fingerprint((who, *rules, repr((caller, more, plain))))
+        kind = avals, self.levels, self.runs_where_dispatched, type(self).__name__
+        callee = (names.names and names.of(function)) or function
+        return fingerprint((callee, *rules, repr((caller, kind, plain))))
 
     def __repr__(self) -> str:
         details = [self.callback.name, self.options.order, *self._details()]
@@ -257,7 +263,7 @@ class CallParams(Equation):
 
     @property
     def native(self) -> dict[str, Any]:
-        how = self.options
+        options = self.options
         tree = self.callback.results.treedef
         form = ResultForm.TREE
         n = tree.num_leaves
@@ -270,13 +276,14 @@ class CallParams(Equation):
             form = ResultForm.NOTHING
         elif exact and n and tree == jax.tree.structure((0,) * n):
             form = ResultForm.TUPLE
-        own = {
-            "lend": _LENDS[how.lend],
-            "counted": how.counted,
+        return {
+            **_NATIVE,
+            "form": form,
+            "lend": _LENDS[options.lend],
+            "counted": options.counted,
             "literals": self.literals,
+            "out_tree": tree.unflatten if options.lend == "out" else None,
         }
-        out_tree = tree.unflatten if how.lend == "out" else None
-        return {**_NATIVE, **own, "form": form, "out_tree": out_tree}
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

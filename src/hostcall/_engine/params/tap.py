@@ -74,6 +74,7 @@ class TapParams(Equation):
     hooks = TapHooks
     name = "tap"
     word = "tap"
+    participle = "tapped"
     ignores_results = True
     target = targets.TAP_TARGET
     keep_if_pure = True
@@ -113,8 +114,8 @@ class TapParams(Equation):
         if not self.options.in_blocks or mesh is not None or not avals:
             return None
         shapes = [aval.shape for aval in self.arguments(avals)]
-        whole = tuple(tuple(slice(0, size) for size in shape) for shape in shapes)
-        return dict.fromkeys(devices, whole)
+        block = tuple(tuple(slice(0, size) for size in shape) for shape in shapes)
+        return dict.fromkeys(devices, block)
 
     @property
     def shown(self) -> str:
@@ -122,11 +123,11 @@ class TapParams(Equation):
 
     @property
     def transforms(self) -> Transforms:  # type: ignore[override]
-        dims = [
-            tuple(0 if flag else None for flag in self.arguments(flags))
-            for flags in self.flags
-        ]
-        return tuple(("batch", {"batch_dims": each}) for each in dims)
+        transforms: list[tuple[str, dict[str, Any]]] = []
+        for flags in self.flags:
+            dims = tuple(0 if flag else None for flag in self.arguments(flags))
+            transforms.append(("batch", {"batch_dims": dims}))
+        return tuple(transforms)
 
     def compresses(self, mask: Any) -> bool:
         compressed = super().compresses(mask)
@@ -153,9 +154,11 @@ class TapParams(Equation):
     def with_axis(self, flags: Sequence[bool], size: int) -> Self:
         """The same under one more vmap; its axis is first in the flagged operands."""
         if self.options.rows == "each":
-            before = self.batched or ((),) * len(flags)
-            new = tuple((f, *b) for f, b in zip(flags, before, strict=True))
-            return replace(self, grid=(size, *self.grid), batched=new)
+            inner = self.batched or ((),) * len(flags)
+            batched = tuple(
+                (flag, *axes) for flag, axes in zip(flags, inner, strict=True)
+            )
+            return replace(self, grid=(size, *self.grid), batched=batched)
         return replace(
             self, flags=(*self.flags, tuple(flags)), sizes=(*self.sizes, size)
         )
@@ -165,9 +168,9 @@ class TapParams(Equation):
         return replace(super().with_mask(), flags=flags)
 
     def _details(self) -> list[str]:
-        parts = super()._details()
+        details = super()._details()
         if self.always:
-            parts.append("always")
+            details.append("always")
         if self.grid or self.sizes:
-            parts.append(f"{self.options.rows}={self.grid or self.sizes}")
-        return parts
+            details.append(f"{self.options.rows}={self.grid or self.sizes}")
+        return details

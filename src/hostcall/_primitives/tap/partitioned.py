@@ -29,8 +29,8 @@ Block = tuple[Device, tuple[tuple[slice, ...], ...], Sequence[Any]]
 
 def box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The block of an index as JAX writes it, without ends that are the array's."""
-    each = zip(index, shape, strict=True)
-    return tuple(part.indices(size)[:2] for part, size in each)
+    axes = zip(index, shape, strict=True)
+    return tuple(part.indices(size)[:2] for part, size in axes)
 
 
 def slices(boxes: Sequence[Box]) -> tuple[tuple[slice, ...], ...]:
@@ -76,12 +76,12 @@ class TapBlocks(Partitioned):
             dict(sharding.devices_indices_map(shape))
             for sharding, shape in zip(shardings, shapes, strict=True)
         ]
-        found = []
+        places = []
         for device in sorted(everywhere.device_set, key=lambda d: d.id):
-            each = zip(maps, shapes, strict=True)
-            boxes = [box(of[device], shape) for of, shape in each]
-            found.append((device.id, tuple(self.params.arguments(boxes))))
-        return tuple(found)
+            arrays = zip(maps, shapes, strict=True)
+            boxes = [box(indices[device], shape) for indices, shape in arrays]
+            places.append((device.id, tuple(self.params.arguments(boxes))))
+        return tuple(places)
 
 
 # --- The whole tap --------------------------------------------------------------------
@@ -91,17 +91,17 @@ def lower(
     program: _jax.Program, operands: Sequence[Value], params: TapParams
 ) -> list[Value]:
     """The lowering of a tap that delivers blocks."""
-    what = ""
+    refused = ""
     if params.grid:  # only rows="each" has one
-        what = "rows='each'"
+        refused = "rows='each'"
         instead = "rows='batched'"
     elif params.masked and program.ctx.avals_in[0].ndim > 0:
-        what = "a where= that differs between rows"
+        refused = "a where= that differs between rows"
         instead = "jnp.where on the values"
-    if what:
+    if refused:
         raise conflict(
             params.shown,
-            f"on='shards' and {what}. A device has some of the rows"
+            f"on='shards' and {refused}. A device has some of the rows"
             f" only, or parts of them: use {instead}, or on='once'",
         )
     return lower_blocks(program, operands, TapBlocks(program, params))
@@ -125,21 +125,21 @@ def blocks_here(operands: Operands, params: TapParams) -> Iterator[Block]:
         homes = [shard.device for shard in sharded[0].addressable_shards]
     else:
         devices = arrays[0].devices() if arrays else ()  # of any process
-        here = [d for d in devices if d.process_index == _jax.process_of(d)]
-        homes = [first_device(here)]
-    seen = set()
+        addressable = [d for d in devices if d.process_index == _jax.process_of(d)]
+        homes = [first_device(addressable)]
+    tapped = set()
     for home in homes:
-        parts = []
+        blocks = []
         for number, x in enumerate(operands):
             part = _part(x, home if sharded else None)
             if part is None:
                 raise _elsewhere(params, number, x.shape, home)
-            parts.append(part)
-        place = params.arguments(tuple(box for _, box in parts))
+            blocks.append(part)
+        place = params.arguments(tuple(box for _, box in blocks))
         # Among devices that hold identical blocks, only the first taps.
-        if place not in seen:
-            seen.add(place)
-            yield home, slices(place), [value for value, _ in parts]
+        if place not in tapped:
+            tapped.add(place)
+            yield home, slices(place), [value for value, _ in blocks]
 
 
 def _part(x: Any, device: Device | None) -> tuple[Any, Box] | None:

@@ -6,8 +6,7 @@ returns its arguments (`through`) has no effect: the use of its results keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from hostcall._core import errors, process
 from hostcall._core.errors import SpecError
 from hostcall._core.order import effects_with
 from hostcall._core.source import inspect_callable
-from hostcall._engine import plans, targets
+from hostcall._engine import plans
 from hostcall._engine.counters import costs
 from hostcall._engine.params.tap import TapParams
 from hostcall._engine.placement import Placement
@@ -28,7 +27,14 @@ from hostcall._engine.placing import alone, placed_through_jax
 from hostcall._jax.types import Aval, Device, Effect, JaxprEquation, Sharding, Value
 from hostcall._primitives.batching import Batched, Dims, Operands, in_front, size_of
 from hostcall._primitives.chosen import chosen_here, chosen_in
-from hostcall._primitives.eager import first_device, go_on_after_failures, row_major
+from hostcall._primitives.eager import (
+    Block,
+    bind_or_call,
+    first_device,
+    plan_here,
+    row_major,
+    start,
+)
 from hostcall._primitives.lowering import (
     EngineCall,
     emit_through_jax,
@@ -42,7 +48,10 @@ T = TypeVar("T")
 
 tap_p = _jax.Primitive("host_tap")
 tap_p.multiple_results = True
-bind: Callable[..., list[jax.Array]] = tap_p.bind
+
+
+def bind(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
+    return bind_or_call(tap_p, operands, params=params)
 
 
 # --- impl --------------------------------------------------------------------------
@@ -50,37 +59,35 @@ bind: Callable[..., list[jax.Array]] = tap_p.bind
 
 def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
     """Queues the tap now. Compiles nothing, and leaves nothing behind."""
-    targets.start()
-    callback = params.callback
-    if _native.forked():
-        raise process.refusal(f"`{callback.name}` is tapped")
+    start(params)
     results = list(params.arguments(operands)) if params.through else []
     if params.masked and np.size(operands[0]) == 1 and not row_major(operands[0]):
         return results
-    if params.options.order == "ordered":
-        go_on_after_failures(params.word)
+    # Nothing is brought to the host of what `every=` or `sample=` leave out.
     for home, block, values in _blocks(operands, params):
-        if params.options.thinned:
-            source = inspect_callable(callback.function).source
-            device = (home.platform, home.id)
-            with process.starting.lock:  # two threads may come to a new line at once
-                kept = _throttle(callback.place, source, device, params.options)
-                if not kept:
-                    settings = params.tap_settings(alone(home, None))
-                    kept.append(_native.Throttle(settings))
-            counters = costs.counters_of(callback)
-            if not kept[0].lets(counters, params.flag_of(operands)):
-                continue  # `hc.monitor.stats()` counts it
+        if params.options.thinned and not _is_let(operands, params, home):
+            continue  # `hc.monitor.stats()` counts it
         arrays = [row_major(value) for value in values]
-        placement = alone(home, host_device.host_device_here())
-        if block is not None:
-            placement = replace(placement, blocks={-1: block})
-        plan = plans.make_plan(params.hooks(params, placement), arrays)
+        _, plan = plan_here(params, home, arrays, block)
         plan.push(arrays[params.python_operands])
     return results
 
 
 tap_p.def_impl(_impl)
+
+
+def _is_let(operands: Operands, params: TapParams, home: Device) -> bool:
+    """Whether `every=` and `sample=` let this execution tap, which counts it."""
+    callback = params.callback
+    source = inspect_callable(callback.function).source
+    device = (home.platform, home.id)
+    with process.starting.lock:  # two threads may come to a new line at once
+        throttles = _throttle(callback.place, source, device, params.options)
+        if not throttles:
+            settings = params.tap_settings(alone(home, None))
+            throttles.append(_native.Throttle(settings))
+    counters = costs.counters_of(callback)
+    return throttles[0].lets(counters, params.flag_of(operands))
 
 
 # A compiled program has native counters for every= and sample=, one for each tap and
@@ -95,7 +102,7 @@ def _throttle(*line: Hashable) -> list[_native.Throttle]:
 
 def _blocks(
     operands: Operands, params: TapParams
-) -> Iterable[tuple[Device, Any, Sequence[Any]]]:
+) -> Iterable[tuple[Device, Block | None, Sequence[Any]]]:
     """The deliveries of an eager tap in this process: of each, the device, where each
     array's block lies (None: it is whole), and the operands.
     """
@@ -242,8 +249,9 @@ def _partial_eval(
     """
     n = len(eqn.outvars)
     params = eqn.params["params"]
-    residuals = [v for v, here in zip(eqn.invars, inst, strict=True) if not here]
-    if any(unknown):
+    variables = zip(eqn.invars, inst, strict=True)
+    residuals = [var for var, is_there in variables if not is_there]
+    if any(unknown):  # its values are computed in the backward pass, where it taps
         return None, eqn, [True] * n, [True] * n, residuals
     if saveable is _jax.in_second_loop and params.through:
         passed = _jax.passed_on(eqn, params.arguments(eqn.invars))
@@ -348,12 +356,12 @@ def _only_on_first(
     masks = len(operands) + 1 - len(avals)
 
     def both(device: jax.Array, *mask: jax.Array) -> list[jax.Array]:
-        here = device == 0
-        return [jnp.logical_and(mask[0], here) if mask else here]
+        is_first = device == 0
+        return [jnp.logical_and(mask[0], is_first) if mask else is_first]
 
-    given = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
+    specs = (jax.ShapeDtypeStruct((), np.uint32), *avals[:masks])
     values = (_jax.partition_id(), *operands[:masks])
-    mask = _jax.lower_traced(program.ctx, both, given, values)
+    mask = _jax.lower_traced(program.ctx, both, specs, values)
     return [*mask, *operands[masks:]]
 
 
@@ -366,30 +374,31 @@ def lower_through_jax(
     """
     place = _place(program, params)
     counters = costs.counters_of(params.callback)
-    made: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
+    plans_by_device: dict[Device | None, tuple[_native.Plan, _native.Throttle]] = {}
 
     def planned(device: Device | None) -> tuple[_native.Plan, _native.Throttle]:
-        if device not in made:
+        if device not in plans_by_device:
             placement = placed_through_jax(program, device)
             hooks = params.hooks(params, placement)
             plan = plans.make_plan(hooks, program.ctx.avals_in)
             settings = params.tap_settings(placement)
             # If two threads come with one device, both count by the first's throttle.
-            made.setdefault(device, (plan, _native.Throttle(settings)))
-        return made[device]
+            plans_by_device.setdefault(device, (plan, _native.Throttle(settings)))
+        return plans_by_device[device]
 
     planned(None)
 
     def run(device: Device | None, *arrays: jax.Array) -> list[np.ndarray]:
-        plan, own = planned(device)
+        plan, throttle = planned(device)
         hosts = [row_major(array) for array in arrays]
         masked = params.masked and hosts[0].size == 1 and not hosts[0]
-        if not masked and own.lets(counters, params.flag_of(hosts)):
+        if not masked and throttle.lets(counters, params.flag_of(hosts)):
             plan.push(hosts[params.python_operands])
         return list(params.arguments(hosts)) if params.through else []
 
-    how = {"has_side_effect": True, "sharding": place}
-    return emit_through_jax(program, run, operands, params=params, **how)
+    return emit_through_jax(
+        program, run, operands, params=params, sharding=place, has_side_effect=True
+    )
 
 
 def _place(program: _jax.Program, params: TapParams) -> Sharding | None:
