@@ -24,7 +24,7 @@ import logging
 import threading
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -213,57 +213,82 @@ def _codes(thing: Any) -> list[CodeType]:
 def _put(patch: Patch) -> Callable[[], None]:
     """Installs a replacement; returns what puts back what stood there."""
     holder = _named(patch.holder)
-    makers = [_named("hostcall._jax." + by.replace(".", ":")) for by in patch.by]
     if patch.is_entry:
-        return _put_entry(holder, _named(patch.name), makers, patch.if_absent)
-    made = getattr(holder, patch.name)
-    for make in makers:
-        made = make(made)
-    stands = staticmethod(made) if patch.is_static else made
-    restore = put_attribute(holder, patch.name, stands)
-    assert getattr(holder, patch.name) is made, f"{patch} can't be replaced"
-    return restore
+        key = _named(patch.name)
+        stood = holder.get(key)
+        if patch.if_absent and stood is not None:
+            return lambda: None
+        return put_entry(holder, key, _replacement(patch, stood))
+    stood = getattr(holder, patch.name)
+    replacement = _replacement(patch, stood)
+    attribute = staticmethod(replacement) if patch.is_static else replacement
+    put_back = put_attribute(holder, patch.name, attribute)
+    assert getattr(holder, patch.name) is replacement, f"{patch} can't be replaced"
+    return put_back
 
 
-def put_attribute(holder: object, name: str, stands: object) -> Callable[[], None]:
-    """Puts something under this name of a holder; returns what puts back what stood
-    there, unless somebody has replaced it since.
+def _replacement(patch: Patch, stood: Any) -> Any:
+    """What the functions of a row make, one after another, of what stood there."""
+    for by in patch.by:
+        make = _named("hostcall._jax." + by.replace(".", ":"))
+        stood = make(stood)
+    return stood
 
-    It is the holder's own attribute: a static method is there as such, and what a class
-    inherits, or an object has of its class, is not there.
+
+# --- Putting something into a place of JAX's, and back --------------------------------
+
+
+class _Table(Protocol):
+    """What `put_entry` asks of a table."""
+
+    def get(self, key: Any, default: Any, /) -> Any: ...
+
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+    def __delitem__(self, key: Any, /) -> None: ...
+
+
+class _OwnAttributes:
+    """What a module, a class or an object has itself, as a table by names.
+
+    A static method is there as such. What a class inherits, or an object has of its
+    class, is not there: putting it back would make it the holder's own.
     """
-    absent = object()
-    before = vars(holder).get(name, absent)
-    setattr(holder, name, stands)
 
-    def restore() -> None:
-        if vars(holder).get(name) is not stands:
-            return
-        if before is absent:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
+    def __init__(self, holder: object) -> None:
+        self._holder = holder
 
-    return restore
+    def get(self, name: str, default: Any, /) -> Any:
+        return vars(self._holder).get(name, default)
+
+    def __setitem__(self, name: str, value: object, /) -> None:
+        setattr(self._holder, name, value)
+
+    def __delitem__(self, name: str, /) -> None:
+        delattr(self._holder, name)
 
 
-def _put_entry(
-    table: dict[Any, Any], key: Any, makers: list[Any], if_absent: bool
-) -> Callable[[], None]:
-    before = table.get(key)
-    if if_absent and before is not None:
-        return lambda: None
-    made = before
-    for make in makers:
-        made = make(made)
-    table[key] = made
+_ABSENT = object()
 
-    def restore() -> None:
-        if table.get(key) is not made:
-            return
-        if before is None:
+
+def put_entry(table: _Table, key: object, value: object) -> Callable[[], None]:
+    """Puts a value under a key of a table; returns what puts back what stood there,
+    unless somebody has replaced the value since.
+    """
+    stood = table.get(key, _ABSENT)
+    table[key] = value
+
+    def put_back() -> None:
+        if table.get(key, _ABSENT) is not value:
+            return  # another library's replacement, which calls ours
+        if stood is _ABSENT:
             del table[key]
         else:
-            table[key] = before
+            table[key] = stood
 
-    return restore
+    return put_back
+
+
+def put_attribute(holder: object, name: str, value: object) -> Callable[[], None]:
+    """The same for an attribute of a module, a class or an object."""
+    return put_entry(_OwnAttributes(holder), name, value)

@@ -156,6 +156,12 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "callback",
         Part.DROP_INS,
+        "emit_python_callback",
+        "what Pallas and checkify call, below all primitives",
+    ),
+    Need(
+        "callback",
+        Part.DROP_INS,
         "logger",
         "equinox filters the messages of this logger",
     ),
