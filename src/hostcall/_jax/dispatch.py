@@ -84,8 +84,8 @@ def tokens() -> list[Token]:
     """What is ready when the programs with tokens have ended that this thread has
     dispatched.
     """
-    held = _dispatch.runtime_tokens
-    return [*held.current_tokens.values(), *held.output_runtime_tokens.values()]
+    latest = _dispatch.runtime_tokens
+    return [*latest.current_tokens.values(), *latest.output_runtime_tokens.values()]
 
 
 def forget_all_tokens() -> None:
@@ -109,16 +109,17 @@ def wait_for_effects(
         The exceptions that programs with tokens failed with, each once.
     """
     wait_for_programs()
-    found: dict[str, BaseException] = {}
+    # By its text: each token of a failed program raises an object of its own.
+    by_text: dict[str, BaseException] = {}
     for token in tokens():
         try:
             token.block_until_ready()
         except (KeyboardInterrupt, SystemExit, jax.errors.JaxRuntimeError) as error:
             if not (isinstance(error, Exception) or is_failure(error)):
                 raise
-            found.setdefault(str(error), error)
+            by_text.setdefault(str(error), error)
     _dispatch.runtime_tokens.clear()
-    return list(found.values())
+    return list(by_text.values())
 
 
 def is_token_ready(token: object) -> bool:
@@ -128,15 +129,15 @@ def is_token_ready(token: object) -> bool:
     return isinstance(token, _core.Token) and bool(token._buf.is_ready())
 
 
-def forget_tokens(given: Sequence[Token]) -> None:
+def forget_tokens(forgotten: Sequence[Token]) -> None:
     """Removes these tokens from those that JAX's next wait for effects waits for."""
     tokens = _dispatch.runtime_tokens
-    numbers = set(map(id, given))
+    ids = set(map(id, forgotten))
     for latest in (tokens.output_runtime_tokens, tokens.current_tokens):
-        kept = [(key, t) for key, t in list(latest.items()) if id(t) not in numbers]
-        if len(kept) < len(latest):
+        remaining = [(key, t) for key, t in list(latest.items()) if id(t) not in ids]
+        if len(remaining) < len(latest):
             latest.clear()
-            latest.update(kept)
+            latest.update(remaining)
 
 
 # --- Who hears of a dispatch ----------------------------------------------------------
@@ -178,14 +179,18 @@ def _tokens_of(program: Executable) -> list[Token]:
         or program.has_host_callbacks
     ):
         return []
-    tokens = _dispatch.runtime_tokens
-    found = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
-    return [token for token in found if token is not None] + ordered_tokens_of(program)
+    by_device = _dispatch.runtime_tokens.output_runtime_tokens
+    unordered = [by_device.get(device) for device in program._local_devices]
+    return [
+        *(token for token in unordered if token is not None),
+        *ordered_tokens_of(program),
+    ]
 
 
 def ordered_tokens_of(program: Executable) -> list[Token]:
-    held = _dispatch.runtime_tokens.current_tokens
-    return [held[effect] for effect in program.ordered_effects if effect in held]
+    by_effect = _dispatch.runtime_tokens.current_tokens
+    effects = program.ordered_effects
+    return [by_effect[effect] for effect in effects if effect in by_effect]
 
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -200,13 +205,13 @@ def _keeping_tokens(program: Executable) -> Iterator[None]:
     was told would be raised once more by a later `jax.effects_barrier`.
     """
     tokens = _dispatch.runtime_tokens.output_runtime_tokens
-    before = {device: tokens.get(device) for device in program._local_devices}
+    former = {device: tokens.get(device) for device in program._local_devices}
     try:
         yield
     finally:
         # A wait in a call that ran here has made another dictionary.
         tokens = _dispatch.runtime_tokens.output_runtime_tokens
-        for device, token in before.items():
+        for device, token in former.items():
             if token is None:
                 tokens.pop(device, None)
             else:

@@ -11,7 +11,7 @@ equations asks for. docs/what_changes_in_jax.md tells users of both.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hostcall._jax.needs import Part
 
@@ -25,8 +25,8 @@ class When(enum.Enum):
     FORK = "a fork after JAX has started, in the child alone"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patch:
+# A tuple for the reason that a Need is one (needs.py).
+class Patch(NamedTuple):
     """One replacement.
 
     Attributes:

@@ -20,7 +20,7 @@ import numpy as np
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting, tracing
-from hostcall._jax.places import Place
+from hostcall._jax.places import EqnPath
 from hostcall._jax.rewriting import Level
 from hostcall.tools._observe.bad_values import Reports
 from hostcall.tools._observe.replay import (
@@ -79,7 +79,7 @@ class Judge(HostCode):
         """The function of the call that is made first."""
         return Ask(self)
 
-    def is_ignored(self, place: Place) -> bool:
+    def is_ignored(self, place: EqnPath) -> bool:
         return not self.where.has(place)
 
     def is_innocent(self, digest: np.ndarray) -> bool:
@@ -140,7 +140,7 @@ class Judge(HostCode):
                 self.told.append(name)
         return bool(chains)
 
-    def not_again(self, place: Place, steps: RuleCall, search: Search) -> None:
+    def not_again(self, place: EqnPath, steps: RuleCall, search: Search) -> None:
         if not self.is_ignored(place):
             self.reports.not_again(place, steps, search)
 
@@ -285,7 +285,7 @@ class StepsSincePause(Judge):
         if not any(np.any(each) for each in found):
             are_bad = _counts(digest).any(-1)
             bad = next(itertools.compress(self.looked_at, are_bad))
-            body = Place(loop.eqn, loop)
+            body = EqnPath(loop.eqn, loop)
             at = next((p for p in self.level.places if bad in p.eqn.outvars), body)
             self.not_again(at, (end,), search)
 
