@@ -20,9 +20,9 @@ def is_key_dtype(dtype: Dtype) -> bool:
 def is_smaller_than_a_byte(dtype: Dtype) -> bool:
     """Whether an element has less than eight bits, as those of int4 have."""
     if jax.dtypes.issubdtype(dtype, np.integer):
-        return jax.numpy.iinfo(dtype).bits < 8
+        return bool(jax.numpy.iinfo(dtype).bits < 8)
     is_float = jax.dtypes.issubdtype(dtype, np.floating)
-    return is_float and jax.numpy.finfo(dtype).bits < 8
+    return is_float and bool(jax.numpy.finfo(dtype).bits < 8)
 
 
 _REFS = (jax.core.Tracer, jax.Ref)
