@@ -1,6 +1,7 @@
 """Runs the core of the tests with one wheel against each jax of the supported range.
 
-    compat.py    under this Python, with the wheel of dist/ for it; prints a table
+    compat.py              under this Python, with its wheel of dist/; prints a table
+    compat.py VERSION...   the same with these versions of jaxlib alone
 
 The versions of jaxlib are those that pip finds for this Python and that pyproject.toml
 allows. All get the same wheel, since one binary has to serve all of XLA's interfaces
@@ -79,7 +80,7 @@ def main() -> None:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         tools = environment(Path(folder) / "tools", sys.executable, "packaging")
-        for version in versions(tools):
+        for version in sys.argv[1:] or versions(tools):
             start = time.monotonic()
             jax, summary, passed = tested(Path(folder) / "env", version, wheel)
             good &= passed

@@ -15,6 +15,7 @@
 
 #include "base/code.h"
 #include "buffer/buffer_object.h"
+#include "plan/arrays.h"
 
 namespace hostcall {
 namespace {
@@ -114,7 +115,7 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
     return -1;
   }
   Py_ssize_t* shape = b->layout.data();
-  view->buf = b->data;
+  view->buf = HostAddress(b->data);
   view->len = leaf.row_bytes;
   view->itemsize = PyDataType_ELSIZE(leaf.descr());
   view->readonly = b->writeable ? 0 : 1;

@@ -20,6 +20,11 @@ Ref NewArray(const Leaf& leaf, const std::vector<npy_intp>& dims, char* data,
 
 }  // namespace
 
+char* HostAddress(char* data) {
+  alignas(64) static char no_elements[1];
+  return data != nullptr ? data : no_elements;
+}
+
 Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {
   std::vector<npy_intp> dims(grid.begin(), grid.end());
   dims.insert(dims.end(), leaf.dims.begin(), leaf.dims.end());
@@ -27,7 +32,7 @@ Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid) {
 }
 
 Ref LentArray(const Leaf& leaf, char* data, bool writeable) {
-  Ref array = NewArray(leaf, leaf.dims, data,
+  Ref array = NewArray(leaf, leaf.dims, HostAddress(data),
                        writeable ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO);
   if (!array) return array;
   Merge(array.get());

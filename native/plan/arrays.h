@@ -57,6 +57,12 @@ inline Ref Converted(const Leaf& leaf, Ref array) {
 /// is not set. Null with a Python error set.
 Ref ArrayOfRows(const Leaf& leaf, const std::vector<int64_t>& grid);
 
+/// `data`, or an address that nobody reads from if it is null: XLA before jaxlib
+/// 0.10 gives a constant without elements no memory. For a null pointer NumPy would
+/// allocate some, which is writeable and the array's own, so that Disown must not
+/// replace it.
+char* HostAddress(char* data);
+
 /// Returns an array over XLA's memory at `data`, which must outlive it, or Disown
 /// is needed. Its reference count is merged. Null with a Python error set.
 Ref LentArray(const Leaf& leaf, char* data, bool writeable);

@@ -102,6 +102,9 @@ def mutants() -> list[tuple[str, str, str]]:
             found.append((patch.holder, patch.name, "signature"))
         if patch.asked_in:
             found.append((patch.holder, patch.name, "uncalled"))
+    for patch in patches.PATCHED:
+        if patch.holder.startswith("jax._src") and not patch.is_entry:
+            found.append((patch.holder, patch.name, "uncalled"))
     return list(dict.fromkeys(found))
 
 
@@ -180,6 +183,10 @@ def _import(module: str) -> Any:
         return getattr(importlib.import_module(outer), last)
 
 
+# Names that other modules of JAX have for other things.
+_OF_ONE_MODULE = ("pe", "bind")
+
+
 def _change_in_place(module: str, inner: str, name: str, kind: str) -> None:
     """Changes JAX itself so that JAX does without the function."""
     home = importlib.import_module(module)
@@ -194,21 +201,16 @@ def _change_in_place(module: str, inner: str, name: str, kind: str) -> None:
         )
         return code.replace(co_names=names, co_consts=consts)
 
-    # JAX calls the function by another name from now on. `pe` is a name of one module.
+    # JAX calls the function by another name from now on.
     for n, m in list(sys.modules.items()):
-        if not n.startswith("jax._src") or (name == "pe" and m is not home):
+        if not n.startswith("jax._src") or (name in _OF_ONE_MODULE and m is not home):
             continue
-        for thing in list(vars(m).values()):
-            for each in [
-                thing,
-                *(vars(thing).values() if isinstance(thing, type) else ()),
-            ]:
-                each = getattr(each, "__func__", each)
-                each = getattr(each, "__wrapped__", each)
-                if isinstance(each, types.FunctionType) and name in _names(
-                    each.__code__
-                ):
-                    each.__code__ = renamed(each.__code__)
+        for function in _functions(m):
+            if name in _names(function.__code__):
+                function.__code__ = renamed(function.__code__)
+    if name == "bind":  # the other primitives of the module are bound by it too
+        setattr(type(holder), other, getattr(type(holder), name))
+        return
     raw = vars(holder).get(name, plain)
     setattr(holder, other, raw)
     if kind == "removed" and name in vars(holder):

@@ -44,8 +44,9 @@ def needed() -> str:
 def replaced() -> str:
     _, patches = mutants.tables()
     lines = ["| what | with hostcall, it | installed at | for |", "|---|---|---|---|"]
-    for patch in patches.PATCHES:
-        row = f"`{patch}`", patch.does, patch.when.value, patch.part.value
+    for patch in (*patches.PATCHES, *patches.PATCHED):
+        when = patch.when.value if patch.when else "`hc.patch_jax`, until its end"
+        row = f"`{patch}`", patch.does, when, patch.part.value
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 

@@ -1,6 +1,8 @@
 // What the compiler's libraries take from glibc and an old glibc does not have. The
 // names stay inside the module, so that a newer glibc's own are left to others.
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
@@ -11,6 +13,16 @@
 /// 2.32. False is always right: reference counts are then changed atomically.
 HOSTCALL_MISSING char __libc_single_threaded;
 char __libc_single_threaded = 0;
+
+/// 2.28. What fcntl is called after Python.h, which asks for offsets of 64 bits.
+/// All offsets of these systems have 64.
+HOSTCALL_MISSING int fcntl64(int descriptor, int command, ...) {
+  va_list rest;
+  va_start(rest, command);
+  void* argument = va_arg(rest, void*);
+  va_end(rest);
+  return fcntl(descriptor, command, argument);
+}
 
 /// 2.30. Waits by the clock that may be set, as code for an older glibc does. Its
 /// callers look at their own clock afterwards.

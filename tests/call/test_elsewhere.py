@@ -72,6 +72,11 @@ def test_ordered_calls_in_a_scan():
 def test_small_elements_are_right():
     x = jnp.arange(-8, 7, dtype=jnp.int4)
     f = jax.jit(lambda x: hc.call(lambda a: a[::-1], x, x))
+    if jax.__version_info__ < (0, 10, 2):  # whose callbacks read them wrong
+        with pytest.raises(hc.errors.HostcallError, match="reads int4 right") as error:
+            f(x)
+        assert error.value.code == "hc-jax"
+        return
     np.testing.assert_array_equal(np.asarray(f(x)), np.asarray(x)[::-1])
 
 

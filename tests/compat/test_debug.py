@@ -60,6 +60,15 @@ LINES = {
 }
 
 
+# What JAX itself could not do at first. Its callbacks read elements of less than a byte
+# wrong, and its functions could not get their options alone.
+if jax.__version_info__ < (0, 10, 2):
+    del LINES["int4"]
+OPTIONS_ALONE = jax.__version_info__ >= (0, 10, 1)
+if not OPTIONS_ALONE:
+    del LINES["options first"]
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("line", LINES)
 def test_lines(line, wrap, capsys):
@@ -184,9 +193,12 @@ REFUSED = {
     "missing": lambda d: d.print("{} {}", 1),
     "missing keyword": lambda d: d.print("{a}"),
     "not a function": lambda d: d.callback("text"),
-    "arguments first": lambda d: d.callback(ordered=True, a=1),
-    "arguments of a print first": lambda d: d.print(None, 1, ordered=True),
 }
+if OPTIONS_ALONE:
+    REFUSED |= {
+        "arguments first": lambda d: d.callback(ordered=True, a=1),
+        "arguments of a print first": lambda d: d.print(None, 1, ordered=True),
+    }
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -208,15 +220,17 @@ def test_callbacks_get_trees_and_static_arguments():
             seen.append((tree, [getattr(v, "dtype", v) for v in leaves]))
 
         d.callback(host, {"a": x}, 1, 2.0, "text", None, print, [x, (x,)], flag=True)
-        d.callback(ordered=True)(host, x, ordered="mine", partitioned=x)
+        if OPTIONS_ALONE:
+            d.callback(ordered=True)(host, x, ordered="mine", partitioned=x)
 
     for debug in (hc.debug, jax.debug):
         jax.jit(lambda x: f(debug, x))(1.5)
         f(debug, 1.5)
         jax.effects_barrier()
-    assert len(seen) == 8
+    half = 4 if OPTIONS_ALONE else 2
+    assert len(seen) == 2 * half
     # JAX's unordered callbacks may run before or after the others of their program.
-    assert sorted(seen[:4], key=str) == sorted(seen[4:], key=str)
+    assert sorted(seen[:half], key=str) == sorted(seen[half:], key=str)
 
 
 def test_keys(capsys):

@@ -397,7 +397,9 @@ def test_refusals(kind, what):
     )
     if isinstance(wanted, tuple) and isinstance(wanted[0], type):
         assert got[0] is wanted[0]
-        assert got[1] == wanted[1]
+        # Before 0.9.2 JAX names the function of its own that was called, with its address.
+        if what != "a text" or jax.__version_info__ >= (0, 9, 2):
+            assert got[1] == wanted[1]
     else:
         assert_same(got, wanted)
 

@@ -1,9 +1,11 @@
 """The door to JAX's private parts: what programs on a CPU don't show."""
 
+import jax
 import numpy as np
 import pytest
 
 from hostcall import _jax
+from hostcall._jax import execution
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,34 @@ def test_reading_an_array_is_an_explicit_transfer():
     _jax.to_numpy(seen)
     assert seen.explicit
     assert not guard_lib.thread_local_state().explicit_device_get
+
+
+class _Frames(_jax.ExecutionGuard):
+    """Notes which functions of JAX's ask it, and whether they have a program."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forbids(self, frame):
+        program = execution._program_that_asks(frame)
+        self.seen.append((frame.f_code.co_name, program is not None))
+        return False
+
+
+def test_jax_asks_the_guard_where_it_has_the_program():
+    """The frame that asks is all that says which program is about to run."""
+    guard = _Frames()
+    f = jax.jit(lambda x: x + 1)
+    compiled = f.lower(1.0).compile()
+    executed, fast_path = ("__call__", True), ("_get_fastpath_data", True)
+    before = jax.no_execution.swap_local(guard)
+    try:
+        f(1.0)
+        assert guard.seen == [executed, fast_path]
+        f(1.0)
+        assert guard.seen[2:] == []  # on the fast path
+        compiled(1.0)
+        assert guard.seen[2:] == [executed]
+    finally:
+        jax.no_execution.set_local(before)

@@ -256,7 +256,10 @@ ROWS = 4
 
 
 def _stacked(x: Any) -> Any:
-    return jnp.stack([x] * ROWS)
+    if isinstance(x, jax.Array):  # typed keys
+        return jnp.stack([x] * ROWS)
+    # XLA can't concatenate int2 and uint2 before jaxlib 0.10.1, where it ends the process.
+    return jnp.asarray(np.stack([x] * ROWS))
 
 
 def _spec(x: Any) -> Any:

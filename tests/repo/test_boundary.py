@@ -113,6 +113,18 @@ def test_few_names():
     assert sum(len(need.names.split()) for need in NEEDS) <= 145
 
 
+def test_what_patch_jax_replaces_is_in_the_table():
+    from hostcall._compat.patch import REPLACEMENTS
+    from hostcall._compat.redirects import REDIRECTS
+    from hostcall._jax.installing import _named
+    from hostcall._jax.patches import PATCHED
+
+    attributes = {(_named(p.holder), p.name) for p in PATCHED if not p.is_entry}
+    assert attributes == set(REPLACEMENTS)
+    lowered = {_named(p.name) for p in PATCHED if p.is_entry}
+    assert lowered == {redirect.primitive for redirect in REDIRECTS}
+
+
 def test_the_pages_are_written_from_the_tables():
     done = subprocess.run(
         [sys.executable, "-c", "import page; assert page.is_current()"],

@@ -225,49 +225,61 @@ def call(
     or later, if no call is ordered, on several; elsewhere a dispatch costs 50 to 200 us
     more. An eager call takes 40 us.
     """
-    given = _FACE.given(locals())
-    code = fn
-    how = _PLACE
-    policy = _POLICY
-    made = handle(fn) if type(fn) is not types.FunctionType else None
-    if made is not None and (callee := made._callee()) is not None:
-        owner, code, how, before = callee
+    # First of all, while there are no other local names than the parameters.
+    passed = _FACE.given(locals())
+    host_code = fn
+    options = _NO_OPTIONS
+    policy = _NO_POLICY
+    callee = None
+    if type(fn) is not types.FunctionType and (wrapper := handle(fn)) is not None:
+        callee = wrapper._callee()
+    if callee is not None:
+        # A HostFunction runs as it says, and a method of one gets its `self` in front.
+        owner, host_code, options, leading_args = callee
         fn = owner.fn
-        args = (*before, *args)
+        args = (*leading_args, *args)
         policy = replace(owner.policy, owner=owner)
-    seen = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
-    name = seen.name
-    awaits = seen.awaits
-    if given:
-        check(f"`{name}`", {**given, "awaits": awaits}, fn=fn)
-        how = CallOptions.of(given, how)
+    facts = check_function(fn, "hc.call(fn, result, *args)", awaits=True)
+    name = facts.name
+    awaits = facts.awaits
+    if passed:
+        check(f"`{name}`", {**passed, "awaits": awaits}, fn=fn)
+        options = CallOptions.of(passed, options)
     if policy.owner is not None:  # pairs of an option here and one of the function
-        check(f"`{name}`", {**how.met(policy), "awaits": awaits}, {})
+        check(f"`{name}`", {**options.met(policy), "awaits": awaits}, {})
     if varies(result):
         rule = _rule(fn, name, policy.owner, result, kwargs)
         avals = avals_of(args)
         result = spec_of(rule, avals, name)
-        counts = leading(rule, avals)
-        if counts is not None:
-            how = _for_items(rule, how, given, policy.owner, avals)
-            if how.vmap_method in WHOLE:
-                args = tuple(lined_up(args, counts))
-            elif any(counts) and maps_items(rule, how.vmap_method):
+        axes_in_front = leading(rule, avals)
+        if axes_in_front is not None:
+            options = _for_items(rule, options, passed, policy.owner, avals)
+            if options.vmap_method in WHOLE:
+                args = tuple(lined_up(args, axes_in_front))
+            elif any(axes_in_front) and maps_items(rule, options.vmap_method):
                 # The same call for each item, which then has no axes in front.
-                each = functools.partial(call, policy.owner or fn, rule, **given)
-                return over_leading_axes(each, args, counts)
+                item = functools.partial(call, policy.owner or fn, rule, **passed)
+                return over_leading_axes(item, args, axes_in_front)
     operands, template = flatten_arguments(args, kwargs)
-    also = ("out",) * (how.lend == "out")
-    mistakes.check(_FACE, fn, args, kwargs, template.leaves, also, result)
+    # With lend="out" the function gets its results as `out`, beside what is passed.
+    lent = ("out",) * (options.lend == "out")
+    mistakes.check(_FACE, fn, args, kwargs, template.leaves, lent, result)
     if tag is not None:
         mistakes.warn_of_own(_FACE, fn, {"tag": tag})
     results = parse_result(result, name)
-    if how.order == "pure" and not results.avals:
+    if options.order == "pure" and not results.avals:
         mistakes.refuse_unneeded("hc.call", name)
     mask = None if where is None else parse_mask(where, name, fn=fn)
-    trees = template, results, parse_fill(fill, results, name)
-    whole = Opaque(code), *trees, how, users_place(fn), policy
-    callback = CallSpec(*whole, known=seen if code is fn else None)
+    callback = CallSpec(
+        Opaque(host_code),
+        template,
+        results,
+        parse_fill(fill, results, name),
+        options,
+        users_place(fn),
+        policy,
+        known=facts if host_code is fn else None,
+    )
     return results.unflatten(bind_call(callback, operands, mask))
 
 
@@ -303,24 +315,24 @@ def _rule(
 
 def _for_items(
     rule: Any,
-    how: CallOptions,
-    given: Mapping[str, object],
+    options: CallOptions,
+    passed: Mapping[str, object],
     owner: Any,
     avals: Sequence[Any],
 ) -> CallOptions:
     """The options of a call whose result says what an item is."""
-    method = how.vmap_method
-    if "vmap_method" not in given:
+    method = options.vmap_method
+    if "vmap_method" not in passed:
         # A HostFunction's own method holds here too, since `call` lines the axes up.
-        own = None if owner is None else owner.options.vmap_method
-        method = own or default_method(rule)
+        owners_method = None if owner is None else owner.options.vmap_method
+        method = owners_method or default_method(rule)
     if method in WHOLE and not lines_up(rule, avals):
         method = "sequential"
-    return replace(how, vmap_method=method)
+    return replace(options, vmap_method=method)
 
 
-_PLACE = CallOptions()
-_POLICY = Policy()
+_NO_OPTIONS = CallOptions()
+_NO_POLICY = Policy()
 _NO_RESULT = parse_result(None, "a watch")
 
 
@@ -330,14 +342,19 @@ def call_counted(fn: HostCode, where: Any, *args: Any) -> None:
     `hc.current().execution` is then the number of executions of this place on its
     device, whether or not `where` was True.
     """
-    seen = inspect_callable(fn)
+    facts = inspect_callable(fn)
     operands, template = flatten_arguments(args, {})
     mistakes.check(_FACE, fn, args, {}, template.leaves)
-    how = CallOptions(order="unordered", counted=True)
     callback = CallSpec(
-        Opaque(fn), template, _NO_RESULT, (), how, users_place(fn), known=seen
+        Opaque(fn),
+        template,
+        _NO_RESULT,
+        (),
+        CallOptions(order="unordered", counted=True),
+        users_place(fn),
+        known=facts,
     )
-    bind_call(callback, operands, parse_mask(where, seen.name))
+    bind_call(callback, operands, parse_mask(where, facts.name))
 
 
 _FACE = mistakes.Face(

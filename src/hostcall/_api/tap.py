@@ -244,37 +244,50 @@ def prepare(
     `options` are those of `hc.tap` that are given.
     """
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
-    seen = check_function(fn, usage, awaits=True, returns=False)
-    called = seen.name
-    how = _defaults(TapParams.takes)
+    facts = check_function(fn, usage, awaits=True, returns=False)
+    name = facts.name
+    tap_options = _defaults(TapParams.takes)
     if options:
-        check(f"the tap `{called}`", options, TAP)
-        how = TapParams.takes.of(options)
-    if how.order == "pure" and face is not _FACE_OF_ONE:
+        check(f"the tap `{name}`", options, TAP)
+        tap_options = TapParams.takes.of(options)
+    # The result of hc.tap_through keeps a pure one in its program.
+    if tap_options.order == "pure" and face is not _FACE_OF_ONE:
         raise SpecError(
-            f"hostcall: order='pure' would drop the tap `{called}`: no result of the"
+            f"hostcall: order='pure' would drop the tap `{name}`: no result of the"
             " program depends on it. Leave out order=, or use hc.tap_through and its"
             " result",
             code="hc-dropped",
         )
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
-    if own := {o: v for o, v in options.items() if o in _NONE and v is not None}:
-        mistakes.warn_of_own(face, fn, own)
-    where = options.get("where")
+    if none_by_default := {
+        option: value
+        for option, value in options.items()
+        if option in _NONE and value is not None
+    }:
+        mistakes.warn_of_own(face, fn, none_by_default)
+    mask = options.get("where")
     always = options.get("always")
-    if where is not None:
-        operands.insert(0, parse_mask(where, called))
+    # The mask stands in front of the operands, and the flag behind them.
+    if mask is not None:
+        operands.insert(0, parse_mask(mask, name))
     if always is not None:
-        always = parse_mask(always, called, "always")
-    flagged = always is not None and how.thinned  # else nothing is left out
-    if flagged:
+        always = parse_mask(always, name, "always")
+    # Of a tap that is not thinned no execution is left out, so the flag says nothing.
+    is_flagged = always is not None and tap_options.thinned
+    if is_flagged:
         operands.append(always)
     callback = CallSpec(
-        Opaque(fn), template, _NO_RESULT, (), how, users_place(), known=seen
+        Opaque(fn),
+        template,
+        _NO_RESULT,
+        (),
+        tap_options,
+        users_place(),
+        known=facts,
     )
-    masked = where is not None
-    return operands, TapParams(callback=callback, masked=masked, always=flagged)
+    params = TapParams(callback=callback, masked=mask is not None, always=is_flagged)
+    return operands, params
 
 
 def rebuilt(params: TapParams, arrays: list[jax.Array]) -> Any:

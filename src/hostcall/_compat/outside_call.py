@@ -106,22 +106,22 @@ class Outside:
         fn = self.fn.value
         try:
             arg = self.arg_tree.unflatten(arrays)
-            said = "Outside call invoking call_func %s, device=%s, transforms=%s"
-            logger.debug(said, fn, device, self.unpacked)
-            more = {"device": device} if self.with_device else {}
+            message = "Outside call invoking call_func %s, device=%s, transforms=%s"
+            logger.debug(message, fn, device, self.unpacked)
+            device_option = {"device": device} if self.with_device else {}
             if not self.identity:
-                return self._checked(fn(arg, **more))
-            fn(arg, self.unpacked, **more)
+                return self._checked(fn(arg, **device_option))
+            fn(arg, self.unpacked, **device_option)
         except Exception as error:
             text = failures.summary(error)
             with failures.beside_a_failure("writing its traceback"):
                 text = traceback.format_exc()
             raised.append((error, text))
             with failures.beside_a_failure("logging it"):
-                said = "Outside call %s threw exception %s."
-                logger.error(said, fn, error)
-                said = "Postponing exception raised in callback function: %s"
-                logger.error(said, text)
+                # The texts of the module that JAX removed.
+                logger.error("Outside call %s threw exception %s.", fn, error)
+                message = "Postponing exception raised in callback function: %s"
+                logger.error(message, text)
             if not self.identity:
                 raise
         return None
@@ -129,23 +129,27 @@ class Outside:
     def _checked(self, value: object) -> tuple[np.ndarray, ...]:
         """The leaves of a call's result."""
         leaves, tree = jax.tree.flatten(value)
-        what = "pytree"
-        wanted = self.result_tree
-        got = tree
-        if tree == wanted:
+        compared = "pytree"
+        expected: object = self.result_tree
+        returned: object = tree
+        if tree == self.result_tree:
             arrays = tuple(map(_jax.to_host, leaves))
-            avals, described = (
-                [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of]
-                for of in (self.avals, arrays)
-            )
-            if described == avals:  # lists: a class of the user's may have no __eq__
+            expected_avals = _avals_of(self.avals)
+            returned_avals = _avals_of(arrays)
+            # As lists: in a tree a class of the user's may have no __eq__.
+            if returned_avals == expected_avals:
                 return arrays
-            what = "abstract values"
-            wanted, got = map(tree.unflatten, (avals, described))
+            compared = "abstract values"
+            expected = tree.unflatten(expected_avals)
+            returned = tree.unflatten(returned_avals)
         raise TypeError(
             f"Callback func {self.fn.value} should have returned a result with"
-            f" {what} {wanted} but returned {got}"
+            f" {compared} {expected} but returned {returned}"
         )
+
+
+def _avals_of(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
 
 # The last exception of a callback, with its traceback's text. A deque: callbacks of

@@ -41,7 +41,7 @@ def _effects_barrier() -> None:
 
 # (an object of JAX's, the name of its attribute) -> what stands there in a patch.
 REPLACEMENTS: dict[tuple[object, str], object] = {
-    **{(each.primitive, "bind"): each.bind for each in redirects.REDIRECTS},
+    **{(redirect.primitive, "bind"): redirect.bind for redirect in redirects.REDIRECTS},
     **{
         (module, "emit_python_callback"): redirects.emit_python_callback
         for module in _jax.MODULES_WITH_EMIT
@@ -143,14 +143,14 @@ def unpatch_jax() -> None:
 
 def _apply() -> None:
     """Makes JAX as the last active patch says. The caller holds the lock."""
-    before = redirects.chosen
+    former_choice = redirects.chosen
     choice = _active[-1].arrays if _active else None
-    if choice == before:
+    if choice == former_choice:
         return
     redirects.chosen = choice
-    if before is None:
-        for each in redirects.REDIRECTS:
-            _undo.append(_jax.replace_lowering(each.primitive, each.lower))
+    if former_choice is None:
+        for redirect in redirects.REDIRECTS:
+            _undo.append(_jax.replace_lowering(redirect.primitive, redirect.lower))
         for (holder, name), new in REPLACEMENTS.items():
             _undo.append(_jax.put_attribute(holder, name, new))
         _undo.append(_revive())

@@ -52,35 +52,38 @@ class Redirect(NamedTuple):
 
     Attributes:
         primitive: JAX's.
-        ours: the module of hostcall's, which binds and lowers it.
+        our_module: the module of hostcall's, which binds and lowers it.
         translation: makes the parameters of hostcall's.
     """
 
     primitive: _jax.Primitive
-    ours: ModuleType
+    our_module: ModuleType
     translation: _Translation
 
-    def bind(self, *operands: object, **given: Any) -> object:
+    def bind(self, *operands: object, **jax_params: Any) -> object:
         if self.primitive not in _DEBUG:  # which get typed keys, if they run at once
             operands = tuple(map(raw_keys, operands))
         # In a Pallas kernel it is device code, with rules for GPU and TPU. And a
         # library may have an effect of its own, on whose rules it relies.
-        elif given.get("effect", _jax.DEBUG_EFFECT) not in _DEBUG_EFFECTS or (
+        elif jax_params.get("effect", _jax.DEBUG_EFFECT) not in _DEBUG_EFFECTS or (
             _jax.in_pallas_kernel()
         ):
-            return _DEBUG[self.primitive](*operands, **given)
-        params = self.translation(None, len(operands), given)
-        return self.ours.bind(*operands, params=params)
+            return _DEBUG[self.primitive](*operands, **jax_params)
+        params = self.translation(None, len(operands), jax_params)
+        return self.our_module.bind(*operands, params=params)
 
     def lower(
-        self, ctx: _jax.LoweringContext, *operands: _jax.Value, **given: Any
+        self, ctx: _jax.LoweringContext, *operands: _jax.Value, **jax_params: Any
     ) -> list[_jax.Value]:
-        params = self.translation(_place(ctx), len(operands), given)
-        return self.ours.lower(ctx, *operands, params=params)  # type: ignore[no-any-return]
+        params = self.translation(_place(ctx), len(operands), jax_params)
+        return self.our_module.lower(ctx, *operands, params=params)  # type: ignore[no-any-return]
 
 
 # How they are bound without a patch.
-_DEBUG = {each: each.bind for each in (_jax.debug_callback_p, _jax.debug_print_p)}
+_DEBUG = {
+    _jax.debug_callback_p: _jax.debug_callback_p.bind,
+    _jax.debug_print_p: _jax.debug_print_p.bind,
+}
 _DEBUG_EFFECTS = (_jax.DEBUG_EFFECT, _jax.ORDERED_DEBUG_EFFECT)
 
 
@@ -91,49 +94,51 @@ def _place(ctx: _jax.LoweringContext) -> Place | None:
 
 
 def _call_back(
-    kind: Kind, place: Place | None, operands: int, given: _jax.Params
+    kind: Kind, place: Place | None, operands: int, jax_params: _jax.Params
 ) -> CallParams:
     # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
     # the wrapped function, with flat arguments.
-    fn = given["callback"]
+    fn = jax_params["callback"]
     template = Template.flat(*(None,) * operands)
-    if (parts := _jax.parts_of_callback(fn)) is not None:
-        fn, in_tree, static = parts
+    if (wrapped := _jax.parts_of_callback(fn)) is not None:
+        fn, in_tree, static = wrapped
         template = template_of(in_tree, static)
     refuse_coroutines(fn)  # a debug callback would drop the coroutine without a word
     options = {
-        "ordered": given.get("effect") == _jax.ORDERED_DEBUG_EFFECT,
-        **given,
+        "ordered": jax_params.get("effect") == _jax.ORDERED_DEBUG_EFFECT,
+        **jax_params,
         "arrays": arrays_of(chosen or "jax"),
     }
-    trees = template, Results.flat(given.get("result_avals", ()))
+    trees = template, Results.flat(jax_params.get("result_avals", ()))
     return make_params(kind, fn, trees, options, place)
 
 
-def _print(place: Place | None, operands: int, given: _jax.Params) -> CallParams:
-    if given["logging_record"] is not None:
-        logged = {**given, "callback": _jax.print_callback(given)}
+def _print(place: Place | None, operands: int, jax_params: _jax.Params) -> CallParams:
+    if jax_params["logging_record"] is not None:
+        logged = {**jax_params, "callback": _jax.print_callback(jax_params)}
         return _call_back("debug", place, operands, logged)
     return print_params(
-        given["fmt"],
-        given["in_tree"],
-        dict(given["static_args"]),
-        given["np_printoptions"],
-        given,
+        jax_params["fmt"],
+        jax_params["in_tree"],
+        dict(jax_params["static_args"]),
+        jax_params["np_printoptions"],
+        jax_params,
         place,
     )
 
 
-def _buffer(place: Place | None, operands: int, given: _jax.Params) -> CallParams:
+def _buffer(place: Place | None, operands: int, jax_params: _jax.Params) -> CallParams:
     del operands
-    order: Order = "unordered" if given["has_side_effect"] else "pure"
+    order: Order = "unordered" if jax_params["has_side_effect"] else "pure"
     return buffer_params(
-        given["callback"],
-        trees_of(given["in_tree"], given["out_tree"], given["result_avals"]),
+        jax_params["callback"],
+        trees_of(
+            jax_params["in_tree"], jax_params["out_tree"], jax_params["result_avals"]
+        ),
         place or users_place(),
-        CallOptions(order=order, vmap_method=given["vmap_method"]),
-        aliases=tuple(given["input_output_aliases"]),
-        command_buffer=given["command_buffer_compatible"],
+        CallOptions(order=order, vmap_method=jax_params["vmap_method"]),
+        aliases=tuple(jax_params["input_output_aliases"]),
+        command_buffer=jax_params["command_buffer_compatible"],
     )
 
 
@@ -178,14 +183,14 @@ def emit_python_callback(
     program = start_lowering(
         ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
     )
-    made = call.prepare(
+    prepared = call.prepare(
         program,
         params,
         _jax.physical_avals(operand_avals),
         _jax.device_of(program, sharding),
     )
     with _jax.named(ctx, params.callback.label):
-        results, token_out = made.emit_with(token, operands, token is not None)
+        results, token_out = prepared.emit_with(token, operands, token is not None)
     return results, token_out, None
 
 

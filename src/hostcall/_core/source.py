@@ -128,8 +128,8 @@ def inspect_callable(fn: Any) -> CallableFacts:
     elif type(fn) is np.ufunc:  # C answers, and nothing is inside
         name = text_of(fn, "__qualname__") or fn.__name__
         code = None
-        ours = USERS
-        told = ""
+        host_code = USERS
+        source = ""
         awaits = yields = False
     else:
         name, code, awaits, yields = _look_inside(fn)

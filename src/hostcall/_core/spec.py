@@ -148,6 +148,8 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     arrays: list[Array] = []
     marks: list[Opaque | Key] = []
     for leaf in leaves:
+        if _jax.TRACED_REFS_ARE_ARRAYS and _jax.is_ref(leaf):
+            canonical(leaf)  # which refuses it
         if isinstance(leaf, jax.Array):
             is_plain = isinstance(leaf.dtype, np.dtype)  # as nearly always
             is_key = not is_plain and _jax.is_key_dtype(leaf.dtype)

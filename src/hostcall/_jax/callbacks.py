@@ -15,13 +15,14 @@ from hostcall._jax.door import callback as _callback
 from hostcall._jax.door import config as _config
 from hostcall._jax.door import debugging as _debugging
 from hostcall._jax.door import mlir as _src_mlir
+from hostcall._jax.installing import put_entry
 from hostcall._jax.needs import MODULES
 from hostcall._jax.program import SERVED, Program, is_served
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS
 
 # Saved at import, before `patch_jax` can replace it, so that hostcall never calls its
 # own replacement.
-emit_python_callback = _mlir.emit_python_callback
+emit_python_callback = _callback.emit_python_callback
 
 
 def place_of_callback(ctx: _t.LoweringContext, sharding: _t.Sharding | None) -> object:
@@ -148,8 +149,8 @@ def replace_lowering(
     cacheable, so `rule` runs once for each equation, as `register_lowering` arranges
     for hostcall's own primitives.
     """
-    specific = _src_mlir._platform_specific_lowerings
-    replaced = []
+    by_platform = _src_mlir._platform_specific_lowerings
+    undo: list[Callable[[], None]] = []
 
     def either(
         theirs: _t.LoweringRule, ctx: _t.LoweringContext, *xs: object, **params: object
@@ -157,20 +158,20 @@ def replace_lowering(
         chosen = rule if is_served(ctx) else theirs
         return chosen(ctx, *xs, **params)
 
-    for table in (_src_mlir._lowerings, *(specific[p] for p in SERVED)):
+    for table in (_src_mlir._lowerings, *(by_platform[name] for name in SERVED)):
         if (entry := table.get(primitive)) is not None:
-            ours = type(entry)(functools.partial(either, entry.rule), entry.inline)
-            table[primitive] = ours
-            replaced.append((table, entry, ours))
-    ENGINE_CALLS[primitive] = rule
+            # JAX asks an entry for `inline`, so it stays one of JAX's type.
+            replacement = type(entry)(
+                functools.partial(either, entry.rule), entry.inline
+            )
+            undo.append(put_entry(table, primitive, replacement))
+    undo.append(put_entry(ENGINE_CALLS, primitive, rule))
     JAXS_CALLS.add(primitive)
 
     def restore() -> None:
-        ENGINE_CALLS.pop(primitive, None)
         JAXS_CALLS.discard(primitive)
-        for table, entry, ours in replaced:
-            if table[primitive] is ours:  # else another library has replaced our entry
-                table[primitive] = entry
+        for put_back in undo:
+            put_back()
 
     return restore
 

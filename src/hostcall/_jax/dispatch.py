@@ -109,7 +109,8 @@ def wait_for_effects(
         The exceptions that programs with tokens failed with, each once.
     """
     wait_for_programs()
-    failures: dict[str, BaseException] = {}
+    # By its text: each token of a failed program raises an object of its own.
+    by_text: dict[str, BaseException] = {}
     for token in tokens():
         try:
             token.block_until_ready()
@@ -118,9 +119,9 @@ def wait_for_effects(
             # its program failed with.
             if not (isinstance(error, Exception) or is_failure(error)):
                 raise
-            failures.setdefault(str(error), error)
+            by_text.setdefault(str(error), error)
     _dispatch.runtime_tokens.clear()
-    return list(failures.values())
+    return list(by_text.values())
 
 
 def is_token_ready(token: object) -> bool:
@@ -133,12 +134,12 @@ def is_token_ready(token: object) -> bool:
 def forget_tokens(forgotten: Sequence[Token]) -> None:
     """Removes these tokens from those that JAX's next wait for effects waits for."""
     tokens = _dispatch.runtime_tokens
-    numbers = set(map(id, forgotten))
+    ids = set(map(id, forgotten))
     for latest in (tokens.output_runtime_tokens, tokens.current_tokens):
-        rest = [(key, t) for key, t in list(latest.items()) if id(t) not in numbers]
-        if len(rest) < len(latest):
+        remaining = [(key, t) for key, t in list(latest.items()) if id(t) not in ids]
+        if len(remaining) < len(latest):
             latest.clear()
-            latest.update(rest)
+            latest.update(remaining)
 
 
 # --- Who hears of a dispatch ----------------------------------------------------------
@@ -181,15 +182,18 @@ def _tokens_of(program: Executable) -> list[Token]:
         or program.has_host_callbacks
     ):
         return []
-    tokens = _dispatch.runtime_tokens
-    of_devices = [tokens.output_runtime_tokens.get(d) for d in program._local_devices]
-    unordered = [token for token in of_devices if token is not None]
-    return unordered + ordered_tokens_of(program)
+    by_device = _dispatch.runtime_tokens.output_runtime_tokens
+    unordered = [by_device.get(device) for device in program._local_devices]
+    return [
+        *(token for token in unordered if token is not None),
+        *ordered_tokens_of(program),
+    ]
 
 
 def ordered_tokens_of(program: Executable) -> list[Token]:
-    latest = _dispatch.runtime_tokens.current_tokens
-    return [latest[effect] for effect in program.ordered_effects if effect in latest]
+    by_effect = _dispatch.runtime_tokens.current_tokens
+    effects = program.ordered_effects
+    return [by_effect[effect] for effect in effects if effect in by_effect]
 
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -17,6 +17,14 @@ def is_key_dtype(dtype: Dtype) -> bool:
     return not plain and bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
+def is_smaller_than_a_byte(dtype: Dtype) -> bool:
+    """Whether an element has less than eight bits, as those of int4 have."""
+    if jax.dtypes.issubdtype(dtype, np.integer):
+        return bool(jax.numpy.iinfo(dtype).bits < 8)
+    is_float = jax.dtypes.issubdtype(dtype, np.floating)
+    return is_float and bool(jax.numpy.finfo(dtype).bits < 8)
+
+
 _REFS = (jax.core.Tracer, jax.Ref)
 
 

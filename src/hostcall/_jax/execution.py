@@ -33,19 +33,24 @@ class ExecutionGuard:
     key, and is not looked at again.
 
     Attributes:
-        before: the value that it stands in front of; UNSET: that of the process.
+        hidden_value: the value that it stands in front of; UNSET: that of the process.
     """
 
     def __init__(
         self,
         check: Callable[[Sequence[Device]], object] | None = None,
-        before: object = UNSET,
+        hidden_value: object = UNSET,
     ) -> None:
         """`check` gets a program's devices, and raises in order to refuse it."""
         self._check = check
-        self.before = before
+        self.hidden_value = hidden_value
 
     def __bool__(self) -> bool:
+        # JAX asks with no arguments, so its frame is the only thing that says which
+        # program it is about. Wrapping what JAX calls with the program is no other way:
+        # a wrapper around ExecuteReplicated.__call__ is there for every program of the
+        # process, and none is passed on the fast path. tests/inside/test_door.py holds
+        # that each JAX asks in these two functions, and has the program there.
         return self.forbids(sys._getframe(1))
 
     def forbids(self, frame: FrameType) -> bool:
@@ -55,12 +60,13 @@ class ExecutionGuard:
         if self._check is not None:
             program = _program_that_asks(frame)
             self._check(() if program is None else program._local_devices)
-        value = self.before
-        if value is UNSET:
-            value = jax.no_execution.get_global()
-        if isinstance(value, ExecutionGuard):  # a call's, inside another call
-            return value.forbids(frame)
-        return bool(value)
+        hidden_value = self.hidden_value
+        if hidden_value is UNSET:
+            hidden_value = jax.no_execution.get_global()
+        # Not by its truth: that would look at this frame.
+        if isinstance(hidden_value, ExecutionGuard):
+            return hidden_value.forbids(frame)
+        return bool(hidden_value)
 
 
 def _program_that_asks(frame: FrameType) -> Executable | None:
@@ -93,6 +99,8 @@ class _AcrossGuard(ExecutionGuard):
         if frame.f_code.co_name == "_get_fastpath_data":
             # JAX has just dispatched this program and asks whether its next calls may
             # take the fast path. True forbids that, so each of them is looked at here.
+            # The same value means "raise" where a program is executed, and only the
+            # function that asks tells one from the other (see `__bool__`).
             return True
         _refuse_across(frame)
         return super().forbids(frame)
@@ -108,20 +116,25 @@ def refuse_programs_across(refusal: Callable[[], Exception]) -> None:
     for setting in (jax.no_tracing, jax.no_execution):
         # A second failure finds the guards in their place.
         if not isinstance(setting.get_global(), _AcrossGuard):
-            setting.set_global(_AcrossGuard(before=setting.get_global()))
+            guard = _AcrossGuard(hidden_value=setting.get_global())
+            setting.set_global(guard)
 
 
 def _refuse_across(frame: FrameType) -> None:
+    addressed: Sequence[jax.Array | jax.sharding.Sharding]
     program = _program_that_asks(frame)
     if program is None:  # a function that is not traced yet: look at its arguments
-        leaves = jax.tree.leaves([frame.f_locals.get(n) for n in ("args", "kwargs")])
-        tracer = jax.core.Tracer
-        placed = [
-            x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, tracer)
+        arguments = [frame.f_locals.get(name) for name in ("args", "kwargs")]
+        addressed = [
+            leaf
+            for leaf in jax.tree.leaves(arguments)
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         ]
     else:
-        placed = [*program.in_handler.in_shardings, *program.out_handler.out_shardings]
-    if _refusal_across is not None and not all(x.is_fully_addressable for x in placed):
+        in_shardings = program.in_handler.in_shardings
+        addressed = [*in_shardings, *program.out_handler.out_shardings]
+    is_local = all(each.is_fully_addressable for each in addressed)
+    if _refusal_across is not None and not is_local:
         raise _refusal_across()
 
 
@@ -152,7 +165,7 @@ def refuse_programs(refusal: Callable[[], Exception]) -> None:
     _refuse[:] = [refuse]
     install(When.FORK)
     setting = jax.no_execution
-    guard = ExecutionGuard(refuse, before=False)
+    guard = ExecutionGuard(refuse, hidden_value=False)
     setting.set_global(guard)
     if setting.get_local() is not UNSET:  # a callback's guard: the callback has forked
         setting.set_local(guard)

@@ -28,16 +28,17 @@ def node_name(node_type: type) -> tuple[str, ToBytes] | None:
     Users give both by jax.export.register_pytree_node_serialization, or by
     register_namedtuple_serialization.
     """
-    found: tuple[str, ToBytes] | None = _export.serialization_registry.get(node_type)
-    return found
+    registered: tuple[str, ToBytes] | None
+    registered = _export.serialization_registry.get(node_type)
+    return registered
 
 
 def node_maker(name: str) -> MakeNode | None:
     """A function (auxiliary data, children) -> node, for a name that was registered."""
-    found = _export.deserialization_registry.get(name)
-    if found is None:
+    registered = _export.deserialization_registry.get(name)
+    if registered is None:
         return None
-    _, read, make = found
+    _, read, make = registered
     return lambda aux, children: make(read(aux), children)
 
 
@@ -83,13 +84,16 @@ def marked(
     so that no other has the number of one while JAX compares with it.
     """
     mark = f"hostcall {[*map(id, calls)]}"
-    more = jax.export.DisabledSafetyCheck.custom_call(mark)
-    vars(more).update(calls=calls)
-    inner = exported._get_vjp
+    check = jax.export.DisabledSafetyCheck.custom_call(mark)
+    vars(check).update(calls=calls)  # alive as long as the program
+    get_vjp = exported._get_vjp
     return dataclasses.replace(
         exported,
-        disabled_safety_checks=(*exported.disabled_safety_checks, more),
-        _get_vjp=None if inner is None else lambda one: marked(inner(one), calls),
+        disabled_safety_checks=(*exported.disabled_safety_checks, check),
+        # The program of the derivative calls the same things.
+        _get_vjp=None
+        if get_vjp is None
+        else lambda primal: marked(get_vjp(primal), calls),
     )
 
 
@@ -119,11 +123,11 @@ class CustomCall(NamedTuple):
 
 def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
     """The custom calls of a program, in all of its functions."""
-    found: list[CustomCall] = []
+    calls: list[CustomCall] = []
 
     def look(op: Operation) -> _ir.WalkResult:
         if "call_target_name" in op.attributes:
-            found.append(_custom_call(op))
+            calls.append(_custom_call(op))
         return _ir.WalkResult.ADVANCE
 
     with _mlir.make_ir_context() as context:
@@ -133,35 +137,36 @@ def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
             module_of(exported).operation.walk(look)
         finally:
             context.set_thread_pool(_src_mlir.global_thread_pool)
-    return found
+    return calls
 
 
 def _custom_call(op: Operation) -> CustomCall:
-    given = {name: op.attributes[name] for name in op.attributes}
+    attributes = {name: op.attributes[name] for name in op.attributes}
     count = len(op.operands)
-    shapes = _numbers(given.get("indices_of_shape_operands"), count) or []
-    config = given.get(_CONFIG)
-    odd = [name for name in given if name not in _KNOWN]
+    shapes = _numbers(attributes.get("indices_of_shape_operands"), count) or []
+    config = attributes.get(_CONFIG)
+    odd = [name for name in attributes if name not in _KNOWN]
     if config is not None and not isinstance(config, _ir.DictAttr):
         odd.append(_CONFIG)
-    if str(given.get("backend_config", '""')) != '""':  # older targets' own
+    if str(attributes.get("backend_config", '""')) != '""':  # older targets' own
         odd.append("backend_config")
     if shapes != list(range(count - len(shapes), count)):
         odd.append("indices_of_shape_operands")
     layouts = {"operand_layouts": op.operands, "result_layouts": op.results}
     for name, values in layouts.items():
-        if name in given and not _is_row_major(given[name], values):
+        if name in attributes and not _is_row_major(attributes[name], values):
             odd.append(name)
     return CustomCall(
         operation=op.name,
-        target=_text(given["call_target_name"]) or str(given["call_target_name"]),
+        target=_text(attributes["call_target_name"])
+        or str(attributes["call_target_name"]),
         config={entry.name: _text(entry.attr) for entry in config or ()}
         if _CONFIG not in odd
         else {},
         operands=[str(value.type) for value in op.operands][: count - len(shapes)],
         results=[str(value.type) for value in op.results],
-        has_side_effect=str(given.get("has_side_effect")) == "true",
-        aliases=str(given.get("output_operand_aliases", "[]")) != "[]",
+        has_side_effect=str(attributes.get("has_side_effect")) == "true",
+        aliases=str(attributes.get("output_operand_aliases", "[]")) != "[]",
         odd=odd,
     )
 

@@ -65,10 +65,9 @@ ORDERED_WITHOUT_TOKENS = "hostcall: ordered, without tokens"
 
 def _are_engine_calls(jaxpr: _t.Jaxpr) -> bool:
     """Whether all effects are made by the engine's calls."""
-    foreign = {*own_effects.filter_not_in(jaxpr.effects)}
-    return not foreign or all(
-        eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, foreign)
-    )
+    # Effects that others may have too, JAX's own callbacks for example.
+    shared = {*own_effects.filter_not_in(jaxpr.effects)}
+    return all(eqn.primitive in ENGINE_CALLS for eqn in _makers(jaxpr, shared))
 
 
 def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquation]:
@@ -76,12 +75,11 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
     for eqn in jaxpr.eqns:
         if effects.isdisjoint(eqn.effects):
             continue
-        # Of an equation that holds others, these make its effects.
-        inner = list(_core.jaxprs_in_params(eqn.params))
-        if not inner:
+        inner_jaxprs = list(_core.jaxprs_in_params(eqn.params))
+        if not inner_jaxprs:
             yield eqn
-        for inner_jaxpr in inner:
-            yield from _makers(inner_jaxpr, effects)
+        for inner in inner_jaxprs:
+            yield from _makers(inner, effects)
 
 
 def _cpu_devices(args: Sequence[object]) -> int:
@@ -110,9 +108,9 @@ def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
     """The rules of host calls in a program for these platforms: JAX's own callbacks are
     among them where the engine makes them.
     """
-    served = isinstance(platforms, tuple) and is_one_served(platforms)
-    if served:
+    if isinstance(platforms, tuple) and is_one_served(platforms):
         return dict(ENGINE_CALLS)
+    # Elsewhere a callback of JAX's is lowered by JAX, with a token of JAX's.
     return {p: rule for p, rule in ENGINE_CALLS.items() if p not in JAXS_CALLS}
 
 
@@ -151,22 +149,31 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
         # one device there are no regions.
         if devices != 1:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
-        fast = devices == 1 or (devices > 1 and not is_ordered and _several_are_sound())
-        if lost(Part.FAST) or not (fast and _are_engine_calls(jaxpr)):
+        # Over several devices XLA puts no program behind the thread's last one, so
+        # ordered calls need their tokens.
+        may_be_fast = devices == 1 or (
+            devices > 1 and not is_ordered and _several_are_sound()
+        )
+        if lost(Part.FAST) or not (may_be_fast and _are_engine_calls(jaxpr)):
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
-        keepalive = (ORDERED_WITHOUT_TOKENS,) if is_ordered else ()
         # Behind a program over several devices no other can be put that ends after it.
         # So its sign must be one that nobody can delete or donate.
         hidden = devices > 1 or needs_hidden(jaxpr) or _has_refs(args)
-        without_effects = as_one_equation(jaxpr, (), order, keepalive)
-        module, kept_alive, *rest = plain(without_effects, *args, **options)
+        without_effects = as_one_equation(
+            jaxpr,
+            effects=(),
+            order=order,
+            keepalives=(ORDERED_WITHOUT_TOKENS,) if is_ordered else (),
+        )
+        module, keepalives, *rest = plain(without_effects, *args, **options)
         if hidden:
             with_hidden(module)
-        asks = devices > 1 or not has_only_ours(module)
-        # The last of what is kept alive: signs.py finds it there after pickling too.
-        mark = FastProgram(hidden, asks)
-        return (module, [*(kept_alive or ()), mark], *rest)
+        # Another library's custom call may still run when ours have ended.
+        asks_sign = devices > 1 or not has_only_ours(module)
+        mark = FastProgram(hidden, asks_sign)
+        # The last of them: _mark_of looks for it there (signs.py).
+        return (module, [*(keepalives or ()), mark], *rest)
 
     return lowered  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ import logging
 import threading
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -70,31 +70,47 @@ def install(use: When) -> None:
     with _installed.lock:
         if use in _installed.uses:
             return
-        # A program is put in order as it will run: after what a block puts into it.
-        # The last replacement of a name is asked first.
         if is_newer_than_tested() and not _installed.uses:
-            said = "jax %s is newer than the newest that hostcall was tested with, %s"
-            logger.warning(said, jax.__version__, NEWEST)
-        before = {When.OBSERVE: {When.CALLS}}.get(use, set[When]()) - _installed.uses
-        for each in (*before, use):
-            _install_all(each)
-        _installed.uses |= {*before, use}
+            logger.warning(
+                "jax %s is newer than the newest that hostcall was tested with, %s",
+                jax.__version__,
+                NEWEST,
+            )
+        # A program is put in order as it will run: after what a block puts into it. The
+        # last replacement of a name is asked first, so those of calls come before.
+        if use is When.OBSERVE and When.CALLS not in _installed.uses:
+            _install_all(When.CALLS)
+        _install_all(use)
 
 
 def _install_all(use: When) -> None:
-    chosen = [patch for patch in PATCHES if patch.when is use]
-    for part in dict.fromkeys(patch.part for patch in chosen):
-        own = [patch for patch in chosen if patch.part is part]
-        gone = missing(part)
-        why = gone and f"jax {jax.__version__} has no {gone}"
-        why = why or next(filter(None, map(_why_not, own)), "")
-        if not why:
-            for patch in own:
+    """Installs the replacements of a use, part by part. The caller holds the lock."""
+    by_part: dict[Part, list[Patch]] = {}
+    for patch in PATCHES:
+        if patch.when is use:
+            by_part.setdefault(patch.part, []).append(patch)
+    for part, patches in by_part.items():
+        # All of a part or none: half of them would be worse than JAX alone.
+        reason = _why_no_part(part, patches)
+        if not reason:
+            for patch in patches:
                 _installed.undo.append((patch, _put(patch)))
         elif part not in _installed.lost:
-            _installed.lost[part] = why
-            then = part.instead or "what needs it is refused"
-            logger.warning("hostcall goes without %s: %s; %s", part.value, why, then)
+            _installed.lost[part] = reason
+            logger.warning(
+                "hostcall goes without %s: %s; %s",
+                part.value,
+                reason,
+                part.instead or "what needs it is refused",
+            )
+    _installed.uses |= {use}
+
+
+def _why_no_part(part: Part, patches: list[Patch]) -> str:
+    """Why a part can't be installed; "" if it can."""
+    if absent := missing(part):
+        return f"jax {jax.__version__} has no {absent}"
+    return next(filter(None, map(_why_not, patches)), "")
 
 
 def install_anew() -> None:
@@ -127,25 +143,26 @@ def need(part: Part) -> None:
 
 def states() -> list[tuple[Patch, str]]:
     """Each replacement, and its state in words."""
-    there = {id(patch) for patch, _ in _installed.undo}
-    found = []
-    for patch in PATCHES:
-        state = "installed" if id(patch) in there else "not installed"
-        if state != "installed" and (why := lost(patch.part)):
-            state = f"left out: {why}"
-        elif state == "installed" and patch.if_absent and _has_own(patch):
-            state = "JAX's own"
-        found.append((patch, state))
-    return found
+    # By identity: two replacements of one place follow each other.
+    installed = {id(patch) for patch, _ in _installed.undo}
+    return [(patch, _state(patch, id(patch) in installed)) for patch in PATCHES]
+
+
+def _state(patch: Patch, is_installed: bool) -> str:
+    if is_installed:
+        return "JAX's own" if patch.if_absent and _has_own(patch) else "installed"
+    reason = lost(patch.part)
+    return f"left out: {reason}" if reason else "not installed"
 
 
 # --- One replacement ------------------------------------------------------------------
 
 
 def _named(text: str) -> Any:
-    module, _, name = text.partition(":")
-    found: Any = importlib.import_module(module)
-    return functools.reduce(getattr, name.split("."), found) if name else found
+    """What a text such as `jax._src.dispatch:RuntimeTokenSet` names."""
+    module_name, _, path = text.partition(":")
+    module: Any = importlib.import_module(module_name)
+    return functools.reduce(getattr, path.split("."), module) if path else module
 
 
 def _has_own(patch: Patch) -> bool:
@@ -156,22 +173,25 @@ def _has_own(patch: Patch) -> bool:
 
 def _why_not(patch: Patch) -> str:
     """Why this JAX has no place for a replacement; "" if it has."""
-    of = f"jax {jax.__version__}"
+    version = f"jax {jax.__version__}"
     try:
         holder = _named(patch.holder)
-        stands = holder[_named(patch.name)] if patch.is_entry else None
-        stands = stands if patch.is_entry else getattr(holder, patch.name)
+        if patch.is_entry:
+            target = holder[_named(patch.name)]
+        else:
+            target = getattr(holder, patch.name)
     except (ImportError, AttributeError):
-        return f"{of} has no {patch}"
+        return f"{version} has no {patch}"
     except KeyError:
-        return "" if patch.if_absent else f"{of} has no {patch}"
-    if patch.takes and not _takes(stands, patch.takes):
-        return f"{patch} of {of} takes other arguments than {', '.join(patch.takes)}"
+        return "" if patch.if_absent else f"{version} has no {patch}"
+    if patch.takes and not _takes(target, patch.takes):
+        expected = ", ".join(patch.takes)
+        return f"{patch} of {version} takes other arguments than {expected}"
     for name in patch.has:
-        if not hasattr(stands, name):
-            return f"{patch} of {of} has no {name}"
+        if not hasattr(target, name):
+            return f"{patch} of {version} has no {name}"
     if patch.asked_in and not _asks(_named(patch.asked_in), patch.name):
-        return f"{of} does not call {patch} in {patch.asked_in}"
+        return f"{version} does not call {patch} in {patch.asked_in}"
     return ""
 
 
@@ -183,87 +203,114 @@ def _takes(function: Any, wanted: tuple[str, ...]) -> bool:
     if function is None:
         return True
     code = function.__code__
-    found = [*code.co_varnames[: code.co_argcount]]
+    parameters = [*code.co_varnames[: code.co_argcount]]
     if code.co_flags & inspect.CO_VARARGS:
-        found.append(f"*{code.co_varnames[code.co_argcount + code.co_kwonlyargcount]}")
-    return found[: len(wanted)] == [*wanted]
+        # CPython puts the name of *args behind those that go by keyword alone.
+        rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+        parameters.append(f"*{rest}")
+    return parameters[: len(wanted)] == [*wanted]
 
 
 def _asks(module: ModuleType, name: str) -> bool:
     """Whether a function or method of a module names this one."""
     return any(
         name in code.co_names
-        for thing in vars(module).values()
-        for code in _codes(thing)
+        for member in vars(module).values()
+        for code in _codes(member)
     )
 
 
-def _codes(thing: Any) -> list[CodeType]:
+def _codes(member: Any) -> list[CodeType]:
     """The codes of a function, or of the methods of a class, with those inside them."""
-    if isinstance(thing, type):
-        return [code for each in vars(thing).values() for code in _codes(each)]
-    thing = getattr(thing, "__func__", thing)
-    thing = getattr(thing, "__wrapped__", thing)
-    found = [thing.__code__] if isinstance(thing, FunctionType) else []
-    for code in found:
-        found += [const for const in code.co_consts if isinstance(const, CodeType)]
-    return found
+    if isinstance(member, type):
+        return [code for method in vars(member).values() for code in _codes(method)]
+    function = getattr(member, "__func__", member)  # of a static method
+    function = getattr(function, "__wrapped__", function)  # of a cached one
+    codes = [function.__code__] if isinstance(function, FunctionType) else []
+    for code in codes:  # it grows: a lambda may be in a function that is in a method
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return codes
 
 
 def _put(patch: Patch) -> Callable[[], None]:
     """Installs a replacement; returns what puts back what stood there."""
     holder = _named(patch.holder)
-    makers = [_named("hostcall._jax." + by.replace(".", ":")) for by in patch.by]
     if patch.is_entry:
-        return _put_entry(holder, _named(patch.name), makers, patch.if_absent)
-    made = getattr(holder, patch.name)
-    for make in makers:
-        made = make(made)
-    stands = staticmethod(made) if patch.is_static else made
-    restore = put_attribute(holder, patch.name, stands)
-    assert getattr(holder, patch.name) is made, f"{patch} can't be replaced"
-    return restore
+        key = _named(patch.name)
+        stood = holder.get(key)
+        if patch.if_absent and stood is not None:
+            return lambda: None
+        return put_entry(holder, key, _replacement(patch, stood))
+    stood = getattr(holder, patch.name)
+    replacement = _replacement(patch, stood)
+    attribute = staticmethod(replacement) if patch.is_static else replacement
+    put_back = put_attribute(holder, patch.name, attribute)
+    assert getattr(holder, patch.name) is replacement, f"{patch} can't be replaced"
+    return put_back
 
 
-def put_attribute(holder: object, name: str, stands: object) -> Callable[[], None]:
-    """Puts something under this name of a holder; returns what puts back what stood
-    there, unless somebody has replaced it since.
+def _replacement(patch: Patch, stood: Any) -> Any:
+    """What the functions of a row make, one after another, of what stood there."""
+    for by in patch.by:
+        make = _named("hostcall._jax." + by.replace(".", ":"))
+        stood = make(stood)
+    return stood
 
-    It is the holder's own attribute: a static method is there as such, and what a class
-    inherits, or an object has of its class, is not there.
+
+# --- Putting something into a place of JAX's, and back --------------------------------
+
+
+class _Table(Protocol):
+    """What `put_entry` asks of a table."""
+
+    def get(self, key: Any, default: Any, /) -> Any: ...
+
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+    def __delitem__(self, key: Any, /) -> None: ...
+
+
+class _OwnAttributes:
+    """What a module, a class or an object has itself, as a table by names.
+
+    A static method is there as such. What a class inherits, or an object has of its
+    class, is not there: putting it back would make it the holder's own.
     """
-    absent = object()
-    before = vars(holder).get(name, absent)
-    setattr(holder, name, stands)
 
-    def restore() -> None:
-        if vars(holder).get(name) is not stands:
-            return
-        if before is absent:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
+    def __init__(self, holder: object) -> None:
+        self._holder = holder
 
-    return restore
+    def get(self, name: str, default: Any, /) -> Any:
+        return vars(self._holder).get(name, default)
+
+    def __setitem__(self, name: str, value: object, /) -> None:
+        setattr(self._holder, name, value)
+
+    def __delitem__(self, name: str, /) -> None:
+        delattr(self._holder, name)
 
 
-def _put_entry(
-    table: dict[Any, Any], key: Any, makers: list[Any], if_absent: bool
-) -> Callable[[], None]:
-    before = table.get(key)
-    if if_absent and before is not None:
-        return lambda: None
-    made = before
-    for make in makers:
-        made = make(made)
-    table[key] = made
+_ABSENT = object()
 
-    def restore() -> None:
-        if table.get(key) is not made:
-            return
-        if before is None:
+
+def put_entry(table: _Table, key: object, value: object) -> Callable[[], None]:
+    """Puts a value under a key of a table; returns what puts back what stood there,
+    unless somebody has replaced the value since.
+    """
+    stood = table.get(key, _ABSENT)
+    table[key] = value
+
+    def put_back() -> None:
+        if table.get(key, _ABSENT) is not value:
+            return  # another library's replacement, which calls ours
+        if stood is _ABSENT:
             del table[key]
         else:
-            table[key] = before
+            table[key] = stood
 
-    return restore
+    return put_back
+
+
+def put_attribute(holder: object, name: str, value: object) -> Callable[[], None]:
+    """The same for an attribute of a module, a class or an object."""
+    return put_entry(_OwnAttributes(holder), name, value)

@@ -64,20 +64,22 @@ def in_order(
     With another one, the token is that of the previous equation in the same MLIR block,
     which is straight-line code: XLA then sees that they depend on each other.
     """
-    given = dict(ctx.tokens_in.items())
+    tokens_in = dict(ctx.tokens_in.items())
     effects = effects_in(ctx)
     if not effects and _effects.ordered_effects.contains(effect):
         effects = frozenset([effect])
     if lost(Part.ORDER) and effects:
         _check_tokens(ctx, effects)
     if effects:
-        before = joined([token for e, token in given.items() if e in effects])
+        own_tokens = [t for effect, t in tokens_in.items() if effect in effects]
+        taken = joined(own_tokens)
 
         def leave(token: _t.Value | None) -> None:
-            left = _mlir.TokenSet(dict.fromkeys(effects, token))
-            ctx.set_tokens_out(ctx.tokens_in.update_tokens(left))
+            tokens_left = _mlir.TokenSet(dict.fromkeys(effects, token))
+            # Beside them are those of other effects, which pass through.
+            ctx.set_tokens_out(ctx.tokens_in.update_tokens(tokens_left))
 
-        return before, leave
+        return taken, leave
     record = record_of(ctx, "last token of each block")
     block = _ir.InsertionPoint.current.block
     if lost(Part.ORDER):

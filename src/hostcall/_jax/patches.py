@@ -11,7 +11,7 @@ equations asks for. docs/what_changes_in_jax.md tells users of both.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hostcall._jax.needs import Part
 
@@ -25,8 +25,8 @@ class When(enum.Enum):
     FORK = "a fork after JAX has started, in the child alone"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patch:
+# A tuple for the reason that a Need is one (needs.py).
+class Patch(NamedTuple):
     """One replacement.
 
     Attributes:
@@ -34,10 +34,11 @@ class Patch:
         name: what is replaced there; for a table, the primitive that is the key, as
             `module:name`.
         part: what it is for.
-        when: it is installed.
+        when: it is installed; None for PATCHED.
         does: what JAX does with it that it does not do alone.
         by: the functions of this wing, as `file.function`, that make the replacement of
-            what stands there; each gets what the one before it has made.
+            what stands there; each gets what the one before it has made. None for
+            PATCHED, whose replacements are made by another wing.
         takes: the parameters that the replacement relies on, which must be there.
         has: what must be in what stands there, since JAX calls it there.
         asked_in: the module of JAX whose code calls it.
@@ -48,9 +49,9 @@ class Patch:
     holder: str
     name: str
     part: Part
-    when: When
+    when: When | None
     does: str
-    by: tuple[str, ...]
+    by: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     has: tuple[str, ...] = ()
     asked_in: str = ""
@@ -259,4 +260,39 @@ PATCHES: tuple[Patch, ...] = (
         does="raises",
         by=("execution.refusing",),
     ),
+)
+
+# What `hc.patch_jax` replaces while it lasts: the user's own call does so, therefore
+# installing.py does not know of it. _compat/patch.py has what stands there meanwhile,
+# and tests/repo/test_boundary.py holds that these are the same.
+_CALLBACK = "jax._src.callback"
+_DEBUGGING = "jax._src.debugging"
+_BUFFERS = "jax.experimental.buffer_callback"
+_PRIMITIVES = (
+    f"{_CALLBACK}:pure_callback_p",
+    f"{_CALLBACK}:io_callback_p",
+    f"{_DEBUGGING}:debug_callback_p",
+    f"{_DEBUGGING}:debug_print_p",
+    "jax._src.buffer_callback:buffer_callback_p",
+)
+
+
+def _while_patched(holder: str, name: str, does: str) -> Patch:
+    return Patch(holder=holder, name=name, does=does, part=Part.DROP_INS, when=None)
+
+
+PATCHED: tuple[Patch, ...] = (
+    *(
+        _while_patched(each, "bind", "binds hostcall's primitive instead")
+        for each in _PRIMITIVES
+    ),
+    *(
+        _while_patched(f"{_MLIR}:_lowerings", each, "lowers it as a host call")
+        for each in _PRIMITIVES
+    ),
+    _while_patched(_CALLBACK, "emit_python_callback", "emits a host call"),
+    _while_patched("jax.interpreters.mlir", "emit_python_callback", "the same"),
+    _while_patched("jax", "effects_barrier", "waits for taps too"),
+    _while_patched(_BUFFERS, "Buffer", "is the class that callbacks get"),
+    _while_patched(_BUFFERS, "ExecutionContext", "is the class that callbacks get"),
 )

@@ -1,10 +1,10 @@
 """Where an equation of a program is: its lines of the user's, its loops, its shard.
 
-One walk over a program (`rewriting.py`) gives each equation its `Place`: the equation,
-and the place of the one that it is inside of. What is known of an equation is known of
-that chain. JAX notes for each equation only the frames of its own trace. A function
-that is jitted has a trace of its own, so an equation inside `jnp.linalg.norm` has no
-frame of the user's; the call of `norm`, which is the equation around it, has one.
+One walk over a program (`rewriting.py`) gives each equation its `EqnPath`: the
+equation, and the path of the one that it is inside of. What is known of an equation is
+known of that path. JAX notes for each equation only the frames of its own trace. A
+function that is jitted has a trace of its own, so an equation inside `jnp.linalg.norm`
+has no frame of the user's; the call of `norm`, the equation around it, has one.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def in_library(file: str) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """The place of an equation in a program.
+class EqnPath:
+    """An equation of a program, with the equations that it is inside of.
 
     Attributes:
         eqn: the equation.
-        outer: the place of the equation that it is inside of; None: of none.
+        outer: the path of the equation that it is inside of; None: of none.
     """
 
     eqn: _t.JaxprEquation
-    outer: Place | None = None
+    outer: EqnPath | None = None
 
     @functools.cached_property
     def eqns(self) -> tuple[_t.JaxprEquation, ...]:
@@ -100,7 +100,7 @@ class Place:
         return self.transforms.count("vmap")
 
     @functools.cached_property
-    def loops(self) -> list[Place]:
+    def loops(self) -> list[EqnPath]:
         """The places of the loops around it, the outermost first."""
         if self.outer is None:
             return []

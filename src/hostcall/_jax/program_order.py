@@ -82,26 +82,27 @@ Rules: TypeAlias = Mapping[_t.Primitive, _t.LoweringRule]
 # --- Which programs -------------------------------------------------------------------
 
 
-class _Ordering(NamedTuple):
+class _ToOrder(NamedTuple):
     """What an equation, or a jaxpr, does that has to be in order.
 
     Attributes:
-        of_calls: the ordered effects of its host calls; None stands for all unordered
-            ones.
-        foreign: the ordered effects that something else in it has.
+        call_effects: the ordered effects of its host calls; None stands for all
+            unordered ones.
+        other_effects: the ordered effects that something else in it has.
         is_call: it is one host call itself.
         crosses: whether neither JAX's tokens nor the chain of the unordered calls in
             each jaxpr put all of it in order.
     """
 
-    of_calls: frozenset[_t.Effect | None] = frozenset()
-    foreign: Effects = frozenset()
+    call_effects: frozenset[_t.Effect | None] = frozenset()
+    other_effects: Effects = frozenset()
     is_call: bool = False
     crosses: bool = False
 
 
-def _inner_in_order(eqn: _t.JaxprEquation) -> list[Inner]:
+def _entered(eqn: _t.JaxprEquation) -> list[Inner]:
     """The jaxprs of an equation that are in the order of the program."""
+    # XLA before jaxlib 0.11.2 ends the process for a token in such a shard_map.
     if eqn.primitive.name == "shard_map" and not SHARDS_TOKENS_OVER_SOME_AXES:
         params = eqn.params
         if newly_manual_axes(params) != set(params["mesh"].axis_names):
@@ -113,72 +114,79 @@ def _ordered(effects: Iterable[_t.Effect]) -> Effects:
     return frozenset(_effects.ordered_effects.filter_in(effects))
 
 
-class _Finder:
+class _OrderFinder:
     """Looks through a program whose host calls these rules lower.
 
     Attributes:
-        has_own: whether it has found a call of a function that is not JAX's own code.
+        has_users_call: whether it has come by a call of a function that is not JAX's
+            own code.
     """
 
     def __init__(self, rules: Rules, ordered_alone: bool = False) -> None:
         """`ordered_alone`: calls without an ordered effect count as no calls."""
-        self.has_own = False
+        self.has_users_call = False
         self._rules = rules
         self._ordered_alone = ordered_alone
         # By identity: a program may have a jaxpr several times.
-        self._known: dict[int, _Ordering] = {}
+        self._by_identity: dict[int, _ToOrder] = {}
 
-    def jaxpr(self, jaxpr: _t.Jaxpr) -> _Ordering:
-        inner = open_jaxpr(jaxpr)
-        if not inner.effects:
-            return _Ordering()
-        if id(inner) not in self._known:
-            orderings = [self._eqn(eqn) for eqn in inner.eqns if eqn.effects]
-            self._known[id(inner)] = _one_after_another(orderings)
-        return self._known[id(inner)]
+    def jaxpr(self, jaxpr: _t.Jaxpr) -> _ToOrder:
+        opened = open_jaxpr(jaxpr)
+        if not opened.effects:
+            return _ToOrder()
+        if id(opened) not in self._by_identity:
+            members = [self._eqn(eqn) for eqn in opened.eqns if eqn.effects]
+            self._by_identity[id(opened)] = _one_after_another(members)
+        return self._by_identity[id(opened)]
 
-    def _eqn(self, eqn: _t.JaxprEquation) -> _Ordering:
+    def _eqn(self, eqn: _t.JaxprEquation) -> _ToOrder:
         ordered = _ordered(eqn.effects)
         if eqn.primitive in self._rules:
             call = eqn.params.get("params")
-            self.has_own |= not getattr(call, "is_jaxs_own", False)
+            self.has_users_call |= not getattr(call, "is_jaxs_own", False)
             if self._ordered_alone and not ordered:
-                return _Ordering()
-            return _Ordering(of_calls=ordered or frozenset([None]), is_call=True)
-        inner_jaxprs = _inner_in_order(eqn)
-        if not inner_jaxprs:
-            return _Ordering(foreign=ordered)
-        orderings = [self.jaxpr(inner.jaxpr) for inner in inner_jaxprs]
-        if eqn.primitive.name == "cond":  # one of its branches runs
-            return _union(orderings)
-        return _one_after_another(orderings)
+                return _ToOrder()
+            return _ToOrder(call_effects=ordered or frozenset([None]), is_call=True)
+        entered = _entered(eqn)
+        if not entered:
+            return _ToOrder(other_effects=ordered)
+        members = [self.jaxpr(inner.jaxpr) for inner in entered]
+        # One branch of a conditional runs, so branches need no order among themselves.
+        if eqn.primitive.name == "cond":
+            return _union(members)
+        return _one_after_another(members)
 
 
-def _union(orderings: Sequence[_Ordering]) -> _Ordering:
-    of_calls = frozenset[_t.Effect | None]().union(
-        *(ordering.of_calls for ordering in orderings)
+def _union(members: Sequence[_ToOrder]) -> _ToOrder:
+    of_calls = frozenset[_t.Effect | None]()
+    of_others = Effects()
+    return _ToOrder(
+        call_effects=of_calls.union(*(member.call_effects for member in members)),
+        other_effects=of_others.union(*(member.other_effects for member in members)),
+        crosses=any(member.crosses for member in members),
     )
-    foreign = Effects().union(*(ordering.foreign for ordering in orderings))
-    return _Ordering(
-        of_calls, foreign, crosses=any(ordering.crosses for ordering in orderings)
-    )
 
 
-def _one_after_another(orderings: Sequence[_Ordering]) -> _Ordering:
-    # What has neither stands in no order, and orders nothing.
-    members = [
-        ordering for ordering in orderings if ordering.of_calls or ordering.foreign
-    ]
-    both = _union(members)
-    kinds = both.of_calls | both.foreign
-    if len(members) < 2 or not both.of_calls:
-        return both
-    if len(kinds) == 1 and None not in kinds:  # JAX hands on one token
-        return both
-    # Unordered calls of one jaxpr are a chain, each behind the one before it.
-    if kinds == {None} and all(ordering.is_call for ordering in members):
-        return both
-    return both._replace(crosses=True)
+def _one_after_another(candidates: Sequence[_ToOrder]) -> _ToOrder:
+    """What is to be ordered of equations that run in turn. They cross unless one thing
+    puts them all in order:
+
+        one ordered effect               JAX hands its token on, through inner jaxprs
+        unordered calls of this jaxpr    each takes the token of the one before it
+
+    So a loop with an unordered call in it crosses an unordered call beside it: JAX
+    hands no token into the loop.
+    """
+    members = [one for one in candidates if one.call_effects or one.other_effects]
+    union = _union(members)
+    if len(members) < 2 or not union.call_effects:
+        return union
+    effects = union.call_effects | union.other_effects
+    if len(effects) == 1 and None not in effects:
+        return union
+    if effects == {None} and all(member.is_call for member in members):
+        return union
+    return union._replace(crosses=True)
 
 
 # --- The same program in one order ----------------------------------------------------
@@ -234,8 +242,9 @@ class InOrder:
     def __init__(self, rules: Rules, effects: Effects) -> None:
         self._rules = rules
         self.effects = effects
-        # By the identity of the old one, which is kept: JAX lowers a jaxpr that is in a
-        # program several times as one function.
+        # By the identity of the old one, which stands beside the new one so that no
+        # other gets its address. An old one has one new one, since JAX lowers a jaxpr
+        # that is in a program several times as one function.
         self._new: dict[int, tuple[_t.Jaxpr, _t.Jaxpr]] = {}
 
     def jaxpr(self, old: _t.Jaxpr) -> _t.Jaxpr:
@@ -252,25 +261,25 @@ class InOrder:
         if (rule := self._rules.get(eqn.primitive)) is not None:
             params = {"call": _OrderedCall(eqn, rule, self.effects)}
             return eqn.replace(primitive=_call_p, params=params, effects=self.effects)
-        inner_jaxprs = _inner_in_order(eqn)
-        if not inner_jaxprs:
+        entered = _entered(eqn)
+        if not entered:
             return eqn
-        new = [self.jaxpr(inner.jaxpr) for inner in inner_jaxprs]
-        params = {**eqn.params, **_by_name(inner_jaxprs, new)}
-        old_effects = _effects_of(inner.jaxpr for inner in inner_jaxprs)
-        new_effects = _effects_of(new)
-        gone = old_effects - new_effects
-        added = new_effects - old_effects
-        # What the equation has beside, of its own primitive, stays.
-        effects = (frozenset(eqn.effects) - gone) | added
-        return eqn.replace(params=params, effects=effects)
+        new_jaxprs = [self.jaxpr(inner.jaxpr) for inner in entered]
+        old_effects = _effects_of(inner.jaxpr for inner in entered)
+        new_effects = _effects_of(new_jaxprs)
+        # The equation may have effects of its own, beside those of its jaxprs.
+        effects = frozenset(eqn.effects) - (old_effects - new_effects)
+        return eqn.replace(
+            params={**eqn.params, **_jaxpr_params(entered, new_jaxprs)},
+            effects=effects | (new_effects - old_effects),
+        )
 
 
-def _by_name(old: Sequence[Inner], new: Sequence[_t.Jaxpr]) -> dict[str, Any]:
-    """The parameters of an equation that have these jaxprs in place of the old ones."""
-    if old[0].key == "branches":
+def _jaxpr_params(entered: Sequence[Inner], new: Sequence[_t.Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation that have new jaxprs in place of these."""
+    if entered[0].key == "branches":
         return {"branches": tuple(new)}
-    return {inner.key: jaxpr for inner, jaxpr in zip(old, new, strict=True)}
+    return {inner.key: jaxpr for inner, jaxpr in zip(entered, new, strict=True)}
 
 
 def _effects_of(jaxprs: Iterable[_t.Jaxpr]) -> Effects:
@@ -301,31 +310,29 @@ def check_tokens_alone(jaxpr: _t.Jaxpr, in_branch: bool = False) -> None:
         inner_jaxprs = inners(eqn)
         if name == "shard_map" and in_branch and eqn.params["mesh"].size > 1:
             _check_region(eqn, open_jaxpr(inner_jaxprs[0].jaxpr))
-        # A loop in between has its own computation, which XLA can compile.
-        in_this = name == "cond" or (in_branch and name not in LOOPS)
-        for part in inner_jaxprs:
-            check_tokens_alone(part.jaxpr, in_this)
+        is_in_branch = name == "cond" or (in_branch and name not in LOOPS)
+        for inner in inner_jaxprs:
+            check_tokens_alone(inner.jaxpr, is_in_branch)
 
 
 def _check_region(eqn: _t.JaxprEquation, region: _t.Jaxpr) -> None:
-    if not _ordered(eqn.effects):  # no token enters it
+    if not _ordered(eqn.effects):
         return
-    # An array that only dead code uses is gone when XLA compiles the region.
-    _, used = _pe.dce_jaxpr(region, [True] * len(region.outvars))
-    if any(used):
+    _, used_operands = _pe.dce_jaxpr(region, [True] * len(region.outvars))
+    if any(used_operands):
         return
-    calls = [call for inner_eqn in region.eqns for call in within(inner_eqn)]
-    params_of_calls = [_params_of(call) for call in calls]
-    if first := next(filter(None, params_of_calls), None):
-        raise _refusal[0](first)
+    for outer in region.eqns:
+        for call in within(outer):
+            if params := _call_params(call):
+                raise _refusal[0](params)
 
 
-def _params_of(eqn: _t.JaxprEquation) -> _t.Params | None:
+def _call_params(eqn: _t.JaxprEquation) -> _t.Params | None:
     """The parameters of a host call of our own; None of anything else."""
     if eqn.primitive is _call_p:
         eqn = eqn.params["call"].eqn
-    is_own = eqn.primitive in ENGINE_CALLS and eqn.primitive not in JAXS_CALLS
-    return eqn.params if is_own else None
+    is_ours = eqn.primitive in ENGINE_CALLS and eqn.primitive not in JAXS_CALLS
+    return eqn.params if is_ours else None
 
 
 # --- A program as one equation --------------------------------------------------------
@@ -361,8 +368,8 @@ def in_order_of_program(ctx: _t.LoweringContext, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
 
 def joined(tokens: Sequence[_t.Value]) -> _t.Value:
     """A token that comes after all of these."""
-    first, *rest = dict.fromkeys(tokens)
-    return _hlo.after_all([first, *rest]) if rest else first
+    first, *others = dict.fromkeys(tokens)
+    return _hlo.after_all([first, *others]) if others else first
 
 
 def _lower(
@@ -370,33 +377,36 @@ def _lower(
     *operands: _t.Value,
     jaxpr: _t.Jaxpr,
     order: InOrder | None,
-    keepalive: tuple[object, ...],
+    keepalives: tuple[object, ...],
 ) -> list[_t.Value]:
-    for reference in keepalive:
-        ctx.module_context.add_keepalive(reference)
+    for keepalive in keepalives:
+        ctx.module_context.add_keepalive(keepalive)
     record_of(ctx, _RECORD)[""] = order
-    inner = open_jaxpr(jaxpr)
-    tokens_in = dict(ctx.tokens_in.items())
+    opened = open_jaxpr(jaxpr)
+    passed_in = dict(ctx.tokens_in.items())
     tokens = {}
     # By name: the text of a program must not depend on the order of a set.
-    for effect in sorted(_ordered(inner.effects), key=str):
-        if effect in tokens_in:
-            tokens[effect] = tokens_in[effect]
-        elif effect is IN_ORDER and tokens_in:
-            tokens[effect] = joined([*tokens_in.values()])
+    for effect in sorted(_ordered(opened.effects), key=str):
+        if effect in passed_in:
+            tokens[effect] = passed_in[effect]
+        elif effect is IN_ORDER and passed_in:
+            tokens[effect] = joined([*passed_in.values()])
         else:
             tokens[effect] = _hlo.create_token()
-    consts = [_mlir.ir_constant(const) for const in jaxpr.consts]
-    results, tokens_left = lower_jaxpr(
-        ctx, inner, _mlir.TokenSet(tokens), consts, *operands
+    results, tokens_after = lower_jaxpr(
+        ctx,
+        opened,
+        _mlir.TokenSet(tokens),
+        [_mlir.ir_constant(const) for const in jaxpr.consts],
+        *operands,
     )
     # One of the tokens that are passed out comes after everything, and the others are
     # given back as they came: XLA ends the process if two results turn out to be one
     # value. All results of a program are ready when it has ended.
-    tokens_out = dict(tokens_in)
-    for effect in sorted(tokens_in, key=str)[:1]:
-        tokens_out[effect] = joined([token for _, token in tokens_left.items()])
-    ctx.set_tokens_out(_mlir.TokenSet(tokens_out))
+    passed_out = dict(passed_in)
+    for effect in sorted(passed_in, key=str)[:1]:
+        passed_out[effect] = joined([token for _, token in tokens_after.items()])
+    ctx.set_tokens_out(_mlir.TokenSet(passed_out))
     return list(results)
 
 
@@ -407,21 +417,21 @@ def as_one_equation(
     jaxpr: _t.Jaxpr,
     effects: Iterable[_t.Effect],
     order: InOrder | None,
-    keepalive: tuple[object, ...] = (),
+    keepalives: tuple[object, ...] = (),
 ) -> _t.Jaxpr:
     """A program whose one equation is the whole of `jaxpr`, and has these effects: JAX
     passes tokens in and out for these. Tokens of others are made inside.
 
-    `order` puts all host calls into one order, unless they are in it. `keepalive` live
-    as long as the executable.
+    `order` puts all host calls into one order, unless they are in it. `keepalives`
+    live as long as the executable.
     """
     if order is not None:
         jaxpr = order.jaxpr(jaxpr)
-    # New variables: those of `jaxpr` belong to its own equations, which are inside now.
     invars = [_core.Var(aval) for aval in jaxpr.in_avals]
     outvars = [_core.Var(aval) for aval in jaxpr.out_avals]
-    params = {"jaxpr": jaxpr, "order": order, "keepalive": keepalive}
+    params = {"jaxpr": jaxpr, "order": order, "keepalives": keepalives}
     eqn = _core.new_jaxpr_eqn(invars, outvars, _program_p, params, set(effects))
+    # The constants are those of the jaxpr in the equation.
     return changed(
         jaxpr, consts=[], constvars=[], invars=invars, outvars=outvars, eqns=[eqn]
     )
@@ -431,8 +441,11 @@ def order_of_calls(jaxpr: _t.Jaxpr, rules: Rules) -> InOrder | None:
     """What puts all host calls of a program into one order; None if they are in one, or
     if JAX leaves their order open and all of them are JAX's own.
     """
-    finder = _Finder(rules)
-    ordering = finder.jaxpr(jaxpr)
-    if ordering.crosses and not finder.has_own:
-        ordering = _Finder(rules, ordered_alone=True).jaxpr(jaxpr)
-    return InOrder(rules, ordering.foreign | {IN_ORDER}) if ordering.crosses else None
+    finder = _OrderFinder(rules)
+    to_order = finder.jaxpr(jaxpr)
+    if to_order.crosses and not finder.has_users_call:
+        # Pallas leans on it that unordered callbacks are in no order (see above).
+        to_order = _OrderFinder(rules, ordered_alone=True).jaxpr(jaxpr)
+    if not to_order.crosses:
+        return None
+    return InOrder(rules, to_order.other_effects | {IN_ORDER})

@@ -43,7 +43,7 @@ from hostcall._jax.jaxprs import LOOPS
 from hostcall._jax.needs import Part
 from hostcall._jax.patches import When
 from hostcall._jax.pauses import Pause, paused
-from hostcall._jax.places import Place, meshes_of
+from hostcall._jax.places import EqnPath, meshes_of
 from hostcall._jax.versions import changed, open_jaxpr
 
 
@@ -66,15 +66,15 @@ class Level:
 
     jaxpr: _t.Jaxpr
     kind: str = ""
-    inside: Place | None = None
+    inside: EqnPath | None = None
     steps: tuple[_t.Var, ...] = ()
     running: tuple[_t.Jaxpr, list[_t.Var]] | None = None
     outer: Level | None = None
 
     @functools.cached_property
-    def places(self) -> list[Place]:
+    def places(self) -> list[EqnPath]:
         """The place of each of its equations."""
-        return [Place(eqn, self.inside) for eqn in self.jaxpr.eqns]
+        return [EqnPath(eqn, self.inside) for eqn in self.jaxpr.eqns]
 
     @property
     def around(self) -> tuple[_t.JaxprEquation, ...]:
@@ -82,7 +82,7 @@ class Level:
         return self.inside.eqns if self.inside else ()
 
     @functools.cached_property
-    def loops(self) -> list[Place]:
+    def loops(self) -> list[EqnPath]:
         """The places of the loops around it, the outermost first."""
         if self.inside is None:
             return []
@@ -180,7 +180,7 @@ class _Rewriting(ExecutionGuard):
     """
 
     def __init__(self, blocks: _Blocks, before: object) -> None:
-        super().__init__(before=before)
+        super().__init__(hidden_value=before)
         self.blocks = blocks
         self.uses = {key: use for block in blocks for key, use in block.items()}
         self._key = before, *self.uses
@@ -198,10 +198,8 @@ def _here() -> _Rewriting:
 
 
 def _set_blocks(blocks: _Blocks) -> None:
-    outer_value = _here().before
-    jax.no_execution.set_local(
-        _Rewriting(blocks, outer_value) if blocks else outer_value
-    )
+    before = _here().hidden_value
+    jax.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
 
 
 @contextlib.contextmanager
@@ -374,7 +372,9 @@ def _with(
 # --- Walk -----------------------------------------------------------------------------
 
 
-def _inside(place: Place, level: Level, uses: Sequence[Use]) -> list[_t.JaxprEquation]:
+def _inside(
+    place: EqnPath, level: Level, uses: Sequence[Use]
+) -> list[_t.JaxprEquation]:
     """The equation, with its inner levels rewritten. A loop that pauses is another one.
 
     These get the numbers of all loops' steps around as further inputs, since each is

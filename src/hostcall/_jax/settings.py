@@ -73,7 +73,7 @@ def _taken() -> dict[str, Setting]:
     known = dict(_config.config_states)
     interpreted = _config.pallas_tpu_interpret_mode_context_manager
     known["pallas_tpu_interpret_mode_context_manager"] = interpreted
-    public = {id(thing) for thing in vars(jax).values()}
+    public = {id(value) for value in vars(jax).values()}
     traced = {*trace_context_names(), "jax_disable_jit"}
     return {
         name: setting
@@ -104,18 +104,19 @@ class Traced:
 
         Returns the former values.
         """
-        before = [_settings[name].get_local() for name, _ in self.values]
+        former_values = [_settings[name].get_local() for name, _ in self.values]
         try:
             for name, value in self.values:
                 _set(name, value)
         except BaseException:
-            self.leave(before)
+            self.leave(former_values)
             raise
-        return before
+        return former_values
 
-    def leave(self, before: list[object]) -> None:
+    def leave(self, former_values: list[object]) -> None:
         """Sets what `enter` has returned."""
-        former = [(n, b) for (n, _), b in zip(self.values, before, strict=True)]
+        names = [name for name, _ in self.values]
+        former = list(zip(names, former_values, strict=True))
         try:
             for name, value in former:
                 _set(name, value)

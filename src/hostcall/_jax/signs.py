@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -52,8 +51,7 @@ _SMALL = 2**16
 _HIDDEN = jax.core.ShapedArray((0,), np.dtype(np.bool_))
 
 
-@dataclass(frozen=True)
-class FastProgram:
+class FastProgram(NamedTuple):
     """A program with host calls that is lowered without effects.
 
     Attributes:
@@ -103,8 +101,9 @@ def with_hidden(module: _ir.Module) -> None:
             _func.ReturnOp([*old.operands, added])
         old.erase()
         results = [*main.type.results, added.type]
-        made = _ir.FunctionType.get(main.type.inputs, results)
-        main.attributes["function_type"] = _ir.TypeAttr.get(made)
+        function_type = _ir.FunctionType.get(main.type.inputs, results)
+        main.attributes["function_type"] = _ir.TypeAttr.get(function_type)
+        # MLIR wants as many of them as there are results, if there are any.
         if "res_attrs" in main.attributes:
             none = _ir.DictAttr.get({})
             attributes = [*main.attributes["res_attrs"], none]
@@ -117,18 +116,18 @@ _OURS = "hostcall_"
 
 def has_only_ours(module: _ir.Module) -> bool:
     """Whether the engine makes all custom calls of a program."""
-    found = True
+    only_ours = True
 
     def look(operation: _ir.Operation) -> _ir.WalkResult:
-        nonlocal found
+        nonlocal only_ours
         if operation.name != "stablehlo.custom_call":
             return _ir.WalkResult.ADVANCE
         target = _ir.StringAttr(operation.attributes["call_target_name"]).value
-        found = target.startswith(_OURS)
-        return _ir.WalkResult.ADVANCE if found else _ir.WalkResult.INTERRUPT
+        only_ours = target.startswith(_OURS)
+        return _ir.WalkResult.ADVANCE if only_ours else _ir.WalkResult.INTERRUPT
 
     module.operation.walk(look)
-    return found
+    return only_ours
 
 
 # --- Compiled programs ----------------------------------------------------------------
@@ -152,25 +151,26 @@ class _Layouts(list[Any]):
     sharding: _t.Sharding
 
 
-def _plans_of(kept_alive: Sequence[object]) -> bytes:
+def _plans_of(keepalives: Sequence[object]) -> bytes:
     """The addresses of the plans that a program keeps alive."""
-    slots = [getattr(kept, "slot", None) for kept in kept_alive]
+    slots = [getattr(keepalive, "slot", None) for keepalive in keepalives]
     return b"".join(slot.plan for slot in slots if isinstance(slot, _native.Slot))
 
 
 def compiling_with_hidden(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def from_hlo(*args: Any, **parts: Any) -> Any:
-        mark = _mark_of(parts.get("keepalive"))
+    def from_hlo(*args: Any, **options: Any) -> Any:
+        mark = _mark_of(options.get("keepalive"))
         if mark is not None and mark.hidden:
             unknown = _sharding_impls.UNSPECIFIED
-            parts["global_out_avals"] = (*parts["global_out_avals"], _HIDDEN)
-            parts["out_shardings"] = (*parts["out_shardings"], unknown)
-            parts["out_layouts"] = (*parts["out_layouts"], None)
-            if (refs := parts["mut"]) is not None:
-                own = [*refs.out_mut, None]
-                parts["mut"] = refs._replace(out_mut=own)
-        return plain(*args, **parts)
+            options["global_out_avals"] = (*options["global_out_avals"], _HIDDEN)
+            options["out_shardings"] = (*options["out_shardings"], unknown)
+            options["out_layouts"] = (*options["out_layouts"], None)
+            if (refs := options["mut"]) is not None:
+                # None: no Ref's new value, which JAX would drop.
+                out_mut = [*refs.out_mut, None]
+                options["mut"] = refs._replace(out_mut=out_mut)
+        return plain(*args, **options)
 
     return from_hlo
 
@@ -285,22 +285,22 @@ def _runs_code_of_users(tree: _t.TreeDef) -> bool:
 def fast_path_data(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def data(*args: Any, **named: Any) -> Any:
-        made = plain(*args, **named)
-        layouts = made.in_device_local_layouts
+        fast_path = plain(*args, **named)
+        layouts = fast_path.in_device_local_layouts
         if not isinstance(layouts, _Layouts):
-            return made
-        tree = made.out_pytree_def
+            return fast_path
+        tree = fast_path.out_pytree_def
         plans = b"" if _runs_code_of_users(tree) else layouts.plans
         if not layouts.mark.hidden:
-            avals = made.out_avals
+            avals = fast_path.out_avals
             sizes = [aval.size * aval.dtype.itemsize for aval in avals]
             tree = _noting(tree, sizes.index(min(sizes)), plans)
-            return made._replace(out_pytree_def=tree)
-        return made._replace(
+            return fast_path._replace(out_pytree_def=tree)
+        return fast_path._replace(
             out_pytree_def=_node([tree, _leaf()], (_Noted, plans)),
-            out_avals=[*made.out_avals, _HIDDEN],
-            out_shardings=[*made.out_shardings, layouts.sharding],
-            out_committed=[*made.out_committed, False],
+            out_avals=[*fast_path.out_avals, _HIDDEN],
+            out_shardings=[*fast_path.out_shardings, layouts.sharding],
+            out_committed=[*fast_path.out_committed, False],
         )
 
     return data

@@ -127,6 +127,15 @@ def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
     return frozenset(params[name])
 
 
+# --- Values ---------------------------------------------------------------------------
+
+# In JAX 0.9.0 a traced Ref passes for a jax.Array.
+TRACED_REFS_ARE_ARRAYS = JAX_VERSION < (0, 9, 1)
+
+# JAX's own callbacks (calls go through them on platforms that the engine does not
+# serve) read and write elements of less than a byte wrong before 0.10.2.
+CALLBACKS_TAKE_SMALL_ELEMENTS = JAX_VERSION >= (0, 10, 2)
+
 # --- Several devices ------------------------------------------------------------------
 
 # Before jaxlib 0.12 programs of JAX's own with collectives may end the process if they

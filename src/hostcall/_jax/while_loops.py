@@ -87,21 +87,65 @@ def passed_on(eqn: _t.JaxprEquation, operands: Atoms) -> _t.JaxprEquation:
 def _parted(
     jaxpr: _t.Jaxpr, unknown: Flags, outs: Flags
 ) -> tuple[_t.Jaxpr, _t.Jaxpr, list[bool]]:
-    """(the known part of a jaxpr, all of it without its known calls, which outputs are
-    unknown: these and others).
+    """Parts a jaxpr of a loop, the condition or the body, for two loops.
+
+    JAX parts it as under a remat that saves nothing. What is known is computed in both
+    parts, so that the second needs nothing but the operands of the whole:
+
+        known(known operands)          -> known results, residuals
+        again(residuals, all operands) -> all results
+
+    Residuals are the results of what runs once, in `known` alone: the host calls. A
+    loop can't hand them to another, since it keeps what its last step has made, and not
+    one value for each step. So in `again` an equation of `_removed_p` stands for each
+    of them, with the call. If a result of the second loop needs it, it is still there
+    when dead code has been eliminated, and `_split` refuses the loop. Of the body
+
+        a, b -> a + 1, b * x * call(a)        where b and x are not known
+
+    `again` is `r = removed(); (a + 1, b * x * r)`, which is refused, whereas with a
+    call whose result is not used the removed equation goes.
+
+    Args:
+        jaxpr: the condition or the body.
+        unknown: which operands are not known.
+        outs: which results the second loop has to have, known or not.
+
+    Returns:
+        Both parts, and which results `known` has not: those of `outs`, and those that
+        depend on unknown operands.
     """
-    given = open_jaxpr(jaxpr), list(unknown), True, list(outs), True, in_second_loop
-    known, again, unknown_outs, _, left = _src_pe.partial_eval_jaxpr_custom(*given)
-    own = len(outs) - sum(unknown_outs)
-    # What the known part would have to leave comes first in the other one.
-    makers = {v: eqn for eqn in known.eqns for v in eqn.outvars}
-    missing = [
-        _src_pe.new_jaxpr_eqn([], [v], _removed_p, {"of": makers[of]}, set())
-        for v, of in zip(again.invars[:left], known.outvars[own:], strict=True)
+    known, again, unknown_outs, _, residual_count = _src_pe.partial_eval_jaxpr_custom(
+        open_jaxpr(jaxpr), list(unknown), True, list(outs), True, in_second_loop
+    )
+    result_count = len(outs) - sum(unknown_outs)
+    residuals = known.outvars[result_count:]
+    calls = {v: eqn for eqn in known.eqns for v in eqn.outvars}
+    assert calls.keys() >= {*residuals}, "a residual that no equation has made"
+    removed = [
+        _src_pe.new_jaxpr_eqn([], [v], _removed_p, {"of": calls[residual]}, set())
+        for v, residual in zip(again.invars[:residual_count], residuals, strict=True)
     ]
-    again = changed(again, invars=again.invars[left:], eqns=[*missing, *again.eqns])
-    known = changed(known, outvars=known.outvars[:own])
+    operands = again.invars[residual_count:]
+    again = changed(
+        again,
+        invars=operands,
+        eqns=[*removed, *again.eqns],
+        debug_info=_with_names(again.debug_info, len(operands)),
+    )
+    known = changed(
+        known,
+        outvars=known.outvars[:result_count],
+        debug_info=_with_names(known.debug_info, len(known.invars)),
+    )
     return closed_as(jaxpr, known), closed_as(jaxpr, again), unknown_outs
+
+
+def _with_names(debug_info: Any, count: int) -> Any:
+    """Partial evaluation forgets how operands are called. Before 0.10.2 JAX's jvp of a
+    loop takes it that they have names, and adds to them.
+    """
+    return debug_info._replace(arg_names=("",) * count)
 
 
 # --- The two loops --------------------------------------------------------------------

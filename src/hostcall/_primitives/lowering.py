@@ -552,6 +552,10 @@ def emit_through_jax(
         refuse_export(params.callback, _THROUGH_JAX.format(*program.platforms))
     ctx = program.ctx
     avals = program.ctx.avals_in
+    if not _jax.CALLBACKS_TAKE_SMALL_ELEMENTS:
+        for aval in (*avals, *ctx.avals_out):
+            if _jax.is_smaller_than_a_byte(aval.dtype):
+                _jax.refuse(_jax.Part.CALLS, _NO_SMALL_ELEMENTS.format(aval.dtype))
     devices = program.devices if program.mesh is not None else None
     place = _jax.place_of_callback(ctx, sharding)
     called: Callable[..., list[np.ndarray]]
@@ -581,6 +585,10 @@ def emit_through_jax(
     return list(results)
 
 
+_NO_SMALL_ELEMENTS = (
+    "callback that reads {0} right: on this platform calls go through JAX's own. Pass"
+    " the values as int8, x.astype(jnp.int8)"
+)
 _THROUGH_JAX = (
     "on {} calls go through JAX's own callback, which holds on to this process. Export"
     ' it for platforms=("cpu", "cuda"), or compile the function itself where it runs'

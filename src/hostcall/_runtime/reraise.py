@@ -186,7 +186,12 @@ class _Block:
         dispatches them, and a sign would cost as much as they do.
         """
         is_known = results and _jax.are_arrays(results[:1])
-        if self._pending or self._some_sign_was_gone or not is_known or not _has_ended(results[0]):
+        if (
+            self._pending
+            or self._some_sign_was_gone
+            or not is_known
+            or not _has_ended(results[0])
+        ):
             return False
         # A failure is counted before its program ends, so it is looked at last.
         return failures.failures_so_far() == self._failures_seen

@@ -4,8 +4,8 @@ Three classes, from the user to the program:
 
     Object   what the user holds: checks the declaration, and has a function for each
              method. It waits for programs before it closes, saves or restores.
-    Group    the host objects, by place: makes, locks, saves and closes them. Each place
-             of a batch has one object. Each object has a lock, so two threads are never
+    Group    the host objects, by row: makes, locks, saves and closes them. Each row of
+             a batch has one object. Each object has a lock, so two threads are never
              in it at once.
     Entry    what programs hold for each method. It holds the group, so objects live as
              long as anything can call them, also without the `Object`.
@@ -147,19 +147,20 @@ class Object:
         save: str | Callable[[Any], Any] | None = None,
         restore: str | Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        options = {each: v for each, v in dict(locals()).items() if each in OPTIONS}
+        arguments = dict(locals())
+        options = {option: arguments[option] for option in OPTIONS}
         usage = "hc.Object(factory, methods={...}); for one that exists, lambda: it"
-        said = check_function(factory, usage, awaits=True).name
-        said = said.rpartition("<locals>.")[2]
-        name = name or ("object" if said == "<lambda>" else said)
+        qualified_name = check_function(factory, usage, awaits=True).name
+        factory_name = qualified_name.rpartition("<locals>.")[2]
+        name = name or ("object" if factory_name == "<lambda>" else factory_name)
         group = Group(factory, _parse_methods(name, methods), name, options)
         if not _jax.traces_nothing():
             mistakes.refuse_traced(factory, _instead_of_traced)
         awaits = any(inspect_callable(group.definition(m)).awaits for m in methods)
         check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)
         if (save is None) != (restore is None):
-            what = "only one of save= and restore=. Pass both, or neither"
-            raise conflict(f"`{name}`", what)
+            problem = "only one of save= and restore=. Pass both, or neither"
+            raise conflict(f"`{name}`", problem)
         self._attach(group)
 
     def _attach(self, group: Group) -> None:
@@ -181,8 +182,8 @@ class Object:
     def __repr__(self) -> str:
         group = self._group
         members = list(group.members.values())
-        made = sum(member.value is not None for member in members)
-        state = "closed" if group.ended else counted(made, "object")
+        count = sum(member.value is not None for member in members)
+        state = "closed" if group.ended else counted(count, "object")
         return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
 
     def __reduce__(self) -> NoReturn:
@@ -264,9 +265,9 @@ class Object:
             SpecError: `state` is not a snapshot.
             Exception: what `restore=` raised, or closing an object.
         """
-        found = self._checked(state)
+        snapshot = self._checked(state)
         self._wait("restore")
-        _raise(self._group.restore(found))
+        _raise(self._group.restore(snapshot))
 
     def _checked(self, state: object) -> Snapshot:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
@@ -276,21 +277,21 @@ class Object:
             )
         return state
 
-    def _wait(self, what: str, log: bool = True) -> list[BaseException]:
+    def _wait(self, method: str, log: bool = True) -> list[BaseException]:
         """Waits for this thread's programs. Logs their failures, or returns them."""
         name = self._group.name
         if workers.in_call():
             raise HostcallError(
-                f"hostcall: {what}() of `{name}` inside a callback would wait for the"
+                f"hostcall: {method}() of `{name}` inside a callback would wait for the"
                 " program that made the call. Call it where the program is called",
                 code="hc-deadlock",
             )
-        self._group.check_open(f"{what}()")
+        self._group.check_open(f"{method}()")
         if not log:
             return _jax.wait_for_effects()
         text = "%s() of `%s` continues after a failed program: %s"
         for failure in dispatched.failures_of_programs():
-            logger.error(text, what, name, failure)
+            logger.error(text, method, name, failure)
         return []
 
 
@@ -315,7 +316,8 @@ _HOOK = Option(
 )
 # What `order=` and the like may be.
 OPTIONS = {
-    **{each: CALL[each] for each in ("executor", "concurrency")},
+    "executor": CALL["executor"],
+    "concurrency": CALL["concurrency"],
     "order": Option(
         "'ordered' or 'unordered', since an object has state, so its calls can't be"
         " dropped or repeated",
@@ -339,7 +341,7 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
             f" got {methods!r}"
         )
     parsed: dict[str, Results] = {}
-    for method, each in methods.items():
+    for method, result in methods.items():
         if not isinstance(method, str) or not method.isidentifier() or method[0] == "_":
             raise _undeclarable(
                 f"methods= of `{name}` has the key {method!r}, which is not the name of"
@@ -351,8 +353,10 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
                 " of that name. Add a method with another name that calls it, and"
                 " declare that one"
             )
-        is_read = isinstance(each, Results)  # of an exported program
-        parsed[method] = each if is_read else parse_result(each, f"{name}.{method}")
+        if isinstance(result, Results):  # read from an exported program
+            parsed[method] = result
+        else:
+            parsed[method] = parse_result(result, f"{name}.{method}")
     return parsed
 
 
@@ -373,26 +377,29 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
     face = mistakes.Face(
         f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
     )
-    how = CallOptions.of(group.options)
+    options = CallOptions.of(group.options)
     policy = Policy.of(group.options)
+    # What takes the arguments that the user passes; None if that is not known.
     bound: Callable[..., Any] | None = None
-    called = group.definition(name)
-    if isinstance(called, types.FunctionType):  # a static method gets no object
-        defined = inspect.getattr_static(group.factory, name)
-        is_static = isinstance(defined, staticmethod)
-        bound = called if is_static else types.MethodType(called, group.factory)
+    definition = group.definition(name)
+    if isinstance(definition, types.FunctionType):
+        # `definition` is the function itself for static methods too, which get no
+        # object. For the others any object does: no argument is bound to a value.
+        attribute = inspect.getattr_static(group.factory, name)
+        is_static = isinstance(attribute, staticmethod)
+        bound = definition if is_static else types.MethodType(definition, group.factory)
 
     def method(
         *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
     ) -> Any:
-        group.check_open(entry.who)
+        group.check_open(entry.caller)
         if bound is not None:
             mistakes.check(face, bound, args, kwargs)
         operands, template = flatten_arguments(args, kwargs)
         fills = parse_fill(fill, results, entry.__qualname__)
         mask = None if where is None else parse_mask(where, entry.__qualname__)
         callback = CallSpec(
-            Opaque(entry), template, results, fills, how, users_place(), policy
+            Opaque(entry), template, results, fills, options, users_place(), policy
         )
         return results.unflatten(bind_call(callback, operands, mask))
 
@@ -403,10 +410,11 @@ def _method(group: Group, name: str) -> Callable[..., Any]:
 
 # --- The host objects ----------------------------------------------------------------
 
-# (batch, index in it), as _runtime/context.py's `place_in_batch` returns them.
+# Which object a row has: (batch, index in it), as _runtime/context.py's
+# `place_in_batch` returns them.
 # A batch has the size of each vmap, and name and size of each axis of a mesh.
 Batch = tuple[int | tuple[str, int], ...]
-Place = tuple[Batch, tuple[int, ...]]
+RowIndex = tuple[Batch, tuple[int, ...]]
 
 # What closes, saves or restores an object: a method's name, or a function of it.
 Hook = str | Callable[..., Any] | None
@@ -433,7 +441,7 @@ class Member:
 
 
 class Group(PerProcess):
-    """The objects of one `hc.Object`, by place. All places belong to one batch.
+    """The objects of one `hc.Object`, by row. All rows belong to one batch.
 
     `lock` guards `members` and `ended`. A thread that holds a member's lock may take
     it; the other order would deadlock. `join` looks one up without `lock`, so it may
@@ -454,14 +462,15 @@ class Group(PerProcess):
         name: str,
         options: Mapping[str, Any],
     ) -> None:
-        self.members: dict[Place, Member] = {}  # first: `__del__` looks
+        self.members: dict[RowIndex, Member] = {}  # first: `__del__` looks
         self.factory = factory
         self.methods = methods
         self.name = name
         self.options = options
-        what = f"the factory of `{name}`"
-        self._make = of_a_number(factory, what, "the object's index", "index")
-        self._untold = first_default(factory)
+        label = f"the factory of `{name}`"
+        self._make = of_a_number(factory, label, "the object's index", "index")
+        # The parameter that lacks the index, since it has a default; "" once logged.
+        self._default_parameter = first_default(factory)
         self._close = _hook(options["close"], lambda: None)
         self._save = _hook(options["save"])  # None: the object is its state
         self._put = _hook(options["restore"])
@@ -478,69 +487,73 @@ class Group(PerProcess):
 
     def handle(self) -> Object:
         """One more `Object` of this group, for a loaded program."""
-        made = Object.__new__(Object)
-        made._attach(self)
-        return made
+        handle = Object.__new__(Object)
+        handle._attach(self)
+        return handle
 
     def definition(self, method: str) -> object:
         """The method as its class defines it; None if the factory is not a class."""
         is_class = isinstance(self.factory, type)
         return getattr(self.factory, method, None) if is_class else None
 
-    def check_open(self, who: str) -> None:
+    def check_open(self, caller: str) -> None:
         if self.ended:
             raise HostcallError(
-                f"hostcall: {who} of `{self.name}` was called {self.ended}",
+                f"hostcall: {caller} of `{self.name}` was called {self.ended}",
                 code="hc-closed",
             )
 
     def call(
-        self, place: Place, who: str, run: Callable[..., Any], *args: object
+        self, row: RowIndex, caller: str, run: Callable[..., Any], *args: object
     ) -> Any:
-        """`run(object, *args)`, alone with the object at a place."""
-        while True:
-            member = self.join(place, who)
+        """`run(object, *args)`, alone with the object of a row."""
+        while True:  # once more if another thread has dropped the member meanwhile
+            member = self.join(row, caller)
             with member.lock:
-                if self.is_there(place, member):
+                if self.is_there(row, member):
                     return settled(run(member.value, *args))
 
-    def join(self, place: Place, who: str) -> Member:
-        """What is at a place, maybe without its object."""
-        if (found := self.members.get(place)) is not None:
-            return found
+    def join(self, row: RowIndex, caller: str) -> Member:
+        """The member of a row, maybe without its object."""
+        if (member := self.members.get(row)) is not None:
+            return member
         with self.lock:
-            self.check_open(who)
-            before = next(iter(self.members), place)[0]
-            if before != place[0]:
-                raise _other_batch(who, self.name, before, place[0])
-            return self.members.setdefault(place, Member())
+            self.check_open(caller)
+            batch, _ = row
+            first_batch, _ = next(iter(self.members), row)
+            if first_batch != batch:
+                raise _other_batch(caller, self.name, first_batch, batch)
+            return self.members.setdefault(row, Member())
 
-    def is_there(self, place: Place, member: Member) -> bool:
+    def is_there(self, row: RowIndex, member: Member) -> bool:
         """Makes the object if there is none; False if it has left. Its lock is held."""
         if member.value is not None:
             return True
-        if self.members.get(place) is not member:
+        # `drop` takes members out first and their values afterwards, under their locks:
+        # a member that is still in the group has not been closed.
+        if self.members.get(row) is not member:
             return False
         try:
-            member.value = self._made(place)
+            member.value = self._new_object(row)
         except BaseException:
             with self.lock:
-                if self.members.get(place) is member:
-                    del self.members[place]  # so that it fixes no batch
+                if self.members.get(row) is member:
+                    del self.members[row]  # so that it fixes no batch
             raise
         return True
 
-    def _made(self, place: Place) -> Any:
-        if place[1] and self._untold:
+    def _new_object(self, row: RowIndex) -> Any:
+        _, index = row
+        if index and self._default_parameter:
             logger.warning(
                 "the factory of `%s` is not given the object's index, since its first"
                 " parameter, %s, has a default. Write hc.Object(lambda index: ...) for"
                 " objects that differ, or hc.Object(lambda: ...) if they are alike",
                 self.name,
-                self._untold,
+                self._default_parameter,
             )
-            self._untold = ""
-        value = settled(self._make(place[1]))
+            self._default_parameter = ""
+        value = settled(self._make(index))
         for method in self.methods:
             if not callable(getattr(value, method, None)):
                 raise _lacks(self.name, method, value)
@@ -570,30 +583,35 @@ class Group(PerProcess):
         batch = snapshot["batch"]
         put = self._put
         with self.lock:
-            made = {p for p, each in self.members.items() if each.value is not None}
+            with_object = {
+                row for row, member in self.members.items() if member.value is not None
+            }
         # All of them first: if one is broken, nothing has changed.
-        values = {
-            (batch, index): pickle.loads(each)
-            for index, each in snapshot["objects"].items()
+        states = {
+            (batch, index): pickle.loads(pickled)
+            for index, pickled in snapshot["objects"].items()
         }
-        failures = self.drop(keep=() if put is None else made & values.keys())
-        if put is None:
+        if put is None:  # the states are the objects
+            failures = self.drop()
+            members = {row: Member(state) for row, state in states.items()}
             with self.lock:
-                self.members.update({p: Member(value) for p, value in values.items()})
+                self.members.update(members)
             return failures
-        for place, value in values.items():
-            self.call(place, "restore()", put, value)
+        failures = self.drop(keep=with_object & states.keys())
+        for row, state in states.items():
+            self.call(row, "restore()", put, state)
         return failures
 
-    def drop(self, keep: Collection[Place] = (), ended: str = "") -> list[Exception]:
+    def drop(self, keep: Collection[RowIndex] = (), ended: str = "") -> list[Exception]:
         """Closes objects as soon as no thread is in them. Returns what that raised."""
         with self.lock:
             self.ended = self.ended or ended
-            places = [place for place in self.members if place not in keep]
-            going = [self.members.pop(p) for p in sorted(places, key=lambda p: p[1])]
+            rows = [row for row in self.members if row not in keep]
+            rows.sort(key=lambda row: row[1])
+            dropped = [self.members.pop(row) for row in rows]
         failures = []
-        for member in going:
-            with member.lock:
+        for member in dropped:
+            with member.lock:  # waits for the thread that is in the object
                 value = member.value
                 member.value = None
                 try:
@@ -628,14 +646,14 @@ def _at_exit() -> None:
 lifecycle.at_end(Phase.OBJECTS, _at_exit)
 
 
-def _hook(given: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
+def _hook(hook: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
     """The function of an object that an option gives, itself or as a method's name.
 
     `lacking` is what is called of an object without that method.
     """
-    if not isinstance(given, str):
-        return given
-    return lambda value, *args: getattr(value, given, *lacking)(*args)
+    if not isinstance(hook, str):
+        return hook
+    return lambda value, *args: getattr(value, hook, *lacking)(*args)
 
 
 # --- What programs call --------------------------------------------------------------
@@ -652,47 +670,49 @@ class Entry(HostCode):
     def __init__(self, group: Group, method: str) -> None:
         self.group = group
         self.name = method
-        self.who = f"{method}()"
+        self.caller = f"{method}()"
         self._awaits = inspect_callable(group.definition(method)).awaits
         self.__qualname__ = f"{group.name}.{method}"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.group.call(
-            self._place(None),
-            self.who,
+            self._row(None),
+            self.caller,
             lambda value: getattr(value, self.name)(*args, **kwargs),
         )
 
     def enter(
-        self, here: Current | None, held: ExitStack, args: Any, kwargs: Any
+        self, current: Current | None, locks: ExitStack, args: Any, kwargs: Any
     ) -> Callable[..., Any] | None:
-        place = self._place(here)
+        row = self._row(current)
         while True:
-            member = self.group.join(place, self.who)
-            held.enter_context(member.lock)
-            if self.group.is_there(place, member):
-                called = getattr(member.value, self.name)
-                return functools.partial(called, *args, **kwargs)
+            member = self.group.join(row, self.caller)
+            # A member that has left stays locked until the call has ended, which does
+            # no harm: it has no object.
+            locks.enter_context(member.lock)
+            if self.group.is_there(row, member):
+                method = getattr(member.value, self.name)
+                return functools.partial(method, *args, **kwargs)
 
-    def _place(self, here: Current | None) -> Place:
-        """Where the object of a row is."""
-        place = context.place_in_batch(here)
-        if place is None:
+    def _row(self, current: Current | None) -> RowIndex:
+        """Which row calls, and so which object is called."""
+        row = context.place_in_batch(current)
+        if row is None:
             raise HostcallError(
-                f"hostcall: {self.who} of `{self.group.name}` can't tell which object"
-                " is meant: the program was lowered for a mesh without devices, or the"
-                " executor runs rows on the thread that waits for them",
+                f"hostcall: {self.caller} of `{self.group.name}` can't tell which"
+                " object is meant: the program was lowered for a mesh without devices,"
+                " or the executor runs rows on the thread that waits for them",
                 code="hc-object",
             )
-        return place
+        return row
 
     def awaits(self) -> bool:
         return self._awaits
 
     def no_derivative(self) -> str:
-        made = name_of(self.group.factory)
+        factory = name_of(self.group.factory)
         return (
-            f"It is a method of the hc.Object `{self.group.name}`, made by `{made}`,"
+            f"It is a method of the hc.Object `{self.group.name}`, made by `{factory}`,"
             " and objects' methods have no derivatives, since a call may change the"
             " object. Write what needs one as a function: hc.host(f, result=...), with"
             " a rule."
@@ -712,13 +732,13 @@ class Entry(HostCode):
 # --- What can go wrong when a program calls -------------------------------------------
 
 
-def _other_batch(who: str, name: str, before: Batch, now: Batch) -> HostcallError:
+def _other_batch(caller: str, name: str, first: Batch, now: Batch) -> HostcallError:
     text = (
-        f"hostcall: {who} of `{name}` was called {_said(now)}, but its objects were"
-        f" made {_said(before)}. Each object belongs to one row, so the batch can't"
-        " change: make another hc.Object, or start again with renew()"
+        f"hostcall: {caller} of `{name}` was called {_in_words(now)}, but its objects"
+        f" were made {_in_words(first)}. Each object belongs to one row, so the batch"
+        " can't change: make another hc.Object, or start again with renew()"
     )
-    if len(before) != len(now):
+    if len(first) != len(now):
         text += (
             ". Under vmap, JAX makes a call only once for all rows if no argument"
             " depends on the row: pass one that does (where=mask is enough)"
@@ -726,8 +746,10 @@ def _other_batch(who: str, name: str, before: Batch, now: Batch) -> HostcallErro
     return HostcallError(text, code="hc-object")
 
 
-def _said(batch: Batch) -> str:
-    mesh = ", ".join(f"{a[0]}={a[1]}" for a in batch if isinstance(a, tuple))
+def _in_words(batch: Batch) -> str:
+    mesh = ", ".join(
+        f"{axis[0]}={axis[1]}" for axis in batch if isinstance(axis, tuple)
+    )
     grid = " x ".join(str(size) for size in batch if not isinstance(size, tuple))
     rows = f"for {grid} rows" if grid else "without vmap"
     return f"{rows} on each device of a mesh {mesh}" if mesh else rows
@@ -735,16 +757,19 @@ def _said(batch: Batch) -> str:
 
 def _lacks(name: str, method: str, value: object) -> HostcallError:
     # Looked up without running the user's properties.
-    found = {n: inspect.getattr_static(value, n, None) for n in dir(value)}
-    has = [
-        n
-        for n, thing in found.items()
-        if n[0] != "_" and (callable(thing) or isinstance(thing, classmethod))
+    attributes = {
+        name: inspect.getattr_static(value, name, None) for name in dir(value)
+    }
+    methods = [
+        attribute_name
+        for attribute_name, attribute in attributes.items()
+        if attribute_name[0] != "_"
+        and (callable(attribute) or isinstance(attribute, classmethod))
     ]
     return HostcallError(
         f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
         f" a {type(value).__name__}, which has no such method. Its methods are:"
-        f" {', '.join(has) or 'none'}",
+        f" {', '.join(methods) or 'none'}",
         code="hc-object",
     )
 

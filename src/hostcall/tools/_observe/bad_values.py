@@ -13,7 +13,7 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.errors import ReplacesReport
-from hostcall._jax.places import Place
+from hostcall._jax.places import EqnPath
 from hostcall.tools._observe import labels
 from hostcall.tools._observe.replay import Origin, RuleCall, Search
 from hostcall.tools._progress import drawing
@@ -102,7 +102,7 @@ class Reports:
             drawing.write_line(text)
         return name
 
-    def not_again(self, place: Place, steps: RuleCall, search: Search) -> None:
+    def not_again(self, place: EqnPath, steps: RuleCall, search: Search) -> None:
         """Tells of a bad value whose origin is not found."""
         text = _not_again(place, steps, search)
         if self.on_bad == "raise":
@@ -129,7 +129,7 @@ class Reports:
             drawing.write_line("\n".join([head, *counts_by_place]))
 
 
-def _not_again(place: Place, steps: RuleCall, search: Search) -> str:
+def _not_again(place: EqnPath, steps: RuleCall, search: Search) -> str:
     steps_text = labels.steps_of(place, steps)
     in_steps = f", in {steps_text}" if steps_text else ""
     why = (

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hostcall._jax.places import Place, in_library
+from hostcall._jax.places import EqnPath, in_library
 from hostcall._jax.user_lines import SourceLine
 from hostcall.tools._traced_lines import users_lines
 
 
-def line_of(place: Place) -> str:
+def line_of(place: EqnPath) -> str:
     """Such as `train.py:12`, the innermost line of the user's."""
     line = place.users_line
     return at(line) if line else "an unknown line"
 
 
-def path_of(place: Place) -> str:
+def path_of(place: EqnPath) -> str:
     """Such as `train.py:12`, or `optax/transform.py:142, called from train.py:31`."""
     line = place.line
     users = place.users_line
@@ -56,13 +56,13 @@ def text_in(file: str, line: int) -> str:
     return linecache.getline(file, line).strip()
 
 
-def text_of(place: Place) -> str:
+def text_of(place: EqnPath) -> str:
     """The source text of the innermost line of the user's."""
     line = place.users_line
     return text_in(line.file, line.line) if line else ""
 
 
-def shown(place: Place) -> list[str]:
+def shown(place: EqnPath) -> list[str]:
     """Lines that show where an equation is."""
     line = place.line
     users = place.users_line
@@ -83,7 +83,7 @@ def _frame(file: str, line: int, function: str) -> list[str]:
     return [f"  {name}:{line} in {function}", f"    {text_in(file, line)}"]
 
 
-def steps_of(place: Place, steps: Sequence[np.ndarray | int]) -> str:
+def steps_of(place: EqnPath, steps: Sequence[np.ndarray | int]) -> str:
     """Such as `step 7 of the scan at train.py:20`, the innermost loop first."""
     texts = [
         f"step {np.asarray(step)} of the {loop.eqn.primitive.name} at {line_of(loop)}"

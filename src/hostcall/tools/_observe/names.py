@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
-from hostcall._jax.places import Place, in_library
+from hostcall._jax.places import EqnPath, in_library
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
 
@@ -218,7 +218,7 @@ _FOLLOWED_AT_MOST = 32  # names and calls
 
 
 def _source_of(
-    target: Target, lines: Sequence[SourceLine], depth: int, at: Place
+    target: Target, lines: Sequence[SourceLine], depth: int, at: EqnPath
 ) -> _Source | None:
     """Follows a part of a tuple to the expression that computes it.
 
@@ -435,7 +435,7 @@ def _piece(
     lines: Sequence[SourceLine],
     depth: int,
     index: int,
-    at: Place,
+    at: EqnPath,
 ) -> tuple[_Statement, _Piece]:
     target_of_source = Target(target.name, (), source.span)
     key = target_of_source, _places(target_of_source, lines[source.depth :])
@@ -536,9 +536,9 @@ class _Users:
         lines = user_lines.lines_of(eqn)
         # The backward pass of the statement needs more of the forward pass than the
         # value. JAX also computes parts of a statement before the loop that it is in.
-        is_same_run = not has_left or Place(eqn, level.inside).is_backward
+        is_same_run = not has_left or EqnPath(eqn, level.inside).is_backward
         if level is self.level:  # those of the same run are not asked about
-            is_same_run = Place(eqn, level.inside).is_backward
+            is_same_run = EqnPath(eqn, level.inside).is_backward
         if is_same_run and any(
             _within(line, self.target.span)
             and _places(self.target, lines[depth:]) == self.places
@@ -550,7 +550,7 @@ class _Users:
         if name == "cond":
             position -= 1  # behind the number of the branch
         if inners and name != "while" and position >= 0:
-            place = Place(eqn, level.inside)
+            place = EqnPath(eqn, level.inside)
             levels = [Level(x.old, name, place, outer=level) for x in inners]
             return any(self.has(x.jaxpr.invars[position], x, has_left) for x in levels)
         if lines or eqn.effects or inners:

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, tracing
-from hostcall._jax.places import Place, within_shard
+from hostcall._jax.places import EqnPath, within_shard
 
 Value: TypeAlias = Any  # of a variable: an array, a number, or typed keys
 Causes: TypeAlias = np.ndarray  # of a value's elements
@@ -83,7 +83,7 @@ def runs_again(eqn: JaxprEquation) -> bool:
     )
 
 
-def devices_may_part(inside: Place | None) -> bool:
+def devices_may_part(inside: EqnPath | None) -> bool:
     """Whether devices may reach what is inside of this equation separately, in their
     own branch or step.
 
@@ -110,7 +110,7 @@ class Origin(NamedTuple):
         operands: what the equation got; at this element if it has one there.
     """
 
-    place: Place
+    place: EqnPath
     steps: RuleCall
     source: Origin | None
     element: tuple[int, ...]
@@ -140,7 +140,7 @@ class Search:
     """
 
     infs: bool = True
-    ignores: Callable[[Place], bool] = lambda place: False
+    ignores: Callable[[EqnPath], bool] = lambda place: False
     origins: list[Origin] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -206,7 +206,7 @@ class Frame:
     """
 
     jaxpr: Jaxpr
-    inside: Place | None
+    inside: EqnPath | None
     steps: RuleCall
     search: Search
     values: dict[Var, Value] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Frame:
     def run(self) -> None:
         bad = self.search.is_bad
         for eqn in self.jaxpr.eqns:
-            place = Place(eqn, self.inside)
+            place = EqnPath(eqn, self.inside)
             operands = [self.value(atom) for atom in eqn.invars]
             results = [self.values.get(var) for var in eqn.outvars]
             again = runs_again(eqn)
@@ -245,7 +245,7 @@ class Frame:
     # --- One equation -----------------------------------------------------------------
 
     def _find_causes(
-        self, place: Place, operands: list[Value], results: list[Value], again: bool
+        self, place: EqnPath, operands: list[Value], results: list[Value], again: bool
     ) -> None:
         eqn = place.eqn
         operand_causes = [self.cause(atom) for atom in eqn.invars]
@@ -276,7 +276,7 @@ class Frame:
 
     def _linked(
         self,
-        place: Place,
+        place: EqnPath,
         causes: Causes,
         result: np.ndarray,
         operands: list[Value],
@@ -397,7 +397,7 @@ class Frame:
 
     def _of_once(
         self,
-        place: Place,
+        place: EqnPath,
         var: Var,
         operands: list[Value],
         operand_causes: list[Causes | None],
@@ -420,7 +420,7 @@ class Frame:
 
     def _inside(
         self,
-        place: Place,
+        place: EqnPath,
         operands: list[Value],
         operand_causes: list[Causes | None],
         results: list[Value],
@@ -444,7 +444,7 @@ class Frame:
 
     def _entered(
         self,
-        place: Place,
+        place: EqnPath,
         jaxpr: Jaxpr,
         values: Sequence[Value],
         causes: Sequence[Causes | None],
@@ -464,7 +464,7 @@ class Frame:
 
     def in_loop(
         self,
-        place: Place,
+        place: EqnPath,
         operands: list[Value],
         operand_causes: list[Causes | None],
         n_results: int,

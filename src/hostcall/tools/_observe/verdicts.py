@@ -20,7 +20,7 @@ import numpy as np
 import hostcall as hc
 from hostcall._core.host_code import HostCode
 from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting, tracing
-from hostcall._jax.places import Place
+from hostcall._jax.places import EqnPath
 from hostcall._jax.rewriting import Level
 from hostcall.tools._observe.bad_values import Reports
 from hostcall.tools._observe.replay import (
@@ -111,7 +111,7 @@ class Judge(HostCode):
         """The function of the call that is made first."""
         return Ask(self)
 
-    def is_ignored(self, place: Place) -> bool:
+    def is_ignored(self, place: EqnPath) -> bool:
         return not self.scope.has(place)
 
     def fingerprint(self, values: Sequence[np.ndarray]) -> Fingerprint:
@@ -177,7 +177,7 @@ class Judge(HostCode):
                 self.reported.append(name)
         return bool(chains)
 
-    def not_again(self, place: Place, steps: RuleCall, search: Search) -> None:
+    def not_again(self, place: EqnPath, steps: RuleCall, search: Search) -> None:
         if not self.is_ignored(place):
             self.reports.not_again(place, steps, search)
 
@@ -327,7 +327,7 @@ class StepsSincePause(Judge):
             assert bad is not None, "steps are looked at outside of shard_map alone"
             suspects = itertools.compress(self.looked_at, bad.counts.any(-1))
             suspect = next(suspects)
-            body = Place(loop.eqn, loop)
+            body = EqnPath(loop.eqn, loop)
             at = next((p for p in self.level.places if suspect in p.eqn.outvars), body)
             self.not_again(at, (end,), search)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from hostcall._jax.places import Place, in_library
+from hostcall._jax.places import EqnPath, in_library
 from hostcall.tools._observe import labels
 
 
@@ -30,7 +30,7 @@ class Where:
     only: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: EqnPath) -> bool:
         """Whether an equation is looked at."""
         lines = [line for line in (place.line, place.users_line) if line is not None]
         return self._has([(line.file, line.function) for line in lines])
