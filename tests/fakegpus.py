@@ -47,6 +47,9 @@ _FLAGS = (
     "--xla_gpu_enable_libnvjitlink=false",
     "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_enable_cub_radix_sort=false",
+    # If one device of a program fails before the others' collectives, XLA lets these wait
+    # for it for ever. This way the process ends, and says which program waited.
+    "--xla_gpu_nccl_termination_timeout_seconds=60",
     # Matrix products of fewer elements are kernels of XLA's, not cuBLAS's.
     "--xla_gpu_gemm_rewrite_size_threshold=1000000000000",
 )

@@ -92,6 +92,8 @@ _CPU_ONLY = {
     "test_buffer_callbacks": "reads Buffers with NumPy",
     "test_views_that_another_thread_takes_while_the_call_ends": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
+    "test_the_barrier_waits_for_a_copy_that_reading_the_result_does_not_wait_for": "a"
+    " GPU launches a kernel in each of three million steps",
     # A program on a GPU runs its calls on the thread that dispatches it.
     "test_what_was_dispatched_before_the_block_is_not_waited_for": _DISPATCHED,
     "test_save_tells_of_a_program_that_failed": _DISPATCHED,
@@ -149,8 +151,6 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
     ):
         return "XLA's compiler for GPUs refuses scans of them (jax 0.11.2)"
     if few_devices and any(map(_SEVERAL.search, _sources(item))):
-        if platform == "fakegpu":  # tests/fakegpu has programs without collectives
-            return "collectives may wait for ever there: not understood"
         return "needs four devices"
     return None
 
