@@ -67,7 +67,8 @@ def missing() -> str | None:
         return "XLA's CUDA runtime is for Linux"
     if jax.__version_info__ < (0, 12):
         return (
-            f"XLA's CUDA runtime of jax {jax.__version__} finds no GPU on this driver"
+            f"XLA's CUDA runtime of jax {jax.__version__} wants VMM memory, which this"
+            " driver does not have"
         )
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         return (

@@ -298,8 +298,8 @@ def _forget_with(handle: jax.Array) -> None:
     """Ties the residual of an eager call to the array that holds its handle."""
     if not isinstance(handle, jax.Array) or not handle.is_fully_addressable:
         return
-    # Nothing here may wait for a host function. On a GPU, where a program's calls are over
-    # when its dispatch returns, only the copy of the handle may still be on its way.
+    # Nothing here may wait for a host function. On a GPU a program's calls are over
+    # when its dispatch returns: only the copy of the handle may still be on its way.
     if handle.is_ready() or handle.platform() == "gpu":
         store.forget_with(handle)
 
