@@ -109,9 +109,10 @@ test-releases:
 test-staged: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) --platform staged $(ALL)
 
-# GPU_RUNTIME=tests/tap: others.
+# Folders that were run there whole, in the time that .ci/run has for it. Others:
+# GPU_RUNTIME=tests/compat.
 GPU_RUNTIME ?= tests/fakegpu $(wildcard tests/call/test_[abc]*.py) tests/call/test_where.py \
-  tests/feed/test_feed.py
+  $(addprefix tests/,tap host_function feed object matrix export bridge inside)
 test-gpu-runtime: $(VENV)/.installed
 	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
 	if [ $$had -eq 3 ]; then \

@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(
     platform = config.getoption("--platform")
     if platform == "cpu":
         return
-    few = platform == "fakegpu" or (platform == "cuda" and len(jax.devices()) < 4)
+    few = platform == "cuda" and len(jax.devices()) < 4
     for item in items:
         reason = platforms.why_not(item, platform, few)
         if reason:

@@ -26,6 +26,10 @@ from jax._src import hardware_utils
 
 DEVICES = 4
 PACKAGES = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
+_BESIDE = (
+    *("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"),
+    *("libcusolver.so.11", "libcusparse.so.12", "libcufft.so.11"),
+)
 _FOLDER = Path(__file__).parent / "fakegpu"
 _BUILT = _FOLDER.parents[1] / "build" / "fakegpu"
 _SETTINGS = {
@@ -47,6 +51,11 @@ _FLAGS = (
     "--xla_gpu_enable_libnvjitlink=false",
     "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_enable_cub_radix_sort=false",
+    # The driver has no conditional nodes of graphs: conditions and loops are not recorded.
+    "--xla_gpu_enable_command_buffer=-CONDITIONAL,-WHILE",
+    # If one device of a program fails before the others' collectives, XLA lets these wait
+    # for it for ever. This way the process ends, and says which program waited.
+    "--xla_gpu_nccl_termination_timeout_seconds=60",
     # Matrix products of fewer elements are kernels of XLA's, not cuBLAS's.
     "--xla_gpu_gemm_rewrite_size_threshold=1000000000000",
 )
@@ -58,7 +67,8 @@ def missing() -> str | None:
         return "XLA's CUDA runtime is for Linux"
     if jax.__version_info__ < (0, 12):
         return (
-            f"XLA's CUDA runtime of jax {jax.__version__} finds no GPU on this driver"
+            f"XLA's CUDA runtime of jax {jax.__version__} wants VMM memory, which this"
+            " driver does not have"
         )
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         return (
@@ -127,7 +137,7 @@ def start() -> ctypes.CDLL:
         if not link.is_symlink() or link.readlink() != libdevice:
             link.unlink(missing_ok=True)
             link.symlink_to(libdevice)
-    for name in ("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"):
+    for name in _BESIDE:
         ctypes.CDLL(str(folder / name))
     driver = opened(folder / "libcuda.so.1")
     ctypes.CDLL(str(folder / "libnccl.so.2"))

@@ -73,6 +73,7 @@ def set_up(platform: str) -> ctypes.CDLL | None:
 
 
 _DISPATCHED = "a program on a GPU has made its calls when its dispatch returns"
+_QUEUE = "on a GPU, values may be dropped before they are in the queue"
 _HOST_DEVICE = "host code of a program on a GPU computes on the CPU"
 _LATER = "a GPU's taps may come after its program has ended"
 _SMALL = "on a GPU JAX's own callbacks change small integers (jax 0.11.2)"
@@ -92,13 +93,22 @@ _CPU_ONLY = {
     "test_buffer_callbacks": "reads Buffers with NumPy",
     "test_views_that_another_thread_takes_while_the_call_ends": "reads Buffers with NumPy",
     "test_a_million_taps_in_a_scan": "a million copies and streams take minutes",
+    "test_the_barrier_waits_for_a_copy_that_reading_the_result_does_not_wait_for": "a"
+    " GPU launches a kernel in each of three million steps",
     # A program on a GPU runs its calls on the thread that dispatches it.
     "test_what_was_dispatched_before_the_block_is_not_waited_for": _DISPATCHED,
     "test_save_tells_of_a_program_that_failed": _DISPATCHED,
+    "test_a_close_under_a_program_fails_all_devices_at_one_item": _DISPATCHED,
+    "test_a_barrier_inside_a_call_waits_for_taps_and_not_for_its_program": _DISPATCHED,
+    "test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error": _DISPATCHED,
     "test_a_parallel_call_refuses_a_program_over_its_own_devices": _HOST_DEVICE,
     "test_host_code_loads_a_program_for_its_own_device": _HOST_DEVICE,
     "test_after_a_barrier_that_raised_all_begins_again": _LATER,
     "test_block_waits_and_loses_nothing": "GPUs may exceed the queue by what they hold",
+    "test_what_a_full_queue_drops": _QUEUE,
+    "test_a_full_queue_drops_the_oldest": _QUEUE,
+    "test_it_runs_there": "is about devices of the CPU",
+    "test_a_manifest_that_hides_its_lines_from_a_terminal": "its text names the CPU",
     "test_200_programs_in_flight": "a GPU's matrix products have fewer digits",
     "test_drop_ins_refuse_what_jax_refuses": "other transfers are refused first",
     "test_small_elements_and_the_value_given_back": _SMALL,
@@ -110,6 +120,13 @@ _CPU_ONLY = {
     "test_lines[int4-jit]": _SMALL,
     "test_buffer_native.py": "calls machine code for the CPU's memory",
     "test_failing_together.py": "needs a GPU for each process",
+}
+# Tests, and fixtures of a file, that have so many steps of kernels that tests/fakegpu,
+# which runs them one instruction after the other, takes minutes.
+_MANY_STEPS = {
+    "test_order_devices.py slow",  # a loop of products of matrices
+    "test_a_ring_of_devices_that_wait_for_each_other",
+    "test_a_reset_under_a_program_comes_at_one_item_for_all_devices",
 }
 # Tests that reach no handler, or only by calls that other tests cover: the drop-ins and
 # `hc.print` are calls and taps, vmap and derivatives are done before a program has a
@@ -136,6 +153,10 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
             return _CPU_ONLY[name]
     if item.path.parent.name == "fakegpu":
         return None
+    if platform == "fakegpu" and not _MANY_STEPS.isdisjoint(
+        [item.originalname, *(f"{item.path.name} {name}" for name in item.fixturenames)]
+    ):
+        return "its kernels take minutes on this driver"
     if "run_python" in item.fixturenames:
         return "runs in a process of its own, on the CPU"
     if platform == "staged" and item.path.name.startswith(_ABOVE_HANDLERS):
@@ -149,8 +170,6 @@ def why_not(item: Any, platform: str, few_devices: bool) -> str | None:
     ):
         return "XLA's compiler for GPUs refuses scans of them (jax 0.11.2)"
     if few_devices and any(map(_SEVERAL.search, _sources(item))):
-        if platform == "fakegpu":  # tests/fakegpu has programs without collectives
-            return "collectives may wait for ever there: not understood"
         return "needs four devices"
     return None
 

@@ -1,7 +1,6 @@
-// What XLA asks of three libraries beside the driver: libnvidia-ml.so.1,
-// libcudart.so.12 and libcublas.so.12. Versions, errors, and of libcudart the
-// copies that JAX's own callbacks make; a missing function is an error to XLA, and
-// not a crash, unless it returns a text.
+// What XLA and jaxlib ask of libraries beside the driver. Versions, errors, and of
+// libcudart the copies that JAX's own callbacks make; a missing function is an
+// error to XLA, and not a crash, unless it returns a text.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -88,11 +87,17 @@ EXPORT const char* cudaGetErrorString(int) {
 }
 EXPORT const char* cudaGetErrorName(int) { return "cudaErrorOfNoCudart"; }
 
-/// A product of matrices is a kernel, too: counted and refused.
-EXPORT int cublasCreate_v2(void** handle) {
-  *handle = nullptr;
-  return CountKernel("cuBLAS"), 1;
-}
+/// What these libraries do are kernels, too: counted and refused, where XLA and
+/// jaxlib begin to use the library.
+#define REFUSED(function, library, code) \
+  EXPORT int function(void** handle) {   \
+    *handle = nullptr;                   \
+    return CountKernel(library), code;   \
+  }
+REFUSED(cublasCreate_v2, "cuBLAS", 1)
+REFUSED(cusolverDnCreate, "cuSOLVER", 1)
+REFUSED(cusparseCreate, "cuSPARSE", 1)
+REFUSED(cufftCreate, "cuFFT", 5)
 EXPORT const char* cublasGetStatusName(int) {
   return "CUBLAS_STATUS_NOT_INITIALIZED";
 }

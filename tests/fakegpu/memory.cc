@@ -273,6 +273,23 @@ EXPORT int cuMemcpyAsync(Address to, Address from, size_t bytes,
                   bytes,    of_to, of_from};
   return copy.Enqueue(lock, stream);
 }
+/// From one device to another, both of whose contexts are named: XLA makes it on a
+/// stream of the device that has the values.
+EXPORT int cuMemcpyPeerAsync(Address to, CUctx_st* to_context, Address from,
+                             CUctx_st* from_context, size_t bytes,
+                             CUstream_st* stream) {
+  ENTER();
+  const auto is_of = [&](Address address, const CUctx_st* context) {
+    const Block* const block = Within(lock, W().device, Pointer(address), bytes);
+    return block != nullptr && block->device == context->device;
+  };
+  if (bytes != 0 && (!is_of(to, to_context) || !is_of(from, from_context)))
+    return Fault(lock, std::string(__func__) + ": this is another device's memory",
+                 kInvalidValue);
+  const Copy copy{__func__, xlas,     Pointer(to), Pointer(from),
+                  bytes,    kDevices, kDevices};
+  return copy.Enqueue(lock, stream);
+}
 EXPORT int cuMemcpyHtoD_v2(Address to, const void* from, size_t bytes) {
   ENTER();
   if (!IsDevices(lock, Pointer(to), bytes)) return kInvalidValue;

@@ -305,6 +305,26 @@ def test_each_gpu_calls_with_its_block(mode, order):
     assert sorted(devices) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("sum_of", ["blocks", "calls"])
+def test_a_gpus_array_is_given_to_all_and_gathered(mode, sum_of):
+    """XLA copies its blocks from one GPU to the others. If that failed on one, the others'
+    collectives would wait for it for ever.
+    """
+    block = jax.ShapeDtypeStruct((2,), np.float32)
+    twice = lambda x: hc.call(lambda v: v * 2, block, x)
+
+    def body(x):
+        return jax.lax.psum(twice(x) if sum_of == "calls" else 2 * x, "x")
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P()))
+    on_one = jax.device_put(X, jax.devices()[0])
+    x = jax.device_put(on_one, NamedSharding(mesh, P("x")))
+    np.testing.assert_array_equal(f(x), 2 * X.reshape(4, 2).sum(0))
+    whole = jax.jit(lambda x: hc.call(lambda v: v[::-1].copy(), SPEC, x))
+    np.testing.assert_array_equal(whole(x), X[::-1])
+
+
 def test_each_gpu_taps_its_block(mode):
     seen = []
     f, x = shard_map(lambda x: (hc.tap(lambda v: seen.append(v.tolist()), x), x)[1])

@@ -14,16 +14,18 @@
 namespace hostcall {
 namespace {
 
-#define MORE_FUNCTIONS(X)                                                     \
-  X(cuMemAlloc_v2, (CudaDevicePtr*, size_t))                                  \
-  X(cuMemFree_v2, (CudaDevicePtr))                                            \
-  X(cuStreamDestroy_v2, (CudaStream))                                         \
-  X(cuStreamBeginCapture_v2, (CudaStream, int mode))                          \
-  X(cuStreamEndCapture, (CudaStream, void** graph))                           \
-  X(cuGraphInstantiateWithFlags, (void**, void*, CudaDevicePtr))              \
-  X(cuGraphExecDestroy, (void*))                                              \
-  X(cuGraphLaunch, (void*, CudaStream))                                       \
-  X(cuLaunchKernel, (void*, unsigned, unsigned, unsigned, unsigned, unsigned, \
+#define MORE_FUNCTIONS(X)                                                         \
+  X(cuMemAlloc_v2, (CudaDevicePtr*, size_t))                                      \
+  X(cuMemFree_v2, (CudaDevicePtr))                                                \
+  X(cuStreamDestroy_v2, (CudaStream))                                             \
+  X(cuMemcpyPeerAsync,                                                            \
+    (CudaDevicePtr, CudaContext, CudaDevicePtr, CudaContext, size_t, CudaStream)) \
+  X(cuStreamBeginCapture_v2, (CudaStream, int mode))                              \
+  X(cuStreamEndCapture, (CudaStream, void** graph))                               \
+  X(cuGraphInstantiateWithFlags, (void**, void*, CudaDevicePtr))                  \
+  X(cuGraphExecDestroy, (void*))                                                  \
+  X(cuGraphLaunch, (void*, CudaStream))                                           \
+  X(cuLaunchKernel, (void*, unsigned, unsigned, unsigned, unsigned, unsigned,     \
                      unsigned, unsigned, CudaStream, void**, void**))
 #define MORE_DECLARE(name, parameters) int(*name) parameters;
 MORE_FUNCTIONS(MORE_DECLARE)
@@ -102,6 +104,33 @@ void CopiesNeedContextDeviceAndPinnedMemory() {
   AssertFault(name + "this is no memory of a device");
   assert(cuMemFree_v2(device) != 0);
   AssertFault("memory is freed that is not there");
+}
+
+void CopiesBetweenDevicesNameTheirContexts() {
+  Stream first(0), second(1);
+  CudaDevicePtr from, to;
+  {
+    ScopedContext current(first);
+    from = OnDevice(64);
+  }
+  {
+    ScopedContext current(second);
+    to = OnDevice(64);
+  }
+  ScopedContext current(first);
+  CudaContext of_first, of_second;
+  assert(Driver().cuStreamGetCtx(first, &of_first) == 0);
+  assert(Driver().cuStreamGetCtx(second, &of_second) == 0);
+  const auto copy = [&](CudaContext to_context, CudaContext from_context) {
+    return cuMemcpyPeerAsync(to, to_context, from, from_context, 64, first);
+  };
+  assert(copy(of_second, of_first) == 0);
+  AssertNoFault();
+  assert(copy(of_first, of_second) != 0);
+  AssertFault("cuMemcpyPeerAsync: this is another device's memory");
+  first.Wait();
+  assert(cuMemFree_v2(from) == 0);
+  assert(cuMemFree_v2(to) == 0);
 }
 
 void PinnedMemoryIsKeptWhileACopyIsQueued() {
@@ -298,6 +327,7 @@ int main() {
   LoadMore();
   NothingOfCudaInAHostFunction();
   CopiesNeedContextDeviceAndPinnedMemory();
+  CopiesBetweenDevicesNameTheirContexts();
   PinnedMemoryIsKeptWhileACopyIsQueued();
   EventsAndStreamsBelongAndAreThere();
   WaitingSpoilsACapture();

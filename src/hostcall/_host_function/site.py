@@ -388,11 +388,11 @@ def _forget_with(handle: jax.Array) -> None:
     """Ties the residual of an eager call to the array that holds its handle."""
     # The number in an array that other processes hold, or that is still computed, can't
     # be read without a wait. Such a residual goes when newer ones need its place.
-    if (
-        isinstance(handle, jax.Array)
-        and handle.is_fully_addressable
-        and handle.is_ready()
-    ):
+    if not isinstance(handle, jax.Array) or not handle.is_fully_addressable:
+        return
+    # Nothing here may wait for a host function. On a GPU a program's calls are over
+    # when its dispatch returns: only the copy of the handle may still be on its way.
+    if handle.is_ready() or handle.platform() == "gpu":
         store.forget_with(handle)
 
 
