@@ -288,7 +288,7 @@ class TapOptions(PlaceOptions):
 
     @property
     def native(self) -> dict[str, Any]:
-        """Those that the engine acts on, as `_native.TapSettings` takes them."""
+        """Those that the engine acts on, as `_native.TapKind` takes them."""
         every = self.every
         return {
             "when_full": _native.WhenFull[self.when_full.upper()],

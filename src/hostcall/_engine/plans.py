@@ -71,7 +71,7 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
         device=placement.host_device,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
-        counters=costs.note(equation, called["lend"]),
+        counters=costs.note(equation),
         place=places.number_of(callback),
         returns_outcome=placement.returns_outcome,
         called_by_other_process=placement.called_by_other_process,
@@ -79,7 +79,7 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
         guard=host_device.guard(together, scouts=True) if scouts else guard,
         inside=placement.inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
-        tap=equation.tap_settings(placement),
+        kind=equation.kind(placement),
         text=placement.text,
     )
 
@@ -155,7 +155,6 @@ def _called(
     layered = compressed or callback.seen.awaits or callback.policy.layered
     if hooks.placement.called_by_other_process:
         called = EngineFunctions(_nothing, ResultForm.NOTHING, plain=True)
-        native["feed"] = None  # its items are taken there
     elif equation.on_buffers:  # there can be no layers, and nothing is returned
         called = EngineFunctions(equation.bare(), ResultForm.IGNORED)
     elif layered or (equation.grid and equation.method == "parallel"):

@@ -66,7 +66,7 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
             with process.starting.lock:  # two threads may come to a new line at once
                 kept = _throttle(callback.place, source, device, params.options)
                 if not kept:
-                    settings = params.tap_settings(alone(home, None))
+                    settings = params.kind(alone(home, None))
                     kept.append(_native.Throttle(settings))
             counters = costs.counters_of(callback)
             if not kept[0].lets(counters, params.flag_of(operands)):
@@ -373,9 +373,8 @@ def lower_through_jax(
             placement = placed_through_jax(program, device)
             hooks = params.hooks(params, placement)
             plan = plans.make_plan(hooks, program.ctx.avals_in)
-            settings = params.tap_settings(placement)
             # If two threads come with one device, both count by the first's throttle.
-            made.setdefault(device, (plan, _native.Throttle(settings)))
+            made.setdefault(device, (plan, _native.Throttle(params.kind(placement))))
         return made[device]
 
     planned(None)
