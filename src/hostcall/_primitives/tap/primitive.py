@@ -122,8 +122,8 @@ def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
                 f"hostcall: the tap `{params.callback.name}` was called outside of"
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
                 " several processes, so that this one has parts of it only. Tap in a"
-                " function under jax.jit, which gathers it, or use on='process' or"
-                " on='shards' for the parts",
+                " function under jax.jit, which gathers it, or use on='shards' for the"
+                " parts",
                 code="hc-device",
             )
 
