@@ -72,7 +72,7 @@ bool CallLent(const Plan& plan, bool out, PyObject** lent, char* const* args,
   return true;
 }
 
-/// Runs one row with lent arguments (Lend::kArgs and kOut).
+/// Runs one row with lent arguments, and with `out`, if that is set.
 bool RunLent(const Plan& plan, bool out, char* const* args, char* const* targets) {
   const size_t outs = plan.results.size();
   RowArrays lent(outs + plan.args.size());
