@@ -78,7 +78,7 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
         device=None,
         enter=None,
         leave=None,
-        counters=costs.note(params, native["lend"]),
+        counters=costs.note(params),
         place=places.number_of(params.callback),
         returns_outcome=False,
         called_by_other_process=False,
@@ -86,7 +86,7 @@ def _lowered(ctx: Any, x: Any, *, params: CallParams) -> list[Any]:
         guard=None,
         inside=_native.Inside.NEVER,
         keeps_mesh=False,
-        tap=None,
+        kind=params.native_kind(placement),
         text="",
     )
     key = params.key((SCALAR,), program.name)

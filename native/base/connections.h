@@ -51,41 +51,41 @@ inline std::string AddressOf(int descriptor,
 inline std::optional<Connection> ConnectionOf(int descriptor) {
   int type = 0;
   socklen_t size = sizeof(type);
-  const int asked = getsockopt(descriptor, SOL_SOCKET, SO_TYPE, &type, &size);
-  if (asked != 0 || type != SOCK_STREAM) return std::nullopt;
-  Connection found{descriptor, AddressOf(descriptor, &getsockname),
-                   AddressOf(descriptor, &getpeername)};
-  if (found.local.empty() || found.peer.empty()) return std::nullopt;
-  return found;
+  const int code = getsockopt(descriptor, SOL_SOCKET, SO_TYPE, &type, &size);
+  if (code != 0 || type != SOCK_STREAM) return std::nullopt;
+  Connection connection{descriptor, AddressOf(descriptor, &getsockname),
+                        AddressOf(descriptor, &getpeername)};
+  if (connection.local.empty() || connection.peer.empty()) return std::nullopt;
+  return connection;
 }
 
 /// All of them; nothing if the system does not list descriptors.
 inline std::optional<std::vector<Connection>> Connections() {
-  DIR* const listed = opendir("/dev/fd");
-  if (listed == nullptr) return std::nullopt;
-  std::vector<Connection> found;
-  while (const dirent* const entry = readdir(listed)) {
+  DIR* const folder = opendir("/dev/fd");
+  if (folder == nullptr) return std::nullopt;
+  std::vector<Connection> connections;
+  while (const dirent* const entry = readdir(folder)) {
     char* end = nullptr;
     const long number = std::strtol(entry->d_name, &end, 10);
     if (end == entry->d_name || *end != '\0') continue;  // "." and ".."
     if (auto connection = ConnectionOf(static_cast<int>(number))) {
-      found.push_back(*std::move(connection));
+      connections.push_back(*std::move(connection));
     }
   }
-  closedir(listed);
-  return found;
+  closedir(folder);
+  return connections;
 }
 
 /// Closes a connection for both sides, as the end of this process would. Whoever
 /// has it open reads its end, and closes the descriptor. False if it is gone.
 inline bool ShutDown(const Connection& connection) {
-  const int held = fcntl(connection.descriptor, F_DUPFD_CLOEXEC, 0);
-  if (held < 0) return false;
-  const auto now = ConnectionOf(held);
-  const bool same =
+  const int duplicate = fcntl(connection.descriptor, F_DUPFD_CLOEXEC, 0);
+  if (duplicate < 0) return false;
+  const auto now = ConnectionOf(duplicate);
+  const bool is_same =
       now && now->local == connection.local && now->peer == connection.peer;
-  const bool closed = same && shutdown(held, SHUT_RDWR) == 0;
-  close(held);
+  const bool closed = is_same && shutdown(duplicate, SHUT_RDWR) == 0;
+  close(duplicate);
   return closed;
 }
 

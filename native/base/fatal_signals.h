@@ -33,10 +33,10 @@ class FatalSignals {
     const std::lock_guard<AttachedMutex> lock(mutex);
     TickNs();  // its first call initialises, which a handler must not do
     for (size_t i = 0; i < kCount; ++i) {
-      struct sigaction found;
-      if (sigaction(kSignals[i], nullptr, &found) != 0) continue;
-      const bool is_ours =
-          (found.sa_flags & SA_SIGINFO) != 0 && found.sa_sigaction == &OnFatal;
+      struct sigaction installed;
+      if (sigaction(kSignals[i], nullptr, &installed) != 0) continue;
+      const bool is_ours = (installed.sa_flags & SA_SIGINFO) != 0 &&
+                           installed.sa_sigaction == &OnFatal;
       if (!on) {
         if (is_ours) sigaction(kSignals[i], &g_before[i], nullptr);
         g_installed[i] = g_installed[i] && !is_ours;
@@ -46,11 +46,11 @@ class FatalSignals {
       // that one again, the two would do so for ever.
       if (g_installed[i]) continue;
       g_installed[i] = true;
-      g_before[i] = found;  // before our handler can run, which reads it
-      struct sigaction ours = {};
-      ours.sa_sigaction = &OnFatal;
-      ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
-      sigaction(kSignals[i], &ours, nullptr);
+      g_before[i] = installed;  // before our handler can run, which reads it
+      struct sigaction handler = {};
+      handler.sa_sigaction = &OnFatal;
+      handler.sa_flags = SA_SIGINFO | SA_ONSTACK;
+      sigaction(kSignals[i], &handler, nullptr);
     }
   }
 
@@ -63,10 +63,10 @@ class FatalSignals {
 
   static void OnFatal(int signal, siginfo_t* info, void* context) {
     // Of several threads, the first. Which one that is needs no order.
-    static std::atomic<bool> told{false}, entered[kCount]{};
+    static std::atomic<bool> is_written{false}, entered[kCount]{};
     size_t i = 0;
     while (i < kCount - 1 && kSignals[i] != signal) ++i;
-    if (!told.exchange(true, std::memory_order_relaxed))
+    if (!is_written.exchange(true, std::memory_order_relaxed))
       WriteFlight(STDERR_FILENO, kNames[i]);
     const struct sigaction& before = g_before[i];
     // The handler from before is called once, since it may send the signal again.

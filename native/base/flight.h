@@ -55,30 +55,30 @@ class FlightRing {
     bool Begin(uint64_t ticket, const Event& event) {
       uint64_t before = lock_.load(std::memory_order_relaxed);
       if ((before & (kBusy | kOwned)) != 0) return false;
-      const uint64_t mine = ticket << kShift;
-      if (!lock_.compare_exchange_strong(before, mine | kBusy | kOwned,
+      const uint64_t word = ticket << kShift;
+      if (!lock_.compare_exchange_strong(before, word | kBusy | kOwned,
                                          std::memory_order_acquire,
                                          std::memory_order_relaxed)) {
         return false;
       }
       Put<0, 1, 2, 3, 4, 5, 6>(event);
-      lock_.store(mine | kOwned, std::memory_order_release);
+      lock_.store(word | kOwned, std::memory_order_release);
       return true;
     }
     /// Step 4: changes a record that the caller owns. At most once for an event, or
     /// the word could be the same as a reader has seen before.
     void Enter(const Event& event) {
-      const uint64_t mine = lock_.load(std::memory_order_relaxed) | kEntered;
-      lock_.store(mine | kBusy, std::memory_order_relaxed);
+      const uint64_t word = lock_.load(std::memory_order_relaxed) | kEntered;
+      lock_.store(word | kBusy, std::memory_order_relaxed);
       Put<0, 2>(event);
-      lock_.store(mine, std::memory_order_release);
+      lock_.store(word, std::memory_order_release);
     }
     /// Step 5.
     void End(const Event& event) {
-      const uint64_t mine = lock_.load(std::memory_order_relaxed);
-      lock_.store(mine | kBusy, std::memory_order_relaxed);
+      const uint64_t word = lock_.load(std::memory_order_relaxed);
+      lock_.store(word | kBusy, std::memory_order_relaxed);
       Put<0, 3, 6>(event);
-      lock_.store(mine >> kShift << kShift, std::memory_order_release);
+      lock_.store(word >> kShift << kShift, std::memory_order_release);
     }
     /// Copies the event. False: there is none, or it changes all the time.
     bool Read(Event* event, uint64_t* ticket) const {
@@ -127,11 +127,11 @@ class FlightRing {
              uint64_t{static_cast<uint8_t>(event.kind)} << 8 |
              uint64_t{static_cast<uint8_t>(event.state)};
     }
-    static void Unpack(uint64_t what, Event* event) {
-      event->place = static_cast<uint32_t>(what >> 32);
-      event->device = static_cast<int16_t>(what >> 16);
-      event->kind = static_cast<EventKind>(what >> 8 & 0xff);
-      event->state = static_cast<EventState>(what & 0xff);
+    static void Unpack(uint64_t word, Event* event) {
+      event->place = static_cast<uint32_t>(word >> 32);
+      event->device = static_cast<int16_t>(word >> 16);
+      event->kind = static_cast<EventKind>(word >> 8 & 0xff);
+      event->state = static_cast<EventState>(word & 0xff);
     }
     std::atomic<uint64_t> lock_{0};  ///< 0: never used
     std::atomic<uint64_t> words_[kWords] = {};
@@ -156,15 +156,15 @@ class FlightRing {
   /// Copies the events, oldest ticket first, into `out`, which has room for kSize;
   /// returns their number. Async-signal-safe.
   size_t Read(Event* out) const {
-    size_t found = 0;
+    size_t count = 0;
     const uint64_t next = next_.load(std::memory_order_relaxed) + 1;
     uint64_t ticket;
     // An event that is older than a round of the ring, since it is still under way,
     // is out of order here. Readers sort by the start if they need to.
     for (size_t i = 0; i < kSize; ++i) {
-      if (records_[(next + i) % kSize].Read(&out[found], &ticket)) ++found;
+      if (records_[(next + i) % kSize].Read(&out[count], &ticket)) ++count;
     }
-    return found;
+    return count;
   }
 
  private:

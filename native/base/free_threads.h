@@ -126,10 +126,10 @@ inline void Merge(PyObject* object) {
 /// Whether anybody but the caller holds a merged object. If not, what they did with
 /// its memory comes before this.
 inline bool IsHeldElsewhere(PyObject* object) {
-  const bool held = Py_REFCNT(object) > 1;
+  const bool is_held = Py_REFCNT(object) > 1;
   // Pairs with the release of the last decrement; Py_REFCNT is relaxed.
   if (kFreeThreads) std::atomic_thread_fence(std::memory_order_acquire);
-  return held;
+  return is_held;
 }
 
 /// Drops the caller's reference to a merged object, if it is the last one. Only
@@ -164,30 +164,30 @@ class Spare : NoCopy {
   /// Takes the object, so that a nested call can't take it too; null if there is
   /// none.
   Ref Take() {
-    PyObject* object = kept_.load(std::memory_order_relaxed);
+    PyObject* object = object_.load(std::memory_order_relaxed);
     if (object == nullptr) return Ref();
     if (kFreeThreads) {
-      object = kept_.exchange(nullptr, std::memory_order_acquire);
+      object = object_.exchange(nullptr, std::memory_order_acquire);
     } else {
-      kept_.store(nullptr, std::memory_order_relaxed);
+      object_.store(nullptr, std::memory_order_relaxed);
     }
     return Ref::Steal(object);
   }
   /// Keeps an object that nobody else holds; drops it if there is one already.
   void Keep(Ref object) {
-    PyObject* kept = kept_.load(std::memory_order_relaxed);
-    if (kept != nullptr) return;
+    PyObject* present = object_.load(std::memory_order_relaxed);
+    if (present != nullptr) return;
     if (!kFreeThreads) {
-      kept_.store(object.release(), std::memory_order_relaxed);
-    } else if (kept_.compare_exchange_strong(kept, object.get(),
-                                             std::memory_order_release,
-                                             std::memory_order_relaxed)) {
+      object_.store(object.release(), std::memory_order_relaxed);
+    } else if (object_.compare_exchange_strong(present, object.get(),
+                                               std::memory_order_release,
+                                               std::memory_order_relaxed)) {
       (void)object.release();
     }
   }
 
  private:
-  std::atomic<PyObject*> kept_{nullptr};  ///< owned
+  std::atomic<PyObject*> object_{nullptr};  ///< owned
 };
 
 }  // namespace hostcall

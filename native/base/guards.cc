@@ -16,13 +16,13 @@ unsigned NewGroup() {
 }
 
 void TakeOverTracing() {
-  const Ref found = CallHook(Hook::kTracing);
+  const Ref functions = CallHook(Hook::kTracing);
   const char* const setters[] = {"settrace", "setprofile"};
   // They are called from here: a profile function would see the return of any
   // Python code that sets it.
-  for (int i = 0; found && i < 2; ++i) {
-    PyObject* function = PyTuple_GET_ITEM(found.get(), i);  // borrowed
-    PyObject* setter = PySys_GetObject(setters[i]);         // borrowed
+  for (int i = 0; functions && i < 2; ++i) {
+    PyObject* function = PyTuple_GET_ITEM(functions.get(), i);  // borrowed
+    PyObject* setter = PySys_GetObject(setters[i]);             // borrowed
     if (function != Py_None && setter != nullptr && !Call(setter, function)) break;
   }
   // An error must not fail the program, which does not ask for a debugger.

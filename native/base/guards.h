@@ -107,10 +107,11 @@ Ref Call(PyObject* function, const Arguments&... arguments) {
 
 /// The same for a method, by its name.
 template <typename... Arguments>
-Ref Ask(const Ref& object, const char* method, const Arguments&... arguments) {
+Ref CallMethod(const Ref& object, const char* method,
+               const Arguments&... arguments) {
   if ((... || (Borrowed(arguments) == nullptr))) return Ref();
-  const Ref found = Ref::Steal(PyObject_GetAttrString(object.get(), method));
-  return found ? Call(found.get(), arguments...) : Ref();
+  const Ref bound = Ref::Steal(PyObject_GetAttrString(object.get(), method));
+  return bound ? Call(bound.get(), arguments...) : Ref();
 }
 
 /// What the engine has from Python.

@@ -14,8 +14,8 @@ struct NoCopy {
 /// use it while static objects are destroyed.
 template <typename T>
 T& Immortal() {
-  static T* const one = new T;
-  return *one;
+  static T* const object = new T;
+  return *object;
 }
 
 }  // namespace hostcall

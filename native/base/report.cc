@@ -12,20 +12,21 @@ namespace {
 bool Stays(PyObject* error, PyObject* trace) {
   if (HookOf(Hook::kReport) == nullptr) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(error)) != PyExc_ValueError) return true;
-  const Ref other = CallHook(Hook::kReport, error);
-  if (!other) {
+  const Ref replacement = CallHook(Hook::kReport, error);
+  if (!replacement) {
     // A Ctrl-C that came meanwhile is raised in its place.
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
     PyErr_Clear();  // the report failed: the user still gets what JAX raised
     return true;
   }
-  if (other.get() == Py_None || !PyExceptionInstance_Check(other.get()))
+  if (replacement.get() == Py_None || !PyExceptionInstance_Check(replacement.get()))
     return true;
   // The traceback goes along: it shows where the user's code called the program.
   if (trace != nullptr && PyTraceBack_Check(trace)) {
-    PyException_SetTraceback(other.get(), trace);
+    PyException_SetTraceback(replacement.get(), trace);
   }
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(other.get())), other.get());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(replacement.get())),
+                  replacement.get());
   return false;
 }
 

@@ -44,10 +44,11 @@ class Semaphore : NoCopy {
       Make();
       return true;
     }
-    const auto whole = static_cast<int64_t>(seconds);
+    const auto whole_seconds = static_cast<int64_t>(seconds);
     const mach_timespec_t most = {
-        static_cast<unsigned int>(whole),
-        static_cast<clock_res_t>((seconds - static_cast<double>(whole)) * 1e9)};
+        static_cast<unsigned int>(whole_seconds),
+        static_cast<clock_res_t>((seconds - static_cast<double>(whole_seconds)) *
+                                 1e9)};
     const kern_return_t code = semaphore_timedwait(port_.load(), most);
     if (code == KERN_OPERATION_TIMED_OUT) return false;
     // Without a port: the caller looks again and again, but not all the time.
@@ -82,10 +83,10 @@ class Semaphore : NoCopy {
   bool Wait(double seconds) {
     timespec until;  // sem_timedwait knows only this clock, which may be set
     clock_gettime(CLOCK_REALTIME, &until);
-    const auto whole = static_cast<int64_t>(seconds);
-    until.tv_sec += static_cast<time_t>(whole);
+    const auto whole_seconds = static_cast<int64_t>(seconds);
+    until.tv_sec += static_cast<time_t>(whole_seconds);
     until.tv_nsec +=
-        static_cast<long>((seconds - static_cast<double>(whole)) * 1e9);
+        static_cast<long>((seconds - static_cast<double>(whole_seconds)) * 1e9);
     if (until.tv_nsec >= 1'000'000'000) {
       ++until.tv_sec;
       until.tv_nsec -= 1'000'000'000;

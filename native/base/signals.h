@@ -59,13 +59,13 @@ class Signals {
   /// one, and with the GIL: signal.signal holds it too, so that a handler which it
   /// installs in between is not lost. Returns whether SIGINT is watched.
   static bool WatchInterrupt() {
-    struct sigaction found;
-    if (sigaction(SIGINT, nullptr, &found) != 0) return false;
-    if (found.sa_handler == &OnInterrupt) return true;
-    if (!IsUnwatched(found)) return false;
-    g_pythons.store(found.sa_handler);  // before ours can run, which calls it
-    found.sa_handler = &OnInterrupt;    // the mask and the flags stay
-    return sigaction(SIGINT, &found, nullptr) == 0;
+    struct sigaction action;
+    if (sigaction(SIGINT, nullptr, &action) != 0) return false;
+    if (action.sa_handler == &OnInterrupt) return true;
+    if (!IsUnwatched(action)) return false;
+    g_pythons.store(action.sa_handler);  // before ours can run, which calls it
+    action.sa_handler = &OnInterrupt;    // the mask and the flags stay
+    return sigaction(SIGINT, &action, nullptr) == 0;
   }
 
   /// Does the same where a call begins, at most every 0.1 ms: asking the kernel
@@ -83,16 +83,16 @@ class Signals {
 
   /// Watches SIGTERM if it has the default action. Returns whether it is watched.
   static bool WatchTerminate() {
-    struct sigaction found;
-    if (sigaction(SIGTERM, nullptr, &found) != 0) return false;
-    if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler != SIG_DFL) {
+    struct sigaction installed;
+    if (sigaction(SIGTERM, nullptr, &installed) != 0) return false;
+    if ((installed.sa_flags & SA_SIGINFO) != 0 || installed.sa_handler != SIG_DFL) {
       return false;
     }
     g_watcher.store(getpid());
-    struct sigaction ours = {};
-    ours.sa_handler = &OnTerminate;
-    ours.sa_flags = static_cast<int>(SA_RESETHAND);
-    return sigaction(SIGTERM, &ours, nullptr) == 0;
+    struct sigaction action = {};
+    action.sa_handler = &OnTerminate;
+    action.sa_flags = static_cast<int>(SA_RESETHAND);
+    return sigaction(SIGTERM, &action, nullptr) == 0;
   }
 
   /// Whether SIGTERM, if it is watched, writes the flight recorder to stderr.
@@ -116,11 +116,12 @@ class Signals {
       if (const Event events = TakePending()) return events;
       // The semaphore counts posts, of which one exchange may have taken several.
       // What it counts too much makes this loop look once more in vain.
-      const double left = 1e-9 * static_cast<double>(until - NowNs());
-      if (left <= 0) return TakePending();
-      if (g_posted.Wait(left < kLookSeconds ? left : kLookSeconds)) continue;
-      struct sigaction found;
-      if (sigaction(SIGINT, nullptr, &found) == 0 && IsUnwatched(found)) {
+      const double seconds_left = 1e-9 * static_cast<double>(until - NowNs());
+      if (seconds_left <= 0) return TakePending();
+      if (g_posted.Wait(seconds_left < kLookSeconds ? seconds_left : kLookSeconds))
+        continue;
+      struct sigaction action;
+      if (sigaction(SIGINT, nullptr, &action) == 0 && IsUnwatched(action)) {
         return kUnwatched;
       }
     }
@@ -136,14 +137,14 @@ class Signals {
 
   /// Whether this action of SIGINT is Python's handler, as far as is known: before
   /// it was first seen, any plain handler may be.
-  static bool IsUnwatched(const struct sigaction& found) {
+  static bool IsUnwatched(const struct sigaction& action) {
     // With SA_SIGINFO the handler takes three arguments: ours could not call it.
-    if ((found.sa_flags & SA_SIGINFO) != 0 || found.sa_handler == SIG_DFL ||
-        found.sa_handler == SIG_IGN || found.sa_handler == &OnInterrupt) {
+    if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler == SIG_DFL ||
+        action.sa_handler == SIG_IGN || action.sa_handler == &OnInterrupt) {
       return false;
     }
     const Handler pythons = g_pythons.load();
-    return pythons == nullptr || pythons == found.sa_handler;
+    return pythons == nullptr || pythons == action.sa_handler;
   }
   /// Wakes the watcher, and then runs Python's handler, which sets the flag for its
   /// main thread.

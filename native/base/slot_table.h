@@ -40,9 +40,9 @@ namespace hostcall {
 /// The count has a cache line to itself: devices change it with every tap, while
 /// the worker reads the members that follow. Sharing a line made a tap 0.05 us
 /// slower.
-class alignas(64) Mortal {
+class alignas(64) RefCounted {
  public:
-  virtual ~Mortal() = default;
+  virtual ~RefCounted() = default;
   /// Adds a reference. Relaxed: the caller already holds one (or knows that
   /// somebody does), so the object can't die meanwhile, and nothing is read by
   /// this.
@@ -60,7 +60,8 @@ class alignas(64) Mortal {
  private:
   friend class Graveyard;
   std::atomic<int64_t> count_{1};
-  Mortal* next_dead_ = nullptr;  ///< the next in the graveyard; used only when dead
+  /// The next in the graveyard; used only when dead.
+  RefCounted* next_dead_ = nullptr;
   [[maybe_unused]] char
       rest_of_the_line_[64 - sizeof(void*) - sizeof(count_) - sizeof(next_dead_)];
 };
@@ -80,8 +81,8 @@ class Graveyard {
   /// dead wait for the next thread that calls Bury for reasons of its own.
   void AskBy(void (*ask)()) { ask_.store(ask, std::memory_order_relaxed); }
   /// Takes an object whose count is zero.
-  void Push(Mortal* dead) {
-    Mortal* head = head_.load(std::memory_order_relaxed);
+  void Push(RefCounted* dead) {
+    RefCounted* head = head_.load(std::memory_order_relaxed);
     do {
       dead->next_dead_ = head;
       // Release: Bury sees next_dead_, and all that was done to the object before.
@@ -111,23 +112,23 @@ class Graveyard {
     // before the exchange, which takes its object, or reads what the exchange (or a
     // push after it) wrote, and then sees asked_ reset, and asks.
     asked_.store(false, std::memory_order_relaxed);
-    Mortal* dead = head_.exchange(nullptr, std::memory_order_acq_rel);
+    RefCounted* dead = head_.exchange(nullptr, std::memory_order_acq_rel);
     while (dead != nullptr) {
-      Mortal* next = dead->next_dead_;
+      RefCounted* next = dead->next_dead_;
       delete dead;
       dead = next;
     }
   }
 
  private:
-  std::atomic<Mortal*> head_{nullptr};  ///< last pushed; null if empty
+  std::atomic<RefCounted*> head_{nullptr};  ///< last pushed; null if empty
   /// AskBy's; null before. Relaxed: a function needs nothing that was written for
   /// it.
   std::atomic<void (*)()> ask_{nullptr};
   std::atomic<bool> asked_{false};  ///< Push need not ask again
 };
 
-inline void Mortal::Release(int64_t times) {
+inline void RefCounted::Release(int64_t times) {
   // Release, so that this thread's use of the object comes before its destruction;
   // acquire, so that the thread that drops the last reference has seen all uses.
   if (count_.fetch_sub(times, std::memory_order_acq_rel) == times) {
@@ -135,30 +136,30 @@ inline void Mortal::Release(int64_t times) {
   }
 }
 
-/// Owns one reference to a Mortal, or is null. Like std::shared_ptr, different
+/// Owns one reference to a RefCounted, or is null. Like std::shared_ptr, different
 /// pointers to one object may be used by different threads; one pointer may not.
 template <typename T>
-class Counted {
+class RefPtr {
  public:
-  Counted() = default;
+  RefPtr() = default;
   /// Takes over a reference: the one that `object` was born with, or the caller's.
-  static Counted Adopt(T* object) { return Counted(object); }
-  Counted(const Counted& other) : object_(other.object_) {
+  static RefPtr Adopt(T* object) { return RefPtr(object); }
+  RefPtr(const RefPtr& other) : object_(other.object_) {
     if (object_ != nullptr) object_->Retain();
   }
-  Counted(Counted&& other) noexcept : object_(other.object_) {
+  RefPtr(RefPtr&& other) noexcept : object_(other.object_) {
     other.object_ = nullptr;
   }
-  Counted& operator=(Counted other) noexcept {
-    T* mine = object_;
+  RefPtr& operator=(RefPtr other) noexcept {
+    T* own_object = object_;
     object_ = other.object_;
-    other.object_ = mine;
+    other.object_ = own_object;
     return *this;
   }
-  ~Counted() {
+  ~RefPtr() {
     if (object_ != nullptr) object_->Release();
   }
-  /// Drops the reference as Mortal::ReleaseHere does.
+  /// Drops the reference as RefCounted::ReleaseHere does.
   void DropHere() {
     if (object_ != nullptr) std::exchange(object_, nullptr)->ReleaseHere();
   }
@@ -168,7 +169,7 @@ class Counted {
   explicit operator bool() const { return object_ != nullptr; }
 
  private:
-  explicit Counted(T* object) : object_(object) {}
+  explicit RefPtr(T* object) : object_(object) {}
   T* object_ = nullptr;
 };
 
@@ -185,7 +186,7 @@ class SlotTable {
 
   /// Puts an object under a key, with the smallest free count, and returns the
   /// count.
-  uint64_t Add(uint64_t key, Counted<T> object) {
+  uint64_t Add(uint64_t key, RefPtr<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     ++live_;
     Equals& equals = equals_[key];
@@ -200,7 +201,7 @@ class SlotTable {
   }
 
   /// The entry with this name; null if there is none.
-  Counted<T> Find(uint64_t key, uint64_t count) {
+  RefPtr<T> Find(uint64_t key, uint64_t count) {
     std::lock_guard<std::mutex> lock(mutex_);
     Entry* entry = EntryOf(key, count);
     if (entry == nullptr || !entry->object) return {};
@@ -212,7 +213,7 @@ class SlotTable {
   void Remove(uint64_t key, uint64_t count) {
     // Declared before the lock, so destroyed after it: dropping the last reference
     // calls the graveyard's ask function, which should not run under this lock.
-    Counted<T> doomed;
+    RefPtr<T> doomed;
     std::lock_guard<std::mutex> lock(mutex_);
     Entry* entry = EntryOf(key, count);
     if (entry == nullptr || !entry->object) return;
@@ -233,7 +234,7 @@ class SlotTable {
 
  private:
   struct Entry {
-    Counted<T> object;   ///< null after Remove
+    RefPtr<T> object;    ///< null after Remove
     bool found = false;  ///< whether Find has ever returned this entry
   };
   /// What has the same key.

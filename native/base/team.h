@@ -153,14 +153,14 @@ class Team {
   /// Adds a device to its meeting, opening one if needed. The lock is held.
   MeetingPtr Join(int64_t run, int device) {
     for (const MeetingPtr& open : meetings_) {
-      const std::vector<int>& here = open->devices;
-      if (open->run != run || here.size() == size_ ||
-          std::find(here.begin(), here.end(), device) != here.end()) {
+      const std::vector<int>& devices = open->devices;
+      if (open->run != run || devices.size() == size_ ||
+          std::find(devices.begin(), devices.end(), device) != devices.end()) {
         continue;
       }
       open->devices.push_back(device);
       // Members in WaitForAll may now wait without limit.
-      if (here.size() == size_) open->changed.notify_all();
+      if (devices.size() == size_) open->changed.notify_all();
       return open;
     }
     auto meeting = std::make_shared<Meeting>();

@@ -16,6 +16,8 @@ void InitDispatches(nanobind::module_& m);
 void InitFeeds(nanobind::module_& m);
 /// The handlers that XLA calls, and what they use of GPUs and host callbacks.
 void InitHandlers(nanobind::module_& m);
+/// The kinds of equations.
+void InitKinds(nanobind::module_& m);
 /// Plans with their settings, the slots that hold them, and runs without a program.
 void InitPlans(nanobind::module_& m);
 /// Taps and their queue.

@@ -61,7 +61,7 @@ nb::object Current() {
   nb::object events = nb::none();
   if (call->taps != 0) events = NumbersOf(call->tap, call->taps);
   nb::object execution = nb::none();
-  if (call->execution >= 0) execution = nb::int_(call->execution);
+  if (call->executions_before >= 0) execution = nb::int_(call->executions_before);
   return nb::make_tuple(nb::borrow(call->plan->hooks.get()), call->device_ordinal,
                         row, run, step, stream, events, execution);
 }
@@ -83,21 +83,21 @@ nb::list Active() {
   //   1. this thread:  makes a Python object, which starts the garbage collector
   //   2. collector:    runs a finalizer, which releases the GIL
   //   3. other thread: ends its call, whose ActiveCall was on its stack
-  struct Seen {
+  struct Snapshot {
     nb::object hooks;
     unsigned long thread;
     int64_t start;
     std::optional<std::vector<int64_t>> row;
   };
-  std::vector<Seen> seen;
-  ForEachCall([&seen](const ActiveCall& call) {
-    seen.push_back(
+  std::vector<Snapshot> snapshots;
+  ForEachCall([&snapshots](const ActiveCall& call) {
+    snapshots.push_back(
         {nb::borrow(call.plan->hooks.get()), call.thread_id, call.start, {}});
-    if (call.row != nullptr) seen.back().row = RowWalker::Copy(*call.row);
+    if (call.row != nullptr) snapshots.back().row = RowWalker::Copy(*call.row);
   });
   nb::list calls;
   const int64_t now = Ticks();
-  for (const Seen& call : seen) {
+  for (const Snapshot& call : snapshots) {
     nb::object row = nb::none();
     if (call.row) row = IndexOf(*call.row);
     calls.append(nb::make_tuple(call.hooks, call.thread,

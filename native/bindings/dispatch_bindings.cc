@@ -76,11 +76,11 @@ PyObject* Dispatched(PyObject*, PyObject* const* args, Py_ssize_t count) {
   PyObject* const results = PyTuple_GET_ITEM(args[1], 0);
   const Py_ssize_t last = PyTuple_GET_SIZE(args[1]) - 1;
   PyObject* const sign = PyTuple_GET_ITEM(args[1], last);
-  Dispatches& mine = t_dispatches;
-  const uint64_t before = mine.failures;
-  mine.failures = g_failures.load();
+  Dispatches& dispatches = t_dispatches;
+  const uint64_t failures_before = dispatches.failures;
+  dispatches.failures = g_failures.load();
   const bool ended = RanHere(args[0]) || IsReady(sign);
-  if (mine.pending || !ended || g_failures.load() != before) {
+  if (dispatches.pending || !ended || g_failures.load() != failures_before) {
     PyObject* const is_hidden = last > 0 ? Py_True : Py_False;
     if (!CallHook(Hook::kPending, sign, is_hidden)) return nullptr;
   }

@@ -42,16 +42,16 @@ class Keywords {
 
   /// Makes the struct from keyword arguments. Throws python_error (a TypeError) if
   /// a field is missing, unknown or of a wrong type.
-  T Read(const nanobind::kwargs& given) const {
-    T made;
+  T Read(const nanobind::kwargs& keywords) const {
+    T fields;
     for (const Entry& field : fields_) {
-      PyObject* value = PyDict_GetItemWithError(given.ptr(), field.name);
+      PyObject* value = PyDict_GetItemWithError(keywords.ptr(), field.name);
       if (value == nullptr) Refuse("needs the field", field.name);
       if (field.or_none && value == Py_None) continue;
-      if (!field.set(made, value)) RefuseValue(field.name, value);
+      if (!field.set(fields, value)) RefuseValue(field.name, value);
     }
-    if (given.size() != fields_.size()) RefuseUnknown(given);
-    return made;
+    if (keywords.size() != fields_.size()) RefuseUnknown(keywords);
+    return fields;
   }
 
  private:
@@ -74,6 +74,8 @@ class Keywords {
     using Member = std::remove_reference_t<decltype(to.*kMember)>;
     // An enum is not converted: nanobind would accept a bare number for it.
     constexpr bool kConvert = !std::is_enum_v<Member>;
+    // nanobind makes a null pointer of None, which only kOrNone allows.
+    if (std::is_pointer_v<Member> && value.is_none()) return false;
     return nanobind::try_cast(value, to.*kMember, kConvert);
   }
   template <auto kMember, auto kFits>
@@ -92,9 +94,9 @@ class Keywords {
                  type_, name, value, Py_TYPE(value)->tp_name);
     throw nanobind::python_error();
   }
-  [[noreturn]] void RefuseUnknown(const nanobind::kwargs& given) const {
-    for (const Entry& field : fields_) PyDict_DelItem(given.ptr(), field.name);
-    for (auto [name, value] : given) Refuse("has no field", name.ptr());
+  [[noreturn]] void RefuseUnknown(const nanobind::kwargs& keywords) const {
+    for (const Entry& field : fields_) PyDict_DelItem(keywords.ptr(), field.name);
+    for (auto [name, value] : keywords) Refuse("has no field", name.ptr());
     Py_UNREACHABLE();  // Read has found each field, and there are more names
   }
 
@@ -102,31 +104,33 @@ class Keywords {
   std::vector<Entry> fields_;
 };
 
-/// Adds the class T to the module. Its constructor takes the fields, of which
-/// `make` makes it.
-template <typename T, typename Fields>
-nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<Fields> fields,
-                               T (*make)(Fields)) {
+/// Adds the class T to the module, with a base class of it if one is named. Its
+/// constructor takes the fields, of which `make` makes it.
+template <typename T, typename... Base, typename Fields>
+nanobind::class_<T, Base...> BindMade(nanobind::module_& m, Keywords<Fields> fields,
+                                      T (*make)(Fields)) {
   // Never deleted: the class lives as long as the interpreter.
-  const auto* kept = new Keywords<Fields>(std::move(fields));
-  return nanobind::class_<T>(m, kept->type())
-      .def("__init__", [kept, make](T* self, nanobind::kwargs given) {
-        new (self) T(make(kept->Read(given)));
-      });
+  const auto* table = new Keywords<Fields>(std::move(fields));
+  nanobind::class_<T, Base...> type(m, table->type());
+  type.def("__init__", [table, make](T* self, nanobind::kwargs keywords) {
+    new (self) T(make(table->Read(keywords)));
+  });
+  return type;
 }
 /// The same for a class that has the fields themselves.
-template <typename T>
-nanobind::class_<T> BindStruct(nanobind::module_& m, Keywords<T> fields) {
-  return BindStruct<T, T>(m, std::move(fields), [](T made) { return made; });
+template <typename... Base, typename T>
+nanobind::class_<T, Base...> BindStruct(nanobind::module_& m, Keywords<T> fields) {
+  return BindMade<T, Base...>(
+      m, std::move(fields), +[](T fields_of_t) { return fields_of_t; });
 }
 
 /// Adds an enum whose values count from 0, by the names that Python has for them.
 template <typename T>
 void BindEnum(nanobind::module_& m, const char* type,
               std::initializer_list<const char*> names) {
-  nanobind::enum_<T> made(m, type);
+  nanobind::enum_<T> type_object(m, type);
   int value = 0;
-  for (const char* name : names) made.value(name, static_cast<T>(value++));
+  for (const char* name : names) type_object.value(name, static_cast<T>(value++));
 }
 
 }  // namespace hostcall

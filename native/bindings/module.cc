@@ -14,7 +14,7 @@
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
 #include "buffer/buffer_object.h"
-#include "invoke/invoke.h"
+#include "invoke/call_kind.h"
 #include "plan/call_scope.h"
 
 namespace nb = nanobind;
@@ -82,8 +82,8 @@ void InitEngine(nb::module_& m) {
                   "SHOWN", "STAGE", "STREAM_ERROR", "TEXT_READER", "TRACING"});
   m.def(
       "set_hook",
-      [](Hook hook, nb::object made) {
-        Py_XSETREF(g_hooks[static_cast<int>(hook)], made.release().ptr());
+      [](Hook hook, nb::object object) {
+        Py_XSETREF(g_hooks[static_cast<int>(hook)], object.release().ptr());
       },
       nb::arg("hook"), nb::arg("made"));
   m.def("monitor_raises", &MonitorRaises);
@@ -96,21 +96,23 @@ void InitEngine(nb::module_& m) {
       nb::arg("thread"), nb::arg("type"));
   // Leaks a reference, so that the object is never destroyed.
   m.def(
-      "keep_for_ever", [](nb::object thing) { thing.release(); }, nb::arg("thing"));
+      "keep_for_ever", [](nb::object object) { object.release(); },
+      nb::arg("object"));
 }
 
 /// Binds the connections of this process (base/connections.h).
 void InitConnections(nb::module_& m) {
   m.def("connections", []() -> nb::object {
-    const auto found = Connections();
-    if (!found) return nb::none();
-    nb::list listed;
-    for (const Connection& each : *found) {
-      listed.append(nb::make_tuple(each.descriptor,
-                                   nb::bytes(each.local.data(), each.local.size()),
-                                   nb::bytes(each.peer.data(), each.peer.size())));
+    const auto open = Connections();
+    if (!open) return nb::none();
+    nb::list list;
+    for (const Connection& connection : *open) {
+      list.append(nb::make_tuple(
+          connection.descriptor,
+          nb::bytes(connection.local.data(), connection.local.size()),
+          nb::bytes(connection.peer.data(), connection.peer.size())));
     }
-    return listed;
+    return list;
   });
   m.def(
       "shut_down",
@@ -124,7 +126,7 @@ void InitConnections(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  if (!ImportNumpy() || !InitInvoke()) throw nb::python_error();
+  if (!ImportNumpy() || !InitCallKind()) throw nb::python_error();
   m.attr("__doc__") = "The engine of hostcall (see native/ in its repository).";
   // When a program dies, the watcher's thread releases the program's Python objects
   // at once. Otherwise they would stay until the next call or tap.
@@ -134,6 +136,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 
   InitFeeds(m);
+  InitKinds(m);
   InitPlans(m);
   InitTaps(m);
   InitCalls(m);

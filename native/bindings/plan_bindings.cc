@@ -16,12 +16,11 @@
 #include "base/no_copy.h"
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
-#include "buffer/buffer_call.h"
 #include "handlers/plan_state.h"
 #include "invoke/invoke.h"
 #include "invoke/taps.h"
 #include "plan/arrays.h"
-#include "plan/feed_take.h"
+#include "plan/kind.h"
 
 namespace nb = nanobind;
 
@@ -35,47 +34,46 @@ bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
 
 PlanHandle MakePlan(PlanFields fields) {
   fields.counters = nb::cast<Counters*>(nb::handle(fields.counters_owner.get()));
-  auto plan = Counted<Plan>::Adopt(new Plan(std::move(fields)));
+  auto plan = RefPtr<Plan>::Adopt(new Plan(std::move(fields)));
   const nb::handle hooks = plan->hooks.get();
   plan->flatten = Ref::Steal(nb::object(hooks.attr("flatten")).release().ptr());
   plan->coerce = Ref::Steal(nb::object(hooks.attr("coerce")).release().ptr());
   return {plan};
 }
 
-Counted<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
+RefPtr<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   if (!whole.plan_of_block) throw std::runtime_error("its plan has no blocks");
-  const nb::object made =
+  const nb::object plan =
       nb::handle(whole.plan_of_block.get())(nb::str(block.data(), block.size()));
-  return nb::cast<PlanHandle&>(made).plan;
+  return nb::cast<PlanHandle&>(plan).plan;
 }
 
-Counted<Plan> PlanOfText(std::string_view text, bool on_cuda,
-                         const std::vector<BufferType>* buffers) try {
+RefPtr<Plan> PlanOfText(std::string_view text, bool on_cuda,
+                        const std::vector<BufferType>* buffers) try {
   nb::object types = nb::none();
   if (buffers != nullptr) types = nb::cast(*buffers);
-  const nb::object made = nb::handle(HookOf(Hook::kTextReader))(
+  const nb::object plan = nb::handle(HookOf(Hook::kTextReader))(
       nb::str(text.data(), text.size()), on_cuda, types);
   if (buffers == nullptr) return {};
-  return nb::cast<PlanHandle&>(made).plan;
+  return nb::cast<PlanHandle&>(plan).plan;
 } catch (nb::python_error& e) {
   // Without the traceback, which shows hostcall's own frames only.
   // A text may have lone surrogates, which UTF-8 can't hold.
-  const auto said = nb::cast<nb::bytes>(
+  const auto message = nb::cast<nb::bytes>(
       nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
-  throw std::runtime_error(said.size() == 0 ? e.what() : said.c_str());
+  throw std::runtime_error(message.size() == 0 ? e.what() : message.c_str());
 }
 
 /// The addresses of the operands' memory. Throws if they don't fit the plan.
 std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
-  std::vector<size_t> sizes = plan.InputSizes();
-  sizes.resize(plan.operands());  // an eager tap has no flag `always`
-  return DataOf(operands, sizes);
+  // An eager tap has no flag `always`.
+  return DataOf(operands, plan.MaskAndArgumentBytes());
 }
 
 /// Queues a tap of arrays on the host. Returns false if it was dropped.
 bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   const Plan& plan = *handle.plan;
-  if (!plan.tap) throw nb::type_error("not a plan of a tap");
+  if (!Is<TapKind>(*plan.kind)) throw nb::type_error("not a plan of a tap");
   const std::vector<const void*> in = Buffers(plan, operands);
   Entry entry;
   if (!entry) throw std::runtime_error(ClosedText());
@@ -96,6 +94,7 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
 /// new arrays.
 nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   const Plan& plan = *handle.plan;
+  const Kind& kind = *plan.kind;
   std::vector<const void*> in = Buffers(plan, operands);
   nb::list out;
   std::vector<void*> targets;
@@ -104,45 +103,34 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
     if (!array.is_valid()) throw nb::python_error();
     void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
     // The result takes the place of the argument's memory, which stays unchanged.
-    if (plan.buffers.Aliases(targets.size())) {
-      const int arg = plan.buffers.aliases[targets.size()];
+    if (kind.Aliases(targets.size())) {
+      const int arg = kind.aliases[targets.size()];
       CopyBytes(data, in[arg], plan.args[arg].buffer_bytes());
       in[arg] = data;
     }
     targets.push_back(data);
     out.append(array);
   }
-  if (plan.buffers.address != 0) {
-    NativeStatus status;
-    {
-      nb::gil_scoped_release unlocked;
-      status = RunNative(plan, in.data(), targets.data(), nullptr);
-    }
-    if (status.ok()) return out;
-    RaiseStatus(plan, status);
-    throw nb::python_error();
-  }
-  int64_t execution = -1;
+  const Execution execution{plan, -1, -1, in.data(), targets.data()};
+  int64_t executions_before = -1;
   {
     GilRelease unlocked(plan.counted);  // Count takes a lock
-    if (Masked(plan, -1, -1, in.data(), targets.data(), &execution)) return out;
+    if (Masked(execution, &executions_before)) return out;
   }
-  std::unique_ptr<FeedTake> take;
-  if (plan.feed) {
+  std::unique_ptr<Progress> progress;
+  if (kind.has_native_part) {
     GilRelease unlocked;
-    take = std::make_unique<FeedTake>(plan, -1, in.data(), targets.data());
-    if (take->Go(0)) return out;
+    if (kind.RunNative(execution, &progress)) return out;
   }
   const int64_t start = Ticks();
-  Flight flight(plan.NewEvent(EventKind::kCall, -1, -1, start));
+  Flight flight(plan.NewEvent(kind.event(), -1, -1, start));
   flight.Entered(start);
   bool ok;
   {
-    ActiveCall active(plan, -1, -1, start);
-    active.execution = execution;
-    active.feed = take.get();
+    ActiveCall active(execution, start);
+    active.executions_before = executions_before;
     const CallScope scope(active);
-    ok = Invoke(plan, active, in.data(), targets.data());
+    ok = Invoke(execution, active, progress.get());
     StayIfLeftBehind();
   }
   Counters::Part& counters = plan.counters->mine();
@@ -151,8 +139,8 @@ nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
   counters.python_ticks.Add(end - start);
   flight.Ended(end, ok);
   {
-    GilRelease unlocked(plan.feed.has_value());  // its end takes the ring's lock
-    take.reset();
+    GilRelease unlocked(kind.has_native_part);  // a feed's takes the ring's lock
+    progress.reset();
   }
   if (!ok) throw nb::python_error();
   return out;
@@ -177,7 +165,6 @@ struct Slot : NoCopy {
 
 /// The settings of a plan: enums and small structs.
 void InitSettings(nb::module_& m) {
-  BindEnum<Lend>(m, "Lend", {"COPY", "ARGS", "OUT", "BUFFERS"});
   BindEnum<ResultForm>(m, "ResultForm",
                        {"LEAF", "TUPLE", "NOTHING", "TREE", "IGNORED"});
   BindEnum<Inside>(m, "Inside", {"NEVER", "ASKED", "XLAS_THREADS", "EVERYWHERE"});
@@ -194,11 +181,6 @@ void InitSettings(nb::module_& m) {
                     .Field<&TeamSettings::mode>("mode")
                     .Field<&TeamSettings::size>("size")
                     .Field<&TeamSettings::leader>("leader"));
-  BindStruct(m, Keywords<BufferSettings>("BufferSettings")
-                    .Field<&BufferSettings::aliases>("aliases")
-                    .Field<&BufferSettings::debug>("debug")
-                    .Field<&BufferSettings::address>("address")
-                    .Field<&BufferSettings::status>("status"));
 }
 
 }  // namespace
@@ -206,7 +188,7 @@ void InitSettings(nb::module_& m) {
 void InitPlans(nb::module_& m) {
   InitSettings(m);
   g_plan_makers = {&PlanOfBlock, &PlanOfText};
-  BindStruct(
+  BindMade(
       m,
       Keywords<PlanFields>("Plan")
           .Object<&PlanFields::function, PyCallable_Check>("function")
@@ -215,7 +197,7 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::grid>("grid")
           .Field<&PlanFields::mask>("mask")
           .Field<&PlanFields::form>("form")
-          .Field<&PlanFields::lend>("lend")
+          .Field<&PlanFields::prototype>("kind")
           .Object<&PlanFields::runner, PyCallable_Check>("runner", kOrNone)
           .Object<&PlanFields::out_tree, PyCallable_Check>("out_tree", kOrNone)
           .Object<&PlanFields::hooks, IsAny>("hooks")
@@ -234,10 +216,7 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::inside>("inside")
           .Field<&PlanFields::keeps_mesh>("keeps_mesh")
           .Field<&PlanFields::literals>("literals")
-          .Field<&PlanFields::tap>("tap")
-          .Field<&PlanFields::buffers>("buffers", kOrNone)
           .Field<&PlanFields::counted>("counted")
-          .Field<&PlanFields::feed>("feed")
           .Field<&PlanFields::text>("text"),
       &MakePlan)
       .def("invoke", &InvokeEagerly, nb::arg("operands"))

@@ -14,6 +14,7 @@
 #include "invoke/taps.h"
 #include "plan/plan.h"
 #include "plan/throttle.h"
+#include "queue/feed_ring.h"
 #include "queue/tap_queue.h"
 
 namespace nb = nanobind;
@@ -93,9 +94,9 @@ std::vector<const void*> DataOf(nb::list arrays, const std::vector<size_t>& size
     throw nb::value_error("there are more or fewer arrays than expected");
   }
   std::vector<const void*> data;
-  for (nb::handle each : arrays) {
-    auto* array = reinterpret_cast<PyArrayObject*>(each.ptr());
-    if (!PyArray_Check(each.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+  for (nb::handle object : arrays) {
+    auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
+    if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
       throw nb::type_error("arrays must be row-major");
     }
     const size_t size = sizes[data.size() % sizes.size()];
@@ -108,18 +109,6 @@ std::vector<const void*> DataOf(nb::list arrays, const std::vector<size_t>& size
 }
 
 void InitTaps(nb::module_& m) {
-  BindEnum<WhenFull>(m, "WhenFull", {"BLOCK", "DROP_NEWEST", "DROP_OLDEST"});
-  BindStruct(m, Keywords<TapSettings>("TapSettings")
-                    .Field<&TapSettings::when_full>("when_full")
-                    .Field<&TapSettings::nested>("nested")
-                    .Field<&TapSettings::only>("only")
-                    .Field<&TapSettings::linked>("linked")
-                    .Field<&TapSettings::through>("through")
-                    .Field<&TapSettings::every_steps>("every_steps")
-                    .Field<&TapSettings::every_ns>("every_ns")
-                    .Field<&TapSettings::sample>("sample")
-                    .Field<&TapSettings::always>("always")
-                    .Field<&TapSettings::batch>("batch"));
   m.def("run_tap_worker", &RunTapWorker);
   m.def("on_tap_worker", [] { return t_delivers_taps; });
   // The functions that lock the queue release the GIL, so that Python goes on if
@@ -142,10 +131,10 @@ void InitTaps(nb::module_& m) {
   nb::class_<Throttle>(m, "Throttle")
       .def(
           "__init__",
-          [](Throttle* self, const TapSettings& tap) {  // one device, one run
+          [](Throttle* self, const TapKind& tap) {  // one device, one run
             new (self) Throttle(tap.every_steps, tap.every_ns, tap.sample, 1);
           },
-          nb::arg("settings"))
+          nb::arg("tap"))
       .def("lets", &Lets, nb::arg("counters"), nb::arg("always"), unlocked);
 }
 
@@ -174,9 +163,6 @@ void InitFeeds(nb::module_& m) {
           },
           nb::arg("lane"), nb::arg("seconds"), unlocked)
       .def("counts", &CountsOf);
-  BindStruct(m, Keywords<FeedSettings>("FeedSettings")
-                    .Field<&FeedSettings::ring>("ring")
-                    .Field<&FeedSettings::devices>("devices"));
 }
 
 }  // namespace hostcall

@@ -82,24 +82,26 @@ nb::dict CudaInterface(BufferObject& b, const ActiveCall& call) {
         "hostcall: __cuda_array_interface__ can't describe elements smaller than a "
         "byte" HOSTCALL_CODE("hc-buffer"));
   }
-  nb::dict made;
-  made["shape"] = ShapeOf(*b.leaf);
-  made["typestr"] = nb::handle(b.leaf->dtype.get()).attr("str");
+  nb::dict interface;
+  interface["shape"] = ShapeOf(*b.leaf);
+  interface["typestr"] = nb::handle(b.leaf->dtype.get()).attr("str");
   const char* data = b.leaf->count == 0 ? nullptr : b.data;
-  made["data"] = nb::make_tuple(reinterpret_cast<uintptr_t>(data), !b.writeable);
-  made["strides"] = nb::none();
-  made["version"] = 3;
+  interface["data"] =
+      nb::make_tuple(reinterpret_cast<uintptr_t>(data), !b.writeable);
+  interface["strides"] = nb::none();
+  interface["version"] = 3;
   b.interface_read.store(true, std::memory_order_relaxed);
   // Who reads a stream here waits for it (CuPy does), which ends a recording. There
   // it is None: the function works on the context's stream, and need not wait.
-  made["stream"] = nb::none();
+  interface["stream"] = nb::none();
   // The interface forbids 0; the legacy default stream is called 1.
   const auto stream = static_cast<CudaStream>(call.stream);
   const ScopedContext current(stream);
   if (!Driver().IsCaptured(stream)) {
-    made["stream"] = stream == nullptr ? 1 : reinterpret_cast<uintptr_t>(stream);
+    interface["stream"] =
+        stream == nullptr ? 1 : reinterpret_cast<uintptr_t>(stream);
   }
-  return made;
+  return interface;
 }
 
 /// A new view of the Buffer's one array. Each reader gets a view, and may change
@@ -109,23 +111,23 @@ nb::object ViewOf(BufferObject& b) {
   const Lease::Use use(b.lease);
   if (!OnHost(use)) throw nb::python_error();
   // By whoever comes first; a second one, destroyed without the lock.
-  Ref made, lost;
+  Ref array, surplus;
   {
     const std::lock_guard<AttachedMutex> lock(b.mutex);
-    made = Ref::Borrow(b.array);
+    array = Ref::Borrow(b.array);
   }
-  if (!made) {
-    made = LentArray(*b.leaf, b.data, b.writeable);
-    if (!made) throw nb::python_error();
+  if (!array) {
+    array = LentArray(*b.leaf, b.data, b.writeable);
+    if (!array) throw nb::python_error();
     const std::lock_guard<AttachedMutex> lock(b.mutex);
     if (b.array == nullptr) {
-      b.array = Ref::Borrow(made.get()).release();
+      b.array = Ref::Borrow(array.get()).release();
     } else {  // only views of the one array are counted
-      lost = std::exchange(made, Ref::Borrow(b.array));
+      surplus = std::exchange(array, Ref::Borrow(b.array));
     }
   }
-  auto* whole = reinterpret_cast<PyArrayObject*>(made.get());
-  nb::object view = nb::steal(PyArray_View(whole, nullptr, nullptr));
+  auto* numpy_array = reinterpret_cast<PyArrayObject*>(array.get());
+  nb::object view = nb::steal(PyArray_View(numpy_array, nullptr, nullptr));
   if (!view.is_valid()) throw nb::python_error();
   // Else it might be freed long after its last reference has gone, by this thread.
   Merge(view.ptr());
@@ -203,17 +205,18 @@ void InitBuffer(nb::module_& m) {
 void KeepBefore(BufferObject& b, const ActiveCall& call) {
   const int64_t bytes = b.leaf->row_bytes;
   if (b.writeable || call.on_gpu() || bytes > kWatchedBytes) return;
-  if (call.plan->buffers.Shares(b.leaf - call.plan->args.data())) return;
+  if (call.plan->kind->IsShared(b.leaf - call.plan->args.data())) return;
   const std::lock_guard<AttachedMutex> lock(b.mutex);
   if (b.before.empty()) b.before.assign(b.data, b.data + bytes);
 }
 
 bool WasChanged(BufferObject* b) {
   if (b->before.empty()) return false;
-  const bool same = std::memcmp(b->data, b->before.data(), b->before.size()) == 0;
-  if (!same) CopyBytes(b->data, b->before.data(), b->before.size());
+  const bool is_unchanged =
+      std::memcmp(b->data, b->before.data(), b->before.size()) == 0;
+  if (!is_unchanged) CopyBytes(b->data, b->before.data(), b->before.size());
   b->before.clear();
-  return !same;
+  return !is_unchanged;
 }
 
 bool IsLent(PyObject* self) {

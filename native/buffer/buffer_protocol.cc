@@ -84,7 +84,7 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
   const Lease::Use use(b->lease);
   if (!OnHost(use)) return -1;
   const Leaf& leaf = *b->leaf;
-  const auto asks = [flags](int wanted) { return (flags & wanted) == wanted; };
+  const auto asks = [flags](int flag) { return (flags & flag) == flag; };
   const char* format = asks(PyBUF_FORMAT) ? FormatOf(leaf.descr()) : nullptr;
   if (asks(PyBUF_FORMAT) && format == nullptr) {
     // NumPy then asks for __array__. A constant text, since NumPy comes here for

@@ -108,24 +108,24 @@ dlpack::dtype TypeOf(const Leaf& leaf, bool on_gpu) {
 std::unique_ptr<Export> MakeExport(BufferObject& b, const ActiveCall& call,
                                    dlpack::dtype type, bool copy) {
   const Leaf& leaf = *b.leaf;
-  auto made = std::make_unique<Export>();
+  auto tensor_export = std::make_unique<Export>();
   const size_t ndim = leaf.dims.size();
-  made->layout.resize(2 * ndim);
+  tensor_export->layout.resize(2 * ndim);
   int64_t step = 1;
   for (size_t i = ndim; i-- > 0;) {
-    made->layout[i] = leaf.dims[i];
-    made->layout[ndim + i] = step;
+    tensor_export->layout[i] = leaf.dims[i];
+    tensor_export->layout[ndim + i] = step;
     step *= leaf.dims[i];
   }
   void* data = b.data;
   if (copy) {
-    made->copy.assign(b.data, b.data + leaf.row_bytes);
-    data = made->copy.data();
+    tensor_export->copy.assign(b.data, b.data + leaf.row_bytes);
+    data = tensor_export->copy.data();
   } else {
     const std::lock_guard<AttachedMutex> lock(b.mutex);
     if (!b.tensors) b.tensors = std::make_shared<std::atomic<int64_t>>(0);
-    made->count = b.tensors;
-    made->count->fetch_add(1, std::memory_order_relaxed);
+    tensor_export->count = b.tensors;
+    tensor_export->count->fetch_add(1, std::memory_order_relaxed);
   }
   const dlpack::device device{call.on_gpu() ? kCuda : kCpu,
                               call.on_gpu() ? call.device_ordinal : 0};
@@ -133,23 +133,24 @@ std::unique_ptr<Export> MakeExport(BufferObject& b, const ActiveCall& call,
                                 device,
                                 static_cast<int32_t>(ndim),
                                 type,
-                                made->layout.data(),
-                                made->layout.data() + ndim,
+                                tensor_export->layout.data(),
+                                tensor_export->layout.data() + ndim,
                                 0};
   const auto destroy = [](auto* managed) {
     delete static_cast<Export*>(managed->context);
   };
-  made->managed = {tensor, made.get(), destroy};
+  tensor_export->managed = {tensor, tensor_export.get(), destroy};
   const uint32_t minor = type.code > 6 ? 1 : 0;  // 1.1 has the small floats
   const uint64_t flags = copy ? kCopied : b.writeable ? 0 : kReadOnly;
-  made->versioned = {1, minor, made.get(), destroy, flags, tensor};
-  return made;
+  tensor_export->versioned = {1,       minor, tensor_export.get(),
+                              destroy, flags, tensor};
+  return tensor_export;
 }
 
 /// A capsule that owns the tensor.
-nb::object Capsule(std::unique_ptr<Export> made, bool versioned) {
-  void* managed = &made->managed;
-  if (versioned) managed = &made->versioned;
+nb::object Capsule(std::unique_ptr<Export> tensor_export, bool versioned) {
+  void* managed = &tensor_export->managed;
+  if (versioned) managed = &tensor_export->versioned;
   nb::object capsule = nb::steal(PyCapsule_New(
       managed, versioned ? "dltensor_versioned" : "dltensor", [](PyObject* self) {
         // A consumer renames the capsule when it takes the tensor over; the deleter
@@ -161,7 +162,7 @@ nb::object Capsule(std::unique_ptr<Export> made, bool versioned) {
         delete static_cast<Export*>(PyCapsule_GetContext(self));
       }));
   if (!capsule.is_valid() ||
-      PyCapsule_SetContext(capsule.ptr(), made.release()) != 0) {
+      PyCapsule_SetContext(capsule.ptr(), tensor_export.release()) != 0) {
     throw nb::python_error();
   }
   return capsule;
@@ -200,28 +201,30 @@ nb::object ExportTensor(BufferObject& b, std::optional<int64_t> stream,
   const Lease::Use use(b.lease);
   if (!BufferObject::Check(use)) throw nb::python_error();
   const bool on_gpu = use->on_gpu();
-  const std::pair here(on_gpu ? kCuda : kCpu, on_gpu ? use->device_ordinal : 0);
-  if (device &&
-      (device->first != here.first || (on_gpu && device->second != here.second))) {
+  const std::pair own_device(on_gpu ? kCuda : kCpu,
+                             on_gpu ? use->device_ordinal : 0);
+  if (device && (device->first != own_device.first ||
+                 (on_gpu && device->second != own_device.second))) {
     PyErr_Format(
         PyExc_BufferError,
         "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
         "to (%d, %d): move the array that you create from it" HOSTCALL_CODE(
             "hc-buffer"),
-        here.first, here.second, device->first, device->second);
+        own_device.first, own_device.second, device->first, device->second);
     throw nb::python_error();
   }
   const bool copies = copy.value_or(false);
   if (copies && on_gpu) {
     throw nb::buffer_error(
-        "hostcall: GPU memory can't be copied here: copy the array that you create "
+        "hostcall: GPU memory can't be copied own_device: copy the array that you "
+        "create "
         "from it" HOSTCALL_CODE("hc-buffer"));
   }
   const dlpack::dtype type = TypeOf(*b.leaf, on_gpu);
   FinishWorkFor(stream, *use);
   // It may have released the GIL, and another thread may have ended the call.
-  const Lease::Use still(b.lease);
-  if (!BufferObject::Check(still)) throw nb::python_error();
+  const Lease::Use use_after(b.lease);
+  if (!BufferObject::Check(use_after)) throw nb::python_error();
   KeepBefore(b, *use);
   return Capsule(MakeExport(b, *use, type, copies), version && version->first >= 1);
 }

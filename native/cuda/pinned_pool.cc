@@ -116,14 +116,15 @@ PinnedBlock PinnedPool::Reuse(size_t capacity) {
 /// Moves the pending blocks with ended events to the idle ones. If an event can't
 /// be queried, its block stays pending: the device may still use it.
 void PinnedPool::Collect(Lock& lock) {
-  PinnedMemory *asked = std::exchange(pending_, nullptr), *ended = nullptr;
-  if (asked == nullptr) return;
-  // Without the lock the list `asked` is safe: only the holder of the turn
+  PinnedMemory* queried = std::exchange(pending_, nullptr);
+  PinnedMemory* ended = nullptr;
+  if (queried == nullptr) return;
+  // Without the lock the list `queried` is safe: only the holder of the turn
   // collects.
   lock.unlock();
   PinnedMemory* under_way = nullptr;
-  while (asked != nullptr) {
-    PinnedMemory* memory = Pop(asked);
+  while (queried != nullptr) {
+    PinnedMemory* memory = Pop(queried);
     const int code = Driver().cuEventQuery(memory->event);
     Push(code == kCudaSuccess ? ended : under_way, memory);
   }
@@ -171,22 +172,22 @@ void PinnedPool::Evict(Lock& lock, size_t most) {
 /// Allocates a block in the current context. Throws CudaError, without the lock.
 PinnedMemory* PinnedPool::Allocate(Lock& lock, size_t capacity) {
   idle_.try_emplace(capacity);  // here, since MakeIdle must not allocate
-  auto made = std::make_unique<PinnedMemory>();
-  made->capacity = capacity;
+  auto memory = std::make_unique<PinnedMemory>();
+  memory->capacity = capacity;
   for (;;) {
     lock.unlock();
     void* data = nullptr;
-    Driver().Check(Driver().cuCtxGetCurrent(&made->context), "cuCtxGetCurrent");
+    Driver().Check(Driver().cuCtxGetCurrent(&memory->context), "cuCtxGetCurrent");
     const int code =
         Driver().cuMemHostAlloc(&data, capacity, kCudaHostAllocPortable);
     lock.lock();
     if (code == kCudaSuccess) {
-      made->data = static_cast<char*>(data);
+      memory->data = static_cast<char*>(data);
       ++stats_.allocations;
       stats_.in_use_bytes += capacity;
       stats_.allocated_bytes += capacity;
       stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.allocated_bytes);
-      return made.release();
+      return memory.release();
     }
     // Without memory, the idle blocks go first; if there were any, it is worth a
     // retry.

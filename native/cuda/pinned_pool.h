@@ -141,7 +141,7 @@ class PinnedPool : NoCopy {
   Stats stats() const;
 
   /// The capacity of a block for `bytes`: a power of two up to kStep, above it a
-  /// multiple of kStep. Few capacities mean that blocks fit again.
+  /// multiple of kStep. SmallArray capacities mean that blocks fit again.
   static size_t CapacityFor(size_t bytes);
 
  private:

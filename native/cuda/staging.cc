@@ -197,21 +197,21 @@ void StageTap(PinnedPool& pool, TapStreams& streams, CudaStream stream,
 
 void CopyOnStream(CudaStream on, void* to, const void* from, size_t bytes,
                   std::optional<uintptr_t> made_on) {
-  const bool same = made_on && *made_on == reinterpret_cast<uintptr_t>(on);
+  const bool same_stream = made_on && *made_on == reinterpret_cast<uintptr_t>(on);
   ScopedContext current(on);
   if (!made_on || *made_on == 0) {  // any stream may still be writing the source
     Driver().Check(Driver().cuCtxSynchronize(), "cuCtxSynchronize");
-  } else if (!same) {
+  } else if (!same_stream) {
     // 1 and 2 stand for the default streams, and are valid handles for the driver:
     // CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
-    const auto theirs = reinterpret_cast<CudaStream>(*made_on);
-    Driver().Synchronize(theirs);
+    const auto source_stream = reinterpret_cast<CudaStream>(*made_on);
+    Driver().Synchronize(source_stream);
   }
   Driver().CopyOnDevice(on, to, from, bytes);
   // The source's owner orders its reuse on its own stream, not on this one, and may
   // free it as soon as this returns. On the same stream the reuse comes after the
   // copy anyway.
-  if (!same) Driver().Synchronize(on);
+  if (!same_stream) Driver().Synchronize(on);
 }
 
 }  // namespace hostcall

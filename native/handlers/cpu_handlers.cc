@@ -25,8 +25,8 @@ namespace hostcall {
 namespace {
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-  Work work(frame, false);
-  const RunHere here(&work.plan);
+  Work work(frame, &IsCall);
+  const RunHere noted(&work.plan);
   return MakeCall(work, work.operands.data(), work.results.data());
 }
 
@@ -45,10 +45,10 @@ XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame) {
 /// GIL, unless Ctrl-C ends a wait. The thread waits for Python only if the queue is
 /// full and `when_full="block"`.
 XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
-  Work work(frame, true);
+  Work work(frame, &Is<TapKind>);
   const Plan& plan = work.plan;
-  const RunHere here(&plan);
-  const TapSettings& tap = *plan.tap;
+  const RunHere noted(&plan);
+  const TapKind& tap = TapOf(plan);
   void** operands = work.operands.data();
   for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
     void* out = work.results[i];
@@ -62,7 +62,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame) {
   // Otherwise the mask comes second, so that only devices that tap count it.
   if (tap.only.empty() && IsMasked(plan, operands)) return nullptr;
   const int device = DeviceOrdinal(frame);
-  if (!IsWanted(plan, device) || IsMasked(plan, operands)) return nullptr;
+  if (!IsWanted(tap, device) || IsMasked(plan, operands)) return nullptr;
   // Mostly a throttle leaves the execution out, and one that looks at the clock
   // only does not need the number of the run, which takes XLA 10 ns.
   Throttle* throttle = work.state.throttle.get();

@@ -20,6 +20,7 @@
 #include "handlers/handlers.h"
 #include "handlers/plan_state.h"
 #include "handlers/run_call.h"
+#include "invoke/buffer_kind.h"
 #include "invoke/taps.h"
 #include "queue/tap_queue.h"
 
@@ -44,7 +45,7 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, CudaStream stream, const char* wh
     Drop(work.frame->api, FailWithTeam(work, why));
   }
   ScopedContext current(stream);
-  const std::vector<Span> results = Spans(work.results, work.plan.OutputSizes());
+  const std::vector<Span> results = Spans(work.results, work.plan.result_bytes);
   for (const Span& span : results) {
     if (span.bytes != 0) Driver().Fill(stream, span.device, 0, span.bytes);
   }
@@ -54,17 +55,19 @@ XLA_FFI_Error* TellThatNoneWasMade(Work& work, CudaStream stream, const char* wh
 }
 
 XLA_FFI_Error* CallOnHost(XLA_FFI_CallFrame* frame, CudaStream stream) {
-  Work work(frame, false, &g_cuda_plan_type);
+  Work work(frame, &IsCall, &g_cuda_plan_type);
   std::optional<StagedCall> staged;
   try {
-    const std::vector<Span> operands = Spans(work.operands, work.plan.InputSizes());
+    const std::vector<Span> operands =
+        Spans(work.operands, work.plan.operand_bytes);
     staged.emplace(Gpus::Get().for_calls, stream, operands,
-                   Spans(work.results, work.plan.OutputSizes()));
+                   Spans(work.results, work.plan.result_bytes));
     staged->Fetch();
     // Without operand bytes Fetch has waited for nothing. A call with an effect
     // must still not run before the device reaches it, so it waits here. Such a
     // call has a token, which is one more result.
-    const bool effect = static_cast<size_t>(frame->rets.size) > work.plan.outputs();
+    const bool effect =
+        static_cast<size_t>(frame->rets.size) > work.plan.result_bytes.size();
     const bool waited =
         std::any_of(operands.begin(), operands.end(),
                     [](const Span& span) { return span.bytes != 0; });
@@ -94,9 +97,8 @@ XLA_FFI_Error* Judge(XLA_FFI_CallFrame* frame, CudaStream stream) {
 }
 
 XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, CudaStream stream) {
-  Work work(frame, false, &g_cuda_plan_type);
   // Any other function would read the GPU's memory as the host's.
-  if (work.plan.lend != Lend::kBuffers) throw std::runtime_error(kBufferMismatch);
+  Work work(frame, &Is<BufferKind>, &g_cuda_plan_type);
   for (const auto* leaves : {&work.plan.args, &work.plan.results}) {
     for (const Leaf& leaf : *leaves) {
       if (leaf.bits == 0 || work.plan.grid.empty()) continue;
@@ -111,10 +113,10 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, CudaStream stream) {
 }
 
 XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
-  Work work(frame, true, &g_cuda_plan_type);
+  Work work(frame, &Is<TapKind>, &g_cuda_plan_type);
   const Plan& plan = work.plan;
-  const TapSettings& tap = *plan.tap;
-  const std::vector<Span> spans = Spans(work.operands, plan.InputSizes());
+  const TapKind& tap = TapOf(plan);
+  const std::vector<Span> spans = Spans(work.operands, plan.operand_bytes);
   ScopedContext current(stream);
   for (size_t i = 0; tap.through && i < plan.args.size(); ++i) {
     const Span& in = spans[i + (plan.masked ? 1 : 0)];
@@ -124,7 +126,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
   }
   if (tap.linked) Driver().Fill(stream, work.results[0], 0, sizeof(int32_t));
   const int device = DeviceOrdinal(frame);
-  if (!IsWanted(plan, device)) return nullptr;
+  if (!IsWanted(tap, device)) return nullptr;
   // Executions that `where` keeps back do not count for `every`, and those with the
   // flag `always` go through. Both are still on the device here, so a tap that has
   // one of them asks the throttle later, when its values are on the host.

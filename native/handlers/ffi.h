@@ -27,8 +27,8 @@
 
 #include "base/code.h"
 #include "base/engine.h"
-#include "base/few.h"
 #include "base/gil_release.h"
+#include "base/small_array.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace hostcall {
@@ -133,7 +133,7 @@ inline bool Drop(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
 /// Calls a function of XLA's interface, and returns its arguments with what it
 /// wrote there. Throws XlaError.
 template <typename Args>
-Args Ask(XLA_FFI_Error* (*function)(Args*), Args args) {
+Args Query(XLA_FFI_Error* (*function)(Args*), Args args) {
   if (XLA_FFI_Error* error = function(&args)) throw XlaError{error};
   return args;
 }
@@ -170,25 +170,25 @@ static_assert(sizeof(StageLessStateArgs) ==
 template <typename Args>
 void* AskState(const XLA_FFI_CallFrame* frame, XLA_FFI_Error* (*function)(Args*),
                XLA_FFI_TypeId* type, void* state) {
-  const auto ask = [&](auto args) {
-    auto* given = reinterpret_cast<Args*>(&args);
-    if (XLA_FFI_Error* error = function(given)) throw XlaError{error};
+  const auto call = [&](auto args) {
+    auto* declared = reinterpret_cast<Args*>(&args);
+    if (XLA_FFI_Error* error = function(declared)) throw XlaError{error};
     return args.state;
   };
   if (frame->api->api_version.minor_version < 3) {
-    return ask(StageLessStateArgs{sizeof(StageLessStateArgs), nullptr, frame->ctx,
-                                  type, state});
+    return call(StageLessStateArgs{sizeof(StageLessStateArgs), nullptr, frame->ctx,
+                                   type, state});
   }
-  return ask(StateArgs{sizeof(StateArgs), nullptr, frame->ctx,
-                       XLA_FFI_ExecutionStage_INSTANTIATE, type, state});
+  return call(StateArgs{sizeof(StateArgs), nullptr, frame->ctx,
+                        XLA_FFI_ExecutionStage_INSTANTIATE, type, state});
 }
 
 /// The ordinal of the device that the program runs on. Never -1, which the engine
 /// uses for eager calls. Throws.
 inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
   const int ordinal =
-      Ask(frame->api->XLA_FFI_DeviceOrdinal_Get,
-          {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, -1})
+      Query(frame->api->XLA_FFI_DeviceOrdinal_Get,
+            {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, -1})
           .device_ordinal;
   if (ordinal >= 0) return ordinal;
   throw std::runtime_error("hostcall: XLA did not report which device this is");
@@ -196,8 +196,8 @@ inline int DeviceOrdinal(const XLA_FFI_CallFrame* frame) {
 
 /// XLA's number of this execution of the program. Throws.
 inline int64_t RunId(const XLA_FFI_CallFrame* frame) {
-  return Ask(frame->api->XLA_FFI_RunId_Get,
-             {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, 0})
+  return Query(frame->api->XLA_FFI_RunId_Get,
+               {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame->ctx, 0})
       .run_id;
 }
 
@@ -261,9 +261,9 @@ bool Fit(const std::vector<size_t>& bytes, const List& list, void* const* items)
 class Pointers {
  public:
   template <typename List>
-  Pointers(const List& list, void* const* items, size_t wanted) : data_(wanted) {
-    const size_t first = static_cast<size_t>(list.size) - wanted;
-    for (size_t i = 0; i < wanted; ++i) {
+  Pointers(const List& list, void* const* items, size_t count) : data_(count) {
+    const size_t first = static_cast<size_t>(list.size) - count;
+    for (size_t i = 0; i < count; ++i) {
       data()[i] = static_cast<const XLA_FFI_Buffer*>(items[first + i])->data;
     }
   }
@@ -271,7 +271,7 @@ class Pointers {
   void* operator[](size_t i) { return data()[i]; }
 
  private:
-  Few<void*, 8> data_;
+  SmallArray<void*, 8> data_;
 };
 
 /// The operand and the result of a link, each one number. Throws.

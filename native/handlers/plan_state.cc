@@ -12,29 +12,26 @@ namespace hostcall {
 namespace {
 
 /// The state of a place with this plan.
-std::unique_ptr<PlanState> StateFor(Counted<Plan> plan) {
+std::unique_ptr<PlanState> StateFor(RefPtr<Plan> plan) {
   auto state = std::make_unique<PlanState>();
   if (plan->team) state->team = std::make_unique<Team>(*plan->team);
-  if (plan->tap) {
-    state->throttle = Throttle::For(plan->tap->every_steps, plan->tap->every_ns,
-                                    plan->tap->sample);
-  }
+  state->throttle = plan->kind->NewThrottle();
   state->plan = std::move(plan);
   return state;
 }
 
 /// Asks Python for a plan, on a thread that compiles, loads or runs a program.
-/// `ask` returns the plan or throws. Throws XlaError.
-template <typename Ask>
-Counted<Plan> AskPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
-                        Ask ask) {
+/// `make_plan` returns it or throws. Throws XlaError.
+template <typename MakePlan>
+RefPtr<Plan> PlanFromPython(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
+                            MakePlan make_plan) {
   Entry entry;
   if (!entry) throw XlaError{ClosedError(frame)};
   // If the thread holds the GIL, so does the guard; no lock of XLA's is known to be
   // held here.
   GilGuard gil;
   try {
-    return ask();
+    return make_plan();
   } catch (const std::exception& error) {
     throw XlaError{MakeError(frame->api, error.what(), code)};
   }
@@ -59,9 +56,9 @@ std::vector<BufferType> TypesOf(const XLA_FFI_CallFrame* frame) {
 
 /// Asks Python to read a text (PlanMakers::of_text); for a run, with the types of
 /// its buffers. Throws XlaError.
-Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
-                       bool on_cuda, bool runs) {
-  return AskPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, [&] {
+RefPtr<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text, bool on_cuda,
+                      bool runs) {
+  return PlanFromPython(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, [&] {
     std::vector<BufferType> buffers;
     if (runs) buffers = TypesOf(frame);
     return g_plan_makers.of_text(text, on_cuda, runs ? &buffers : nullptr);
@@ -74,8 +71,8 @@ Counted<Plan> ReadText(XLA_FFI_CallFrame* frame, std::string_view text,
 /// memory is safe whatever a file says: a program that JAX's own loaders read may
 /// name any plan of this process.
 void CheckFit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
-  if (Fit(plan.InputSizes(&Leaf::xlas_bytes), frame->args, frame->args.args) &&
-      Fit(plan.OutputSizes(&Leaf::xlas_bytes), frame->rets, frame->rets.rets)) {
+  if (Fit(plan.OperandBytes(&Leaf::xlas_bytes), frame->args, frame->args.args) &&
+      Fit(plan.ResultBytes(&Leaf::xlas_bytes), frame->rets, frame->rets.rets)) {
     return;
   }
   std::optional<int> unknown = UnknownType(frame->args, frame->args.args);
@@ -100,25 +97,28 @@ void CheckFit(const Plan& plan, const XLA_FFI_CallFrame* frame) {
 const PlanState& Made(const PlanState& late, XLA_FFI_CallFrame* frame) {
   const PlanState* state = late.made.load(std::memory_order_acquire);
   if (state != nullptr) return *state;
-  Counted<Plan> plan = ReadText(frame, late.text, late.on_cuda, true);
+  RefPtr<Plan> plan = ReadText(frame, late.text, late.on_cuda, true);
   CheckFit(*plan, frame);
-  std::unique_ptr<PlanState> mine = StateFor(std::move(plan));
+  std::unique_ptr<PlanState> own_state = StateFor(std::move(plan));
   // On failure `state` becomes the one that another thread has published, so that
   // acquires; success reads only null, and releases.
-  if (late.made.compare_exchange_strong(state, mine.get(),
+  if (late.made.compare_exchange_strong(state, own_state.get(),
                                         std::memory_order_release,
                                         std::memory_order_acquire)) {
-    state = mine.release();
+    state = own_state.release();
   }
   return *state;
 }
 
-/// FindState, for a handler that passes the frame's buffers to the plan.
-const PlanState& FittingState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
+/// FindState, for a handler that passes the frame's buffers to a plan of the kinds
+/// that `accepts` takes.
+const PlanState& FittingState(XLA_FFI_CallFrame* frame,
+                              bool (*accepts)(const Kind&), XLA_FFI_TypeId* type) {
   const PlanState& state = FindState(frame, type);
   // Relaxed: nothing is read by it, and a place that is checked twice is right too.
   if (!state.fits.load(std::memory_order_relaxed)) {
     CheckFit(*state.plan, frame);
+    if (!accepts(*state.plan->kind)) throw std::runtime_error(kBufferMismatch);
     state.fits.store(true, std::memory_order_relaxed);
   }
   return state;
@@ -129,7 +129,7 @@ const PlanState& FittingState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   CheckInterface(frame);
   const uint64_t count = Attribute(frame, "count");
-  Counted<Plan> plan =
+  RefPtr<Plan> plan =
       Slots(count >= kAcross).Find(Attribute(frame, "key"), count % kAcross);
   std::unique_ptr<PlanState> state;
   if (const XLA_FFI_ByteSpan* span = TextAttribute(frame, "text")) {
@@ -153,7 +153,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
   }
   const XLA_FFI_ByteSpan* block = TextAttribute(frame, "block");
   if (block != nullptr && plan) {
-    plan = AskPython(frame, XLA_FFI_Error_Code_INTERNAL, [&] {
+    plan = PlanFromPython(frame, XLA_FFI_Error_Code_INTERNAL, [&] {
       return g_plan_makers.of_block(*plan, {block->ptr, block->len});
     });
   }
@@ -187,18 +187,17 @@ const XLA_FFI_TypeInfo* PlanTypeInfo() {
 }
 
 const PlanState& FindState(XLA_FFI_CallFrame* frame, XLA_FFI_TypeId* type) {
-  const void* found = AskState(frame, frame->api->XLA_FFI_State_Get, type, nullptr);
-  const auto& state = *static_cast<const PlanState*>(found);
+  const void* pointer =
+      AskState(frame, frame->api->XLA_FFI_State_Get, type, nullptr);
+  const auto& state = *static_cast<const PlanState*>(pointer);
   return state.plan ? state : Made(state, frame);
 }
 
-Work::Work(XLA_FFI_CallFrame* f, bool taps, XLA_FFI_TypeId* type)
+Work::Work(XLA_FFI_CallFrame* f, bool (*accepts)(const Kind&), XLA_FFI_TypeId* type)
     : frame(f),
-      state(FittingState(f, type)),
+      state(FittingState(f, accepts, type)),
       plan(*state.plan),
-      operands(f->args, f->args.args, plan.inputs()),
-      results(f->rets, f->rets.rets, plan.outputs()) {
-  if (taps != plan.tap.has_value()) throw std::runtime_error(kBufferMismatch);
-}
+      operands(f->args, f->args.args, plan.operand_bytes.size()),
+      results(f->rets, f->rets.rets, plan.result_bytes.size()) {}
 
 }  // namespace hostcall

@@ -46,13 +46,13 @@ using BufferType = std::vector<int64_t>;
 struct PlanMakers {
   /// The plan of a device's block of a call: from the plan of the whole call, and a
   /// text that says which block it is (_primitives/blocks.py).
-  Counted<Plan> (*of_block)(const Plan& whole, std::string_view block);
+  RefPtr<Plan> (*of_block)(const Plan& whole, std::string_view block);
   /// Reads the text that describes a call of registered host code
   /// (_export/texts.py). Without `buffers`, when the program is loaded, it
   /// only checks the text, and returns null. With them, the operands and results of
   /// a run, it makes the plan, if they are what the text says.
-  Counted<Plan> (*of_text)(std::string_view text, bool on_cuda,
-                           const std::vector<BufferType>* buffers);
+  RefPtr<Plan> (*of_text)(std::string_view text, bool on_cuda,
+                          const std::vector<BufferType>* buffers);
 };
 extern PlanMakers g_plan_makers;
 
@@ -66,7 +66,7 @@ extern PlanMakers g_plan_makers;
 /// lock; the first to publish its state wins, and the others drop theirs.
 struct PlanState : NoCopy {
   ~PlanState();
-  Counted<Plan> plan;                  ///< null: `made` has it
+  RefPtr<Plan> plan;                   ///< null: `made` has it
   std::unique_ptr<Team> team;          ///< null: each device calls alone
   std::shared_ptr<Throttle> throttle;  ///< null: every tap goes through
   // Both are used only without a plan.
@@ -76,8 +76,9 @@ struct PlanState : NoCopy {
   /// Published with release and read with acquire: whoever finds the state sees all
   /// of it.
   mutable std::atomic<const PlanState*> made{nullptr};
-  /// Whether XLA's buffers were compared with the plan. Once is enough: the sizes
-  /// of a place's buffers are part of the compiled program.
+  /// Whether the plan's kind and XLA's buffers were found to be right. Once is
+  /// enough: a place has one handler, and the sizes of its buffers are part of the
+  /// compiled program.
   mutable std::atomic<bool> fits{false};
 };
 
@@ -96,9 +97,10 @@ const PlanState& FindState(XLA_FFI_CallFrame* frame,
 /// What a handler starts from that passes XLA's buffers to a plan. Lives on its
 /// stack.
 struct Work {
-  /// `taps` says whether the plan shall be a tap's. Throws if it is not,
-  /// or XLA's buffers have other sizes than the plan's.
-  Work(XLA_FFI_CallFrame* frame, bool taps, XLA_FFI_TypeId* type = &g_plan_type);
+  /// Throws if `accepts` refuses the plan's kind, or XLA's buffers have other sizes
+  /// than the plan's.
+  Work(XLA_FFI_CallFrame* frame, bool (*accepts)(const Kind&),
+       XLA_FFI_TypeId* type = &g_plan_type);
 
   XLA_FFI_CallFrame* const frame;
   const PlanState& state;

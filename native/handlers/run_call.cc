@@ -11,20 +11,15 @@
 #include "base/flight.h"
 #include "base/report.h"
 #include "base/signals.h"
-#include "buffer/buffer_call.h"
 #include "handlers/ffi.h"
 #include "handlers/host_callback.h"
 #include "invoke/invoke.h"
 #include "invoke/profile.h"
-#include "plan/feed_take.h"
+#include "invoke/taps.h"
+#include "plan/kind.h"
 
 namespace hostcall {
 namespace {
-
-/// How long a device waits for an item before it enters Python, where the wait is
-/// seen by hc.monitor.status(), and ends by Ctrl-C and by timeout=. A wait within
-/// this time costs no Python.
-constexpr int64_t kPatienceNs = 10'000'000;
 
 /// One device's call, or its part of a call that several devices make.
 class DeviceCall final : public Team::Member {
@@ -34,13 +29,13 @@ class DeviceCall final : public Team::Member {
   DeviceCall(const Work& work, void* const* operands, void* const* results,
              void* stream, Team::Error fault = "")
       : Member(DeviceOrdinal(work.frame)),
-        run(RunId(work.frame)),
-        frame_(work.frame),
+        execution_{work.plan, device(), RunId(work.frame),
+                   operands,  results,  stream},
         plan_(work.plan),
-        operands_(operands),
-        results_(results),
-        stream_(stream),
+        frame_(work.frame),
         fault_(std::move(fault)) {}
+
+  int64_t run() const { return execution_.run; }
 
   /// Makes the call, unless `where` keeps all rows back. Returns the text of the
   /// error, empty for success. Throws nothing, since other devices may wait for
@@ -48,9 +43,9 @@ class DeviceCall final : public Team::Member {
   Team::Error Call() override;
   void CopyFrom(const Member& leader) override {
     if (!fault_.empty()) return;
-    void* const* from = static_cast<const DeviceCall&>(leader).results_;
+    void* const* from = static_cast<const DeviceCall&>(leader).execution_.results;
     for (size_t i = 0; i < plan_.results.size(); ++i) {
-      CopyBytes(results_[i], from[i], plan_.results[i].buffer_bytes());
+      CopyBytes(execution_.results[i], from[i], plan_.results[i].buffer_bytes());
     }
   }
   void FailsAlone(const Team::Error& error) override {
@@ -60,53 +55,44 @@ class DeviceCall final : public Team::Member {
     WarnOfLoneFailure(plan_, device(), error);
   }
 
-  const int64_t run;  ///< XLA's number of the execution
-
  private:
-  std::string Run(int64_t execution);
+  std::string Run(int64_t executions_before);
   template <typename Once>
   void MakeInside(const Once& once);
 
+  const Execution execution_;
+  const Plan& plan_;  ///< the execution's
   const XLA_FFI_CallFrame* const frame_;
-  const Plan& plan_;
-  void* const* const operands_;
-  void* const* const results_;
-  void* const stream_;  ///< XLA's if both are on a GPU, else null
-  const Team::Error fault_;
+  const Team::Error fault_;  ///< empty: the device can make its call
 };
 
 Team::Error DeviceCall::Call() {
   if (!fault_.empty()) return fault_;
-  int64_t execution = -1;
-  if (Masked(plan_, device(), run, operands_, results_, &execution)) return "";
+  int64_t executions_before = -1;
+  if (Masked(execution_, &executions_before)) return "";
   Entry entry;
   if (!entry) return ClosedText();
   try {
-    return Run(execution);
+    return Run(executions_before);
   } catch (const std::exception& error) {
     return TextOf(error);
   }
   HOSTCALL_CATCH_THE_REST { return TextOfTheRest(); }
 }
 
-/// Attaches to Python and runs all rows; native code runs without Python, unless it
-/// fails. Returns the text of the error, empty for success. The caller has entered
-/// the engine, and does not hold the GIL.
-std::string DeviceCall::Run(int64_t execution) {
-  NativeStatus native;
-  if (plan_.buffers.address != 0 && !plan_.called_by_other_process) {
-    native = RunNative(plan_, operands_, results_, stream_);
-    if (native.ok()) return "";
-  }
-  std::unique_ptr<FeedTake> take;  // no optional: each call would zero all of it
-  if (plan_.feed) {
-    if (TakeNow(plan_, device(), results_)) return "";
-    take = std::make_unique<FeedTake>(plan_, device(), operands_, results_);
-    if (take->Go(0)) return "";
+/// Makes the execution: the kind's native part, and what is left with Python.
+/// Returns the text of the error, empty for success. The caller has entered the
+/// engine, and does not hold the GIL.
+std::string DeviceCall::Run(int64_t executions_before) {
+  const Kind& kind = *plan_.kind;
+  std::unique_ptr<Progress> progress;
+  if (kind.has_native_part && !plan_.called_by_other_process &&
+      kind.RunNative(execution_, &progress)) {
+    return "";
   }
   const int64_t start = Ticks();
-  Flight flight(plan_.NewEvent(EventKind::kCall, device(), run, start));
-  if (take && take->Go(kPatienceNs)) {
+  Flight flight(plan_.NewEvent(kind.event(), device(), run(), start));
+  if (progress && progress->Wait()) {
     flight.Ended(Ticks(), true);
     return "";
   }
@@ -121,20 +107,13 @@ std::string DeviceCall::Run(int64_t execution) {
   Signals::Keep(attached);  // the thread that dispatched may wait for this call
   std::string text;
   MakeInside([&](bool scouts) {
-    ActiveCall active(plan_, device(), run, start);
+    ActiveCall active(execution_, start);
     active.counted = true;
-    active.stream = stream_;
-    active.execution = execution;
-    active.feed = take.get();
+    active.executions_before = executions_before;
     active.scouts = scouts;
     active.inside = InsideHostCallback();
     const CallScope scope(active);
-    bool ok = false;
-    if (!native.ok()) {
-      RaiseStatus(plan_, native);
-    } else {
-      ok = Invoke(plan_, active, operands_, results_);
-    }
+    const bool ok = Invoke(execution_, active, progress.get());
     if (active.asked) {
       PyErr_Clear();  // what ended this attempt, which is made again
     } else if (!ok) {
@@ -189,27 +168,31 @@ XLA_FFI_Error* Ended(const Work& work, int64_t run, const std::string& error,
   return nullptr;
 }
 
-/// The text with which a program fails here. `said` is the text of this process's
-/// own error (`is_ours`), or what another process said. The GIL is held.
-std::string TextOfVerdict(const Plan& plan, const std::string& said, bool is_ours) {
+/// The text with which a program fails here. `message` is the text of this
+/// process's own error (`is_ours`), or what another process said. The GIL is held.
+std::string TextOfVerdict(const Plan& plan, const std::string& message,
+                          bool is_ours) {
   Ref text = Ref::Steal(PyUnicode_DecodeUTF8(
-      said.data(), static_cast<Py_ssize_t>(said.size()), "ignore"));
-  Ref error = Ask(plan.hooks, "on_verdict", text, is_ours ? Py_True : Py_False);
-  const char* utf8 = error ? PyUnicode_AsUTF8(error.get()) : nullptr;
+      message.data(), static_cast<Py_ssize_t>(message.size()), "ignore"));
+  Ref verdict =
+      CallMethod(plan.hooks, "on_verdict", text, is_ours ? Py_True : Py_False);
+  const char* utf8 = verdict ? PyUnicode_AsUTF8(verdict.get()) : nullptr;
   if (utf8 != nullptr) return utf8;
   PyErr_WriteUnraisable(plan.hooks.get());  // the caller can't raise
-  return said;
+  return message;
 }
 
 }  // namespace
 
+bool IsCall(const Kind& kind) { return !Is<TapKind>(kind); }
+
 const XLA_FFI_Buffer* OutcomeIn(const XLA_FFI_CallFrame* frame, const Plan& plan) {
-  const auto wanted = static_cast<int64_t>(plan.outputs());
+  const auto results = static_cast<int64_t>(plan.result_bytes.size());
   const int64_t size = frame->args.size;
-  if (plan.returns_outcome && (size == wanted || size == wanted + 1)) {
-    const auto* told =
-        static_cast<const XLA_FFI_Buffer*>(frame->args.args[size - wanted]);
-    if (BytesOf(*told) == kOutcomeBytes) return told;
+  if (plan.returns_outcome && (size == results || size == results + 1)) {
+    const auto* outcome =
+        static_cast<const XLA_FFI_Buffer*>(frame->args.args[size - results]);
+    if (BytesOf(*outcome) == kOutcomeBytes) return outcome;
   }
   throw std::runtime_error(kBufferMismatch);
 }
@@ -235,7 +218,7 @@ XLA_FFI_Error* ErrorOfOutcome(XLA_FFI_CallFrame* frame, const Plan& plan,
 
 XLA_FFI_Error* FailWithTeam(const Work& work, const std::string& text) {
   DeviceCall call(work, nullptr, nullptr, nullptr, text);
-  work.state.team->Meet(call.run, call);
+  work.state.team->Meet(call.run(), call);
   return MakeError(work.frame->api, text);
 }
 
@@ -250,17 +233,17 @@ XLA_FFI_Error* MakeCall(const Work& work, void* const* operands,
     return Ended(work, -1, "", results);
   }
   DeviceCall call(work, operands, results, stream);
-  if (!together) return Ended(work, call.run, call.Call(), results);
+  if (!together) return Ended(work, call.run(), call.Call(), results);
   // Recorded for each device: a device that does not come is what the others wait
   // for. Masked executions, which are many and short, are not.
   std::optional<Flight> flight;
   if (!plan.KeepsBack(operands)) {
     flight.emplace(
-        plan.NewEvent(EventKind::kTeam, call.device(), call.run, Ticks()));
+        plan.NewEvent(EventKind::kTeam, call.device(), call.run(), Ticks()));
   }
-  const std::string text = work.state.team->Meet(call.run, call);
+  const std::string text = work.state.team->Meet(call.run(), call);
   if (flight) flight->Ended(Ticks(), text.empty());
-  return Ended(work, call.run, text, results);
+  return Ended(work, call.run(), text, results);
 }
 
 }  // namespace hostcall

@@ -8,6 +8,9 @@
 
 namespace hostcall {
 
+/// The kinds whose executions MakeCall makes: all but taps, which are only queued.
+bool IsCall(const Kind& kind);
+
 /// Makes the call of a place. Returns the error for XLA, or null. `operands` and
 /// `results` are the work's, or copies on the host. If `stream` is not null, they
 /// are in a GPU's memory, and it is XLA's stream. The caller does not hold the GIL.

@@ -35,7 +35,7 @@ inline bool IsProfiled(int64_t now_ticks) {
 class Annotation : NoCopy {
  public:
   ~Annotation() {
-    if (shown_ && !Ask(shown_, "end")) PyErr_Clear();
+    if (shown_ && !CallMethod(shown_, "end")) PyErr_Clear();
   }
 
   /// `hooks` are the plan's; `tap` is the number of the delivered tap, or -1;

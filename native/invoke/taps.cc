@@ -10,12 +10,16 @@
 
 #include "base/bytes.h"
 #include "base/clock.h"
-#include "base/few.h"
 #include "base/flight.h"
 #include "base/guards.h"
+#include "base/small_array.h"
+#include "invoke/call_kind.h"
 #include "invoke/invoke.h"
 #include "invoke/profile.h"
+#include "invoke/run_rows.h"
+#include "plan/arrays.h"
 #include "plan/call_scope.h"
+#include "plan/packing.h"
 #include "queue/tap_queue.h"
 
 namespace hostcall {
@@ -35,13 +39,66 @@ constexpr int64_t kSlowNs = 50'000;
 
 /// Runs the function on one event; false with a Python error set.
 bool InvokeOne(const Plan& plan, ActiveCall& call, TapEvent& event) {
-  const size_t n = plan.layout.offsets.size();
-  Few<const void*, 8> operands(n);
-  for (size_t i = 0; i < n; ++i) {
-    operands.data()[i] = event.payload() + plan.layout.offsets[i];
+  const std::vector<size_t>& offsets = TapOf(plan).layout.offsets;
+  SmallArray<const void*, 8> operands(offsets.size());
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    operands.data()[i] = event.payload() + offsets[i];
   }
   // The plan has no result leaves: nobody takes a tap's return value.
-  return Invoke(plan, call, operands.data(), nullptr);
+  return Invoke({plan, event.device, event.run, operands.data(), nullptr}, call,
+                nullptr);
+}
+
+/// Copies one leaf of the events, which begins at `offset` of their payloads, into
+/// an array with an axis for the events in front.
+void CopyRun(const Leaf& leaf, size_t offset, TapEvent& first, size_t count,
+             char* to) {
+  TapEvent* event = &first;
+  const auto copy_all = [&](auto copy) {
+    for (size_t i = 0; i < count; ++i, event = event->next) {
+      copy(to, event->payload() + offset);
+      to += leaf.row_bytes;
+    }
+  };
+  if (leaf.bits != 0) {
+    copy_all([&leaf](char* row, const char* packed) {
+      UnpackBits(packed, row, leaf.count, leaf.bits, leaf.is_signed);
+    });
+  } else if (leaf.row_bytes == 4) {  // a copy of a known size is one instruction
+    copy_all([](char* row, const char* value) { std::memcpy(row, value, 4); });
+  } else if (leaf.row_bytes == 8) {
+    copy_all([](char* row, const char* value) { std::memcpy(row, value, 8); });
+  } else {
+    const auto bytes = static_cast<size_t>(leaf.row_bytes);
+    copy_all(
+        [bytes](char* row, const char* value) { CopyBytes(row, value, bytes); });
+  }
+}
+
+/// Runs the function on `count` events together. The events follow each other from
+/// `first` on, and belong to this plan, whose taps have no rows and no masks of
+/// several bools. False with a Python error set.
+bool InvokeRun(const Plan& plan, TapEvent& first, size_t count) {
+  const size_t n = plan.args.size(), masks = plan.masked ? 1 : 0;
+  const auto rows = static_cast<int64_t>(count);
+  const Layout& layout = TapOf(plan).layout;
+  RowArrays run(n);
+  for (size_t i = 0; i < n; ++i) {
+    const Leaf& leaf = plan.args[i];
+    Ref array = ArrayOfRows(leaf, {rows});
+    if (!array) return false;
+    {
+      // Nobody else has a reference to the array, and the events are the worker's.
+      GilRelease release(leaf.row_bytes * rows >= kReleaseBytes);
+      CopyRun(leaf, layout.offsets[masks + i], first, count,
+              PyArray_BYTES(reinterpret_cast<PyArrayObject*>(array.get())));
+    }
+    run.args()[i] = Converted(leaf, std::move(array)).release();
+    if (run.args()[i] == nullptr) return false;
+  }
+  plan.counters->mine().calls.Add(rows);
+  plan.counters->mine().bytes_in.Add(rows * plan.bytes_in);
+  return static_cast<bool>(run.Pass(plan.function, n));
 }
 
 /// Runs the function on an event, or on a run of `count` events from this one on; 0
@@ -50,16 +107,17 @@ bool InvokeOne(const Plan& plan, ActiveCall& call, TapEvent& event) {
 int64_t Deliver(TapEvent& event, size_t count) {
   const auto& plan = static_cast<const Plan&>(*event.owner);
   const int64_t start = Ticks();
-  Event made = plan.NewEvent(EventKind::kDelivery, event.device, event.run, start);
-  made.state = EventState::kRunning;  // the worker holds the GIL already
-  made.number = event.sequence;
-  made.bytes *= static_cast<int64_t>(std::max<size_t>(count, 1));
-  Flight flight(made);
+  Event delivery =
+      plan.NewEvent(EventKind::kDelivery, event.device, event.run, start);
+  delivery.state = EventState::kRunning;  // the worker holds the GIL already
+  delivery.number = event.sequence;
+  delivery.bytes *= static_cast<int64_t>(std::max<size_t>(count, 1));
+  Flight flight(delivery);
   Annotation annotation;
   if (IsProfiled(start)) annotation.Begin(plan.hooks, event.sequence, 0);
   bool ok;
   {
-    ActiveCall active(plan, event.device, -1, start);
+    ActiveCall active({plan, event.device, -1, nullptr, nullptr}, start);
     active.tap = &event;
     active.taps = count;
     const CallScope scope(active);
@@ -83,16 +141,17 @@ int64_t Deliver(TapEvent& event, size_t count) {
 /// Copies the operands into the queue; false if the tap was dropped.
 bool Push(const Plan& plan, int device, int64_t run, const void* const* operands,
           bool at_once) {
-  const Layout& layout = plan.layout;
+  const TapKind& tap = TapOf(plan);
+  const Layout& layout = tap.layout;
   // A tap from inside a delivery would wait for space that only its own thread can
   // make; a nested one, for a worker that may wait for the program that taps.
-  const bool never_waits = at_once || plan.tap->nested || t_delivers_taps;
+  const bool never_waits = at_once || tap.nested || t_delivers_taps;
   const int64_t start = Ticks();
   Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
   // The const_cast is for the reference count: the queue retains the plan until the
   // worker has delivered the event.
   const Pushed pushed = TapQueue::Get().Push(
-      device, run, const_cast<Plan&>(plan), layout.bytes, plan.tap->when_full,
+      device, run, const_cast<Plan&>(plan), layout.bytes, tap.when_full,
       never_waits, [&](char* to) {
         // Only copies, since this may run under a lock of the queue.
         size_t i = 0;
@@ -116,8 +175,21 @@ bool Push(const Plan& plan, int device, int64_t run, const void* const* operands
 
 }  // namespace
 
-bool IsWanted(const Plan& plan, int device) {
-  const std::vector<int>& only = plan.tap->only;
+std::unique_ptr<const Kind> TapKind::For(const Plan& plan) const {
+  auto kind = std::make_unique<TapKind>(*this);
+  kind->layout = Layout(plan.MaskAndArgumentBytes());  // the flag is not queued
+  return kind;
+}
+
+bool TapKind::Run(const Execution& execution, ActiveCall& call, Progress*) const {
+  const auto run_row = [&](char* const* args, char* const* targets) {
+    return RunCopied(execution.plan, args, targets);
+  };
+  return RunRows(execution, call, FailedRow::kIsReported, run_row);
+}
+
+bool IsWanted(const TapKind& tap, int device) {
+  const std::vector<int>& only = tap.only;
   return only.empty() || std::find(only.begin(), only.end(), device) != only.end();
 }
 
@@ -133,7 +205,7 @@ bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run,
                const void* const* operands) {
   // The throttle is asked first, so that it counts the execution in any case.
   if (throttle == nullptr || throttle->Lets(device, run)) return false;
-  if (plan.tap->always && *static_cast<const bool*>(operands[plan.operands()])) {
+  if (TapOf(plan).always && *static_cast<const bool*>(operands[plan.operands()])) {
     return false;
   }
   plan.counts->skipped.fetch_add(1, std::memory_order_relaxed);
@@ -142,10 +214,11 @@ bool IsSkipped(const Plan& plan, Throttle* throttle, int device, int64_t run,
 
 void AwaitSpace(const Plan& plan, int device, int64_t run) {
   TapQueue& queue = TapQueue::Get();
-  if (queue.HasSpace(plan.layout.bytes)) return;
+  const size_t bytes = TapOf(plan).layout.bytes;
+  if (queue.HasSpace(bytes)) return;
   const int64_t start = Ticks();
   Flight flight(plan.NewEvent(EventKind::kTap, device, run, start));
-  queue.AwaitSpace(plan.layout.bytes);
+  queue.AwaitSpace(bytes);
   const int64_t end = Ticks();
   flight.Ended(end, true);
   plan.counts->waited.fetch_add(end - start, std::memory_order_relaxed);
@@ -158,13 +231,13 @@ void RunTapWorker() {
   };
   const Delivers mark;
   TapQueue& queue = TapQueue::Get();
-  size_t want = 1;
+  size_t batch_size = 1;
   for (;;) {
     TapBatch batch;
     {
       // Python code has to go on while the worker waits for events.
       GilRelease unlocked(true);
-      batch = queue.Wait(want);
+      batch = queue.Wait(batch_size);
     }
     if (!batch) break;
     bool slow = false, runs = false;
@@ -177,8 +250,8 @@ void RunTapWorker() {
         const auto discarded = [&queue](const TapEvent& e) {
           return queue.IsDiscarded(e);
         };
-        const auto most =
-            static_cast<size_t>(static_cast<const Plan&>(*event->owner).tap->batch);
+        const auto most = static_cast<size_t>(
+            TapOf(static_cast<const Plan&>(*event->owner)).batch);
         TapRun run{event, 1};
         if (discarded(*event)) {
           queue.CountDiscarded(*event);
@@ -200,16 +273,16 @@ void RunTapWorker() {
       batch.first = event;
       slow = of_single > single * kSlowNs;
       if (batch && !slow) {
-        GilRelease others(true);
+        GilRelease unlocked(true);
         // A thread that waits for the GIL needs some time to wake up. Without the
         // pause, the worker would have taken the GIL again by then.
         std::this_thread::sleep_for(std::chrono::microseconds(1));
       }
     }
     if (batch) queue.GiveBack(batch);
-    want = slow   ? 1
-           : runs ? TapQueue::kMostAtOnce
-                  : std::min(want * 2, TapQueue::kMostAtOnce);
+    batch_size = slow   ? 1
+                 : runs ? TapQueue::kMostAtOnce
+                        : std::min(batch_size * 2, TapQueue::kMostAtOnce);
     Graveyard::Get().Bury();  // Finish may have released the last use of a plan
   }
 }

@@ -89,11 +89,12 @@ Ref OwnedArray(const Leaf& leaf, const char* data, Ref spare) {
 
 bool AllReturned(const Plan& plan,
                  const std::function<bool(size_t leaf)>& is_held) {
-  const size_t outs = plan.results.size();
-  const size_t all = outs + plan.args.size();
+  const size_t result_count = plan.results.size();
+  const size_t leaf_count = result_count + plan.args.size();
   const auto any_is_held = [&] {
     bool any = false;
-    for (size_t leaf = 0; leaf < all; ++leaf) any |= is_held(leaf);  // ask for each
+    for (size_t leaf = 0; leaf < leaf_count; ++leaf)
+      any |= is_held(leaf);  // ask for each
     return any;
   };
   if (!any_is_held()) return true;
@@ -108,22 +109,23 @@ bool AllReturned(const Plan& plan,
   bool goes_on = true;
   for (long step = 0; ok && goes_on; ++step) {
     const Ref number = Ref::Steal(PyLong_FromLong(step));
-    const Ref answer = Ask(plan.hooks, "on_view_left", number, error);
+    const Ref answer = CallMethod(plan.hooks, "on_view_left", number, error);
     ok = static_cast<bool>(answer);
     goes_on = answer.get() == Py_True && any_is_held();
   }
-  Ref held = Ref::Steal(PyList_New(0));
-  ok = ok && held;
-  for (size_t leaf = 0; ok && leaf < all; ++leaf) {
+  Ref held_leaves = Ref::Steal(PyList_New(0));
+  ok = ok && held_leaves;
+  for (size_t leaf = 0; ok && leaf < leaf_count; ++leaf) {
     if (!is_held(leaf)) continue;
-    const bool out = leaf < outs;
-    Ref item = Ref::Steal(
-        Py_BuildValue("(nO)", static_cast<Py_ssize_t>(out ? leaf : leaf - outs),
-                      out ? Py_True : Py_False));
-    ok = item && PyList_Append(held.get(), item.get()) == 0;
+    const bool out = leaf < result_count;
+    Ref item = Ref::Steal(Py_BuildValue(
+        "(nO)", static_cast<Py_ssize_t>(out ? leaf : leaf - result_count),
+        out ? Py_True : Py_False));
+    ok = item && PyList_Append(held_leaves.get(), item.get()) == 0;
   }
-  if (ok && PyList_GET_SIZE(held.get()) != 0) {
-    ok = static_cast<bool>(Ask(plan.hooks, "on_escape", held, error));  // it raises
+  if (ok && PyList_GET_SIZE(held_leaves.get()) != 0) {
+    ok = static_cast<bool>(
+        CallMethod(plan.hooks, "on_escape", held_leaves, error));  // it raises
   }
   if (ok) {
     PyErr_Restore(type, value, trace);

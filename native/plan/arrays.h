@@ -95,7 +95,7 @@ bool AllReturned(const Plan& plan, const std::function<bool(size_t leaf)>& is_he
 
 /// Sets the Python error for a result that was not written: `on_unwritten` raises.
 inline void RaiseUnwritten(const Plan& plan, size_t number) {
-  Ask(plan.hooks, "on_unwritten", Ref::Steal(PyLong_FromSize_t(number)));
+  CallMethod(plan.hooks, "on_unwritten", Ref::Steal(PyLong_FromSize_t(number)));
 }
 
 }  // namespace hostcall

@@ -61,15 +61,16 @@ int InterruptCalls(bool calls, bool taps) {
 }
 bool OnlyOnThreads(const std::vector<unsigned long>& threads) {
   std::vector<std::unique_lock<AttachedMutex>> locks;
-  int64_t there = 0;
+  int64_t on_threads = 0;
   for (CallList& list : g_calls) {
     locks.emplace_back(list.mutex);
     for (ActiveCall* call = list.newest; call != nullptr; call = call->next) {
       if (!call->counted) continue;
-      there += std::count(threads.begin(), threads.end(), call->thread_id) != 0;
+      on_threads +=
+          std::count(threads.begin(), threads.end(), call->thread_id) != 0;
     }
   }
-  return there == Engine::Get().in_flight();
+  return on_threads == Engine::Get().in_flight();
 }
 void StayIfLeftBehind() {
   if (!Engine::Get().IsLeftBehind()) return;
@@ -87,17 +88,17 @@ void ForgetCallsAfterFork() {
   t_current = nullptr;  // the calling thread is the only one in the child
 }
 
-void AddAmbientSetting(const AmbientSetting& added) {
+void AddAmbientSetting(const AmbientSetting& setting) {
   // A start that was interrupted is made again.
   for (size_t i = 0; i < g_ambient_count; ++i) {
-    if (g_ambient[i].self == added.self) return;
+    if (g_ambient[i].self == setting.self) return;
   }
   if (g_ambient_count == kMaxAmbient) return;
-  for (PyObject* kept :
-       {added.self, added.swap, added.set, added.get, added.value, added.unset}) {
-    Py_XINCREF(kept);
+  for (PyObject* object : {setting.self, setting.swap, setting.set, setting.get,
+                           setting.value, setting.unset}) {
+    Py_XINCREF(object);
   }
-  g_ambient[g_ambient_count++] = added;
+  g_ambient[g_ambient_count++] = setting;
 }
 
 bool AskInside() {

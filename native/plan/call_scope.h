@@ -16,8 +16,6 @@
 
 namespace hostcall {
 
-class FeedTake;  // plan/feed_take.h
-
 /// A call under way. Lives on the stack of the thread that makes it, which sets its
 /// fields before it makes a CallScope. Then it is in its group's list of calls and
 /// in a chain of its thread's calls.
@@ -25,8 +23,12 @@ class FeedTake;  // plan/feed_take.h
 /// What other threads read does not change while it is in the list, but for `row`
 /// and `interrupted`, which the group's mutex guards.
 struct ActiveCall {
-  ActiveCall(const Plan& its_plan, int ordinal, int64_t its_run, int64_t its_start)
-      : plan(&its_plan), device_ordinal(ordinal), run(its_run), start(its_start) {}
+  ActiveCall(const Execution& execution, int64_t start_ticks)
+      : plan(&execution.plan),
+        device_ordinal(execution.device),
+        run(execution.run),
+        start(start_ticks),
+        stream(execution.stream) {}
 
   const Plan* plan;  ///< outlives the call; not owned
   /// The position of the row that the function runs on now; null if rows are not
@@ -40,12 +42,11 @@ struct ActiveCall {
   int device_ordinal;             ///< -1 if no program runs (an eager call)
   int64_t run;                    ///< XLA's number of the execution; -1 if none
   int64_t start;                  ///< when it began, in ticks (clock.h)
+  void* stream;                   ///< XLA's stream in a call on GPU memory, or null
   unsigned long thread_id = 0;    ///< Python's identifier of the thread
-  void* stream = nullptr;         ///< XLA's stream in a call on GPU memory, or null
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
-  int64_t execution = -1;    ///< executions before in this run; -1: not counted
-  FeedTake* feed = nullptr;  ///< of a feed: how far it came; else null
+  int64_t executions_before = -1;  ///< in this run; -1: not counted
   /// Whether it may be repeated inside a host callback, and whether its function
   /// has asked for that (AskInside). Only the calling thread uses the three.
   bool scouts = false, asked = false;

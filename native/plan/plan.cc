@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "plan/throttle.h"
+
 namespace hostcall {
 namespace {
 
@@ -64,7 +66,6 @@ void Derive(const std::vector<int64_t>& grid, Leaf& leaf) {
 
 Plan::Plan(PlanFields fields) : PlanFields(std::move(fields)) {
   if (team && team->size < 1) throw std::invalid_argument("a team is empty");
-  if (feed && !feed->ring) throw std::invalid_argument("a feed has no ring");
   rows = Product(grid, 1);
   for (auto* leaves : {&args, &results}) {
     for (Leaf& leaf : *leaves) {
@@ -78,13 +79,39 @@ Plan::Plan(PlanFields fields) : PlanFields(std::move(fields)) {
     mask_strides = GridStrides(grid, *mask);
     mask_rows = Product(grid, 1, &*mask);
   }
+  // Behind what is derived above, from which the kind may derive more.
+  kind = std::exchange(prototype, nullptr)->For(*this);
+  operand_bytes = OperandBytes(&Leaf::buffer_bytes);
+  result_bytes = ResultBytes(&Leaf::buffer_bytes);
   counts = &counters->taps;
-  spares.reset(new Spare[lend == Lend::kBuffers ? 1 + results.size() + args.size()
-                                                : args.size()]);
-  std::vector<size_t> sizes = InputSizes();
-  sizes.resize(operands());  // without a tap's flag `always`
-  if (tap) layout = Layout(sizes);
+  spares.reset(new Spare[kind->SpareCount(*this)]);
   if (counted) executions = std::make_unique<DeviceRunCounts>();
 }
+
+std::vector<size_t> Plan::OperandBytes(Bytes bytes) const {
+  std::vector<size_t> sizes = MaskAndArgumentBytes(bytes);
+  const std::vector<size_t> extra = kind->ExtraOperands();
+  sizes.insert(sizes.end(), extra.begin(), extra.end());
+  return sizes;
+}
+
+std::vector<size_t> Plan::ResultBytes(Bytes bytes) const {
+  std::vector<size_t> sizes;
+  for (const Leaf& leaf : kind->ReturnedLeaves(*this)) {
+    sizes.push_back((leaf.*bytes)());
+  }
+  if (returns_outcome) sizes.push_back(kOutcomeBytes);
+  const std::vector<size_t> extra = kind->ExtraResults();
+  sizes.insert(sizes.end(), extra.begin(), extra.end());
+  return sizes;
+}
+
+const std::vector<Leaf>& Kind::ReturnedLeaves(const Plan& plan) const {
+  return plan.results;
+}
+
+size_t Kind::SpareCount(const Plan& plan) const { return plan.args.size(); }
+
+std::unique_ptr<Throttle> Kind::NewThrottle() const { return nullptr; }
 
 }  // namespace hostcall

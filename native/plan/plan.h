@@ -19,14 +19,13 @@
 #include "base/event.h"
 #include "base/free_threads.h"
 #include "base/guards.h"
-#include "base/layout.h"
 #include "base/numpy_api.h"
 #include "base/slot_table.h"
 #include "base/team.h"
+#include "plan/kind.h"
 #include "plan/outcome.h"
 #include "plan/run_counts.h"
-#include "queue/feed_ring.h"
-#include "queue/tap_queue.h"
+#include "queue/tap_lane.h"
 
 namespace hostcall {
 
@@ -83,14 +82,6 @@ enum class Inside {
   kEverywhere,   ///< all
 };
 
-/// How arguments reach the function.
-enum class Lend {
-  kCopy,     ///< arrays that the function owns
-  kArgs,     ///< read-only views of XLA's memory
-  kOut,      ///< as kArgs, and writable views of the results' memory as `out=`
-  kBuffers,  ///< Buffers over the results, then over the arguments (buffer_call.h)
-};
-
 /// What the calls of one function have cost, in all its programs. Attached threads
 /// write to the part of their group; devices write the atomic members.
 struct Counters {
@@ -117,57 +108,6 @@ struct Counters {
   TapCounts taps;  ///< taps that were masked, skipped, dropped
 };
 
-/// The settings of a call that works in place on buffers.
-struct BufferSettings {
-  /// For each result, the number of the argument whose memory it shares, or -1.
-  std::vector<int> aliases;
-  bool debug = false;     ///< poisons outputs, and checks whether inputs changed
-  uintptr_t address = 0;  ///< native code to run instead of the function; 0: none
-  bool status = false;    ///< whether the native code returns an error number
-
-  bool Aliases(size_t result) const {
-    return result < aliases.size() && aliases[result] >= 0;
-  }
-  /// Whether some result shares this argument's memory.
-  bool Shares(size_t arg) const {
-    const auto number = static_cast<int>(arg);
-    return std::find(aliases.begin(), aliases.end(), number) != aliases.end();
-  }
-};
-
-/// The settings of a tap: its operands are queued, and the function runs later.
-struct TapSettings {
-  WhenFull when_full = WhenFull::kBlock;
-  bool nested = false;  ///< host code runs its program, so it never waits for space
-  /// Ordinals of the devices that tap; empty: all.
-  std::vector<int> only;
-  bool linked = false;      ///< has one result, a number that says that the tap ran
-  bool through = false;     ///< returns its arguments as results
-  int64_t every_steps = 0;  ///< one in this many executions goes through; 0: all
-  int64_t every_ns = 0;     ///< at most one in this many nanoseconds; 0: no bound
-  double sample = 1;        ///< the share of executions that go through
-  /// Whether the last operand is the flag `always`: a bool that lets an execution
-  /// through which `every` or `sample` would leave out. It is not queued.
-  bool always = false;
-  /// Up to this many events in one call; 0: each alone, unstacked.
-  int64_t batch = 0;
-};
-
-/// The settings of a feed: its results are an item of a ring, and a bool that says
-/// whether there was one. The function is called only if none is ready: it gets the
-/// lane, and returns when there may be one, or raises.
-struct FeedSettings {
-  std::shared_ptr<FeedRing> ring;  ///< never null
-  /// For each lane, the ordinal of its device; empty: all devices use the one lane.
-  std::vector<int> devices;
-
-  size_t LaneOf(int device) const {
-    const auto found = std::find(devices.begin(), devices.end(), device);
-    return found == devices.end() ? 0
-                                  : static_cast<size_t>(found - devices.begin());
-  }
-};
-
 /// What Python gives of a plan (bindings/plan_bindings.cc). Signatures of the
 /// functions among its objects are written (arguments) -> result.
 struct PlanFields {
@@ -178,7 +118,9 @@ struct PlanFields {
   /// Which of them the mask has, the first operand; null: there is none.
   std::optional<std::vector<bool>> mask;
   ResultForm form = ResultForm::kTree;
-  Lend lend = Lend::kCopy;
+  /// What the plan's kind is copied from (Kind::For). Python's object, which only
+  /// the constructor of the plan uses; null afterwards.
+  const Kind* prototype = nullptr;
   Ref runner;  ///< (rows, indices) -> list of values, for all rows at once; or null
   Ref out_tree;  ///< (list of result arrays) -> the `out` argument; or null
   Ref hooks;     ///< Python's CallHooks, which answer questions about the call
@@ -205,11 +147,8 @@ struct PlanFields {
   Inside inside = Inside::kNever;
   bool keeps_mesh = false;  ///< host code sees the dispatching thread's meshes
   bool literals = true;  ///< stores Python's numbers as scalars; else `coerce` does
-  std::optional<TapSettings> tap;  ///< null: the plan is a call's
-  BufferSettings buffers;          ///< all defaults unless `lend` is kBuffers
   bool counted = false;  ///< whether executions are counted, masked ones too
-  std::optional<FeedSettings> feed;  ///< null: not a feed's, or made elsewhere
-  std::string text;  ///< describes a call of registered host code; else empty
+  std::string text;      ///< describes a call of registered host code; else empty
 };
 
 /// A plan owns its Python objects.
@@ -223,8 +162,9 @@ class Plan : public TapOwner, public PlanFields {
   // small call. For what happens only after a failure it is asked then.
   Ref flatten;  ///< (value) -> list of leaves; raises for a wrong structure
   Ref coerce;   ///< (leaf number, value) -> array of the leaf's dtype and shape
-  /// For each argument, an array of an earlier call that nobody kept. With
-  /// kBuffers, the context and a Buffer for each result and argument instead.
+  std::unique_ptr<const Kind> kind;  ///< never null
+  /// For each argument, an array of an earlier call that nobody kept; or what the
+  /// kind keeps in its place (Kind::SpareCount).
   std::unique_ptr<Spare[]> spares;
   int64_t rows = 1;                     ///< product of grid
   bool masked = false;                  ///< whether the first operand is the mask
@@ -232,44 +172,35 @@ class Plan : public TapOwner, public PlanFields {
   int64_t mask_rows = 1;                ///< bools in the mask's buffer
   bool packed = false;                  ///< whether XLA packs some leaf's elements
   int64_t bytes_in = 0, bytes_out = 0;  ///< host bytes of one row
-  /// Where a tap's operands lie in an event of the queue, the mask first.
-  Layout layout;
   std::unique_ptr<DeviceRunCounts> executions;  ///< null unless `counted`
   /// Whether a call has asked. Relaxed: a call that misses it asks again.
   mutable std::atomic<bool> asked{false};
   mutable Failures
       failures;  ///< errors of recent runs; used only if `returns_outcome`
 
-  /// Operands with data that XLA passes: the mask, if any, and the arguments.
+  /// Bytes of each operand of the custom call: of the mask, if there is one, of the
+  /// arguments, and of what the kind has behind them.
+  std::vector<size_t> operand_bytes;
+  /// Bytes of each result of the custom call: of the leaves, of the outcome, if
+  /// there is one, and of what the kind has behind them.
+  std::vector<size_t> result_bytes;
+
+  /// Operands that are the mask or an argument.
   size_t operands() const { return args.size() + (masked ? 1 : 0); }
-  /// Operands of the custom call: those, and a tap's flag `always`, if any.
-  size_t inputs() const { return operands() + (tap && tap->always ? 1 : 0); }
-  /// Results of the custom call: the function's, and the outcome, if any; of a tap
-  /// its arguments, or the number that says that it ran.
-  size_t outputs() const {
-    return (tap && tap->through ? args : results).size() +
-           (returns_outcome || (tap && tap->linked) ? 1 : 0);
-  }
 
   /// Bytes of a leaf's buffer: those that the engine copies, or those of XLA's.
   using Bytes = size_t (Leaf::*)() const;
-  /// The bytes of those operands, and of those results.
-  std::vector<size_t> InputSizes(Bytes bytes = &Leaf::buffer_bytes) const {
+  /// Bytes of the mask, if there is one, and of each argument.
+  std::vector<size_t> MaskAndArgumentBytes(
+      Bytes bytes = &Leaf::buffer_bytes) const {
     std::vector<size_t> sizes;
     if (masked) sizes.push_back(static_cast<size_t>(mask_rows));
     for (const Leaf& leaf : args) sizes.push_back((leaf.*bytes)());
-    if (tap && tap->always) sizes.push_back(sizeof(bool));
     return sizes;
   }
-  std::vector<size_t> OutputSizes(Bytes bytes = &Leaf::buffer_bytes) const {
-    std::vector<size_t> sizes;
-    for (const Leaf& leaf : tap && tap->through ? args : results) {
-      sizes.push_back((leaf.*bytes)());
-    }
-    if (returns_outcome) sizes.push_back(kOutcomeBytes);
-    if (tap && tap->linked) sizes.push_back(sizeof(int32_t));
-    return sizes;
-  }
+  /// `operand_bytes`, and `result_bytes`, by another count of a leaf's bytes.
+  std::vector<size_t> OperandBytes(Bytes bytes) const;
+  std::vector<size_t> ResultBytes(Bytes bytes) const;
 
   /// Whether `where` keeps all rows of these operands from the function.
   bool KeepsBack(const void* const* operands) const {
@@ -278,10 +209,11 @@ class Plan : public TapOwner, public PlanFields {
     return std::find(mask, mask + mask_rows, true) == mask + mask_rows;
   }
 
-  /// An event of this plan that begins at `start`. A feed's call is a wait.
-  Event NewEvent(EventKind kind, int device, int64_t run, int64_t start) const {
+  /// An event of this plan that begins at `start`.
+  Event NewEvent(EventKind event_kind, int device, int64_t run,
+                 int64_t start) const {
     Event event;
-    event.kind = feed && kind == EventKind::kCall ? EventKind::kFeed : kind;
+    event.kind = event_kind;
     event.device = static_cast<int16_t>(device);
     event.place = place;
     event.start = start;
@@ -293,7 +225,7 @@ class Plan : public TapOwner, public PlanFields {
 
 /// Python's reference to a plan.
 struct PlanHandle {
-  Counted<Plan> plan;
+  RefPtr<Plan> plan;
   /// Python destroys it, with the GIL: an eager call is the only use of its plan.
   ~PlanHandle() { plan.DropHere(); }
 };

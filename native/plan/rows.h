@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/bytes.h"
-#include "base/few.h"
 #include "base/no_copy.h"
+#include "base/small_array.h"
 #include "plan/packing.h"
 #include "plan/plan.h"
 
@@ -39,7 +39,7 @@ class RowArrays : NoCopy {
 
  private:
   const size_t n_;
-  Few<PyObject*, 10> all_;
+  SmallArray<PyObject*, 10> all_;
 };
 
 /// Writes a row of a result that `where` keeps from the function: the leaf's fill
@@ -71,30 +71,30 @@ class Rows : NoCopy {
     const size_t first = plan.masked ? 1 : 0;
     for (size_t i = 0; i < plan.args.size(); ++i) {
       char* data = static_cast<char*>(const_cast<void*>(operands[first + i]));
-      all_args_.push_back(Packed(plan.args[i]) ? Unpacked(plan.args[i], data)
-                                               : data);
+      first_args_.push_back(Packed(plan.args[i]) ? Unpacked(plan.args[i], data)
+                                                 : data);
     }
     for (size_t i = 0; i < plan.results.size(); ++i) {
       const Leaf& leaf = plan.results[i];
       char* data = static_cast<char*>(results[i]);
       if (Packed(leaf)) {
         // A result that aliases an argument starts with the argument's values.
-        const bool holds = plan.buffers.Aliases(i);
-        data = holds ? Unpacked(leaf, data) : Scratch(leaf.count * leaf.rows);
+        data = plan.kind->Aliases(i) ? Unpacked(leaf, data)
+                                     : Scratch(leaf.count * leaf.rows);
       }
-      all_targets_.push_back(data);
+      first_targets_.push_back(data);
     }
   }
 
   const std::vector<int64_t>& index() const { return walker_.index(); }
   /// Whether `where` lets the current row through.
-  bool wanted() const {
+  bool is_wanted() const {
     return mask_ == nullptr || mask_[walker_.RowOf(plan_.mask_strides)];
   }
   /// Goes to the next row; false if there is none.
   bool Next() { return walker_.Next(); }
-  char* const* args() { return Point(plan_.args, all_args_, args_); }
-  char* const* targets() { return Point(plan_.results, all_targets_, targets_); }
+  char* const* args() { return Point(plan_.args, first_args_, args_); }
+  char* const* targets() { return Point(plan_.results, first_targets_, targets_); }
   /// Fills the results of the current row in place of the function, and counts it.
   void Fill() {
     plan_.counters->masked.fetch_add(1, std::memory_order_relaxed);
@@ -108,7 +108,7 @@ class Rows : NoCopy {
     for (size_t i = 0; i < plan_.results.size(); ++i) {
       const Leaf& leaf = plan_.results[i];
       if (!Packed(leaf)) continue;
-      PackBits(all_targets_[i], results_[i], leaf.count * leaf.rows, leaf.bits);
+      PackBits(first_targets_[i], results_[i], leaf.count * leaf.rows, leaf.bits);
     }
   }
 
@@ -128,12 +128,13 @@ class Rows : NoCopy {
     UnpackBits(data, bytes, count, leaf.bits, leaf.is_signed);
     return bytes;
   }
-  char* const* Point(const std::vector<Leaf>& leaves, const Bases& all,
-                     Bases& at) const {
-    for (size_t i = 0; i < at.size(); ++i) {
-      at[i] = all[i] + walker_.RowOf(leaves[i].grid_strides) * leaves[i].row_bytes;
+  char* const* Point(const std::vector<Leaf>& leaves, const Bases& firsts,
+                     Bases& row) const {
+    for (size_t i = 0; i < row.size(); ++i) {
+      row[i] =
+          firsts[i] + walker_.RowOf(leaves[i].grid_strides) * leaves[i].row_bytes;
     }
-    return at.data();
+    return row.data();
   }
   const Plan& plan_;
   void* const* results_;
@@ -141,7 +142,7 @@ class Rows : NoCopy {
   const bool* mask_;  ///< the values of `where`; null if there is none
   RowWalker walker_;
   Bases args_, targets_;                          ///< of the current row
-  Bases all_args_, all_targets_;                  ///< of the first rows
+  Bases first_args_, first_targets_;              ///< of the first rows
   std::vector<std::unique_ptr<char[]>> scratch_;  ///< unpacked elements
 };
 

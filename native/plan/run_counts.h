@@ -23,14 +23,15 @@ class RunCounts {
   int64_t Count(int64_t run) {
     // A loop comes here again and again: it needs no look-up.
     if (newest_.first != run) {
-      const auto found =
+      const auto remembered =
           std::find_if(others_.begin(), others_.end(),
                        [run](const auto& other) { return other.first == run; });
-      const int64_t seen = found == others_.end() ? 0 : found->second;
-      if (found != others_.end()) others_.erase(found);
+      const int64_t executions =
+          remembered == others_.end() ? 0 : remembered->second;
+      if (remembered != others_.end()) others_.erase(remembered);
       if (newest_.second > 0) others_.push_back(newest_);
       if (others_.size() > kRuns) others_.erase(others_.begin());
-      newest_ = {run, seen};
+      newest_ = {run, executions};
     }
     return newest_.second++;
   }

@@ -197,18 +197,18 @@ class FeedRing : NoCopy {
   /// only says what it would find.
   Took Take(size_t lane, char* const* targets, int64_t wait_ns = 0) {
     std::unique_lock<std::mutex> lock(mutex_);
-    Took found = Found(lane);
-    if (found == Took::kNothing && wait_ns > 0) {
+    Took took = Next(lane);
+    if (took == Took::kNothing && wait_ns > 0) {
       items_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
-                      [&] { return (found = Found(lane)) != Took::kNothing; });
+                      [&] { return (took = Next(lane)) != Took::kNothing; });
     }
-    if (targets == nullptr) return found;
-    if (found == Took::kItem) CopyNext(lane, targets, lock);
-    if (found == Took::kEnd) {
+    if (targets == nullptr) return took;
+    if (took == Took::kItem) CopyNext(lane, targets, lock);
+    if (took == Took::kEnd) {
       ++ends_[lane];
       if (quiet_wanted_) quiet_.notify_all();
     }
-    return found;
+    return took;
   }
   /// Counts a wait of a device.
   void NoteWait(int64_t ns) {
@@ -229,7 +229,7 @@ class FeedRing : NoCopy {
   static constexpr size_t kAlign = 64;  // a cache line, and JAX's own alignment
 
   bool HasSpace() const { return put_ - freed_ < static_cast<int64_t>(capacity_); }
-  Took Found(size_t lane) const {
+  Took Next(size_t lane) const {
     if (At(lane) >= line_) return closed_ ? Took::kStopped : Took::kNothing;
     return taken_[lane] != put_ ? Took::kItem : ending_;
   }

@@ -139,7 +139,7 @@ struct TapCounts {
 };
 
 /// What an event belongs to: the plan of its tap, or an object of a test.
-class TapOwner : public Mortal {
+class TapOwner : public RefCounted {
  public:
   TapCounts* counts = nullptr;  ///< lives as long as the owner; not owned
 };

@@ -287,13 +287,13 @@ class TapQueue {
       // Neighbours mostly have the same owner. Its count is a cache line that
       // devices write too, so it is changed once for all of them.
       TapOwner* owner = event->owner;
-      int64_t same = 0;
+      int64_t of_owner = 0;
       for (; event != rest && event->owner == owner; event = event->next) {
         charge += event->charge();
-        ++same;
+        ++of_owner;
       }
-      owner->Release(same);
-      events += same;
+      owner->Release(of_owner);
+      events += of_owner;
     }
     // In this order: a Flush ends when the lane says that nothing is under way, and
     // who flushed may then read `delivered` and `bytes`.

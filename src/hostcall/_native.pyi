@@ -57,13 +57,20 @@ class ExecutionContext:
     @property
     def run(self) -> int: ...
 
+class Kind:
+    """What one kind of equation does differently (native/plan/kind.h)."""
+
 class Lend(enum.Enum):
-    """Whether the function gets copies, lent views or Buffers (native/plan/plan.h)."""
+    """Whether the function gets copies or lent views (native/invoke/call_kind.h)."""
 
     COPY = ...
     ARGS = ...
     OUT = ...
-    BUFFERS = ...
+
+class CallKind(Kind):
+    """A plan's call of a function with arrays (native/invoke/call_kind.h)."""
+
+    def __init__(self, *, lend: Lend) -> None: ...
 
 class ResultForm(enum.Enum):
     """How the engine splits the function's return value into result leaves."""
@@ -108,8 +115,8 @@ class TeamSettings:
 
     def __init__(self, *, mode: TeamMode, size: int, leader: int | None) -> None: ...
 
-class BufferSettings:
-    """The part of a plan that describes work on buffers in place."""
+class BufferKind(Kind):
+    """A plan's work on buffers in place (native/invoke/buffer_kind.h)."""
 
     def __init__(
         self, *, aliases: Sequence[int], debug: bool, address: int, status: bool
@@ -127,7 +134,7 @@ class Plan:
         grid: Sequence[int],
         mask: Sequence[bool] | None,
         form: ResultForm,
-        lend: Lend,
+        kind: Kind,
         runner: Callable[..., Any] | None,
         out_tree: Callable[..., Any] | None,
         hooks: Any,
@@ -145,10 +152,7 @@ class Plan:
         inside: Inside,
         keeps_mesh: bool,
         literals: bool,
-        tap: TapSettings | None,
-        buffers: BufferSettings | None,
         counted: bool,
-        feed: FeedSettings | None,
         text: str,
     ) -> None: ...
     def invoke(self, operands: list[np.ndarray]) -> list[np.ndarray]: ...
@@ -175,8 +179,8 @@ class WhenFull(enum.Enum):
     DROP_NEWEST = ...
     DROP_OLDEST = ...
 
-class TapSettings:
-    """The part of a plan that describes a tap (native/plan/plan.h)."""
+class TapKind(Kind):
+    """A plan's tap (native/invoke/taps.h)."""
 
     def __init__(
         self,
@@ -218,15 +222,15 @@ class FeedRing:
     def wait(self, lane: int, seconds: float) -> FeedFound: ...
     def counts(self) -> dict[str, Any]: ...
 
-class FeedSettings:
-    """The part of a plan that describes a feed (native/plan/plan.h)."""
+class FeedKind(Kind):
+    """A plan's feed (native/invoke/feed_kind.h)."""
 
     def __init__(self, *, ring: FeedRing, devices: Sequence[int]) -> None: ...
 
 class Throttle:
     """Applies `every=` and `sample=` to eager taps (native/plan/throttle.h)."""
 
-    def __init__(self, settings: TapSettings) -> None: ...
+    def __init__(self, tap: TapKind) -> None: ...
     def lets(self, counters: Counters, always: bool) -> bool: ...
 
 class Ambient(enum.Enum):

@@ -64,7 +64,7 @@ struct TheEnderIsKnown : Program {
 
 // --- base/slot_table.h
 
-struct Dead : Mortal {
+struct Dead : RefCounted {
   explicit Dead(bool* its_end) : ended(its_end) {}
   ~Dead() override {
     Check(content == 7, "what was done to the object is not seen");
@@ -127,7 +127,7 @@ struct LaterPushesAskAgain : Program {
 /// The last reference destroys the object, when all others have done with it.
 struct TheLastOneDestroys : Program {
   bool ended = false;
-  Mortal* shared = new Dead(&ended);
+  RefCounted* shared = new Dead(&ended);
   TheLastOneDestroys() { shared->Retain(); }
   void Thread(int) override {
     Check(static_cast<Dead*>(shared)->content == 7, "the object is gone");
@@ -142,11 +142,11 @@ struct WhatWasFoundLives : Program {
   SlotTable<Dead> table;
   WhatWasFoundLives() {
     Graveyard::Get().AskBy(nullptr);
-    table.Add(1, Counted<Dead>::Adopt(new Dead(&ended)));
+    table.Add(1, RefPtr<Dead>::Adopt(new Dead(&ended)));
   }
   void Thread(int number) override {
     if (number == 0) {
-      if (Counted<Dead> found = table.Find(1, 1)) {
+      if (RefPtr<Dead> found = table.Find(1, 1)) {
         Check(found->content == 7, "the object is gone");
       }
     } else if (number == 1) {

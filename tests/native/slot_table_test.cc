@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-using hostcall::Counted;
 using hostcall::Graveyard;
-using hostcall::Mortal;
+using hostcall::RefCounted;
+using hostcall::RefPtr;
 using hostcall::SlotTable;
 
 namespace {
@@ -22,7 +22,7 @@ std::atomic<int> g_alive{0};
 thread_local bool t_burying = false;
 
 /// Like a plan, it may be destroyed only where somebody says so.
-struct Thing : Mortal {
+struct Thing : RefCounted {
   explicit Thing(int v) : value(v) { ++g_alive; }
   ~Thing() override {
     assert(t_burying);
@@ -33,7 +33,7 @@ struct Thing : Mortal {
   int value;
 };
 
-Counted<Thing> Make(int value) { return Counted<Thing>::Adopt(new Thing(value)); }
+RefPtr<Thing> Make(int value) { return RefPtr<Thing>::Adopt(new Thing(value)); }
 
 void Bury() {
   t_burying = true;
@@ -113,7 +113,7 @@ void WhatWasFoundOutlivesItsRemoval() {
   SlotTable<Thing> table;
   const uint64_t count = table.Add(kKey, Make(3));
   {
-    Counted<Thing> found = table.Find(kKey, count);
+    RefPtr<Thing> found = table.Find(kKey, count);
     table.Remove(kKey, count);
     Bury();
     assert(g_alive == 1 && found->value == 3);
@@ -125,13 +125,13 @@ void WhatWasFoundOutlivesItsRemoval() {
 
 void CountsSurviveCopyMoveAndAssignment() {
   {
-    Counted<Thing> a = Make(1), b = Make(2);
-    Counted<Thing> copy = a;
-    Counted<Thing> moved = std::move(b);
+    RefPtr<Thing> a = Make(1), b = Make(2);
+    RefPtr<Thing> copy = a;
+    RefPtr<Thing> moved = std::move(b);
     assert(!b && moved->value == 2);
     a = moved;
     assert(a.get() == moved.get() && copy->value == 1);
-    Counted<Thing>& alias = a;
+    RefPtr<Thing>& alias = a;
     a = alias;  // to itself
     assert(a->value == 2);
     copy = {};
@@ -225,7 +225,7 @@ void ManyThreads() {
         shared[random() % 16] = mine.back().first;
         // Another thread's name: its entry may be gone, but is never a dead
         // object.
-        if (Counted<Thing> other = find(shared[random() % 16])) {
+        if (RefPtr<Thing> other = find(shared[random() % 16])) {
           assert(other->value >= 0);
         }
         if (random() % 4 != 0) {
@@ -262,7 +262,7 @@ void FindRacesRemove() {
         ++ready;
         while (ready < 3) std::this_thread::yield();
         if (t == 0) return table.Remove(kKey, count);
-        Counted<Thing> found = table.Find(kKey, count);
+        RefPtr<Thing> found = table.Find(kKey, count);
         Bury();
         if (found) assert(found->value == round);
       });
@@ -276,19 +276,19 @@ void FindRacesRemove() {
 /// The last reference destroys at once, if it is dropped where that may be; whoever
 /// drops another one, on whatever thread, leaves nothing behind.
 void TheLastReferenceMayDestroyHere() {
-  const auto drop_here = [](Counted<Thing>& thing) {
+  const auto drop_here = [](RefPtr<Thing>& thing) {
     t_burying = true;
     thing.DropHere();
     t_burying = false;
   };
-  Counted<Thing> one = Make(1), same = one, none;
+  RefPtr<Thing> one = Make(1), same = one, none;
   drop_here(none);
   drop_here(one);
   assert(!one && g_alive == 1 && same->value == 1);
   drop_here(same);
   assert(!same && g_alive == 0);
   for (int round = 0; round < 2000; ++round) {
-    Counted<Thing> shared = Make(round);
+    RefPtr<Thing> shared = Make(round);
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i) {
       threads.emplace_back([copy = shared, i, &drop_here]() mutable {

@@ -23,7 +23,7 @@ struct Owner : TapOwner {
   int64_t dropped() const { return mine.dropped.load(); }
   TapCounts mine;
 };
-using OwnerPtr = Counted<Owner>;
+using OwnerPtr = RefPtr<Owner>;
 inline OwnerPtr MakeOwner() { return OwnerPtr::Adopt(new Owner); }
 
 constexpr int64_t kSmall = TapEvent::LinesFor(64) * TapEvent::kLine;

@@ -461,8 +461,9 @@ FIELDS: dict[str, dict[str, object]] = {
         "fill": None,
     },
     "TeamSettings": {"mode": _native.TeamMode.ONCE, "size": 2, "leader": None},
-    "BufferSettings": {"aliases": [-1], "debug": False, "address": 0, "status": True},
-    "TapSettings": {
+    "CallKind": {"lend": _native.Lend.ARGS},
+    "BufferKind": {"aliases": [-1], "debug": False, "address": 0, "status": True},
+    "TapKind": {
         "when_full": _native.WhenFull.BLOCK,
         "nested": False,
         "only": (),
@@ -474,7 +475,7 @@ FIELDS: dict[str, dict[str, object]] = {
         "always": False,
         "batch": 0,
     },
-    "FeedSettings": {
+    "FeedKind": {
         "ring": _native.FeedRing(leaves=[8], lanes=1, capacity=1),
         "devices": [],
     },
@@ -522,7 +523,7 @@ _OF_A_PLAN = {
     "results": [],
     "grid": (),
     "form": _native.ResultForm.LEAF,
-    "lend": _native.Lend.COPY,
+    "kind": _native.CallKind(lend=_native.Lend.COPY),
     "counters": _native.Counters(),
     "place": 0,
     "text": "",

@@ -71,6 +71,7 @@ try:
     hc.tap(see, put(X, NamedSharding(line, P("x"))))
 except hc.errors.SpecError as error:
     assert "outside of jax.jit with an array of shape [4, 8] that is sharded over" in str(error)
+    assert "which gathers it, or use on='shards' for the parts" in str(error)
     say("parts")
 try:
     one = Mesh(devices[:2], ("x",))

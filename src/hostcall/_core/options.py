@@ -300,7 +300,7 @@ class TapOptions(PlaceOptions):
 
     @property
     def native(self) -> dict[str, Any]:
-        """Those that the engine acts on, as `_native.TapSettings` takes them."""
+        """Those that the engine acts on, as `_native.TapKind` takes them."""
         # An int counts executions, a float seconds. For the engine, 0 is "not thinned".
         every = self.every
         every_steps = every if isinstance(every, int) else 0

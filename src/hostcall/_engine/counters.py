@@ -10,7 +10,7 @@ from hostcall import _native
 from hostcall._core.callback import CallSpec
 from hostcall._core.process import Guarded
 from hostcall._engine.params.equation import Equation
-from hostcall._native import Counters, Lend
+from hostcall._native import Counters
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Costs(Guarded):
         with self.lock:
             return self.counters[callback.counted_as]
 
-    def note(self, equation: Equation, lend: Lend) -> Counters:
+    def note(self, equation: Equation) -> Counters:
         """Notes what a plan that is made says about the calls of its function.
 
         Returns the counters of these calls.
@@ -68,7 +68,7 @@ class _Costs(Guarded):
             facts.arrays.add(equation.options.arrays)
             facts.methods.add(equation.method)
             facts.rows = max(facts.rows, math.prod(equation.grid))
-            facts.lends |= lend is not Lend.COPY
+            facts.lends |= equation.lends
             facts.nothing &= not equation.avals
             return self.counters[name]
 

@@ -53,8 +53,6 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
     )
     if functions.plain:  # a layer that reads arrays converts them afterwards
         converters = [None] * len(arguments.rows)
-    if placement.called_by_other_process:
-        native["feed"] = None  # its items are taken there
     # The settings of JAX that the trace had of its own, on whatever thread it runs.
     traced = callback.traced
     return _native.Plan(
@@ -71,7 +69,7 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
         device=placement.host_device,
         enter=None if traced is None else traced.enter,
         leave=None if traced is None else traced.leave,
-        counters=costs.note(equation, native["lend"]),
+        counters=costs.note(equation),
         place=places.number_of(callback),
         returns_outcome=placement.returns_outcome,
         called_by_other_process=placement.called_by_other_process,
@@ -79,7 +77,7 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
         guard=host_device.guard(team_devices, scouts=True) if scouts else guard,
         inside=placement.inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
-        tap=equation.tap_settings(placement),
+        kind=equation.native_kind(placement),
         text=placement.text,
     )
 

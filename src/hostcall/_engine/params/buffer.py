@@ -16,6 +16,7 @@ from hostcall._core import config, errors
 from hostcall._engine import targets
 from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams, Function
+from hostcall._engine.placement import Placement
 from hostcall._jax.types import Device
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "native"]
@@ -191,18 +192,17 @@ class BufferParams(CallParams):
         graph = self.command_buffer
         return targets.GRAPH_TARGET if graph else targets.BUFFER_TARGET
 
-    @property
-    def native(self) -> dict[str, Any]:
+    def native_kind(self, placement: Placement) -> _native.Kind:
+        del placement
         shared = {output: number for number, output in self.aliases}
         fn = self.callback.function
         code = fn if isinstance(fn, NativeFunction) else None
-        buffers = _native.BufferSettings(
+        return _native.BufferKind(
             aliases=[shared.get(i, -1) for i in range(len(self.avals))],
             debug=config.debug(),
             address=0 if code is None else code.address,
             status=code is not None and code.status,
         )
-        return {**super().native, "lend": _native.Lend.BUFFERS, "buffers": buffers}
 
     def bare(self) -> Function:
         """What the engine calls with the context and a Buffer for each leaf."""

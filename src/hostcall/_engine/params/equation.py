@@ -35,8 +35,10 @@ Function = Callable[..., Any]  # of one array per leaf; it returns what users re
 T = TypeVar("T")
 _NO_PAIRS: tuple[tuple[int, int], ...] = ()
 _NATIVE = {
-    **{"form": ResultForm.IGNORED, "lend": Lend.COPY, "out_tree": None},
-    **{"counted": False, "literals": True, "feed": None, "buffers": None},
+    "form": ResultForm.IGNORED,
+    "out_tree": None,
+    "counted": False,
+    "literals": True,
 }
 # (JAX's name, what it was told) of each.
 Transforms: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
@@ -100,6 +102,7 @@ class Equation:
     # Which operands Python reads: not `always`, which the engine never queues.
     python_operands = slice(None)
     on_buffers = False  # whether the function works on XLA's memory
+    lends = False  # whether the function gets XLA's memory, in any form
     # (operand, result) pairs of numbers that share memory.
     aliases = _NO_PAIRS
     # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
@@ -136,8 +139,7 @@ class Equation:
 
         `form` is of what the function returns, and `literals` says whether that may be
         Python numbers for 32-bit arrays; `counted` whether executions are counted
-        (hc.watch); `feed` has the ring whose items are the results, and `buffers` is of
-        a call on XLA's memory.
+        (hc.watch).
         """
         return _NATIVE.copy()
 
@@ -145,10 +147,9 @@ class Equation:
         """What the engine calls with XLA's memory, if the function works on that."""
         raise AssertionError(f"{self!r} gets arrays")
 
-    def tap_settings(self, placement: Placement) -> _native.TapSettings | None:
-        """Those of a tap in this place; None for a call."""
-        del placement
-        return None
+    def native_kind(self, placement: Placement) -> _native.Kind:
+        """What the engine does with it in this place (native/plan/kind.h)."""
+        raise NotImplementedError
 
     def blocks_of_whole(
         self, devices: Iterable[int], mesh: Mesh | None, avals: Sequence[Aval]
@@ -218,7 +219,11 @@ class Equation:
 
 # --- Calls ----------------------------------------------------------------------------
 
-_LENDS = {False: Lend.COPY, True: Lend.ARGS, "out": Lend.OUT}
+# By lend=. A plan copies its kind, so one is enough for all plans.
+_KINDS = {
+    lend: _native.CallKind(lend=way)
+    for lend, way in ((False, Lend.COPY), (True, Lend.ARGS), ("out", Lend.OUT))
+}
 _LEAF = jax.tree.structure(0)
 _NOTHING = jax.tree.structure(None)
 
@@ -252,6 +257,10 @@ class CallParams(Equation):
     def is_stateful(self) -> bool:  # type: ignore[override]
         return self.on_buffers or self.options.counted
 
+    @property
+    def lends(self) -> bool:  # type: ignore[override]
+        return self.on_buffers or self.options.lend is not False
+
     @cached_property
     def method(self) -> str:  # type: ignore[override]
         method = self.options.vmap_method or "sequential"
@@ -277,13 +286,15 @@ class CallParams(Equation):
         elif exact and n and tree == jax.tree.structure((0,) * n):
             form = ResultForm.TUPLE
         return {
-            **_NATIVE,
             "form": form,
-            "lend": _LENDS[options.lend],
             "counted": options.counted,
             "literals": self.literals,
             "out_tree": tree.unflatten if options.lend == "out" else None,
         }
+
+    def native_kind(self, placement: Placement) -> _native.Kind:
+        del placement
+        return _KINDS[self.options.lend]
 
     def _details(self) -> list[str]:
         rows = [f"rows={self.grid}"] if self.grid else []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from hostcall import _native
 from hostcall._core.errors import LoadError
 from hostcall._core.options import LOCAL_ONLY
 from hostcall._engine.params.equation import CallParams
+from hostcall._engine.placement import Placement
 from hostcall._runtime.feeds import Stream
 
 
@@ -33,11 +33,7 @@ class FeedParams(CallParams):
     def stays(self) -> str:  # type: ignore[override]
         return "it is a feed with sharding=, which names devices" * bool(self.devices)
 
-    @property
-    def native(self) -> dict[str, Any]:
-        return {**super().native, "feed": self._feed()}
-
-    def _feed(self) -> _native.FeedSettings:
+    def native_kind(self, placement: Placement) -> _native.Kind:
         stream = self.callback.function
         if not isinstance(stream, Stream):  # the program comes from a file
             raise LoadError(
@@ -53,4 +49,6 @@ class FeedParams(CallParams):
                 f" here have {stream.sizes}. Give the feed the spec= that it had where"
                 " the program was exported, or count its version= up"
             )
-        return _native.FeedSettings(ring=stream.ring, devices=self.devices)
+        if placement.called_by_other_process:  # the items are taken there
+            return super().native_kind(placement)
+        return _native.FeedKind(ring=stream.ring, devices=self.devices)

@@ -97,8 +97,8 @@ class TapParams(Equation):
     def python_operands(self) -> slice:  # type: ignore[override]
         return slice(-1 if self.always else None)
 
-    def tap_settings(self, placement: Placement) -> _native.TapSettings:
-        return _native.TapSettings(
+    def native_kind(self, placement: Placement) -> _native.TapKind:
+        return _native.TapKind(
             **self.options.native,
             nested=placement.nested,
             only=placement.only,

@@ -84,8 +84,7 @@ def _is_let(operands: Operands, params: TapParams, home: Device) -> bool:
     with process.starting.lock:  # two threads may come to a new line at once
         throttles = _throttle(callback.place, source, device, params.options)
         if not throttles:
-            settings = params.tap_settings(alone(home, None))
-            throttles.append(_native.Throttle(settings))
+            throttles.append(_native.Throttle(params.native_kind(alone(home, None))))
     counters = costs.counters_of(callback)
     return throttles[0].lets(counters, params.flag_of(operands))
 
@@ -129,8 +128,8 @@ def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
                 f"hostcall: the tap `{params.callback.name}` was called outside of"
                 f" jax.jit with an array of shape {list(x.shape)} that is sharded over"
                 " several processes, so that this one has parts of it only. Tap in a"
-                " function under jax.jit, which gathers it, or use on='process' or"
-                " on='shards' for the parts",
+                " function under jax.jit, which gathers it, or use on='shards' for the"
+                " parts",
                 code="hc-device",
             )
 
@@ -381,9 +380,9 @@ def lower_through_jax(
             placement = placed_through_jax(program, device)
             hooks = params.hooks(params, placement)
             plan = plans.make_plan(hooks, program.ctx.avals_in)
-            settings = params.tap_settings(placement)
             # If two threads come with one device, both count by the first's throttle.
-            plans_by_device.setdefault(device, (plan, _native.Throttle(settings)))
+            throttle = _native.Throttle(params.native_kind(placement))
+            plans_by_device.setdefault(device, (plan, throttle))
         return plans_by_device[device]
 
     planned(None)

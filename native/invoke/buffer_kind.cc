@@ -1,23 +1,30 @@
-#include "buffer/buffer_call.h"
+#include "invoke/buffer_kind.h"
 
 #include <cstring>
-#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/code.h"
 #include "buffer/buffer_object.h"
 #include "buffer/marks.h"
+#include "invoke/run_rows.h"
 #include "plan/arrays.h"
-#include "plan/rows.h"
 
 namespace hostcall {
 namespace {
 
+/// What debug mode found at a row.
+struct Findings {
+  int changed = -1;    ///< an argument that was written to, or -1
+  int unwritten = -1;  ///< a result that was not written, or -1
+  bool ok() const { return changed < 0 && unwritten < 0; }
+};
+
 /// Sets the Python error for an input that was written to: `on_changed` raises.
 void RaiseChanged(const Plan& plan, size_t arg) {
-  Ask(plan.hooks, "on_changed", Ref::Steal(PyLong_FromSize_t(arg)));
+  CallMethod(plan.hooks, "on_changed", Ref::Steal(PyLong_FromSize_t(arg)));
 }
 
 /// The context and the Buffers of one row, in the order of the function's
@@ -107,6 +114,12 @@ bool ReturnedNothing(PyObject* value) {
   return false;
 }
 
+/// Sets the Python error for findings that are not ok.
+void RaiseFindings(const Plan& plan, const Findings& findings) {
+  if (findings.changed >= 0) return RaiseChanged(plan, findings.changed);
+  RaiseUnwritten(plan, findings.unwritten);
+}
+
 /// Debug mode on the host: fills the outputs with marks, and copies the inputs.
 class Watch {
  public:
@@ -115,34 +128,34 @@ class Watch {
       const Leaf& leaf = plan.results[i];
       const int64_t bytes = leaf.row_bytes;
       marks_.emplace_back();
-      if (plan.buffers.Aliases(i)) continue;  // it holds an argument's values
+      if (plan.kind->Aliases(i)) continue;  // it holds an argument's values
       FillBytes(targets[i], bytes < 4 ? 0 : 0xE5, static_cast<size_t>(bytes));
       const bool floats =
           leaf.descr()->kind == 'f' && PyDataType_ELSIZE(leaf.descr()) == 4;
       marks_[i] = Marks(targets[i], bytes, floats || bytes < 8 ? 4 : 8, bytes);
     }
     for (size_t i = 0; i < plan.args.size(); ++i) {
-      const int64_t bytes = plan.buffers.Shares(i) ? 0 : plan.args[i].row_bytes;
+      const int64_t bytes = plan.kind->IsShared(i) ? 0 : plan.args[i].row_bytes;
       before_.emplace_back(args[i], args[i] + bytes);
     }
   }
 
   /// Looks for an input that was written to, whose values it restores, and for an
   /// output that was not written. Needs no GIL.
-  NativeStatus Look() const {
-    NativeStatus found;
+  Findings Look() const {
     for (size_t i = 0; i < before_.size(); ++i) {
-      const std::vector<char>& was = before_[i];
-      if (was.empty() || std::memcmp(args_[i], was.data(), was.size()) == 0)
+      const std::vector<char>& before = before_[i];
+      if (before.empty() ||
+          std::memcmp(args_[i], before.data(), before.size()) == 0) {
         continue;
-      CopyBytes(args_[i], was.data(), was.size());
-      found.changed = static_cast<int>(i);
-      return found;
+      }
+      CopyBytes(args_[i], before.data(), before.size());
+      return {static_cast<int>(i), -1};
     }
-    for (size_t i = 0; found.ok() && i < marks_.size(); ++i) {
-      if (!marks_[i].Overwritten()) found.unwritten = static_cast<int>(i);
+    for (size_t i = 0; i < marks_.size(); ++i) {
+      if (!marks_[i].Overwritten()) return {-1, static_cast<int>(i)};
     }
-    return found;
+    return {};
   }
 
  private:
@@ -155,23 +168,22 @@ class Watch {
 /// Prepares one row's memory on the host. In debug mode, returns the object that
 /// watches it. Otherwise clears small outputs, so that one that the function does
 /// not write is zeros; clearing large ones would cost as much as writing them.
-std::unique_ptr<Watch> Prepare(const Plan& plan, char* const* args,
-                               char* const* targets) {
-  if (plan.buffers.debug) return std::make_unique<Watch>(plan, args, targets);
+std::unique_ptr<Watch> Prepare(const BufferKind& kind, const Plan& plan,
+                               char* const* args, char* const* targets) {
+  if (kind.debug) return std::make_unique<Watch>(plan, args, targets);
   for (size_t i = 0; i < plan.results.size(); ++i) {
     const Leaf& leaf = plan.results[i];
-    if (leaf.row_bytes > kZeroBytes || plan.buffers.Aliases(i)) continue;
+    if (leaf.row_bytes > kZeroBytes || kind.Aliases(i)) continue;
     FillBytes(targets[i], 0, static_cast<size_t>(leaf.row_bytes));
   }
   return nullptr;
 }
 
-}  // namespace
-
-bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
-                  char* const* targets) {
+/// Calls the function on one row. False with a Python error set.
+bool RunOnBuffers(const BufferKind& kind, const Plan& plan, const ActiveCall& call,
+                  char* const* args, char* const* targets) {
   std::unique_ptr<Watch> watch;
-  if (!call.on_gpu()) watch = Prepare(plan, args, targets);
+  if (!call.on_gpu()) watch = Prepare(kind, plan, args, targets);
   OpenBuffers buffers(plan, call);
   bool ok = buffers.Open(args, targets);
   if (ok) {
@@ -179,56 +191,104 @@ bool RunOnBuffers(const Plan& plan, const ActiveCall& call, char* const* args,
   }
   ok = buffers.Close(ok);
   if (!ok || !watch) return ok;
-  const NativeStatus found = watch->Look();
-  if (found.ok()) return true;
-  RaiseStatus(plan, found);
+  const Findings findings = watch->Look();
+  if (findings.ok()) return true;
+  RaiseFindings(plan, findings);
   return false;
 }
 
-NativeStatus RunNative(const Plan& plan, const void* const* operands,
-                       void* const* results, void* stream) {
-  NativeStatus status;
-  if (plan.rows == 0) return status;
-  const bool on_gpu = stream != nullptr;
-  Rows rows(plan, operands, results, on_gpu);
-  int64_t calls = 0;
-  do {
-    char* const* args = rows.args();
-    char* const* targets = rows.targets();
-    auto** in = reinterpret_cast<void**>(const_cast<char**>(args));
-    auto** out = reinterpret_cast<void**>(const_cast<char**>(targets));
-    ++calls;
-    std::unique_ptr<Watch> watch;
-    if (!on_gpu) watch = Prepare(plan, args, targets);
-    // The native code may take two or three parameters, and return a status or
-    // nothing. In the C calling conventions of the machines that JAX runs on, a
-    // function that takes two ignores the third, and one that returns nothing
-    // leaves anything in the register of the status.
-    using Native = int32_t (*)(void**, void**, void*);
-    const int32_t number =
-        reinterpret_cast<Native>(plan.buffers.address)(out, in, stream);
-    if (plan.buffers.status) status.number = number;
-    if (watch && status.ok()) status = watch->Look();
-  } while (status.ok() && rows.Next());
-  plan.counters->native_calls.fetch_add(calls, std::memory_order_relaxed);
-  if (status.ok()) {
-    rows.Finish();
-  } else {
-    status.row = rows.index();
+/// Native code that has failed, which only Python can say.
+struct NativeFailure final : Progress {
+  int32_t status = 0;        ///< what it returned; 0 is success
+  Findings findings;         ///< of debug mode
+  std::vector<int64_t> row;  ///< the position of the row that failed; may be empty
+
+  /// Sets the Python error. The GIL is held.
+  void Raise(const Plan& plan) const {
+    if (!findings.ok()) return RaiseFindings(plan, findings);
+    std::string text;
+    for (int64_t index : row) {
+      text += (text.empty() ? " in row (" : ", ") + std::to_string(index);
+    }
+    if (!text.empty()) text += ")";
+    CallMethod(plan.hooks, "on_status", Ref::Steal(PyLong_FromLong(status)),
+               Ref::Steal(PyUnicode_FromString(text.c_str())));
   }
+};
+
+/// Runs native code on one row. Returns its status, and sets `*findings` in debug
+/// mode.
+int32_t RunNativeRow(const BufferKind& kind, const Execution& execution, Rows& rows,
+                     Findings* findings) {
+  char* const* args = rows.args();
+  char* const* targets = rows.targets();
+  auto** in = reinterpret_cast<void**>(const_cast<char**>(args));
+  auto** out = reinterpret_cast<void**>(const_cast<char**>(targets));
+  std::unique_ptr<Watch> watch;
+  if (execution.stream == nullptr) {
+    watch = Prepare(kind, execution.plan, args, targets);
+  }
+  // The native code may take two or three parameters, and return a status or
+  // nothing. In the C calling conventions of the machines that JAX runs on, a
+  // function that takes two ignores the third, and one that returns nothing leaves
+  // anything in the register of the status.
+  using Native = int32_t (*)(void**, void**, void*);
+  const auto native = reinterpret_cast<Native>(kind.address);
+  const int32_t returned = native(out, in, execution.stream);
+  const int32_t status = kind.status ? returned : 0;
+  if (watch && status == 0) *findings = watch->Look();
   return status;
 }
 
-void RaiseStatus(const Plan& plan, const NativeStatus& status) {
-  if (status.changed >= 0) return RaiseChanged(plan, status.changed);
-  if (status.unwritten >= 0) return RaiseUnwritten(plan, status.unwritten);
-  std::string row;
-  for (int64_t index : status.row) {
-    row += (row.empty() ? " in row (" : ", ") + std::to_string(index);
+}  // namespace
+
+std::unique_ptr<const Kind> BufferKind::For(const Plan&) const {
+  auto kind = std::make_unique<BufferKind>(*this);
+  kind->has_native_part = address != 0;
+  return kind;
+}
+
+size_t BufferKind::SpareCount(const Plan& plan) const {
+  return 1 + plan.results.size() + plan.args.size();
+}
+
+bool BufferKind::RunNative(const Execution& execution,
+                           std::unique_ptr<Progress>* progress) const {
+  const Plan& plan = execution.plan;
+  if (plan.rows == 0) return true;
+  const bool on_gpu = execution.stream != nullptr;
+  Rows rows(plan, execution.operands, execution.results, on_gpu);
+  int64_t calls = 0;
+  int32_t code = 0;
+  Findings findings;
+  do {
+    ++calls;
+    code = RunNativeRow(*this, execution, rows, &findings);
+  } while (code == 0 && findings.ok() && rows.Next());
+  plan.counters->native_calls.fetch_add(calls, std::memory_order_relaxed);
+  if (code == 0 && findings.ok()) {
+    rows.Finish();
+    return true;
   }
-  if (!row.empty()) row += ")";
-  Ask(plan.hooks, "on_status", Ref::Steal(PyLong_FromLong(status.number)),
-      Ref::Steal(PyUnicode_FromString(row.c_str())));
+  auto failure = std::make_unique<NativeFailure>();
+  failure->status = code;
+  failure->findings = findings;
+  failure->row = rows.index();
+  *progress = std::move(failure);
+  return false;
+}
+
+bool BufferKind::Run(const Execution& execution, ActiveCall& call,
+                     Progress* progress) const {
+  const Plan& plan = execution.plan;
+  if (progress != nullptr) {
+    static_cast<const NativeFailure&>(*progress).Raise(plan);
+    return false;
+  }
+  const auto run_row = [&](char* const* args, char* const* targets) {
+    return RunOnBuffers(*this, plan, call, args, targets);
+  };
+  return RunRows(execution, call, FailedRow::kEndsCall, run_row);
 }
 
 }  // namespace hostcall
