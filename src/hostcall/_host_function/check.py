@@ -379,10 +379,16 @@ class Checks:
             raise Ended("left out", 'lend="out": every call is checked')
         # A function with lend= of its own shows what it does to memory that it borrows:
         # the engine checks each view, and lent arrays are read-only. A signature says
-        # which items the function gets, and so how it is called.
+        # which items the function gets, and so how it is called; of other results only
+        # what they were is needed, since a bridge asks its library for them.
+        result: Any = self.f.result
+        if not isinstance(result, _DRAWS_SIZES):
+            result = tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.out
+            )
         lent = host(
             self.f.fn,
-            result=self.f.result,
+            result=result,
             vmap_method=self.f.options.vmap_method,
             float64=self.f.policy.float64,
             lend=True,
