@@ -227,9 +227,9 @@ _FACE_OF_ONE = mistakes.Face("hc.tap_through", "hc.tap_through({fn}, ({args}))")
 
 
 @functools.cache
-def _default_options() -> TapOptions:
+def _defaults(options: Callable[[], TapOptions]) -> TapOptions:
     """The options of a tap that is given none, which each eager one asks for."""
-    return TapParams.takes()
+    return options()
 
 
 def prepare(
@@ -246,7 +246,7 @@ def prepare(
     usage = "hc.tap(fn, *args)" if face is FACE else f"{face.name}(fn, x)"
     facts = check_function(fn, usage, awaits=True, returns=False)
     name = facts.name
-    tap_options = _default_options()
+    tap_options = _defaults(TapParams.takes)  # type: ignore[arg-type] # a class
     if options:
         check(f"the tap `{name}`", options, TAP)
         tap_options = TapParams.takes.of(options)

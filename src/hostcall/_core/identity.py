@@ -28,8 +28,8 @@ FOLLOWS = types.MappingProxyType({"follows": True})
 def identity(value: Any) -> Hashable:
     """Equal only for things that nobody can tell apart, while both are alive.
 
-    What calls are made of (hostcall's frozen dataclasses, tuples, structures of
-    pytrees) is looked into, part by part in a row, since it may be deeper than Python's
+    What calls are made of (hostcall's dataclasses that don't change, tuples, structures
+    of pytrees) is looked into, part by part in a row, since it may be deeper than Python's
     stack. JAX's avals, dtypes of keys and shardings are compared as JAX compares them.
     Anything else is a user's object, which is only itself: none of its code runs here.
     So is a dict or list, which may be large (the globals of a module) or hold itself.
@@ -70,12 +70,14 @@ def _parts(value: Any, kind: type) -> Sequence[Any] | None:
         return node_type, data, *value.children()
     if kind is Opaque:
         return (value.value,)
-    # Frozen dataclasses of hostcall's: all that they are follows from what they were
-    # made of. Functions and rules are among them.
+    # Dataclasses of hostcall's that have a hash by their fields: all that they are
+    # follows from what they were made of. Functions and rules are among them.
     attributes = _attributes(kind)
     dataclass = attributes.get("__dataclass_params__")
     package, _, _ = str(attributes.get("__module__")).partition(".")
-    if dataclass is None or package != _PACKAGE or not dataclass.frozen:
+    if dataclass is None or package != _PACKAGE:
+        return None
+    if not dataclass.frozen and not dataclass.unsafe_hash:
         return None
     return [
         getattr(value, field.name)
