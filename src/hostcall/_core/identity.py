@@ -29,10 +29,11 @@ def identity(value: Any) -> Hashable:
     """Equal only for things that nobody can tell apart, while both are alive.
 
     What calls are made of (hostcall's dataclasses that don't change, tuples, structures
-    of pytrees) is looked into, part by part in a row, since it may be deeper than Python's
-    stack. JAX's avals, dtypes of keys and shardings are compared as JAX compares them.
-    Anything else is a user's object, which is only itself: none of its code runs here.
-    So is a dict or list, which may be large (the globals of a module) or hold itself.
+    of pytrees) is looked into, part by part in a row, since it may be deeper than
+    Python's stack. JAX's avals, dtypes of keys and shardings are compared as JAX
+    compares them. Anything else is a user's object, which is only itself: none of its
+    code runs here. So is a dict or list, which may be large (the globals of a module)
+    or hold itself.
     """
     identities = list[Hashable]()
     stack = [value]

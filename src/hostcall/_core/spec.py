@@ -78,7 +78,7 @@ class Template:
 
     Attributes:
         treedef: the structure of (args, kwargs).
-        leaves: one entry for each leaf: a `Opaque`, or the dtype of a typed PRNG key,
+        leaves: one entry for each leaf: an `Opaque`, or the dtype of a typed PRNG key,
             or None for any other array.
     """
 
