@@ -68,8 +68,8 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
             if timeout is not None and not _programs_end_in(timeout):
                 return False
             failed += dispatched.failures_of_all(limited=timeout is not None)
-        left = None if end is None else max(0.0, end - time.monotonic())
-        if not delivery.flush(left):
+        seconds_left = None if end is None else max(0.0, end - time.monotonic())
+        if not delivery.flush(seconds_left):
             return False
         delivery.call_at_barrier(ending=False)
         # What the thread dispatched before the program of a call is not the call's.
@@ -111,9 +111,9 @@ def _programs_end_in(seconds: float) -> bool:
 
     def wait_for_all() -> None:
         with failures.not_reporting():
-            for thing in waiting:
+            for array in waiting:
                 with contextlib.suppress(BaseException):  # its reader sees the error
-                    thing.block_until_ready()
+                    array.block_until_ready()
 
     # A thread takes a moment, also without anything to wait for.
     return wait(until_result(limited.submit(wait_for_all)), max(seconds, SLICE))

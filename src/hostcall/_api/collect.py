@@ -79,9 +79,9 @@ class collect:
                 "hostcall: hc.testing.collect() without a function is a context"
                 " manager. Write `with hc.testing.collect() as seen:`"
             )
-        with collect() as seen:
+        with collect() as collected:
             out = self._fn(*args, **kwargs)
-        return out, seen
+        return out, collected
 
     def _take(self, name: str, args: Any, kwargs: Any) -> None:
         alone = args[0] if len(args) == 1 else args

@@ -57,15 +57,15 @@ def configure(
         SpecError: a value is not valid. No setting has changed then.
     """
     _FACE.refuse(unknown, "setting")
-    given = {
+    changes = {
         k: v for k, v in dict(locals()).items() if k in _SETTINGS and v is not None
     }
-    check("hc.configure", given, _SETTINGS)
-    for name in _SIZES & given.keys():
-        given[name] = int(given[name])
+    check("hc.configure", changes, _SETTINGS)
+    for name in _SIZES & changes.keys():
+        changes[name] = int(changes[name])
     if isinstance(loop, str):  # "own"
-        given["loop"] = None
-    vars(config.settings).update(given)
+        changes["loop"] = None
+    vars(config.settings).update(changes)
     if flight is not None:
         flights.apply()
     if not _native.forked():
@@ -88,11 +88,11 @@ _FACE = mistakes.Face(
 )
 
 
-def _is_loop(given: object) -> bool:
+def _is_loop(value: object) -> bool:
     import asyncio
 
-    own = isinstance(given, str) and given == "own"
-    return own or isinstance(given, asyncio.AbstractEventLoop)
+    is_own = isinstance(value, str) and value == "own"
+    return is_own or isinstance(value, asyncio.AbstractEventLoop)
 
 
 def _is_size(given: Any) -> bool:

@@ -110,7 +110,7 @@ def flight() -> Flight:
 def _record(row: Any, now: float, now_ticks: int, second: float) -> FlightRecord:
     kind, state, device, place, start, entered, end, nbytes, run, number = row
     known = places.named(place)
-    held = entered or (now_ticks if STATES[state] == "waiting" else start)
+    left_queue = entered or (now_ticks if STATES[state] == "waiting" else start)
     return FlightRecord(
         kind=KINDS[kind],  # type: ignore[arg-type]
         state=STATES[state],  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def _record(row: Any, now: float, now_ticks: int, second: float) -> FlightRecord
         device=None if device < 0 else device,
         start=now - (now_ticks - start) * second,
         seconds=max((end or now_ticks) - start, 0) * second,
-        waited=max(held - start, 0) * second if kind == 0 else 0.0,
+        waited=max(left_queue - start, 0) * second if kind == 0 else 0.0,
         nbytes=nbytes,
         run=None if run == -1 else run,
         number=number if KINDS[kind] in ("tap", "delivery") else None,

@@ -75,7 +75,9 @@ def print(
         file=None if file is None else Opaque(file),
         flush=bool(flush),
         end=end,
-        options=NumPys(**{each.name: numpys[each.name] for each in fields(NumPys)}),
+        options=NumPys(
+            **{option.name: numpys[option.name] for option in fields(NumPys)}
+        ),
     )
     # As two trees, since a field of `fmt` may be named like an option of tap.
     tap(printer, args, kwargs, **options)

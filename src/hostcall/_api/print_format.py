@@ -89,9 +89,9 @@ def check(
     `hint` guesses what a keyword that no field uses was meant to be.
     """
     fields = _read(fmt)
-    given: dict[Any, object] = {**dict(enumerate(args)), **kwargs}
+    by_name: dict[Any, object] = {**dict(enumerate(args)), **kwargs}
     used = dict.fromkeys(name for name, _ in fields)
-    missing = [name for name in used if name not in given]
+    missing = [name for name in used if name not in by_name]
     if missing:
         raise _wrong(
             f"hc.print({fmt!r}) has no argument for its fields"
@@ -99,7 +99,7 @@ def check(
             f" {counted(len(args), 'positional argument')}, and the keywords"
             f" {_listed([*kwargs])}. {_how_to_give(fmt, missing, [*used])}"
         )
-    unused = [name for name in given if name not in used]
+    unused = [name for name in by_name if name not in used]
     if unused:
         listed = [f"argument {n}" if isinstance(n, int) else n for n in unused]
         hints = "".join(f". {hint(n)}" for n in kwargs if n in unused and hint(n))
@@ -109,7 +109,7 @@ def check(
             f" hc.print('x = {{}}', x){hints}"
         )
     for name, spec in fields:
-        if spec and (why := _why_not(given[name], spec)):
+        if spec and (why := _why_not(by_name[name], spec)):
             which = f"argument {name}" if isinstance(name, int) else f"{name}="
             raise _wrong(
                 f"hc.print({fmt!r}) can't format its {which} as {{:{spec}}}: {why}"
@@ -147,18 +147,18 @@ def _fields(fmt: str) -> tuple[tuple[int | str, str], ...]:
     The spec is the text by which the argument itself is formatted, such as ".2f"; "" if
     there is none, or it is known only when the line is printed.
     """
-    found: list[tuple[int | str, str]] = []
+    fields: list[tuple[int | str, str]] = []
     automatic = itertools.count()
     texts = set()
     for field, spec, conversion in parsed(fmt):
         text = _NAME_ENDS.split(field)[0]
         name = int(text) if text.isdecimal() else text or next(automatic)
         is_known = field == text and conversion is None and "{" not in spec
-        found.append((name, spec if is_known else ""))
+        fields.append((name, spec if is_known else ""))
         texts.add(text)
     if "" in texts and any(map(str.isdecimal, texts)):
         raise ValueError("it mixes numbered and unnumbered fields")
-    return tuple(found)
+    return tuple(fields)
 
 
 _NAME_ENDS = re.compile(r"[.[]")
@@ -219,8 +219,8 @@ def _why_not(value: object, spec: str) -> str:
     )
 
 
-def _wrong(what: str) -> SpecError:
-    return SpecError(f"hostcall: {what}", code="hc-arguments")
+def _wrong(complaint: str) -> SpecError:
+    return SpecError(f"hostcall: {complaint}", code="hc-arguments")
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -79,20 +79,20 @@ def report(file: TextIO | None = None) -> list[Finding]:
             f" {costs.barrier_seconds:.4f} s"
             f" ({'once' if times == 1 else f'{times} times'})"
         )
-    for number, found in enumerate(findings, 1):
-        say(f"\n{number}. {found.name}: {found.seconds:.4f} s")
-        say(f"   {found.cause}")
-        if found.remedy:
-            say(f"   {found.remedy}")
+    for number, finding in enumerate(findings, 1):
+        say(f"\n{number}. {finding.name}: {finding.seconds:.4f} s")
+        say(f"   {finding.cause}")
+        if finding.remedy:
+            say(f"   {finding.remedy}")
     return findings
 
 
 def _line(name: str, c: CallStats) -> str:
     seconds = (_seconds(c), c.python_seconds, c.gil_seconds, c.wait_seconds)
-    each = 1e6 * _seconds(c) / max(c.calls, 1)
+    mean_microseconds = 1e6 * _seconds(c) / max(c.calls, 1)
     mega = (c.bytes_in + c.bytes_out) / 1e6
     numbers = "".join(f"{s:11.4f}" for s in seconds)
-    return f"{numbers}{each:11.2f}{c.calls:11}{mega:11.2f}  {name}"
+    return f"{numbers}{mean_microseconds:11.2f}{c.calls:11}{mega:11.2f}  {name}"
 
 
 def _seconds(c: CallStats) -> float:
@@ -106,8 +106,8 @@ def _finding(name: str, c: CallStats, facts: Facts) -> Finding:
     remedy = ""
     if seconds >= _SECONDS and c.calls >= _CALLS:
         of_kind = _of_calls if "call" in facts.kinds else _of_taps
-        found = itertools.chain(_of_both(c, facts), of_kind(c, facts))
-        cause, remedy = next(found, (cause, remedy))
+        rules_that_fit = itertools.chain(_of_both(c, facts), of_kind(c, facts))
+        cause, remedy = next(rules_that_fit, (cause, remedy))
     return Finding(name, seconds, cause, remedy)
 
 
@@ -146,21 +146,21 @@ def _of_both(c: CallStats, facts: Facts) -> _Found:
 
 
 def _of_calls(c: CallStats, facts: Facts) -> _Found:
-    each = c.python_seconds / c.calls
+    mean_seconds = c.python_seconds / c.calls
     size = (c.bytes_in + c.bytes_out) / c.calls
     rows = facts.rows if "sequential" in facts.methods else 1
-    if rows >= 8 and each < 1e-3:
+    if rows >= 8 and mean_seconds < 1e-3:
         yield (
             f"a batch of {rows} rows makes as many calls",
             'vmap_method="expand_dims" (or "broadcast_all") calls the function once for'
             " the batch, if it can take arrays with a leading axis",
         )
-    if rows >= 2 and each >= 1e-2:
+    if rows >= 2 and mean_seconds >= 1e-2:
         yield (
             f"{rows} slow rows run one after another",
             'vmap_method="parallel" runs the rows at the same time',
         )
-    if not facts.lends and size >= 1 << 18 and each < 1e-2:
+    if not facts.lends and size >= 1 << 18 and mean_seconds < 1e-2:
         yield (
             f"each call copies {size / 1e6:.2f} MB of arguments and results",
             "lend=True hands out views of XLA's memory instead of copies of the"

@@ -68,8 +68,8 @@ def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> An
     to format the stacks. In a job of several processes a thread looks for questions
     twice a second, so their answers take up to half a second.
     """
-    who = "hc.monitor.status"
-    if not of_all_processes(processes, limit, who, "this process only"):
+    face = "hc.monitor.status"
+    if not of_all_processes(processes, limit, face, "this process only"):
         return running()
     from hostcall._job import job  # asked for: a job of one process does without
 

@@ -64,9 +64,10 @@ def _seen_in_derivatives(
 ) -> T:
     name = f"hc.derivatives.{name}"
     for unknown in sorted(options.keys() - FACE.options.keys()):
-        told = f"Its options are those of hc.tap: {', '.join(sorted(FACE.options))}"
+        taps_options = ", ".join(sorted(FACE.options))
+        hint = FACE.hint(unknown) or f"Its options are those of hc.tap: {taps_options}"
         raise SpecError(
-            f"hostcall: {name} has no option {unknown}=. {FACE.hint(unknown) or told}",
+            f"hostcall: {name} has no option {unknown}=. {hint}",
             code="hc-option",
         )
     inexact = tangents.split(x)

@@ -27,20 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints a section, or the codes with their meanings; returns the exit status."""
     code = options.code
-    found = sections()
+    by_code = sections()
     if code is None:
-        width = max(map(len, found))
-        for name, section in found.items():
+        width = max(map(len, by_code))
+        for name, section in by_code.items():
             print(f"{name:<{width}}  {meaning(section)}")
         return 0
     name = "hc-" + code.strip("[]").lower().removeprefix("hc-")
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=3)
+    if name not in by_code:
+        near = difflib.get_close_matches(name, by_code, n=3)
         hint = f"The nearest are {', '.join(near)}. " if near else ""
         options.refuse(
             f"there is no code {code!r}. {hint}Without a code, all are listed"
         )
-    _show(found[name])
+    _show(by_code[name])
     return 0
 
 
@@ -57,10 +57,10 @@ def sections() -> dict[str, str]:
     """The sections by their codes, in the order of the alphabet."""
     folder = importlib.resources.files("hostcall") / "explain"
     texts = {
-        found[1]: found[0].rstrip() + "\n"
+        match[1]: match[0].rstrip() + "\n"
         for file in folder.iterdir()
         if file.name.endswith(".md")
-        for found in _SECTION.finditer(file.read_text(encoding="utf-8"))
+        for match in _SECTION.finditer(file.read_text(encoding="utf-8"))
     }
     return dict(sorted(texts.items()))
 

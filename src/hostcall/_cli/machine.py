@@ -24,11 +24,11 @@ def line(name: str, value: object) -> None:
 
 def engine_answers(device: jax.Device) -> str:
     """Tries the engine on a device: a compiled loop counts with a callback."""
-    seen = []
+    counts = []
     result = jax.ShapeDtypeStruct((), np.float32)
 
     def count(x: np.ndarray) -> np.ndarray:
-        seen.append(float(x))
+        counts.append(float(x))
         return x + 1
 
     def body(_: jax.Array, x: jax.Array) -> jax.Array:
@@ -38,8 +38,8 @@ def engine_answers(device: jax.Device) -> str:
     program = jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))
     x = jax.device_put(np.float32(0), device)
     total = float(program(x))
-    if total != 3.0 or seen != [0.0, 1.0, 2.0]:
-        return f"BROKEN: the program returned {total}, and its calls got {seen}"
+    if total != 3.0 or counts != [0.0, 1.0, 2.0]:
+        return f"BROKEN: the program returned {total}, and its calls got {counts}"
     if "hostcall_call" not in program.lower(x).as_text():
         return "not used: calls run through JAX's own callback"
     return "works (tried: ordered calls in a compiled loop)"
@@ -47,11 +47,11 @@ def engine_answers(device: jax.Device) -> str:
 
 def engine_on(platform: str, devices: Sequence[jax.Device]) -> str:
     """Tries the engine on the first device of a platform, if there is one."""
-    found = [device for device in devices if device.platform == platform]
-    if not found:
+    on_platform = [device for device in devices if device.platform == platform]
+    if not on_platform:
         return f"not tried: JAX sees no {platform.upper()} here"
     try:
-        return engine_answers(found[0])
+        return engine_answers(on_platform[0])
     except Exception as error:  # a driver may raise anything; the jobs run on the CPU
         return f"BROKEN: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 

@@ -65,9 +65,9 @@ def observe(run: Callable[[], None], observed: str) -> None:
     if path is not None:
         sink = hc.tools.sinks.csv if path.endswith(".csv") else hc.tools.sinks.jsonl
         options["to"] = sink(path)
-    seen = hc.observe(*names, **options)
+    observation = hc.observe(*names, **options)
     try:
-        with seen:
+        with observation:
             run()
     except FloatingPointError as error:
         if not isinstance(error, ReplacesReport):
@@ -83,12 +83,15 @@ def _report(error: Exception) -> str:
     """The traceback of an error with the lines of the program alone."""
     from hostcall._jax.places import in_library
 
-    own = [
+    user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if os.path.exists(frame.filename) and in_library(frame.filename) is None
     ]
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)]
+    lines = [
+        "Traceback (most recent call last):\n",
+        *traceback.format_list(user_frames),
+    ]
     return "".join([*lines, f"FloatingPointError: {error}"])
 
 

@@ -23,11 +23,11 @@ def report() -> None:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         ways = _loop(hc.call), _loop(jax.pure_callback)
         # Measured in turns. The first run compiles and warms the allocator.
-        found = [[_timed(way) for way in ways] for _ in range(1 + _ROUNDS)][1:]
-        ours, jaxs = map(statistics.median, zip(*found, strict=True))
+        rounds = [[_timed(loop) for loop in ways] for _ in range(1 + _ROUNDS)][1:]
+        own_time, jaxs = map(statistics.median, zip(*rounds, strict=True))
     print(f"  {'':<36} {'hostcall':>9} {'JAX':>9} {'ratio':>8}")
     name = "scalar, in a loop"
-    print(f"  {name:<36} {ours:>9.2f} {jaxs:>9.1f} {jaxs / ours:>7.1f}x")
+    print(f"  {name:<36} {own_time:>9.2f} {jaxs:>9.1f} {jaxs / own_time:>7.1f}x")
 
 
 def _loop(call: Callable[..., Any]) -> Any:

@@ -155,11 +155,12 @@ def _check_arguments(
         return
     signature = signature_of(callback)
     has = "" if signature is None else f", and it takes {without_types(signature)}"
-    given = ", ".join(["ctx", "out", *["x"] * n, *(f"{k}=" for k in kwargs)])
+    arguments = ", ".join(["ctx", "out", *["x"] * n, *(f"{k}=" for k in kwargs)])
     short = name.rpartition(".")[2].replace("<lambda>", "f")
     raise SpecError(
         f"hostcall: hc.buffers.buffer_callback calls `{name}` with"
-        f" ({given}){has}. The first two are the context of the call, and the Buffers"
+        f" ({arguments}){has}. The first two are the context of the call, and the"
+        " Buffers"
         f" of the results to write into: write def {short}(ctx, out, *args)",
         code="hc-arguments",
     )
@@ -177,13 +178,13 @@ def make_params(
     trees: tuple[Template, Results],
     place: Place,
     options: CallOptions,
-    **others: Any,
+    **settings: Any,
 ) -> BufferParams:
-    """The parameters of an equation that calls `callback`; `others` are the rest."""
+    """The parameters of an equation that calls `callback`; `settings` are the rest."""
     avals = trees[1].avals
     fills = (None,) * len(avals)
-    whole = CallSpec(Opaque(callback), *trees, fills, options, place)
-    return BufferParams(callback=whole, avals=avals, masked=False, **others)
+    spec = CallSpec(Opaque(callback), *trees, fills, options, place)
+    return BufferParams(callback=spec, avals=avals, masked=False, **settings)
 
 
 def _read_aliases(wanted: Mapping[int, int] | None) -> list[tuple[int, int]]:
@@ -204,10 +205,10 @@ def _check_aliases(
     """The (input, output) pairs, checked: each has one shape and dtype."""
     for at, (i, o) in enumerate(wanted):
         says = f"input_output_aliases contains the mapping '{i}:{o}'"
-        for number, what, n in ((i, "input", len(operands)), (o, "output", len(avals))):
+        for number, side, n in ((i, "input", len(operands)), (o, "output", len(avals))):
             if not 0 <= number < n:
                 raise ValueError(
-                    f"{says} with {what} index {number} outside the range [0, {n})."
+                    f"{says} with {side} index {number} outside the range [0, {n})."
                     " Leaves of trees are counted one by one."
                 )
         have = _jax.aval_of(operands[i])

@@ -68,7 +68,7 @@ def callback(
 
     Source: JAX's guide "External callbacks".
     """
-    given = {
+    options = {
         "ordered": ordered,
         "partitioned": partitioned,
         "arrays": arrays_of(arrays),
@@ -83,7 +83,7 @@ def callback(
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
         in_tree, operands, static = _jax.split_callback_args(args, kwargs)
         trees = template_of(in_tree, static), Results.flat(())
-        bind(*operands, params=make_params("debug", callback, trees, given))
+        bind(*operands, params=make_params("debug", callback, trees, options))
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 
@@ -121,14 +121,14 @@ def print(
     Cost: 1 us for the call, plus the formatting; JAX's takes 50.
     """
 
-    given = {"ordered": ordered, "partitioned": partitioned}
+    tap_options = {"ordered": ordered, "partitioned": partitioned}
 
     def call(fmt: str, /, *args: object, **kwargs: object) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)
         in_tree, operands, static = _jax.split_callback_args(args, kwargs)
         options = np.get_printoptions().items()
-        bind(*operands, params=print_params(fmt, in_tree, static, options, given))
+        bind(*operands, params=print_params(fmt, in_tree, static, options, tap_options))
 
     return _now_or_later("debug_print", call, fmt, args, kwargs)
 

@@ -93,8 +93,8 @@ class Outside:
         return name_of(self.fn.value)
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
-        here = context.current()
-        return self.run(arrays, None if here is None else here.device)
+        current = context.current()
+        return self.run(arrays, None if current is None else current.device)
 
     def run(
         self, arrays: Sequence[np.ndarray], device: _jax.Device | None
@@ -236,8 +236,8 @@ def _partial_eval(
     """
 
     def default(operands: Sequence[_jax.Tracer], params: Outside) -> list[_jax.Tracer]:
-        given = outside_call_p, operands, {"params": params}
-        return list(trace.default_process_primitive(*given))
+        bound = outside_call_p, operands, {"params": params}
+        return list(trace.default_process_primitive(*bound))
 
     n = len(tracers) // 2
     known = list(map(_jax.is_known, tracers))
@@ -281,8 +281,8 @@ def _remat(
         ends = {"invars": eqn.invars[:half], "outvars": eqn.outvars[:half]}
         known = eqn.replace(params={"params": params.of_primals()}, **ends)
         later[:half] = [False] * half
-    here = zip(eqn.invars, inst, strict=True)
-    residuals = [v for v, flag in here if not flag and not _jax.is_literal(v)]
+    with_flags = zip(eqn.invars, inst, strict=True)
+    residuals = [v for v, flag in with_flags if not flag and not _jax.is_literal(v)]
     return known, eqn, later, [True] * n, residuals
 
 

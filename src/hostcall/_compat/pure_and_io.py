@@ -75,8 +75,8 @@ def pure_callback(
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
     method = "sequential" if vmap_method is None else vmap_method
-    given = {"sharding": sharding, "vmap_method": method, "arrays": arrays_of(arrays)}
-    return _call("pure", callback, result_shape_dtypes, (args, kwargs), given)
+    options = {"sharding": sharding, "vmap_method": method, "arrays": arrays_of(arrays)}
+    return _call("pure", callback, result_shape_dtypes, (args, kwargs), options)
 
 
 def io_callback(
@@ -120,8 +120,8 @@ def io_callback(
 
     Source: JAX's guide "External callbacks".
     """
-    given = {"sharding": sharding, "ordered": ordered, "arrays": arrays_of(arrays)}
-    return _call("io", callback, result_shape_dtypes, (args, kwargs), given)
+    options = {"sharding": sharding, "ordered": ordered, "arrays": arrays_of(arrays)}
+    return _call("io", callback, result_shape_dtypes, (args, kwargs), options)
 
 
 def _call(
@@ -129,9 +129,9 @@ def _call(
     callback: Callable[..., object],
     result_shape_dtypes: Any,
     args_and_kwargs: object,
-    given: dict[str, Any],
+    options: dict[str, Any],
 ) -> Any:
-    check_vmap_method(given.get("vmap_method"))
+    check_vmap_method(options.get("vmap_method"))
     check_callable(
         callback, f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
     )
@@ -139,7 +139,7 @@ def _call(
     leaves, in_tree = jax.tree.flatten(args_and_kwargs)
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
     trees = trees_of(in_tree, out_tree, tuple(map(result_aval, described)))
-    params = make_params(kind, callback, trees, given)
+    params = make_params(kind, callback, trees, options)
     return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
 
 

@@ -286,13 +286,13 @@ def _document(value: object, threshold: int | None) -> _jax.Doc:
     document = functools.partial(_document, threshold=threshold)
     if isinstance(value, dict):
         opening, closing = "{}"
-        parts = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
+        documents = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
     elif isinstance(value, (tuple, list)):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
-        parts = list(map(document, value))
+        documents = list(map(document, value))
     elif isinstance(value, np.ndarray):
         return pp.text(np.array2string(value, threshold=threshold))
     else:
         return pp.text(str(value))
-    inner = pp.nest(2, pp.join(pp.brk(), parts))
+    inner = pp.nest(2, pp.join(pp.brk(), documents))
     return pp.group(pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")]))

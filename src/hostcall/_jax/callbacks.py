@@ -82,7 +82,7 @@ def look_at_keys(debug_callback: _t.Primitive) -> None:
     rules[debug_callback] = rules[_debugging.debug_callback_p]
 
 
-def share_rooflines(mine: Mapping[str, _t.Primitive]) -> None:
+def share_rooflines(by_name: Mapping[str, _t.Primitive]) -> None:
     """Estimates each of these primitives as JAX's primitive of that name.
 
     Under JAX 0.10 `jax.experimental.roofline` needs absl, which JAX does not require.
@@ -95,7 +95,7 @@ def share_rooflines(mine: Mapping[str, _t.Primitive]) -> None:
     rules = roofline._rooflines
     for theirs in (pure_callback_p, io_callback_p, debug_callback_p):
         if theirs in rules:
-            rules.setdefault(mine[theirs.name], rules[theirs])
+            rules.setdefault(by_name[theirs.name], rules[theirs])
 
 
 # The loggers to which JAX reports failed callbacks. Equinox installs a filter on the

@@ -38,13 +38,13 @@ def processes_at_service() -> int | None:
     this process does not have it, or if the system does not say.
     """
     port = _service_port()
-    found = _native.connections()
-    if port is None or found is None:
+    connections = _native.connections()
+    if port is None or connections is None:
         return None
-    own_ends = {local for _, local, _ in found}
+    own_ends = {local for _, local, _ in connections}
     # This process's own client is connected too: both ends of that are here.
     return sum(
-        _port(local) == port and peer not in own_ends for _, local, peer in found
+        _port(local) == port and peer not in own_ends for _, local, peer in connections
     )
 
 

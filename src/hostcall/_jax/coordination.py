@@ -68,8 +68,8 @@ def job_folder(name: str) -> dict[str, str]:
     """All texts whose keys begin with `name`, which ends with a slash, by the rest of
     their keys.
     """
-    found = _client().key_value_dir_get_bytes(name)
-    return {key.removeprefix(name): _text(value) for key, value in found}
+    entries = _client().key_value_dir_get_bytes(name)
+    return {key.removeprefix(name): _text(value) for key, value in entries}
 
 
 def job_folder_bytes(name: str) -> list[bytes]:
@@ -100,9 +100,9 @@ def leave_job() -> None:
     too.
     """
     state = _distributed.global_state
-    for thing in (state.preemption_sync_manager, state.client, state.service):
-        if thing is not None:
-            _native.keep_for_ever(thing)
+    for client_part in (state.preemption_sync_manager, state.client, state.service):
+        if client_part is not None:
+            _native.keep_for_ever(client_part)
     state.preemption_sync_manager = state.client = state.service = None
 
 

@@ -62,14 +62,14 @@ def put_on_device(
     sharding = _sharding_of(device)
     # As `explicit_transfer`, which would take 0.3 us: host code's arrays come this way.
     guard = _guard_lib.thread_local_state()
-    before = guard.explicit_device_put
+    was_allowed = guard.explicit_device_put
     guard.explicit_device_put = True
     try:
         return _xla_client.batched_device_put(
             aval, sharding, [array], [device], committed
         )
     finally:
-        guard.explicit_device_put = before
+        guard.explicit_device_put = was_allowed
 
 
 def put_with_sharding(array: np.ndarray, sharding: Sharding) -> jax.Array:
@@ -95,12 +95,12 @@ def to_numpy(array: jax.Array) -> np.ndarray:
     """
     # As `explicit_transfer`, which would take 0.3 us: eager calls come this way.
     guard = _guard_lib.thread_local_state()
-    before = guard.explicit_device_get
+    was_allowed = guard.explicit_device_get
     guard.explicit_device_get = True
     try:
         return np.asarray(array)
     finally:
-        guard.explicit_device_get = before
+        guard.explicit_device_get = was_allowed
 
 
 def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:

@@ -71,12 +71,12 @@ def refuse_by(refusal: Callable[[str], Exception]) -> None:
     _refusal[:] = [refusal]
 
 
-def refuse(part: Part, what: str) -> NoReturn:
+def refuse(part: Part, lack: str) -> NoReturn:
     """Refuses what needs something of JAX's that this JAX has not."""
     if not _refusal:
-        raise unfit(f"{what}, without which nothing of hostcall works")
+        raise unfit(f"{lack}, without which nothing of hostcall works")
     text = f"hostcall: {part.value} can't work with jax {jax.__version__}, which has no"
-    raise _refusal[0](f"{text} {what}. {_KNOWN}")
+    raise _refusal[0](f"{text} {lack}. {_KNOWN}")
 
 
 _KNOWN = (
@@ -85,10 +85,10 @@ _KNOWN = (
 )
 
 
-def unfit(what: str) -> ImportError:
+def unfit(lack: str) -> ImportError:
     """The error of `import hostcall` under a JAX that has not this."""
     text = f"hostcall can't be imported under jax {jax.__version__}, which has no"
-    return ImportError(f"{text} {what}. {_KNOWN}", name="jax")
+    return ImportError(f"{text} {lack}. {_KNOWN}", name="jax")
 
 
 def unfit_for(error: ImportError | AttributeError) -> ImportError | None:
@@ -112,8 +112,8 @@ def missing(part: Part) -> str:
 
 def require(part: Part) -> None:
     """Refuses what needs a part that does not work under this JAX."""
-    if what := missing_of(part):
-        refuse(part, what)
+    if lack := missing_of(part):
+        refuse(part, lack)
 
 
 missing_of = functools.cache(missing)
@@ -168,20 +168,22 @@ _LATE = ("custom_partitioning", "flattree", "key_reuse", "pallas", "roofline")
 @functools.cache
 def module(alias: str) -> Any:
     """A module of JAX, or a view of it, by its name in MODULES."""
-    found = _imported(MODULES[alias])
+    jax_module = _imported(MODULES[alias])
     gone: dict[str, Missing] = {}
     for need in NEEDS:
         if need.module != alias or not _is_in(need):
             continue
-        for name in need.names.split() or [""] * (found is None):
-            what = f"{MODULES[alias]}.{name}".rstrip(".")
-            if found is not None and hasattr(found, name):
-                if _fits(getattr(found, name), *CALLED.get((alias, name), (None, ()))):
+        for name in need.names.split() or [""] * (jax_module is None):
+            lack = f"{MODULES[alias]}.{name}".rstrip(".")
+            if jax_module is not None and hasattr(jax_module, name):
+                if _fits(
+                    getattr(jax_module, name), *CALLED.get((alias, name), (None, ()))
+                ):
                     continue
-                what += " with the arguments that hostcall passes"
-            gone[name] = Missing(need.part, what)
-            _missing.setdefault(need.part, []).append(what)
-    return _View(found, gone) if gone or found is None else found
+                lack += " with the arguments that hostcall passes"
+            gone[name] = Missing(need.part, lack)
+            _missing.setdefault(need.part, []).append(lack)
+    return _View(jax_module, gone) if gone or jax_module is None else jax_module
 
 
 def _imported(path: str) -> Any:

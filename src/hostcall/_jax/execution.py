@@ -133,7 +133,7 @@ def _refuse_across(frame: FrameType) -> None:
     else:
         in_shardings = program.in_handler.in_shardings
         addressed = [*in_shardings, *program.out_handler.out_shardings]
-    is_local = all(each.is_fully_addressable for each in addressed)
+    is_local = all(sharded.is_fully_addressable for sharded in addressed)
     if _refusal_across is not None and not is_local:
         raise _refusal_across()
 

@@ -156,13 +156,13 @@ def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
     names = getattr(getattr(jaxpr, "debug_info", None), "result_paths", None)
     if not isinstance(names, tuple) or len(names) != len(eqn.outvars):
         return None
-    parts = []
+    paths = []
     for name in names:
         indices = re.match(r"result((?:\[\d+\])*)", str(name))
         if indices is None:
             return None
-        parts.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
-    return parts
+        paths.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
+    return paths
 
 
 def is_array(atom: _t.Atom) -> bool:

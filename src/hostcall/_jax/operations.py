@@ -208,18 +208,18 @@ def _on_each_device_gspmd(
     That partitioner has no regions. What stands between two kinds of custom calls of
     its own is manual; here each device enters with whole values, and leaves so.
     """
-    whole = _xc.OpSharding()
+    replicated = _xc.OpSharding()
     manual = _xc.OpSharding()
-    whole.type = _xc.OpSharding.Type.REPLICATED
+    replicated.type = _xc.OpSharding.Type.REPLICATED
     manual.type = _xc.OpSharding.Type.MANUAL
 
     def enter(value: Value, aval: Aval) -> Value:
-        value = _src_mlir.wrap_with_sharding_op(ctx, value, aval, whole)
+        value = _src_mlir.wrap_with_sharding_op(ctx, value, aval, replicated)
         return _src_mlir.wrap_with_full_to_shard_op(ctx, value, aval, manual)
 
     def leave(value: Value, aval: Aval) -> Value:
         value = _src_mlir.wrap_with_sharding_op(ctx, value, aval, manual)
-        return _src_mlir.wrap_with_shard_to_full_op(ctx, value, aval, whole)
+        return _src_mlir.wrap_with_shard_to_full_op(ctx, value, aval, replicated)
 
     avals_in = map(_core.physical_aval, ctx.avals_in)
     avals_out = map(_core.physical_aval, ctx.avals_out)

@@ -34,11 +34,11 @@ def in_library(file: str) -> str | None:
     """A file's path inside an installed package or Python's own library, such as
     `optax/transform.py`; None for a file of the user's.
     """
-    parts = os.path.realpath(file).split(os.sep)
+    folders = os.path.realpath(file).split(os.sep)
     for folder in _PACKAGES:
-        if folder in parts:
-            at = len(parts) - parts[::-1].index(folder)
-            return os.sep.join(parts[at:])
+        if folder in folders:
+            at = len(folders) - folders[::-1].index(folder)
+            return os.sep.join(folders[at:])
     path = os.path.realpath(file)
     for folder in _LIBRARIES:
         if path.startswith(folder):
@@ -81,8 +81,8 @@ class EqnPath:
         """The innermost line in a file of the user's; the innermost one if all are in
         libraries.
         """
-        own = (line for line in self.lines if in_library(line.file) is None)
-        return next(own, self.line)
+        user_lines = (line for line in self.lines if in_library(line.file) is None)
+        return next(user_lines, self.line)
 
     @functools.cached_property
     def transforms(self) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ class EqnPath:
         """The places of the loops around it, the outermost first."""
         if self.outer is None:
             return []
-        own = [self.outer] if self.outer.eqn.primitive.name in LOOPS else []
-        return [*self.outer.loops, *own]
+        own_loop = [self.outer] if self.outer.eqn.primitive.name in LOOPS else []
+        return [*self.outer.loops, *own_loop]
 
     @functools.cached_property
     def meshes(self) -> list[tuple[_t.Mesh, frozenset[str]]]:

@@ -93,8 +93,8 @@ def program_of(ctx: LoweringContext) -> Program:
     if client is not None and set(platforms) <= set(SERVED):
         by_ordinal = {ordinal(device): device for device in client.local_devices()}
         if devices:
-            here = client.process_index()
-            local = [d for d in devices if d.process_index == here]
+            this_process = client.process_index()
+            local = [d for d in devices if d.process_index == this_process]
     attributes = module.module.operation.attributes
     return Program(
         ctx=ctx,

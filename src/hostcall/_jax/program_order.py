@@ -177,7 +177,11 @@ def _one_after_another(candidates: Sequence[_ToOrder]) -> _ToOrder:
     So a loop with an unordered call in it crosses an unordered call beside it: JAX
     hands no token into the loop.
     """
-    members = [one for one in candidates if one.call_effects or one.other_effects]
+    members = [
+        candidate
+        for candidate in candidates
+        if candidate.call_effects or candidate.other_effects
+    ]
     union = _union(members)
     if len(members) < 2 or not union.call_effects:
         return union
@@ -368,8 +372,8 @@ def in_order_of_program(ctx: _t.LoweringContext, jaxpr: _t.Jaxpr) -> _t.Jaxpr:
 
 def joined(tokens: Sequence[_t.Value]) -> _t.Value:
     """A token that comes after all of these."""
-    first, *others = dict.fromkeys(tokens)
-    return _hlo.after_all([first, *others]) if others else first
+    first, *further = dict.fromkeys(tokens)
+    return _hlo.after_all([first, *further]) if further else first
 
 
 def _lower(

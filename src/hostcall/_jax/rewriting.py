@@ -179,11 +179,11 @@ class _Rewriting(ExecutionGuard):
     blocks with equal keys share programs.
     """
 
-    def __init__(self, blocks: _Blocks, before: object) -> None:
-        super().__init__(hidden_value=before)
+    def __init__(self, blocks: _Blocks, hidden_value: object) -> None:
+        super().__init__(hidden_value=hidden_value)
         self.blocks = blocks
         self.uses = {key: use for block in blocks for key, use in block.items()}
-        self._key = before, *self.uses
+        self._key = hidden_value, *self.uses
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Rewriting) and self._key == other._key
@@ -198,8 +198,10 @@ def _here() -> _Rewriting:
 
 
 def _set_blocks(blocks: _Blocks) -> None:
-    before = _here().hidden_value
-    jax.no_execution.set_local(_Rewriting(blocks, before) if blocks else before)
+    hidden_value = _here().hidden_value
+    jax.no_execution.set_local(
+        _Rewriting(blocks, hidden_value) if blocks else hidden_value
+    )
 
 
 @contextlib.contextmanager

@@ -133,12 +133,12 @@ def traced_here() -> Traced | None:
     values = [get_local() for get_local in _GET_LOCAL]
     if values == _NONE_SET:  # most calls, and each eager one asks
         return None
-    found = [
+    changed = [
         (name, value)
         for (name, setting), value in zip(_settings.items(), values, strict=True)
         if value is not UNSET and value != setting.get_global()
     ]
-    return Traced(tuple(found)) if found else None
+    return Traced(tuple(changed)) if changed else None
 
 
 _GET_LOCAL = [setting.get_local for setting in _settings.values()]
@@ -150,23 +150,23 @@ _NONE_SET = [UNSET] * len(_GET_LOCAL)
 
 def tell_traced(traced: Traced) -> dict[str, object] | None:
     """The settings as JSON; None if `read_traced` would not give them back."""
-    told = {name: _plain(value) for name, value in traced.values}
-    return told if read_traced(told) == traced else None
+    as_json = {name: _plain(value) for name, value in traced.values}
+    return as_json if read_traced(as_json) == traced else None
 
 
 def _plain(value: object) -> object:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def read_traced(told: object) -> Traced | None:
-    """The inverse. `told` may say anything: None if it is not what `tell_traced` made.
+def read_traced(as_json: object) -> Traced | None:
+    """The inverse. `as_json` may say anything: None if `tell_traced` did not make it.
 
     JAX's own parsers check the values, and get only such as JSON has.
     """
-    if not isinstance(told, dict) or not told:
+    if not isinstance(as_json, dict) or not as_json:
         return None
     found = []
-    for name, value in told.items():
+    for name, value in as_json.items():
         setting = _settings.get(name)
         if not isinstance(setting, _State) or setting._parser is None:
             return None

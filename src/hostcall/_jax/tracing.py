@@ -103,8 +103,8 @@ def register_effect(effect_type: type, ordered: bool) -> None:
     ]
     if ordered:
         kinds += [_effects.ordered_effects, _effects.shardable_ordered_effects]
-    for each in kinds:
-        each.add_type(effect_type)
+    for effects in kinds:
+        effects.add_type(effect_type)
 
 
 # Whether programs with this effect run one after another on each device.
@@ -156,13 +156,13 @@ def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not _config._check_vma.value:
         return list(operands)
-    own = [axes_of(jax.typeof(x)) for x in operands]
-    everything = frozenset[object]().union(*own)
+    varying = [axes_of(jax.typeof(x)) for x in operands]
+    everything = frozenset[object]().union(*varying)
     return [
         jax.lax.pcast(x, tuple(everything - have), to="varying")
         if everything - have
         else x
-        for x, have in zip(operands, own, strict=True)
+        for x, have in zip(operands, varying, strict=True)
     ]
 
 
@@ -204,7 +204,7 @@ def replicated(value: jax.Array) -> jax.Array:
 refuses_special = _dispatch.needs_check_special
 
 
-def refuse_special(arrays: Sequence[jax.Array], what: str) -> None:
+def refuse_special(arrays: Sequence[jax.Array], maker: str) -> None:
     """Raises as JAX does for values that these settings forbid.
 
     JAX checks the results of its programs. If a jitted function returns a NaN, JAX runs
@@ -214,8 +214,8 @@ def refuse_special(arrays: Sequence[jax.Array], what: str) -> None:
     blocks = [shard.data for array in arrays for shard in array.addressable_shards]
     try:
         _dispatch.check_special("", blocks)
-    except _dispatch.InternalFloatingPointError as found:
-        text = f"invalid value ({found.ty}) encountered in {what}"
+    except _dispatch.InternalFloatingPointError as nan:
+        text = f"invalid value ({nan.ty}) encountered in {maker}"
         raise FloatingPointError(text) from None
 
 
@@ -244,8 +244,10 @@ def keep_under_remat(primitive: _t.Primitive) -> None:
 
 def discharge_in_place(primitive: _t.Primitive) -> None:
     """Registers a primitive that reads Refs, and changes none of them."""
-    own = _debugging._debug_callback_state_discharge_rule
-    leading = own.__code__.co_argcount  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
+    jaxs_rule = _debugging._debug_callback_state_discharge_rule
+    leading = (
+        jaxs_rule.__code__.co_argcount
+    )  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
 
     def rule(*args: object, **params: object) -> object:
         values = args[leading:]

@@ -41,19 +41,19 @@ def closed_as(jaxpr: Jaxpr, new: Jaxpr) -> Jaxpr:
 
 
 def changed(
-    jaxpr: Jaxpr, consts: Sequence[jax.Array] | None = None, **parts: Any
+    jaxpr: Jaxpr, consts: Sequence[jax.Array] | None = None, **changes: Any
 ) -> Jaxpr:
     """The same with other constants, other parts of the open jaxpr, and the effects
     that follow from these.
     """
     inner = open_jaxpr(jaxpr)
     names = "constvars", "invars", "outvars", "eqns"
-    of = [parts.get(name, getattr(inner, name)) for name in names]
-    parts["effects"] = _src_pe.make_jaxpr_effects(*of)
-    own = {} if consts is None else {"consts": list(consts)}
+    of = [changes.get(name, getattr(inner, name)) for name in names]
+    changes["effects"] = _src_pe.make_jaxpr_effects(*of)
+    changed_consts = {} if consts is None else {"consts": list(consts)}
     if inner is jaxpr:
-        return jaxpr.replace(**parts, **own)
-    return jaxpr.replace(jaxpr=inner.replace(**parts), **own)
+        return jaxpr.replace(**changes, **changed_consts)
+    return jaxpr.replace(jaxpr=inner.replace(**changes), **changed_consts)
 
 
 # --- Settings -------------------------------------------------------------------------
@@ -113,12 +113,12 @@ def axes_of(aval: Any) -> frozenset[object]:
     return frozenset(aval.vma if _SAYS_VMA else aval.mat.varying)
 
 
-def varying_over(aval: Any, axes: Collection[object] = (), **parts: Any) -> Any:
+def varying_over(aval: Any, axes: Collection[object] = (), **changes: Any) -> Any:
     """The aval of a value that varies over these axes, with these other parts."""
     if _SAYS_VMA:
-        return aval.update(vma=frozenset(axes), **parts)
+        return aval.update(vma=frozenset(axes), **changes)
     varying = _core.ManualAxisType(varying=frozenset(axes))
-    return aval.update(manual_axis_type=varying, **parts)
+    return aval.update(manual_axis_type=varying, **changes)
 
 
 def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
@@ -150,7 +150,7 @@ def lower_jaxpr(
     ctx: Any, jaxpr: Jaxpr, tokens: Any, consts: Any, *operands: Any
 ) -> Any:
     """Emits a jaxpr where an equation is lowered; returns (results, tokens)."""
-    more = {} if JAX_VERSION < (0, 9, 1) else {"outer_traceback": ctx.traceback}
+    options = {} if JAX_VERSION < (0, 9, 1) else {"outer_traceback": ctx.traceback}
     return _mlir.jaxpr_subcomp(
         ctx.module_context,
         jaxpr,
@@ -160,7 +160,7 @@ def lower_jaxpr(
         *operands,
         dim_var_values=ctx.dim_var_values,
         const_lowering=ctx.const_lowering,
-        **more,
+        **options,
     )
 
 

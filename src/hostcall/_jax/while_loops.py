@@ -184,10 +184,10 @@ def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b, strict=True)]
 
 
-def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | None:
+def _split(params: _t.Params, unknown: Flags, keeps_all: bool = False) -> _Split | None:
     """How JAX would split the loop; None if it would not.
 
-    The second loop of a `whole` one has all results, and no error: the loop is inside
+    If it `keeps_all`, the second loop has all results, and no error: the loop is inside
     of another that is split, and whoever does that knows which are needed.
     """
     counts = [params["cond_nconsts"], params["body_nconsts"]]
@@ -212,10 +212,10 @@ def _split(params: _t.Params, unknown: Flags, whole: bool = False) -> _Split | N
     }
     ins = [*of_cond, *of_body, *carry]
     again = dict(params, cond_jaxpr=cond, body_jaxpr=body)
-    outs = [True] * len(carry) if whole else carry
+    outs = [True] * len(carry) if keeps_all else carry
     second, used_ins, used_outs = _needed(again, outs)
     for eqn in _eqns_in(second):
-        if eqn.primitive is _removed_p and not whole:
+        if eqn.primitive is _removed_p and not keeps_all:
             # If it needs something of JAX's own, the loop's own calls would run twice.
             calls = [*within(eqn.params["of"]), *_eqns_in(params)]
             call = next(filter(_runs_once, calls))
@@ -302,9 +302,11 @@ def _while_partial_eval(
     first = _while_p.bind(*known, **split.first)
     operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
-    others = iter(compress(second, compress(split.outs, split.used_outs)))
+    second_results = iter(compress(second, compress(split.outs, split.used_outs)))
     known_results = iter(first)
-    return [next(others if is_other else known_results) for is_other in split.outs]
+    return [
+        next(second_results if is_other else known_results) for is_other in split.outs
+    ]
 
 
 def _while_partial_eval_custom(
@@ -316,28 +318,28 @@ def _while_partial_eval_custom(
         if not (inside or any(unknown)):  # its results are kept, as those of a call
             none = [False] * len(eqn.outvars)
             return eqn, None, none, none, []
-        split = _split(eqn.params, unknown, whole=inside)
+        split = _split(eqn.params, unknown, keeps_all=inside)
     if split is None:
         return plain(saveable, unknown, inst, eqn)
     known = _without(split.ins, eqn.invars)
     results = _without(split.outs, eqn.outvars)
     # The known values that the second loop computes again have names from the first,
     # unless the first is another part of the program around.
-    here = [inside] * len(split.outs)
+    is_inside = [inside] * len(split.outs)
     again = [
         v if uk or inside else _core.DropVar(v.aval)
         for v, uk in zip(eqn.outvars, split.outs, strict=True)
     ]
     operands = list(compress(eqn.invars, split.used_ins))
     first = while_loop(eqn, known, results, split.first)
-    left = list(compress(again, split.used_outs))
-    second = while_loop(eqn, operands, left, split.second)
+    second_outvars = list(compress(again, split.used_outs))
+    second = while_loop(eqn, operands, second_outvars, split.second)
     residuals = [
         x
         for x, used, has in zip(eqn.invars, split.used_ins, inst, strict=True)
         if used and not has and isinstance(x, _core.Var)
     ]
-    return first, second, split.outs, _either(split.outs, here), residuals
+    return first, second, split.outs, _either(split.outs, is_inside), residuals
 
 
 # --- Conditions with effects ----------------------------------------------------------
@@ -353,9 +355,9 @@ def _is_lowered_here(effects: Collection[_t.Effect]) -> bool:
 
     Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
     """
-    own = own_effects.filter_in(effects)
+    engines = own_effects.filter_in(effects)
     ordered = _effects.ordered_effects.filter_in(effects)
-    return bool(own) and (not ordered or not {*ordered}.isdisjoint(own))
+    return bool(engines) and (not ordered or not {*ordered}.isdisjoint(engines))
 
 
 def lowering(plain: Any) -> Any:

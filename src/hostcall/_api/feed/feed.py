@@ -78,9 +78,9 @@ class Feed(Handle):
         results = Results.flat((*blocks, ok_aval), (*self._items.keys, None))
         template = Template.flat(*(None,) * len(markers))
         trees = template, results, (None,) * len(results.avals)
-        how = CallOptions(order="ordered")
+        options = CallOptions(order="ordered")
         params = FeedParams(
-            callback=CallSpec(Opaque(self._stream), *trees, how, users_place()),
+            callback=CallSpec(Opaque(self._stream), *trees, options, users_place()),
             avals=results.avals,
             masked=bool(mask),
             devices=() if shards is None else shards.devices,
@@ -228,8 +228,8 @@ def feed(
     """
     is_named = hasattr(source, "__qualname__")
     name = tag or (name_of(source) if is_named else type(source).__qualname__)
-    given = {"tag": tag, "prefetch": prefetch, "on_end": on_end, "timeout": timeout}
-    check(f"the feed `{name}`", {**given, "batch": batch}, FEED)
+    options = {"tag": tag, "prefetch": prefetch, "on_end": on_end, "timeout": timeout}
+    check(f"the feed `{name}`", {**options, "batch": batch}, FEED)
     if not _jax.traces_nothing():
         mistakes.refuse_traced(source, _instead_of_traced)
     make, again = read_source(source, batch, name)
@@ -248,8 +248,8 @@ def feed(
         sizes = [aval.size * aval.dtype.itemsize for aval in blocks]
         lanes = 1 if shards is None else len(shards.devices)
         ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
-        whole = read if shards is None else lambda *item: shards.cut(read(*item))
-        puller.begin(ring, whole)
+        read_parts = read if shards is None else lambda *item: shards.cut(read(*item))
+        puller.begin(ring, read_parts)
         at = f"{name} ({place.file}:{place.line})"
         return Feed(spec, Stream(puller, sizes, timeout, at), items, shards)
     except BaseException:
@@ -268,8 +268,8 @@ def _marker(leaf: Any, name: str) -> Any:
     """An array without elements and derivatives, that has the rows of `leaf`."""
     if not isinstance(leaf, jax.Array) and not is_array_like(leaf):
         wanted = "an array of the vmapped function, which differs between the rows"
-        more = ". Write feed(rows=x), which takes an item for each row of x"
-        raise wrong("rows", f"a call of the feed `{name}`", wanted, leaf, more)
+        advice = ". Write feed(rows=x), which takes an item for each row of x"
+        raise wrong("rows", f"a call of the feed `{name}`", wanted, leaf, advice)
     if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
         leaf = jax.random.key_data(leaf)
     return jnp.ravel(jax.lax.stop_gradient(leaf))[:0].astype(bool)

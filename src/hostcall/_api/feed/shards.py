@@ -44,17 +44,19 @@ class Shards:
         self.sharding = sharding
         self._name = name
         me = jax.process_index()
-        mine = [d for d in sharding.mesh.devices.flat if d.process_index == me]
-        self.devices = tuple(_jax.ordinal(device) for device in mine)
+        own_devices = [d for d in sharding.mesh.devices.flat if d.process_index == me]
+        self.devices = tuple(_jax.ordinal(device) for device in own_devices)
         self.blocks: list[Any] = []
         self._cuts: list[list[Slices]] = []  # for each leaf, the part of each device
         for aval, path in zip(items.avals, items.paths(), strict=True):
-            shape, cuts = self._cut(aval.shape, mine, path.removeprefix("result"))
+            shape, cuts = self._cut(
+                aval.shape, own_devices, path.removeprefix("result")
+            )
             self.blocks.append(aval.update(shape=shape))
             self._cuts.append(cuts)
 
     def _cut(
-        self, shape: tuple[int, ...], mine: list[Any], path: str
+        self, shape: tuple[int, ...], own_devices: list[Any], path: str
     ) -> tuple[tuple[int, ...], list[Slices]]:
         """(the shape of a device's block, the part of this process's item for each)."""
         of = f"item{path} of the feed `{self._name}` has the shape {list(shape)}"
@@ -65,24 +67,28 @@ class Shards:
                 code="hc-device",
             )
         # Each axis of a shape like this can be cut, whatever the mesh and the spec.
-        whole = (self.sharding.mesh.size,) * len(shape)
-        where = self.sharding.devices_indices_map(whole)
+        divisible = (self.sharding.mesh.size,) * len(shape)
+        slices_by_device = self.sharding.devices_indices_map(divisible)
         block: list[int] = []
         cuts: list[list[slice]] = []  # for each axis, that of each device
         for axis, size in enumerate(shape):
-            starts = [where[device][axis].indices(whole[axis])[0] for device in mine]
+            starts = [
+                slices_by_device[device][axis].indices(divisible[axis])[0]
+                for device in own_devices
+            ]
             # Which of the process's parts along this axis each device has.
-            parts, at = np.unique(starts, return_inverse=True)
-            n, rest = divmod(size, len(parts))
+            own_starts, at = np.unique(starts, return_inverse=True)
+            n, rest = divmod(size, len(own_starts))
             if rest:
                 raise SpecError(
-                    f"hostcall: {of}, and axis {axis} can't be cut into {len(parts)}"
+                    f"hostcall: {of}, and axis {axis} can't be cut into"
+                    f" {len(own_starts)}"
                     f" equal parts, as {self.sharding.spec} wants",
                     code="hc-device",
                 )
             block.append(n)
             cuts.append([slice(i, i + n) for i in (n * at).tolist()])
-        return tuple(block), [*zip(*cuts, strict=True)] or [()] * len(mine)
+        return tuple(block), [*zip(*cuts, strict=True)] or [()] * len(own_devices)
 
     def cut(self, leaves: list[np.ndarray]) -> list[np.ndarray]:
         """The parts of an item's leaves, of one device after the other."""
@@ -112,8 +118,8 @@ class Shards:
                 code="hc-device",
             )
 
-        def block(*given: Any) -> list[Any]:
-            *leaves, ok = bind(*given)
+        def block(*operands: Any) -> list[Any]:
+            *leaves, ok = bind(*operands)
             if jax.process_count() > 1:
                 ok = jax.lax.pmin(ok.astype(jnp.int32), mesh.axis_names) != 0
             return [*leaves, ok]

@@ -43,8 +43,8 @@ def read_source(
     if iterates and not is_class:
         return lambda _: source, True
     if callable(source):  # the objects of a class iterate
-        what = f"the source `{name}` of a feed"
-        return of_a_number(source, what, "the number of the epoch", "epoch"), True
+        subject = f"the source `{name}` of a feed"
+        return of_a_number(source, subject, "the number of the epoch", "epoch"), True
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return lambda _: map(source.__getitem__, range(len(source))), True
     raise _refused(

@@ -74,11 +74,15 @@ class DeviceSteps:
     total: np.ndarray | None
 
     def __init__(
-        self, here: hc.typing.Current, step: np.ndarray, total: Total, metrics: Metrics
+        self,
+        delivery: hc.typing.Current,
+        step: np.ndarray,
+        total: Total,
+        metrics: Metrics,
     ) -> None:
         leaves, tree = jax.tree.flatten((step, total, metrics))
         arrays = [x for x in leaves if not isinstance(x, (str, int))]
-        spread = np.broadcast_arrays(*with_all_axes(arrays, here.transforms))
+        spread = np.broadcast_arrays(*with_all_axes(arrays, delivery.transforms))
         rows = (array.ravel() for array in spread)
         leaves = [x if isinstance(x, (str, int)) else next(rows) for x in leaves]
         step, total, self.metrics = tree.unflatten(leaves)
@@ -113,10 +117,10 @@ class Bar:
         drawn: what is on the screen.
     """
 
-    def __init__(self, key: Key, run: int, before: set[Key]) -> None:
+    def __init__(self, key: Key, run: int, bars_before: set[Key]) -> None:
         self.key = key
         self.loop = key[0]
-        self.before = before
+        self.before = bars_before
         self.runs = deque([run], maxlen=16)
         self.spans_runs = run == EAGER
         self.place: int = self.loop.initial
@@ -129,40 +133,40 @@ class Bar:
         self._devices: dict[jax.Device | None, DeviceSteps] = {}
         self.drawn: list[Drawn] = []
 
-    def move(self, here: hc.typing.Current, new: DeviceSteps) -> None:
+    def move(self, delivery: hc.typing.Current, new: DeviceSteps) -> None:
         """Takes what a device has delivered."""
         now = clock()
-        before = self.place
-        old = self._devices.get(here.device)
-        self._devices[here.device] = new
+        place_before = self.place
+        old = self._devices.get(delivery.device)
+        self._devices[delivery.device] = new
         parts = self._devices.values()
-        self._tap = here.step
+        self._tap = delivery.step
         self.place = min(part.place for part in parts)
         # A device that delivers for the first time may be behind the others.
-        if old and new.place < old.place and self.place < before:
+        if old and new.place < old.place and self.place < place_before:
             self.began = time.perf_counter()
             self._restarts = True
-        if self.place != before or not self.moves:
+        if self.place != place_before or not self.moves:
             if self.moves:
                 self.longest_pause = max(self.longest_pause, now - self.moved)
             self.moves = self.moves + 1
             self.moved = now
         # Each device of a shard_map delivers, to its own process.
-        devices = math.prod(here.mesh_shape.values()) // here.processes
-        if here.mesh_shape and here.devices:
-            devices = sum(d.process_index == here.process for d in here.devices)
+        devices = math.prod(delivery.mesh_shape.values()) // delivery.processes
+        if delivery.mesh_shape and delivery.devices:
+            devices = sum(d.process_index == delivery.process for d in delivery.devices)
         self.is_done = len(parts) >= devices and all(
             part.total is not None and (part.done >= part.total).all() for part in parts
         )
 
     def draw(self) -> None:
         order = sorted(self._devices, key=lambda device: device.id if device else -1)
-        parts = [self._devices[device] for device in order]
-        done: np.ndarray = np.concatenate([part.done for part in parts])
-        totals = [part.total for part in parts if part.total is not None]
+        devices = [self._devices[device] for device in order]
+        done: np.ndarray = np.concatenate([part.done for part in devices])
+        totals = [part.total for part in devices if part.total is not None]
         total: np.ndarray | None = np.concatenate(totals) if totals else None
-        each = self.loop.rows == "each"
-        if each:
+        is_each_row = self.loop.rows == "each"
+        if is_each_row:
             shown = list(range(min(len(done), ROWS)))
         elif total is None:
             shown = [int(np.argmax(done))]
@@ -172,7 +176,7 @@ class Bar:
         began = _passed(self._tap) if len(shown) > len(self.drawn) else 0.0
         for number, row in enumerate(shown):
             n = int(done[row])
-            rows = slice(row, row + 1) if each else slice(None)
+            rows = slice(row, row + 1) if is_each_row else slice(None)
             if number == len(self.drawn):
                 place = f"[{number}]" if len(shown) > 1 else None
                 name = " ".join(filter(None, (self.loop.desc, place))) or None
@@ -182,7 +186,7 @@ class Bar:
             elif self._restarts:
                 self.drawn[number].restart(n)
             at_once = self.moves == 1 or self.is_done
-            self.drawn[number].show(n, _postfix(parts, rows), at_once)
+            self.drawn[number].show(n, _postfix(devices, rows), at_once)
         self._restarts = False
 
     def close(self, leave: bool) -> None:
@@ -202,12 +206,12 @@ def _passed(tap: int | None) -> float:
     return time.time()
 
 
-def _postfix(parts: list[DeviceSteps], rows: slice) -> str:
+def _postfix(devices: list[DeviceSteps], rows: slice) -> str:
     """The metrics of one row, or of all rows as mean and range."""
     texts = []
-    for name, text in parts[0].metrics.items():
+    for name, text in devices[0].metrics.items():
         if not isinstance(text, str):
-            of_all = np.concatenate([part.metrics[name] for part in parts])
+            of_all = np.concatenate([part.metrics[name] for part in devices])
             numbers: np.ndarray = of_all.astype(np.float64)[rows]
             low = numbers.min()
             high = numbers.max()
@@ -239,11 +243,13 @@ class Loop(BarSpec, HostCode):
     def __call__(self, step: np.ndarray, total: Total, metrics: Metrics) -> None:
         if clock() < _bars.quiet.get(id(self), 0.0):
             return
-        here = hc.current()
-        assert here is not None
-        new = DeviceSteps(here, step, self.total if total is None else total, metrics)
+        delivery = hc.current()
+        assert delivery is not None
+        new = DeviceSteps(
+            delivery, step, self.total if total is None else total, metrics
+        )
         with _bars.lock:
-            _bars.move(self, here, new)
+            _bars.move(self, delivery, new)
 
 
 class Bars(PerProcess):
@@ -268,20 +274,20 @@ class Bars(PerProcess):
         self.quiet: dict[int, float] = {}
         super().__init__()
 
-    def move(self, loop: Loop, here: hc.typing.Current, new: DeviceSteps) -> None:
+    def move(self, loop: Loop, delivery: hc.typing.Current, new: DeviceSteps) -> None:
         """Shows a step that was delivered just now."""
-        assert here.run is not None
-        key = loop, here.place
+        assert delivery.run is not None
+        key = loop, delivery.place
         is_open = any(bar.key == key for bar in self.open)
         if new.is_beyond and not is_open and any(k == key for k, _ in self.closed):
             return  # its bars have ended
-        bar = self._bar_of(key, here.run, new.place)
-        bar.move(here, new)
+        bar = self._bar_of(key, delivery.run, new.place)
+        bar.move(delivery, new)
         outer = self._around(bar)
         is_late = bar.loop.path and not bar.drawn
         if not is_late or time.perf_counter() - bar.began > LASTS:
-            for each in (*(o for o in outer if not o.drawn), bar):
-                each.draw()
+            for shown_bar in (*(o for o in outer if not o.drawn), bar):
+                shown_bar.draw()
         if not all(o.is_done for o in outer):
             self.quiet[id(loop)] = clock() + QUIET
         if bar.is_done and bar.encloses:
@@ -292,7 +298,7 @@ class Bars(PerProcess):
             for done in (bar, *reversed(outer)):
                 self._close(done)
         now = clock()
-        for other in [b for b in self.open if here.run not in b.runs]:
+        for other in [b for b in self.open if delivery.run not in b.runs]:
             limit = max(SILENT, 10 * other.longest_pause)
             if other.moves > 1 and now - other.moved > limit:
                 self._close(other)
@@ -309,8 +315,8 @@ class Bars(PerProcess):
     def _bar_of(self, key: Key, run: int, place: int) -> Bar:
         """The bar that a step moves, opened if need be."""
         is_first = place == key[0].initial + 1
-        same = [bar for bar in self.open if bar.key == key]
-        for bar in same:
+        bars_of_loop = [bar for bar in self.open if bar.key == key]
+        for bar in bars_of_loop:
             begins_again = run == EAGER and is_first and place < bar.place
             if run in bar.runs and not begins_again:
                 return bar
@@ -318,13 +324,13 @@ class Bars(PerProcess):
             # It was thought to be over, because another run began.
             self.together.add(key)
         elif is_first and key not in self.together:
-            for bar in same:
+            for bar in bars_of_loop:
                 if self._around(bar):  # an inner loop starts again
                     bar.runs.append(run)
                     return bar
                 self._close(bar, leave=bar.moves > 1)  # as in `close_over`
         elif not is_first:
-            behind = [bar for bar in same if bar.place < place]
+            behind = [bar for bar in bars_of_loop if bar.place < place]
             if behind:  # a later run of a Python loop
                 bar = max(behind, key=lambda bar: bar.place)
                 bar.runs.append(run)
@@ -363,16 +369,16 @@ class Bars(PerProcess):
         leave = leave and not self._around(bar)
         closing = [bar, *(b for b in self.open if bar in self._around(b))]
         self.quiet.clear()
-        for each in reversed(closing):
-            for run in each.runs:
-                self.closed[each.key, run] = each.place
-                self.closed.move_to_end((each.key, run))
-            self.open.remove(each)
+        for closed_bar in reversed(closing):
+            for run in closed_bar.runs:
+                self.closed[closed_bar.key, run] = closed_bar.place
+                self.closed.move_to_end((closed_bar.key, run))
+            self.open.remove(closed_bar)
         while len(self.closed) > _CLOSED_AT_MOST:
             self.closed.popitem(last=False)
         with ExitStack() as stack:  # from the innermost
-            for each in closing:
-                stack.callback(each.close, leave and each is bar)
+            for closed_bar in closing:
+                stack.callback(closed_bar.close, leave and closed_bar is bar)
 
 
 _bars = Bars()
@@ -393,12 +399,12 @@ def begin_tracebacks_on_a_line() -> None:
 
     A program that fails leaves its bar open. Its traceback would begin on its line.
     """
-    before = sys.excepthook
+    hook_before = sys.excepthook
 
     def show(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         close_all()
-        before(kind, error, trace)
+        hook_before(kind, error, trace)
 
     sys.excepthook = show

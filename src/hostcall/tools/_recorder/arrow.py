@@ -56,12 +56,12 @@ class About:
 
 def about(schema: pyarrow.Schema) -> About:
     """Raises an error of some kind if no recorder wrote the schema."""
-    told = json.loads(schema.metadata[b"hostcall"])
-    found = About(**{**told, "whole": tuple(told["whole"])})
-    numbers = (found.process, *found.whole)
+    as_json = json.loads(schema.metadata[b"hostcall"])
+    about_file = About(**{**as_json, "whole": tuple(as_json["whole"])})
+    numbers = (about_file.process, *about_file.whole)
     if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"no recorder wrote {told}")
-    return found
+        raise ValueError(f"no recorder wrote {as_json}")
+    return about_file
 
 
 def paths(folder: Path) -> list[Path]:
@@ -133,8 +133,8 @@ class ArrowFile:
         batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
         with open(self.path, "ab") as file:
             if self._is_new:
-                told = {"hostcall": json.dumps(dataclasses.asdict(self._about))}
-                file.write(batch.schema.with_metadata(told).serialize())
+                metadata = {"hostcall": json.dumps(dataclasses.asdict(self._about))}
+                file.write(batch.schema.with_metadata(metadata).serialize())
             file.write(batch.serialize())
         self._is_new = False
 
@@ -181,17 +181,17 @@ def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
 
 def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
     """A column of a batch of a stream as an array of shape (rows, *shape)."""
-    found = batch.column(name)
-    dtype, of_row = type_of(found.type)
-    shape = [len(found), *of_row]
+    column = batch.column(name)
+    dtype, of_row = type_of(column.type)
+    shape = [len(column), *of_row]
     for _ in of_row:
-        found = found.flatten()
-    bits = found.buffers()[1]
+        column = column.flatten()
+    bits = column.buffers()[1]
     if dtype.kind == "b":
         packed = np.frombuffer(bits, np.uint8)
-        flat = np.unpackbits(packed, count=len(found), bitorder="little")
+        flat = np.unpackbits(packed, count=len(column), bitorder="little")
         return flat.astype(bool).reshape(shape)
-    return np.frombuffer(bits, dtype, len(found)).reshape(shape)
+    return np.frombuffer(bits, dtype, len(column)).reshape(shape)
 
 
 # --- Files of somebody else's ---------------------------------------------------------
@@ -203,8 +203,8 @@ def only_files(folder: Path) -> None:
         raise foreign(folder)
     if not folder.exists():
         return
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as entries:
+        for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 only_files(Path(entry.path))
             # A file of that name may have been replaced meanwhile, and be gone.

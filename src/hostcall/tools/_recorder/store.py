@@ -137,7 +137,7 @@ class RunFolder(PerProcess):
         """
         if delivery.code.step is not None:
             return delivery.rows_of(delivery.code.step)
-        key = (delivery.code, delivery.here.device)
+        key = (delivery.code, delivery.current.device)
         begin = self._next_step.get(key, self._first_step)
         self._next_step[key] = begin + len(delivery)
         return np.arange(begin, begin + len(delivery))

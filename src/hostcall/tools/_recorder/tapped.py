@@ -56,8 +56,8 @@ class Field:
         """The type of each column or array as text, such as "float32[3]"."""
         if self.is_array:
             return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
-        parts = columns_of(self.name, np.empty(0, self.dtype)).items()
-        return {name: text_of(part.dtype, self.shape) for name, part in parts}
+        columns = columns_of(self.name, np.empty(0, self.dtype)).items()
+        return {name: text_of(part.dtype, self.shape) for name, part in columns}
 
 
 def columns_of(name: str, values: np.ndarray) -> Columns:
@@ -79,15 +79,15 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
         values: the keywords.
         in_parts: whether devices tap parts of them.
     """
-    found = {}
+    arrays_by_field = {}
     for keyword, tree in values.items():  # JAX would sort them
         for path, leaf in jax.tree_util.tree_flatten_with_path({keyword: tree})[0]:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             array = _array(name, leaf)
             is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
             dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
-            found[Field(name, array.shape, dtype, is_array)] = array
-    return found
+            arrays_by_field[Field(name, array.shape, dtype, is_array)] = array
+    return arrays_by_field
 
 
 def _array(name: str, leaf: object) -> jax.Array:
@@ -126,8 +126,8 @@ def _array(name: str, leaf: object) -> jax.Array:
     return array
 
 
-def wrong(what: str) -> SpecError:
-    return SpecError(f"hostcall: {what}", code="hc-record")
+def wrong(complaint: str) -> SpecError:
+    return SpecError(f"hostcall: {complaint}", code="hc-record")
 
 
 def _stored(jax_dtype: np.dtype) -> np.dtype:
@@ -180,10 +180,10 @@ class Tapped(HostCode):
         """Gets a batch of events, stacked."""
         if not all(value.size for value in values):  # a vmap over no rows
             return
-        here = hc.current()
-        assert here is not None
-        delivery = Events(self, time.time(), values, here)
-        if self.arrays or here.index is not None:
+        current = hc.current()
+        assert current is not None
+        delivery = Events(self, time.time(), values, current)
+        if self.arrays or current.index is not None:
             self._refuse(delivery)
         self._writer.put(delivery, sum(value.nbytes for value in values))
 
@@ -193,19 +193,19 @@ class Tapped(HostCode):
 
     def _refuse(self, delivery: Events) -> None:
         """Raises for values that have no place in the run."""
-        here = delivery.here
-        what = None
-        if here.index is not None and here.transforms:
-            what = "on='shards' is under vmap"
-        elif here.rows is not None:
-            what = "where= differs between the rows of a vmap"
+        current = delivery.current
+        obstacle = None
+        if current.index is not None and current.transforms:
+            obstacle = "on='shards' is under vmap"
+        elif current.rows is not None:
+            obstacle = "where= differs between the rows of a vmap"
         elif self.step is not None and delivery.is_batched(self.step):
-            what = "step= differs between the rows of a vmap"
-        if what is not None:
+            obstacle = "step= differs between the rows of a vmap"
+        if obstacle is not None:
             raise failed(
                 f"the values {', '.join(self.numbers)} can't be recorded"
-                f" where {what}. Record arrays in a call of their own, outside of the"
-                " vmap"
+                f" where {obstacle}. Record arrays in a call of their own, outside of"
+                " the vmap"
             )
         for number in self.arrays:
             name = self.fields[number].name
@@ -233,7 +233,7 @@ class Events:
     code: Tapped
     time: float
     values: tuple[np.ndarray, ...]
-    here: hc.typing.Current
+    current: hc.typing.Current
 
     def __len__(self) -> int:
         """The number of events."""
@@ -241,7 +241,9 @@ class Events:
 
     def is_batched(self, number: int) -> bool:
         """Whether a value has the axis of a vmap."""
-        axes = (how["batch_dims"][number] for _, how in self.here.transforms)
+        axes = (
+            transform["batch_dims"][number] for _, transform in self.current.transforms
+        )
         return any(axis is not None for axis in axes)
 
     def tables(
@@ -256,7 +258,7 @@ class Events:
         for number in self.code.arrays:
             field = self.code.fields[number]
             (text,) = field.types().values()
-            whole, corner, shape = self.block(number)
+            full_shape, corner, shape = self.block(number)
             values = self.values[number].astype(field.dtype, copy=False)
             columns = {
                 # Rows of an event have one step (`Tapped._refuse`).
@@ -266,8 +268,8 @@ class Events:
                 **columns_of("value", values.reshape(len(self), *shape)),
             }
             # In shard_map `where` may pick some shards: others may never come.
-            sparse = self.here.index is None
-            yield field.name, About(process or 0, text, whole, sparse), columns
+            sparse = self.current.index is None
+            yield field.name, About(process or 0, text, full_shape, sparse), columns
         if self.code.columns:
             yield "", About(process or 0), self._columns(steps, process)
 
@@ -275,14 +277,18 @@ class Events:
         """(whole, corner, shape) of a value: the shape of the entry of its array, where
         the value begins in it, and the value's own shape there.
         """
-        here = self.here
-        own = self.values[number].shape[1:]
-        if here.index is not None:
-            corner = tuple(part.start for part in here.index[number])
-            return self.code.fields[number].shape, corner, own
-        whole = here.mesh_shape.values()
-        at = here.mesh_coords.values()
-        return (*whole, *own), (*at, *[0] * len(own)), (*[1] * len(at), *own)
+        current = self.current
+        block_shape = self.values[number].shape[1:]
+        if current.index is not None:
+            corner = tuple(part.start for part in current.index[number])
+            return self.code.fields[number].shape, corner, block_shape
+        mesh_shape = current.mesh_shape.values()
+        at = current.mesh_coords.values()
+        return (
+            (*mesh_shape, *block_shape),
+            (*at, *[0] * len(block_shape)),
+            (*[1] * len(at), *block_shape),
+        )
 
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
         grid, places = self._grid
@@ -291,8 +297,8 @@ class Events:
         out = {"step": every, "time": np.full(rows, self.time)}
         if process is not None:
             out["process"] = np.full(rows, process, np.int32)
-        if self.here.mesh_coords:
-            out["device"] = np.full(rows, self.here.device.id, np.int32)
+        if self.current.mesh_coords:
+            out["device"] = np.full(rows, self.current.device.id, np.int32)
         several = len(places) > 1  # the outermost vmap is "row0"
         for n, index in enumerate(places):
             out[f"row{n if several else ''}"] = np.tile(index, len(self))
@@ -305,14 +311,14 @@ class Events:
         grid, _ = self._grid
         field = self.code.fields[number]
         value = self._spread[number].astype(field.dtype, copy=False)
-        whole = np.broadcast_to(value, (len(self), *grid, *field.shape))
-        return whole.reshape(-1, *field.shape)
+        spread = np.broadcast_to(value, (len(self), *grid, *field.shape))
+        return spread.reshape(-1, *field.shape)
 
     @functools.cached_property
     def _spread(self) -> list[np.ndarray]:
         """The values with an axis for each vmap behind that of the events."""
-        if self.here.rows is None:
-            return with_all_axes(self.values, self.here.transforms, 1)
+        if self.current.rows is None:
+            return with_all_axes(self.values, self.current.transforms, 1)
         # `where` left some rows, along one axis.
         numbered = enumerate(self.values)
         return [v if self.is_batched(n) else v[:, None] for n, v in numbered]
@@ -320,9 +326,9 @@ class Events:
     @functools.cached_property
     def _grid(self) -> tuple[Shape, list[np.ndarray]]:
         """The sizes of the axes of vmaps, and the indices of each row of an event."""
-        if self.here.rows is not None:
-            places = [np.asarray(index, np.int64) for index in self.here.rows]
+        if self.current.rows is not None:
+            places = [np.asarray(index, np.int64) for index in self.current.rows]
             return (len(places[0]) if places else 1,), places
-        axes = slice(1, 1 + len(self.here.transforms))
+        axes = slice(1, 1 + len(self.current.transforms))
         grid = np.broadcast_shapes(*(x.shape[axes] for x in self._spread))
         return grid, [index.ravel() for index in np.indices(grid)]

@@ -53,9 +53,14 @@ class Worker(Generic[T]):
     """
 
     def __init__(
-        self, name: str, who: str, work: Work[T], errors: Errors, patience: float = 0.0
+        self,
+        name: str,
+        owner: str,
+        work: Work[T],
+        errors: Errors,
+        patience: float = 0.0,
     ) -> None:
-        self._who = who
+        self._who = owner
         self._patience = patience
         self._changed = threading.Condition()
         self._items: list[T] = []
@@ -97,8 +102,8 @@ class Worker(Generic[T]):
             self._changed.notify_all()
             self._wait_until(lambda: self._done >= mark or self._ended)
             if self._error is not None:
-                what = f"{self._who} could not write, and records nothing more"
-                raise failed(what) from self._error
+                complaint = f"{self._who} could not write, and records nothing more"
+                raise failed(complaint) from self._error
 
     def close(self) -> None:
         """Accepts nothing more, and waits until the rest is done, or has failed."""
@@ -138,8 +143,10 @@ class Worker(Generic[T]):
             self._done = self._put - len(self._items)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._items or self._closing)
-            left = min(max(self._due - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-            self._changed.wait_for(self._is_urgent, left)
+            seconds_left = min(
+                max(self._due - time.monotonic(), 0.0), threading.TIMEOUT_MAX
+            )
+            self._changed.wait_for(self._is_urgent, seconds_left)
             items = self._items
             self._items = []
             self._bytes = 0
