@@ -28,10 +28,10 @@ its functions may be sent to workers, and the engine checks what it returns. JAX
 sees traced arrays and typed keys, and is checked here.
 
 In a batch host code runs row by row, or gets all arrays with the batch's axes in
-front, as `vmap_method=` says. An exchange does not see which, but for the zeros that it
-makes. A rule for batches (`defbatch`) has no exchange: it is JAX code in place of the
-call (`BoundHostCall.batch`). Finite differences are an ordinary Jacobian rule
-(`differences.Differences`), and a bridge's rules are those with `Rule.flat`.
+front, as `vmap_method=` says. An exchange is the same for both. Only the zeros that it
+makes need the axes. A rule for batches (`defbatch`) has no exchange: it is JAX code in
+place of the call (`BoundHostCall.batch`). Finite differences are an ordinary Jacobian
+rule (`differences.Differences`), and a bridge's rules are those with `Rule.flat`.
 
 A new kind is a class here, with its row in `rules.RULES`, and a line in `site` that
 binds it.
