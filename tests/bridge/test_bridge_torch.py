@@ -630,7 +630,7 @@ WRONG = {
         "order of derivatives, 0 for none, got -1",
     ),
     "lend=": (wave, {"lend": "out"}, "lend= of `wave` should be True or False"),
-    "result=": (wave, {"result": "guess"}, "The only string it takes is 'infer'"),
+    "result=": (wave, {"result": "guess"}, "A text is 'infer', or a signature"),
     "vmap_method=": (wave, {"vmap_method": "x"}, "should be one of 'sequential'"),
     "no function": (3, {}, r"Write hc.bridge.torch\(fn\)"),
 }
@@ -711,7 +711,8 @@ def test_a_bridged_function_is_a_host_function():
         return t * k
 
     assert isinstance(double, hc.typing.HostFunction)
-    assert repr(double) == "<hostcall.typing.HostFunction twice with defjvp, defvjp>"
+    said = "<hostcall.typing.HostFunction twice -> 'infer' with defjvp, defvjp>"
+    assert repr(double) == said
     close(double(X, k=3.0), 3 * X)
     for f in (double, bridge(wave), bridge(by_view, vmap_method="torch")):
         report = hc.testing.check(f, X)
