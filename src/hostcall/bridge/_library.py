@@ -109,9 +109,8 @@ class Code(HostCode):
         return self.run(*args)
 
     def derived(self, derivative: str, name: str, *flags: bytes) -> Code:
-        return type(self)(
-            self.over(derivative, *flags), name, f"{derivative} of {self._source}"
-        )
+        run = self.over(derivative, *flags)
+        return type(self)(run, name, source=f"{derivative} of {self._source}")
 
     def over(self, derivative: str, *flags: bytes) -> Run:
         """The function that is a derivative of this one, or a batch of it.
@@ -127,30 +126,31 @@ class Code(HostCode):
             return functools.partial(self._mapped, *flags)
         return self._pulled if derivative == "vjp" else self._pushed
 
-    def _along(
+    def _of_marked(
         self, args: object, flags: Flags, only: Flags | None = None
     ) -> tuple[Run, Arrays]:
         """(function, arrays): the function of the arrays of `args` that `flags` marks.
 
-        It returns the leaves of its result that `only` marks; without it, all.
+        It returns the leaves of the result that `only` marks; without it, all.
         """
-        arrays, filled, leaves = along(args, flags, self.is_array)
+        marked = MarkedArrays(args, flags, self.is_array)
 
         def function(*arrays: object) -> tuple[object, ...]:
             try:
-                outs = self.leaves(self.pure(*filled(arrays)))
+                result = self.pure(*marked.filled(arrays))
+                leaves = self.leaves(result)
+                return tuple(leaves if only is None else pick(leaves, only))
             except BaseException:
                 # The engine clears the frames of the traceback, but the functions in
                 # them keep their closures: lent memory would seem kept.
-                leaves.clear()
+                marked.forget()
                 raise
-            return tuple(outs if only is None else pick(outs, only))
 
-        return function, tuple(arrays)
+        return function, tuple(marked.arrays)
 
     def _pulled(self, args: Arrays, cotangents: Arrays, wanted: bytes) -> Arrays:
         has_cotangent = [ct is not None for ct in cotangents]
-        function, arrays = self._along(args, wanted, has_cotangent)
+        function, arrays = self._of_marked(args, wanted, has_cotangent)
         _, pull = self.vjp(function, *arrays)
         nonzero = tuple(pick(cotangents, has_cotangent))
         return list(pull(nonzero))
@@ -159,15 +159,17 @@ class Code(HostCode):
         self, args: Arrays, tangents: Arrays, out_diff: bytes
     ) -> tuple[Arrays, Arrays]:
         has_tangent = [t is not None for t in tangents]
-        function, arrays = self._along(args, has_tangent)
+        function, arrays = self._of_marked(args, has_tangent)
         nonzero = tuple(pick(tangents, has_tangent))
         outs, out_tangents = self.jvp(function, arrays, nonzero)
         return list(outs), pick(out_tangents, out_diff)
 
     def _mapped(self, flags: bytes, *args: object) -> Arrays:
-        function, arrays = self._along(args, [True] * len(flags))
+        every_array = [True] * len(flags)
+        function, arrays = self._of_marked(args, every_array)
         axes = tuple(0 if flag else None for flag in flags)
-        return list(self.vmap(function, axes)(*arrays))
+        of_batches = self.vmap(function, axes)
+        return list(of_batches(*arrays))
 
 
 class OverOthers(Function):
@@ -231,8 +233,8 @@ class LibraryFunction(OverOthers):
         **options: Any,
     ) -> None:
         by_library = vmap_method == "torch"
-        rows = None if by_library else vmap_method
-        super().__init__(code, vmap_method=rows, **options)
+        method_of_rows = None if by_library else vmap_method
+        super().__init__(code, vmap_method=method_of_rows, **options)
         self.derivatives = derivatives
         self.advice = advice
         self._method = vmap_method
@@ -253,15 +255,17 @@ class LibraryFunction(OverOthers):
         return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
 
     def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
+        """The batch rule: (results, True), as each of them has the batch axis."""
         are_operands = list(map(is_operand, tree.tree_leaves(args)))
         flags = bytes(pick(tree.tree_leaves(in_batched), are_operands))
-        arrays, filled, _ = along(args, [True] * len(flags), is_operand)
-        # What one row gets, from which the spec of its results follows.
-        row = [
-            jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
-            for x, flag in zip(arrays, flags, strict=True)
-        ]
-        leaves, treedef = tree.tree_flatten(self._spec(filled(row)))
+        batch = MarkedArrays(args, [True] * len(flags), is_operand)
+        # The spec of the results follows from what one row gets.
+        row = []
+        for array, has_axis in zip(batch.arrays, flags, strict=True):
+            shape = array.shape[1:] if has_axis else array.shape
+            row.append(jax.ShapeDtypeStruct(shape, array.dtype))
+        row_spec = self._spec(batch.filled(row))
+        leaves, treedef = tree.tree_flatten(row_spec)
         wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
         if size == 0:  # torch.func.vmap refuses an empty batch
             with _jax.able_to_hold(*[x.dtype for x in wide]):
@@ -270,39 +274,44 @@ class LibraryFunction(OverOthers):
         mapped = self.derivative("vmap", flags, tuple(wide))
         return treedef.unflatten(mapped(*args)), True
 
-    def _make(self, derivative: str, *of_vmap: Any) -> LibraryFunction:
-        """Makes a derivative; or the function of a batch.
+    def _make(
+        self, derivative: str, flags: bytes = b"", specs: Arrays = ()
+    ) -> LibraryFunction:
+        """Makes a derivative, or for "vmap" the function of a batch.
 
-        For the latter, `of_vmap` is which arrays have a batch axis, as bytes, and the
-        specs of the results.
+        For a batch, `flags` says which arrays have the batch axis, and `specs` are
+        those of the results.
         """
+        name = f"{derivative} of {self.__qualname__}"
         # With other methods a derived function would get a whole batch, but its spec
         # has the shapes of one row.
         of_rows = self._method in ("sequential", "parallel", "torch")
         options: dict[str, Any] = {
+            "name": name,
             "advice": self.advice,
-            "derivatives": max(self.derivatives - 1, 0),
-            "result": functools.partial(self._derived_spec, derivative),
             "vmap_method": self._method if of_rows else None,
             "lend": self.options.lend,
         }
         if derivative == "vmap":
-            # A batch is no derivative, so it has as many of them, and the arguments of
-            # this function.
-            _, specs = of_vmap
+            code = self.fn.derived(derivative, name, flags)
+            # It takes the arguments of this function, and has as many derivatives.
             options["result"] = list(specs)
             options["derivatives"] = self.derivatives
             options["nondiff"] = self.nondiff
-        name = f"{derivative} of {self.__qualname__}"
-        code = self.fn.derived(derivative, name, *of_vmap[:1])
-        function = type(self)(code, name=name, **options)
+        else:
+            code = self.fn.derived(derivative, name)
+            options["result"] = functools.partial(self._derived_spec, derivative)
+            options["derivatives"] = max(self.derivatives - 1, 0)
+        function = type(self)(code, **options)
         # The timeout, the executor and the limits count for derivatives as well.
         function.policy = self.policy
         return function
 
     def _derived_spec(
-        self, derivative: str, args: Arrays, _: object, flags: bytes
+        self, derivative: str, args: Arrays, vectors: object, flags: bytes
     ) -> object:
+        """The spec of a derivative, from the specs of its arguments (`Code.over`)."""
+        del vectors  # the cotangents or tangents
         if derivative == "vjp":
             # A cotangent is shaped like its argument.
             return pick(shaped(args), flags)
@@ -329,13 +338,15 @@ class TakesNoRules(Function):
 def split(args: object, kwargs: object) -> tuple[Template, Arrays]:
     """(what rebuilds both, their arrays, or what stands for these)."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
-    flags = [
-        is_operand(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves
-    ]
-    marks = tuple(
-        None if flag else Opaque(leaf) for leaf, flag in zip(leaves, flags, strict=True)
-    )
-    return Template(treedef, marks), pick(leaves, flags)
+    arrays = []
+    marks: list[Opaque | None] = []
+    for leaf in leaves:
+        if is_operand(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            arrays.append(leaf)
+            marks.append(None)
+        else:
+            marks.append(Opaque(leaf))
+    return Template(treedef, tuple(marks)), arrays
 
 
 def is_array(leaf: object) -> bool:
@@ -352,23 +363,33 @@ def shaped(avals: object) -> list[jax.ShapeDtypeStruct]:
     return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
 
 
-def along(
-    args: object, flags: Flags, is_array: Callable[[object], bool]
-) -> tuple[Arrays, Callable[[Arrays], Any], list[Any]]:
-    """(arrays, filled, leaves): the arrays of `args` that the flags mark.
+class MarkedArrays:
+    """The arrays of a pytree that flags mark, and the pytree around them.
 
-    `filled` takes others in their places, and returns `args` with them. `leaves` is
-    what it keeps of `args`.
+    `flags` has one for each array, and `is_array` says which leaves are arrays:
+
+        tree        {"w": array, "mode": "fast", "b": array}
+        flags       1                            0
+        arrays      [the array of "w"]
+        filled([x]) {"w": x, "mode": "fast", "b": array}
     """
-    leaves, treedef = tree.tree_flatten(args)
-    array_numbers = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    marked = pick(array_numbers, flags)
 
-    def filled(replacements: Arrays) -> Any:
-        # The other leaves stay, static ones and arrays that are not marked.
-        complete = list(leaves)
-        for i, array in zip(marked, replacements, strict=True):
-            complete[i] = array
-        return treedef.unflatten(complete)
+    def __init__(
+        self, args: object, flags: Flags, is_array: Callable[[object], bool]
+    ) -> None:
+        self._leaves, self._treedef = tree.tree_flatten(args)
+        array_numbers = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
+        self._numbers = pick(array_numbers, flags)
+        self.arrays = [self._leaves[i] for i in self._numbers]
 
-    return [leaves[i] for i in marked], filled, leaves
+    def filled(self, replacements: Arrays) -> Any:
+        """The tree with others in place of these arrays."""
+        leaves = list(self._leaves)
+        for i, array in zip(self._numbers, replacements, strict=True):
+            leaves[i] = array
+        return self._treedef.unflatten(leaves)
+
+    def forget(self) -> None:
+        """Lets go of the tree."""
+        self._leaves.clear()
+        self.arrays.clear()

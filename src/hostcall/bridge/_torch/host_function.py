@@ -29,9 +29,10 @@ def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
     options["nondiff"] = positions(shown, options["nondiff"])
     options["result"] = rule_of(fn, shown, options["result"])
+    source = inspect_callable(fn).source
     if isinstance(fn, torch.nn.Module):
-        return TorchModule(OfModule(fn, shown, inspect_callable(fn).source), **options)
-    return TorchFunction(OnHost(fn, shown, inspect_callable(fn).source, fn), **options)
+        return TorchModule(OfModule(fn, shown, source), **options)
+    return TorchFunction(OnHost(fn, shown, source, like=fn), **options)
 
 
 class TorchFunction(LibraryFunction):
@@ -48,6 +49,7 @@ class TorchFunction(LibraryFunction):
         return super().__call__(*args)
 
     def _infer(self, avals: tuple[Any, ...]) -> object:
+        """The spec of the result; also finds out whether the function writes."""
         code = self.fn
         code.writes = True  # so that a module gets copies of its own buffers
         try:
@@ -61,9 +63,7 @@ class TorchFunction(LibraryFunction):
             wrote = True
             # A call with an empty result is never made, so it would go unseen that its
             # size depends on values.
-            avals_given = shaped(avals)
-            empty = [0 in x.shape for x in tree.tree_leaves(spec)]
-            if any(empty) and not any(0 in x.shape for x in avals_given):
+            if _some_empty(tree.tree_leaves(spec)) and not _some_empty(shaped(avals)):
                 raise SpecError(_VARYING, code="hc-result-spec") from None
         code.wrote |= wrote
         code.writes = code.wrote
@@ -83,6 +83,10 @@ class TorchModule(TorchFunction):
     def buffers(self) -> dict[str, jax.Array]:
         """Copies of the module's buffers by name: `f({**params, **f.buffers()}, x)`."""
         return _copies(self.fn.run.named_buffers())
+
+
+def _some_empty(specs: Iterable[jax.ShapeDtypeStruct]) -> bool:
+    return any(0 in spec.shape for spec in specs)
 
 
 def _copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, jax.Array]:
@@ -121,13 +125,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        schema = func._schema.arguments
-        named = {p.name: x for p, x in zip(schema, args, strict=False)} | (kwargs or {})
-        writes = (p.name for p in schema if p.alias_info and p.alias_info.is_write)
-        written = tree.tree_leaves([named.get(name) for name in writes])
-        tensors = (x for x in written if isinstance(x, torch.Tensor))
-        self.wrote |= any(_memory(x) in self.memory for x in tensors)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        parameters = func._schema.arguments
+        # The operation may get fewer arguments than it has parameters.
+        names = [parameter.name for parameter in parameters]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        for parameter in parameters:
+            if parameter.alias_info and parameter.alias_info.is_write:
+                # A tensor, or a list of them.
+                for leaf in tree.tree_leaves(arguments.get(parameter.name)):
+                    if isinstance(leaf, torch.Tensor):
+                        self.wrote |= _memory(leaf) in self.memory
+        return func(*args, **kwargs)
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -155,7 +164,8 @@ def _describe(fn: Callable[..., object], avals: object) -> tuple[object, bool]:
             return tensor
 
         tensors = tree.tree_map(fake, avals)
-        return tree.tree_map(_struct, fn(*tensors)), watch.wrote
+        result = fn(*tensors)
+        return tree.tree_map(_struct, result), watch.wrote
 
 
 def _struct(leaf: object) -> jax.ShapeDtypeStruct:
