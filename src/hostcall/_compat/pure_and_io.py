@@ -67,7 +67,7 @@ def pure_callback(
     Source: JAX's guide "External callbacks". Today's JAX refuses vmap without a
     `vmap_method`, and has no `vectorized`; `hc.patch_jax()` installs that form.
     """
-    if vectorized is not None:
+    if vectorized is not None:  # translated to the option that has taken its place
         if vmap_method is not None:
             raise ValueError(
                 "the vectorized and vmap_method arguments of pure_callback cannot be"
@@ -132,15 +132,15 @@ def _call(
     options: dict[str, Any],
 ) -> Any:
     check_vmap_method(options.get("vmap_method"))
-    check_callable(
-        callback, f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
-    )
+    usage = f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
+    check_callable(callback, usage)
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten(args_and_kwargs)
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
-    trees = trees_of(in_tree, out_tree, tuple(map(result_aval, described)))
-    params = make_params(kind, callback, trees, options)
-    return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
+    avals = tuple(map(result_aval, described))
+    params = make_params(kind, callback, trees_of(in_tree, out_tree, avals), options)
+    results = bind(*map(raw_keys, leaves), params=params)
+    return out_tree.unflatten(results)
 
 
 def trees_of(
@@ -167,6 +167,7 @@ def raw_keys(leaf: object) -> object:
 
 
 def result_aval(described: Any) -> _jax.Aval:
+    """The aval of a result, from anything with a shape and a dtype."""
     dtype = np.dtype(described.dtype)
     if _jax.canonical_dtype(dtype) != dtype:
         raise ValueError(
