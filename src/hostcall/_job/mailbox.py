@@ -67,7 +67,7 @@ class Mailbox:
     def __init__(self, reader: Reader) -> None:
         self.pause = max(0.5, _jax.job_size() / _LOOKS)
         self._reader = reader
-        self._seen: set[str] = set()
+        self._seen: set[str] = set()  # the names on the board that it has been told of
         # The letters (key, text, when it is there).
         self._outbox = queue.SimpleQueue[tuple[str, str, Future[None]]]()
         self._stopping = False  # set before the last one is put there
@@ -100,11 +100,15 @@ class Mailbox:
 
     def _run(self) -> None:
         while not (self._stopping and self._outbox.empty()):
-            key = ""  # nothing is posted: this is one more look
+            # If nothing is posted in time, there is only the look, for which nobody
+            # waits.
+            key = ""
             text = ""
             posted = Future[None]()
             with contextlib.suppress(queue.Empty):
                 key, text, posted = self._outbox.get(timeout=self.pause)
+            # A look comes before each letter: what is written may follow from another
+            # process's failure, which must be known then.
             try:
                 if _jax.job_size() == 1:  # jax.distributed.shutdown()
                     return
