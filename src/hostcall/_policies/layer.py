@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -38,6 +38,9 @@ Leaves = Sequence[Any]  # the same as one array for each leaf of a call's argume
 Flat = Sequence[np.ndarray]  # one array for each leaf of a row's results
 Index = tuple[int, ...]  # of a row, along each batch axis
 Current = Callable[[int], Any]  # what `hc.current()` answers in a row, by its number
+Value: TypeAlias = Any  # what the user's function returned for a row
+Executor: TypeAlias = Any  # what users give as executor=, of whatever library
+Task: TypeAlias = Any  # what an executor answers to a call that was submitted
 
 Given = TypeVar("Given", contravariant=True)
 Result = TypeVar("Result")
@@ -180,9 +183,11 @@ class TimedFunction(NamedTuple):
         running.log(flights.LATE)
         # By their types: a leaf may be a user's object, which may answer anything.
         kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
-        leaves = jax.tree.leaves(row)
-        arrays = [leaf for leaf in leaves if issubclass(type(leaf), kinds)]
-        shapes = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        shown = []
+        for leaf in jax.tree.leaves(row):
+            if issubclass(type(leaf), kinds):
+                shown.append(f"{leaf.dtype}{list(leaf.shape)}")
+        shapes = ", ".join(shown)
         name = self.name or name_of(self.fn)
         return CallTimeoutError(
             f"hostcall: `{name}`({shapes}) took longer than timeout={self.timeout} s;"
@@ -200,15 +205,15 @@ class TimedFunction(NamedTuple):
         user's function runs elsewhere as it is.
         """
         host_code = as_host_code(self.fn)
-        splits = [host_code.split(*row) for row in rows]
         sendable_rows: list[Row] = []
         finishes = []
-        for split in splits:
-            if split is None:
-                continue
-            part, args, finish = split
-            sendable_rows.append(((part, *args), {}))
-            finishes.append(finish)
+        for args, kwargs in rows:
+            split = host_code.split(args, kwargs)
+            if split is not None:
+                part, part_args, finish = split
+                # The part may differ from row to row, so it goes as an argument.
+                sendable_rows.append(((part, *part_args), {}))
+                finishes.append(finish)
         if not sendable_rows:
             return self.fn, rows, [same] * len(rows)
         assert len(sendable_rows) == len(rows), "rows are calls of one function"
