@@ -221,16 +221,20 @@ bool WasChanged(BufferObject* b) {
 
 bool IsLent(PyObject* self) {
   BufferObject* b = AsBuffer(self);
-  return IsHeld(b->array) || b->exports.value() != 0 ||
-         (b->tensors && b->tensors->load(std::memory_order_acquire) != 0) ||
-         (b->interface_read.load(std::memory_order_relaxed) &&
-          IsHeldElsewhere(self));
+  // One line for each protocol, as in the table at the top of the header. The array
+  // first, since asking for it lets go of it.
+  if (IsHeld(b->array)) return true;
+  if (b->exports.value() != 0) return true;
+  if (b->tensors && b->tensors->load(std::memory_order_acquire) != 0) return true;
+  const bool was_read = b->interface_read.load(std::memory_order_relaxed);
+  return was_read && IsHeldElsewhere(self);
 }
 
 bool CloseBuffer(PyObject* self) {
   BufferObject* b = AsBuffer(self);
   // IsLent first: it lets go of the array.
-  const bool alone = !IsLent(self) && !IsHeldElsewhere(self);
+  const bool is_lent = IsLent(self);
+  const bool alone = !is_lent && !IsHeldElsewhere(self);
   if (b->array != nullptr) {  // somebody holds it
     if (b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);
