@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from hostcall._core import result_rules
-from hostcall._core.errors import wrong
+from hostcall._core.errors import SpecError, wrong
 from hostcall._core.failures import original
 from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import check_function
@@ -23,9 +23,9 @@ from hostcall.bridge._library import (
     MADE_BY_A_BRIDGE,
     Arrays,
     Code,
+    Function,
     MarkedArrays,
     OverOthers,
-    TakesNoRules,
     is_operand,
     split,
 )
@@ -108,7 +108,7 @@ def _is_of_this_process(device: object) -> bool:
     return bool(device.process_index == jax.process_index())
 
 
-class JaxFunction(TakesNoRules):
+class JaxFunction(Function):
     """A JAX function and its device. `hc.bridge.jax` makes it.
 
     A call traces the function to a jaxpr, which the other device runs:
@@ -191,6 +191,20 @@ class JaxFunction(TakesNoRules):
         jaxpr = jaxpr.replace(consts=consts)
         program = DeviceProgram(self.__name__, jaxpr, self._device)
         return ProgramFunction(program, self.policy.timeout)
+
+    # The def* methods of a HostFunction come to these two.
+
+    def _where(self, usage: str, *_: object) -> NoReturn:
+        self._add(usage.partition("(")[0].removeprefix("def"), None)
+
+    def _add(self, kind: str, rule: object) -> NoReturn:
+        del rule
+        raise SpecError(
+            f"hostcall: `{self.__name__}` is a bridge, whose rules come from the other"
+            f" library, so it takes no def{kind}. To give a rule yourself, make the"
+            " function with hc.host",
+            code="hc-rule",
+        )
 
 
 class DeviceProgram(Code):

@@ -1,13 +1,8 @@
 """Host functions whose derivatives another library gives: torch, JAX.
 
-    derivatives   reverse mode            forward mode
-    0             none                    none
-    1             host code: a graph      host code: the library's jvp
-    more          JAX code over another such function, with one order less: the
-                  library's vjp, or its jvp, of the first
-
-The second line is the fast way: the library's graph of the forward pass stays on the
-host, and the backward pass runs it there. The third can be differentiated and batched
+`Code` is host code that the library can differentiate. `OverOthers` is the HostFunction
+around it: its rules are JAX code that calls another such function, whose code is the
+library's vjp, jvp or batch of the first. Therefore JAX can differentiate and batch them
 again.
 """
 
@@ -15,18 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from hostcall import _jax
-from hostcall._core.errors import PackageError, SpecError, wrong
+from hostcall._core.errors import PackageError
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import Opaque, Template, is_array_like, is_numeric
+from hostcall._core.spec import Opaque, Template, is_array_like
 from hostcall._host_function.function import HostFunction
-from hostcall._host_function.rules import Rule, among
+from hostcall._host_function.rules import Rule
 from hostcall._host_function.trees import pick
 
 tree = jax.tree_util
@@ -56,18 +48,6 @@ MADE_BY_A_BRIDGE = (
 )
 
 
-def check_derivatives(bridge: str, shown: str, derivatives: object) -> str:
-    """Refuses a wrong derivatives=; returns what errors advise who wants one more."""
-    if type(derivatives) is not int or derivatives < 0:
-        wanted = "the highest order of derivatives, 0 for none"
-        raise wrong("derivatives", f"`{shown}`", wanted, derivatives)
-    return (
-        f"`{shown}` was made with derivatives={derivatives}. Write hc.bridge.{bridge}"
-        f"(fn, derivatives={derivatives + 1}), or keep the derivative out with"
-        " jax.lax.stop_gradient on its arguments"
-    )
-
-
 class Code(HostCode):
     """Host code that a library differentiates. Its rules work on flat arrays.
 
@@ -79,9 +59,6 @@ class Code(HostCode):
             f that returns a tuple of arrays that have derivatives.
         jvp: (f, xs, dots) -> (f(*xs), their tangents), for an f that returns a tuple.
         vmap: (f, axes) -> f of batches.
-        forward: (args, nondiff) -> (result, what the backward pass needs).
-        backward: (that, cotangents, wanted) -> the cotangents of the wanted arrays of
-            the arguments; None for zero.
     """
 
     is_array: Callable[[object], bool]
@@ -89,8 +66,6 @@ class Code(HostCode):
     vjp: Callable[..., tuple[Arrays, Callable[[Arrays], Arrays]]]
     jvp: Callable[..., tuple[Arrays, Arrays]]
     vmap: Callable[..., Callable[..., Arrays]]
-    forward: Callable[[Arrays, Sequence[int]], tuple[object, object]]
-    backward: Callable[[Any, Arrays, Flags], Arrays]
 
     def __init__(self, run: Any, name: str, source: str, like: Any = None) -> None:
         """Except for the name it looks like the user's function `like`."""
@@ -214,127 +189,6 @@ class OverOthers(Function):
         raise NotImplementedError
 
 
-class LibraryFunction(OverOthers):
-    """A function that a library differentiates.
-
-    Attributes:
-        derivatives: the highest order of its derivatives.
-    """
-
-    fn: Code
-
-    def __init__(
-        self,
-        code: Code,
-        *,
-        derivatives: int,
-        advice: str,
-        vmap_method: Any = None,
-        **options: Any,
-    ) -> None:
-        by_library = vmap_method == "torch"
-        method_of_rows = None if by_library else vmap_method
-        super().__init__(code, vmap_method=method_of_rows, **options)
-        self.derivatives = derivatives
-        self.advice = advice
-        self._method = vmap_method
-        if by_library:
-            self.rules.batch = self._batch
-        # The second line of the table above. A graph is that of one row, so a batch
-        # that the library itself makes goes by the third.
-        if derivatives == 1 and not by_library:
-            self.rules.vjp = Rule(self._forward, "host", code.backward, flat=True)
-            self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
-        elif derivatives:
-            self.set_rules()
-
-    def _forward(self, *args: object) -> tuple[object, object]:
-        return self.fn.forward(args, among(self.nondiff, len(args)))
-
-    def _push_on_host(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
-        return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
-
-    def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
-        """The batch rule: (results, True), as each of them has the batch axis."""
-        are_operands = list(map(is_operand, tree.tree_leaves(args)))
-        flags = bytes(pick(tree.tree_leaves(in_batched), are_operands))
-        batch = MarkedArrays(args, [True] * len(flags), is_operand)
-        # The spec of the results follows from what one row gets.
-        row = []
-        for array, has_axis in zip(batch.arrays, flags, strict=True):
-            shape = array.shape[1:] if has_axis else array.shape
-            row.append(jax.ShapeDtypeStruct(shape, array.dtype))
-        row_spec = self._spec(batch.filled(row))
-        leaves, treedef = tree.tree_flatten(row_spec)
-        wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
-        if size == 0:  # torch.func.vmap refuses an empty batch
-            with _jax.able_to_hold(*[x.dtype for x in wide]):
-                empty = [jnp.zeros(x.shape, x.dtype) for x in wide]
-            return treedef.unflatten(empty), True
-        mapped = self.derivative("vmap", flags, tuple(wide))
-        return treedef.unflatten(mapped(*args)), True
-
-    def _make(
-        self, derivative: str, flags: bytes = b"", specs: Arrays = ()
-    ) -> LibraryFunction:
-        """Makes a derivative, or for "vmap" the function of a batch.
-
-        For a batch, `flags` says which arrays have the batch axis, and `specs` are
-        those of the results.
-        """
-        name = f"{derivative} of {self.__qualname__}"
-        # With other methods a derived function would get a whole batch, but its spec
-        # has the shapes of one row.
-        of_rows = self._method in ("sequential", "parallel", "torch")
-        options: dict[str, Any] = {
-            "name": name,
-            "advice": self.advice,
-            "vmap_method": self._method if of_rows else None,
-            "lend": self.options.lend,
-        }
-        if derivative == "vmap":
-            code = self.fn.derived(derivative, name, flags)
-            # It takes the arguments of this function, and has as many derivatives.
-            options["result"] = list(specs)
-            options["derivatives"] = self.derivatives
-            options["nondiff"] = self.nondiff
-        else:
-            code = self.fn.derived(derivative, name)
-            options["result"] = functools.partial(self._derived_spec, derivative)
-            options["derivatives"] = max(self.derivatives - 1, 0)
-        function = type(self)(code, **options)
-        # The timeout, the executor and the limits count for derivatives as well.
-        function.policy = self.policy
-        return function
-
-    def _derived_spec(
-        self, derivative: str, args: Arrays, vectors: object, flags: bytes
-    ) -> object:
-        """The spec of a derivative, from the specs of its arguments (`Code.over`)."""
-        del vectors  # the cotangents or tangents
-        if derivative == "vjp":
-            # A cotangent is shaped like its argument.
-            return pick(shaped(args), flags)
-        outs = tree.tree_leaves(self._spec(tuple(args)))
-        return outs, pick(outs, flags)
-
-
-class TakesNoRules(Function):
-    """A function whose derivatives come from another library."""
-
-    def _where(self, usage: str, *_: object) -> NoReturn:
-        self._add(usage.partition("(")[0].removeprefix("def"), None)
-
-    def _add(self, kind: str, rule: object) -> NoReturn:
-        del rule
-        raise SpecError(
-            f"hostcall: `{self.__name__}` is a bridge, whose rules come from the other"
-            f" library, so it takes no def{kind}. To give a rule yourself, make the"
-            " function with hc.host",
-            code="hc-rule",
-        )
-
-
 def split(args: object, kwargs: object) -> tuple[Template, Arrays]:
     """(what rebuilds both, their arrays, or what stands for these)."""
     leaves, treedef = tree.tree_flatten((args, kwargs))
@@ -349,18 +203,8 @@ def split(args: object, kwargs: object) -> tuple[Template, Arrays]:
     return Template(treedef, tuple(marks)), arrays
 
 
-def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array that a call hands over; other leaves are static."""
-    return isinstance(leaf, (np.ndarray, np.generic)) and is_numeric(leaf.dtype)
-
-
 def is_operand(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) or is_array_like(leaf)
-
-
-def shaped(avals: object) -> list[jax.ShapeDtypeStruct]:
-    leaves = tree.tree_leaves(avals)
-    return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
 
 
 class MarkedArrays:

@@ -21,8 +21,9 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._core.spec import is_numeric
 from hostcall._host_function.trees import pick
-from hostcall.bridge._library import Arrays, Code, Flags, Run, is_array
+from hostcall.bridge._library import Arrays, Code, Flags, Run
 from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor
 
 tree = jax.tree_util
@@ -39,6 +40,11 @@ Graph: TypeAlias = tuple[list[torch.Tensor | None], list[torch.Tensor]]
 # differentiation belongs to the process: with two threads in it, one would fail or get
 # the tangents of the other. Re-entrant, since one thread may nest them.
 _forward = threading.RLock()
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array that a call hands over; other leaves are static."""
+    return isinstance(leaf, (np.ndarray, np.generic)) and is_numeric(leaf.dtype)
 
 
 def has_derivative(x: torch.Tensor) -> bool:
