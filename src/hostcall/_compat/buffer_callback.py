@@ -180,6 +180,7 @@ def _check_arguments(
         takes = f", and it takes {without_types(signature)}"
     keywords = [f"{key}=" for key in kwargs]
     arguments = ", ".join(["ctx", "out", *["x"] * n, *keywords])
+    # What the user may type: a lambda has no name of its own.
     short = name.rpartition(".")[2].replace("<lambda>", "f")
     raise SpecError(
         f"hostcall: hc.buffers.buffer_callback calls `{name}` with"
@@ -193,7 +194,7 @@ def _check_arguments(
 def _operand(leaf: object) -> jax.Array | np.ndarray:
     """The operand of the primitive; refuses integers that JAX would truncate."""
     leaf = raw_keys(leaf)
-    _jax.check_arg(leaf)
+    _jax.check_arg(leaf)  # with JAX's own message, which users know
     return leaf if isinstance(leaf, jax.Array) else canonical(leaf)
 
 

@@ -123,6 +123,7 @@ def print(
     """
     options = {"ordered": ordered, "partitioned": partitioned}
 
+    # `fmt` and the arguments are those of either call, so they are parameters.
     def call(fmt: str, /, *args: object, **kwargs: object) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)

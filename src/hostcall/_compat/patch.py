@@ -77,7 +77,7 @@ class Patch:
     def __enter__(self) -> Patch:
         with _lock:
             self.blocks += 1
-            if self not in _active:
+            if self not in _active:  # it has ended before, and counts again
                 _active.append(self)
             _apply()
         return self
@@ -85,6 +85,7 @@ class Patch:
     def __exit__(self, *raised: object) -> None:
         with _lock:
             self.blocks -= 1
+            # The outermost of its blocks ends it, unless `unpatch_jax` has.
             if self in _active and not self.blocks:
                 _active.remove(self)
             _apply()
@@ -161,6 +162,7 @@ def _apply() -> None:
         while _undo:
             put_back = _undo.pop()
             put_back()
+    # Programs in JAX's caches have the former callbacks.
     if _jax.back_ends_started():  # else there are no compiled programs yet
         jax.clear_caches()
 

@@ -74,6 +74,7 @@ def pure_callback(
                 " used together. Please use the vmap_method argument."
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
+    # The older default: today's JAX refuses vmap without a method.
     method = "sequential" if vmap_method is None else vmap_method
     options = {"sharding": sharding, "vmap_method": method, "arrays": arrays_of(arrays)}
     return _call("pure", callback, result_shape_dtypes, (args, kwargs), options)
@@ -147,12 +148,14 @@ def trees_of(
     in_tree: _jax.TreeDef, out_tree: _jax.TreeDef, avals: tuple[_jax.Aval, ...]
 ) -> tuple[Template, Results]:
     """The trees of a callback whose arguments are arrays alone."""
+    # None marks an array that is no typed key: of a key, callbacks get the block.
     template = Template(in_tree, (None,) * in_tree.num_leaves)
     return template, Results(out_tree, avals, (None,) * len(avals))
 
 
 def check_vmap_method(method: object) -> None:
     if method not in _VMAP_METHODS:
+        # JAX's text, with its misspelling.
         raise ValueError(
             f"vmap_method must be on of the allowed methods {_VMAP_METHODS}, but got:"
             f" {method}"

@@ -99,7 +99,7 @@ def id_tap(
             FutureWarning,
             stacklevel=2,
         )
-    for leaf in jax.tree.leaves(result):
+    for leaf in jax.tree.leaves(result):  # which go nowhere that would check them
         _jax.check_arg(leaf)
     _follow_queue_flag()
     out = bind(tap_func, arg, tap_with_device, device_index)
@@ -223,6 +223,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     name = logging_name or ""
     logger.debug("barrier_wait[%s]: start", name)
     delivery.refuse_inside_a_tap("barrier_wait()")
+    # It waits for the programs. What their callbacks raised is in `raised`.
     for failure in failures_of_all():
         logger.debug("barrier_wait[%s]: a program failed: %s", name, failure)
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)

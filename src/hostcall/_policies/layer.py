@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -44,13 +44,14 @@ Task: TypeAlias = Any  # what an executor answers to a call that was submitted
 
 Given = TypeVar("Given", contravariant=True)
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Layer(Protocol[Given, Result]):
     def rows(self, rows: Sequence[Given], site: RowContext) -> list[Result]: ...
 
 
-class Runs(Layer[Row, Any], Protocol):
+class Runs(Layer[Row, Value], Protocol):
     """Runs the function: the innermost.
 
     Attributes:
@@ -60,7 +61,7 @@ class Runs(Layer[Row, Any], Protocol):
     sends: bool
 
 
-Body = Layer[Leaves, Any]  # called with leaves, the function's results
+Body = Layer[Leaves, Value]  # called with leaves, the function's results
 Inner = Layer[Leaves, Flat]  # plain arrays in, plain arrays out
 
 
@@ -95,7 +96,7 @@ class ChecksResults(Protocol):
 
     name: str
 
-    def flatten(self, value: Any) -> list[Any]: ...
+    def flatten(self, value: Value) -> list[Any]: ...
 
     def coerce(self, number: int, value: Any) -> np.ndarray: ...
 
@@ -146,15 +147,17 @@ class Shared(PerProcess):
     def __init__(self) -> None:
         # Two programs may be lowered at once, and a destructor may lower a third.
         self._lock = threading.RLock()
-        self.things: weakref.WeakValueDictionary[Any, Any]
-        self.things = weakref.WeakValueDictionary()
+        self.things = weakref.WeakValueDictionary[Hashable, Any]()
         super().__init__()
 
-    def one(self, key: Any, make: Callable[[], Any]) -> Any:
+    def one(self, key: Hashable, make: Callable[[], T]) -> T:
         """The one thing of this key, which is made now if nobody has it."""
         with self._lock:
-            # A destructor that runs in `make` may have made one meanwhile.
-            return self.things.get(key) or self.things.setdefault(key, make())
+            thing: T | None = self.things.get(key)
+            if thing is None:
+                # A destructor that runs in `make` may have made one meanwhile.
+                thing = self.things.setdefault(key, make())
+            return thing
 
 
 shared = Shared()
@@ -173,7 +176,7 @@ class TimedFunction(NamedTuple):
         name: what messages call it; "" for the function's own name.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Value]
     settings: ThreadSettings
     timeout: float | None = None
     name: str = ""
@@ -196,7 +199,7 @@ class TimedFunction(NamedTuple):
 
     def split(
         self, rows: Sequence[Row]
-    ) -> tuple[Callable[..., Any], Sequence[Row], list[Callable[[Any], Any]]]:
+    ) -> tuple[Callable[..., Value], Sequence[Row], list[Callable[[Value], Value]]]:
         """The function and rows to run elsewhere, and what finishes each row here.
 
         Code of hostcall's own, a rule, may have a part that only this process can run
@@ -220,10 +223,11 @@ class TimedFunction(NamedTuple):
         return apply, sendable_rows, finishes
 
 
-def same(value: Any) -> Any:
+def same(value: Value) -> Value:
     """Finishes a row whose value is its result."""
     return value
 
 
-def apply(part: Callable[..., Any], *args: Any) -> Any:
+def apply(part: Callable[..., Value], *args: Any) -> Value:
+    """Calls the part of a row that runs elsewhere (`TimedFunction.split`)."""
     return part(*args)

@@ -101,7 +101,7 @@ class Problem(HostCode):
     on_other_options = ""
 
     def __init__(self, fun: Callable[..., Any], settings: dict[str, Any]) -> None:
-        self.fun = self.__wrapped__ = fun
+        self.fun = self.__wrapped__ = fun  # whose signature and line messages have
         self.scipy = needed("scipy.optimize", "scipy")
         self._settings = settings
         self.name = settings["name"]
@@ -251,7 +251,7 @@ class Problem(HostCode):
         with jax.enable_x64(True):
             solution = self._solution(start, template, arrays, limits)
         if not (solution.success or self.full_output):
-            message = " ".join(solution.message.split())
+            message = " ".join(solution.message.split())  # it may have several lines
             raise HostcallError(
                 f"hostcall: `{self.name}` found no solution: {message} (by"
                 f" scipy.optimize.{self.word}, method={self.method!r}). Give another"
