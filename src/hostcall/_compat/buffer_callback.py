@@ -155,6 +155,7 @@ def _check_rows(callback: object, name: str, vmap_method: str | None) -> None:
 
 
 def _result_avals(described: Sequence[Any], name: str) -> tuple[_jax.Aval, ...]:
+    """The avals of the results, from anything with a shape and a dtype."""
     try:
         # As in JAX, also of 64 bits in 32-bit mode: the result then is such an array.
         return tuple(

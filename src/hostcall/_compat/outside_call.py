@@ -170,6 +170,7 @@ raised: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
 
 
 def _impl(*operands: jax.Array, params: Outside) -> Arrays:
+    """An eager call or tap."""
     if _jax.old_flag("jax_host_callback_inline"):
         arrays = [_jax.to_host(operand) for operand in operands]
         device = jax.devices()[params.device_index]

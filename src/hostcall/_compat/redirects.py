@@ -100,6 +100,7 @@ def _place(ctx: _jax.LoweringContext) -> Place | None:
 def _call_back(
     kind: Kind, place: Place | None, operands: int, jax_params: _jax.Params
 ) -> CallParams:
+    """The drop-in for JAX's pure, io or debug primitive with these parameters."""
     fn = jax_params["callback"]
     wrapped = _jax.parts_of_callback(fn)
     if wrapped is not None:  # JAX wrapped the user's function, in a way that we know

@@ -132,6 +132,7 @@ def _check_arrays(
     has_token: bool,
     description: str,
 ) -> None:
+    """Compares the types of arrays in the program with those of a description."""
     operand_types = call.operands
     if has_token:
         # An unordered call that is the first has no token before it.

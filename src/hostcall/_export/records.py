@@ -159,6 +159,10 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Cal
 
 
 def _function_of(callback: CallSpec, exported: bool) -> tuple[str, object]:
+    """(kind, what says which of that kind) of a call's function. Raises NotPortable.
+
+    A callable of hostcall's own goes by its kind, any other by its registered name.
+    """
     function = callback.function
     kind = as_host_code(function).travels_as
     if kind:

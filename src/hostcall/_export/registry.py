@@ -82,6 +82,7 @@ def held_of(target: Any) -> Any:
 
 
 def _add(target: Any, name: str, version: int) -> None:
+    """Gives an object its name, unless either has another one."""
     key = _check(target, name, version)
     in_programs = held_of(target)
     by = definitions.statement()
@@ -155,6 +156,8 @@ def _with_versions(missing: Name) -> str:
 
 
 def _check(target: Any, name: str, version: Any) -> Name:
+    """The name and version as a key; refuses what no program could hold."""
+
     def refused(text: str) -> SpecError:
         return SpecError(f"hostcall: {text}", code="hc-registry")
 
@@ -186,6 +189,7 @@ def _check(target: Any, name: str, version: Any) -> Name:
 
 
 def _taken(key: Name, registered: Any, by: definitions.Statement, target: Any) -> str:
+    """The error for a name that another object has."""
     advice = ""
     if definitions.may_be_again(registered, target):
         advice = (

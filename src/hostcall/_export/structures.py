@@ -132,6 +132,7 @@ _LEAF = object()
 
 
 def _node_of(json: Json) -> Any:
+    """A pytree of this structure, with `_LEAF` in each leaf."""
     if json == "*":
         return _LEAF
     if json is None:

@@ -179,6 +179,7 @@ def _in_program(
     placement: Placement,
     avals: Sequence[Aval],
 ) -> CallRecord:
+    """The record of a call with what its program says. Raises NotPortable."""
     record = record_of(params, avals, program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
@@ -201,6 +202,7 @@ def _in_program(
 
 
 def _text(record: CallRecord, params: Equation) -> str:
+    """The record as text. Raises NotPortable if a size could not be known later."""
     json = CODEC.encode(record, "a call")
     call = Call("", json, sizes_in(json), record, params)
     known = sizes_in(list(call.arrays()))  # what XLA's buffers will tell
@@ -363,6 +365,7 @@ def _client(platform: str) -> Client:
 
 
 def _read_mesh(record: CallRecord, client: Client) -> Mesh | None:
+    """The mesh of a record, made of this process's devices."""
     if record.mesh is None:
         return None
     names, sizes, ids = record.mesh

@@ -99,6 +99,7 @@ class Mailbox:
         self._thread.join(4 * self.patience)
 
     def _run(self) -> None:
+        """The thread: looks at the board, writes a letter if there is one; again."""
         while not (self._stopping and self._outbox.empty()):
             # If nothing is posted in time, there is only the look, for which nobody
             # waits.
@@ -124,6 +125,7 @@ class Mailbox:
                 posted.set_result(None)
 
     def _look(self) -> None:
+        """Tells the reader of what is new on the board."""
         this_process, size = _jax.place_in_job()
         board = _jax.job_folder(BOARD)
         self._seen &= board.keys()  # what was asked is deleted by who asked

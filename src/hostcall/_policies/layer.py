@@ -153,11 +153,11 @@ class Shared(PerProcess):
     def one(self, key: Hashable, make: Callable[[], T]) -> T:
         """The one thing of this key, which is made now if nobody has it."""
         with self._lock:
-            thing: T | None = self.things.get(key)
-            if thing is None:
+            existing: T | None = self.things.get(key)
+            if existing is None:
                 # A destructor that runs in `make` may have made one meanwhile.
-                thing = self.things.setdefault(key, make())
-            return thing
+                existing = self.things.setdefault(key, make())
+            return existing
 
 
 shared = Shared()

@@ -271,6 +271,7 @@ class RunningRows:
             self._started[self._send(chunk)] = chunk
 
     def _take(self, done: Collection[Task]) -> None:
+        """Keeps what chunks returned, or the error of the first one that failed."""
         outcomes = self._workers.outcomes(done)
         for task, (values, error) in zip(done, outcomes, strict=True):
             chunk = self._started.pop(task)
@@ -286,6 +287,7 @@ class RunningRows:
                 self._workers.cancel(behind)
 
     def _send(self, chunk: range) -> Task:
+        """Submits a chunk; raises the chunk's error if it can't be pickled."""
         rows = self._rows[chunk.start : chunk.stop]
         sent_rows: Sequence[chunks.SentRow] = rows
         if self._of.sends:
@@ -321,6 +323,7 @@ class RunningRows:
             )
 
     def _raise(self, chunk: range, error: Any) -> NoReturn:
+        """Raises the error of a chunk as its row raised it, and names the row."""
         error, row = chunks.as_raised(error)
         rows = chunk if row is None else chunk[row : row + 1]
         try:

@@ -202,6 +202,10 @@ class _RowTasks:
     # --- On the waiting thread -------------------------------------------------------
 
     def wait(self, first: Row, site: RowContext) -> list[Value]:
+        """Runs the rows on the loop; returns their results. To be called once.
+
+        Raises the exception of the row that failed first.
+        """
         try:
             self._post(self._begin)
             seconds = self._timed.timeout
@@ -238,6 +242,7 @@ class _RowTasks:
         )
 
     def _blocked(self) -> str:
+        """What keeps the loop from taking up the rows; "" if it has. `wait` logs it."""
         if self._begun:
             return ""
         if not self._loop.is_running():
@@ -269,6 +274,7 @@ class _RowTasks:
             raise self._closed() from error
 
     def _late(self) -> str:
+        """Which row has not ended, and where it waits; completes a sentence."""
         # The loop's thread may change the dict meanwhile; a copy is one step of C.
         tasks = dict(self._tasks)
         if not tasks:
@@ -342,6 +348,7 @@ class _RowTasks:
             self._fail(number, error)
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        """Called when the task of a row has ended, however it has."""
         del self._tasks[number]
         self._left -= 1
         self._lane.running -= 1

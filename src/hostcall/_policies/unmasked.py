@@ -36,6 +36,7 @@ class Unmasked:
         return [self._batch(row[0], row[1:], site) for row in rows]
 
     def _batch(self, mask: np.ndarray, arrays: Leaves, site: RowContext) -> Flat:
+        """Calls the function for the rows that are True, and puts its results back."""
         levels = self._levels
         # The batch axes of each array, of size 1 where its rows are the same.
         leads = [array.shape[:levels] for array in arrays]
@@ -79,6 +80,7 @@ class Unmasked:
         return taken.reshape(lead + row_shape)
 
     def _filled(self, number: int) -> np.ndarray:
+        """A result in which each row has its fill."""
         aval = self._avals[number]
         fill = self._fills[number]
         dtype = np.dtype(aval.dtype)

@@ -157,6 +157,7 @@ class _Both(HostCode):
         return self._parts(one_for_each, gradients, f"the arguments {positions}")
 
     def _parts(self, treedef: TreeDef, gradient: object, subject: str) -> Arrays:
+        """The parts of a gradient that has this structure; refuses any other."""
         try:
             return list(treedef.flatten_up_to(gradient))
         except (ValueError, TypeError) as error:
@@ -168,6 +169,7 @@ class _Both(HostCode):
             ) from error
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
+        """(value, gradient), as the function returned them."""
         answer = self.fn(*args)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise ResultError(

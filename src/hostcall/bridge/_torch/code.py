@@ -297,6 +297,7 @@ class OfModule(OnHost):
         return OfModule, (self.run, self.__qualname__, self.source())
 
     def _copy(self) -> tuple[torch.nn.Module, Places]:
+        """A copy of the module that shares its tensors, and where each stands in it."""
         # What deepcopy takes for copied already, it shares.
         shared = {id(x): x for x in self.names.values()}
         try:
