@@ -94,7 +94,7 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
 /// that shares its memory with an argument takes that one's place in `in`, so that
 /// the caller's array stays unchanged.
 std::vector<void*> NewResults(const Plan& plan, std::vector<const void*>& in,
-                              nb::list out) {
+                              nb::list& out) {
   const Kind& kind = *plan.kind;
   std::vector<void*> targets;
   for (const Leaf& leaf : plan.results) {

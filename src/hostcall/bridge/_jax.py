@@ -90,8 +90,7 @@ def on_device(
     `jax.experimental.host_callback`, which had reverse mode.
     """
     if fn is None:
-        options = {k: v for k, v in dict(locals()).items() if k != "fn"}
-        return functools.partial(on_device, **options)
+        return functools.partial(on_device, device=device, timeout=timeout, name=name)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)").name
     if device is not None and not _is_of_this_process(device):
         wanted = (

@@ -90,7 +90,8 @@ def value_and_grad(
 
     Source: JAX's agjax and SciPy's `minimize(jac=True)` have this form.
     """
-    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
+    options = dict(locals())  # the arguments, as long as there is no other local
+    del options["fn"]
     if fn is None:
         return functools.partial(value_and_grad, **options)
     usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"

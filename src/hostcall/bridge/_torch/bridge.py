@@ -96,7 +96,8 @@ def torch(
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.
     """
-    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
+    options = dict(locals())  # the arguments, as long as there is no other local
+    del options["fn"]
     if fn is None:
         return functools.partial(torch, **options)
     needed("torch", "torch")
