@@ -6,7 +6,7 @@ of more than 250 processes:
 
     failed/<process>   the text of that process's first failure
     ends/0             process 0, and with it the store, is about to end (job.py)
-    asks/<question>    a question what all processes are doing (status.py)
+    asks/<question>    a question what all processes are doing (answers.py)
 
 So the news of a failure is one write for the process that failed, and one read of a
 small folder for each other process. A look needs the GIL for some 50 us. It never

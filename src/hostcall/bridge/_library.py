@@ -171,7 +171,7 @@ class OverOthers(Function):
         return self.derivative("jvp")(args, tangents, bytes(out_diff))
 
     def derivative(self, *key: Any) -> Function:
-        """The function that is this derivative: "vjp" or "jvp", as in `Code.derived`;
+        """The function that is this derivative: "vjp" or "jvp", as in `Code.over`;
         or another one that `_make` knows.
         """
         function = self._made.get(key)

@@ -103,7 +103,7 @@ class OnHost(Code):
 
     Attributes:
         writes: whether it may write to its arguments, or a module to its own buffers;
-            True until `infer` has watched it.
+            True until `_infer` has watched it run on fake tensors.
         wrote: whether it was seen to. One write makes it a writer for all shapes;
             programs that were traced before that are right with copies too.
         keeps: whether it may keep its arguments until the next call.

@@ -7,7 +7,7 @@ A tensor over lent memory has three hazards:
   * `fn` returns it, or a view of it. The engine copies results before it takes the
     memory back.
   * `fn` writes to it. torch ignores DLPack's read-only flag, so functions that write
-    get copies (`function` finds them). As a check, `check_unwritten` looks after each
+    get copies (`fake_run` finds them). As a check, `check_unwritten` looks after each
     call at the tensors' versions, which count writes.
 """
 
