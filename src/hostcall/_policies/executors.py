@@ -3,10 +3,7 @@
 A `concurrent.futures.Executor` can run tasks. To run the rows of a call on it, hostcall
 must also know how many workers there are, send a value only once that all rows share,
 stop rows that have not begun, and notice a worker that has died. For processes of this
-machine files.py has what that takes.
-
-Workers of Dask and Ray may be on other machines. Dask runs a task again if its worker
-dies, so a call with effects needs protection from that.
+machine files.py has what that takes. clusters.py has Dask and Ray.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import logging
 import queue
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Collection
 from concurrent import futures
 from multiprocessing import connection
@@ -25,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from hostcall._core import failures
-from hostcall._core.errors import HostcallError
 from hostcall._core.frames import traceback_of
 from hostcall._core.wait import result_of
 from hostcall._policies.files import SharedFiles, chunks_begun
@@ -301,150 +296,13 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
 
 def sends(pool: Executor) -> bool:
     """Whether rows are sent to another process, and get copies of their arguments."""
-    return is_of_processes(pool) or _is_dask(pool) or _is_ray(pool)
+    return is_of_processes(pool) or is_dask(pool) or is_ray(pool)
 
 
-def _is_dask(pool: Executor) -> bool:
+def is_dask(pool: Executor) -> bool:
     return hasattr(pool, "get_executor")
 
 
-def _is_ray(pool: Executor) -> bool:
+def is_ray(pool: Executor) -> bool:
     package, _, _ = type(pool).__module__.partition(".")
     return package == "ray"
-
-
-def workers_of(pool: Executor, once: bool) -> Workers:
-    """The `Workers` for an executor. With `once`, no row runs twice, whatever fails."""
-    if _is_dask(pool):
-        return _Dask(pool, once)
-    if _is_ray(pool):
-        return _RayPool(pool)
-    return Workers(pool) if hasattr(pool, "submit") else MultiprocessingPool(pool)
-
-
-class _RayPool(MultiprocessingPool):
-    """`ray.util.multiprocessing.Pool`, whose workers may be on other machines.
-
-    Unlike multiprocessing's pool, it fails the tasks of a worker that has died.
-    """
-
-    takes_back = False
-
-    def count(self) -> int | None:
-        return len(self._pool._actor_pool)
-
-    def share(self, array: np.ndarray) -> Any:
-        import ray
-
-        return _RayReference(ray.put(array))
-
-    def pickler(self) -> Any:
-        from ray import cloudpickle
-
-        return cloudpickle.Pickler
-
-
-class _RayReference:
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-
-    def get(self) -> np.ndarray:
-        import ray
-
-        return np.array(ray.get(self._reference))  # a copy: Ray's array is read-only
-
-
-class _Dask(Workers):
-    """A Dask client.
-
-    Not used through its `get_executor()`, which keeps the futures of failed tasks, and
-    fetches each value separately.
-    """
-
-    def __init__(self, client: Any, once: bool) -> None:
-        super().__init__(client)
-        self._claims: list[str] | None = [] if once else None
-
-    def count(self) -> int | None:
-        return sum(self._pool.nthreads().values()) or None
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self._claims is not None:
-            claim = f"hostcall-{uuid.uuid4().hex}"
-            self._claims.append(claim)
-            return self._pool.submit(_claimed, claim, fn, *args, pure=False)
-        # With pure=True, Dask would run tasks with equal arguments only once.
-        return self._pool.submit(fn, *args, pure=False)
-
-    def wait(self, tasks: Collection[Task], seconds: float) -> Collection[Task]:
-        """Waits until all tasks have ended or one has failed; returns those that ended.
-
-        Returns nothing after `seconds`. It waits for all because fetching one value
-        takes as long as fetching all of them.
-        """
-        import distributed
-
-        end = time.monotonic() + seconds
-        fine = ("pending", "finished")
-        awaited = [task for task in tasks if not task.done()]
-        try:
-            while awaited and all(task.status in fine for task in tasks):
-                seconds = max(0.0, end - time.monotonic())
-                distributed.wait(awaited, seconds, "FIRST_COMPLETED")
-                awaited = [task for task in awaited if not task.done()]
-        except TimeoutError:
-            return []
-        return [task for task in tasks if task.done()]
-
-    def outcomes(self, tasks: Collection[Task]) -> list[tuple[Value, Any]]:
-        finished = [task for task in tasks if task.status == "finished"]
-        gathered = self._pool.gather(finished)  # all at once
-        values = dict(zip(finished, gathered, strict=True))
-        outcomes: list[tuple[Value, Any]] = []
-        for task in tasks:
-            if task in values:
-                outcomes.append((values[task], None))
-            else:
-                outcomes.append((None, _failure(task)))
-        return outcomes
-
-    def cancel(self, tasks: Collection[Task]) -> list[Any]:
-        if tasks:
-            self._pool.cancel(list(tasks))
-        return []  # Dask does not say when the running ones end
-
-    def share(self, array: np.ndarray) -> Any:
-        return self._pool.scatter(array, broadcast=True, hash=False)
-
-    def forget(self) -> None:
-        from distributed import Event
-
-        for claim in self._claims or ():
-            Event(claim, self._pool).clear()
-
-
-def _failure(task: Task) -> Any:
-    if task.status == "error":
-        return task.exception().with_traceback(task.traceback())
-    text = f"hostcall: the Dask task ended with status {task.status}"
-    return futures.CancelledError(text)
-
-
-def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Runs `fn` on the worker, unless it has run before.
-
-    Dask sends a task again if its worker has died, even if the task had ended. The
-    event is kept by Dask's scheduler, so it outlives the worker.
-    """
-    from distributed import Event
-
-    event = Event(claim)
-    if event.is_set():
-        raise HostcallError(
-            "hostcall: the Dask worker that ran these rows has died. Dask would run"
-            " them again, but they have effects (order= is not 'pure') and must run"
-            " only once",
-            code="hc-worker",
-        )
-    event.set()
-    return fn(*args)

@@ -32,7 +32,7 @@ from hostcall._core.daemon import DaemonPool
 from hostcall._core.errors import CallTimeoutError
 from hostcall._core.source import name_of
 from hostcall._core.wait import wait
-from hostcall._policies import chunks, executors, worker_failures
+from hostcall._policies import chunks, clusters, executors, worker_failures
 from hostcall._policies.layer import (
     Executor,
     Row,
@@ -138,7 +138,7 @@ class RunningRows:
         self._pool = pool
         self._first = rows[0]  # whose shapes messages have
         self._fn, self._rows, self._finish = of.timed.split(rows)
-        self._workers = executors.workers_of(pool, of.once)
+        self._workers = clusters.workers_of(pool, of.once)
         self._site = site
         self._current = site.current()
         self._context = contextvars.copy_context()  # for rows on threads
