@@ -70,7 +70,7 @@ class Patch:
         self.arrays = arrays
         self.blocks = 0  # that it has been entered for, and that have not ended
 
-    def is_like(self, arrays: str) -> bool:
+    def _is_like(self, arrays: str) -> bool:
         """Whether it is a patch with this option outside of any block."""
         return self.blocks == 0 and self.arrays == arrays
 
@@ -130,7 +130,7 @@ def patch_jax(arrays: str = "jax") -> Patch:
     _jax.need(_jax.Part.DROP_INS)
     with _lock:
         # Repeated equal patches take up no room.
-        while len(_active) > 1 and all(p.is_like(arrays) for p in _active[-2:]):
+        while len(_active) > 1 and all(p._is_like(arrays) for p in _active[-2:]):
             _active.pop()
         patch = Patch(arrays)
         _active.append(patch)
