@@ -32,6 +32,7 @@ bool IsBytes(PyObject* object) { return PyBytes_Check(object); }
 bool IsCounters(PyObject* object) { return nb::isinstance<Counters>(object); }
 bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
 
+/// A plan of its fields, with the two methods of its hooks that results need.
 PlanHandle MakePlan(PlanFields fields) {
   fields.counters = nb::cast<Counters*>(nb::handle(fields.counters_owner.get()));
   auto plan = RefPtr<Plan>::Adopt(new Plan(std::move(fields)));
@@ -41,6 +42,7 @@ PlanHandle MakePlan(PlanFields fields) {
   return {plan};
 }
 
+/// Asks Python for the plan of one block of `whole`'s values. Throws.
 RefPtr<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   if (!whole.plan_of_block) throw std::runtime_error("its plan has no blocks");
   const nb::object plan =
@@ -48,6 +50,8 @@ RefPtr<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   return nb::cast<PlanHandle&>(plan).plan;
 }
 
+/// Lets Python check the text of a call, and make its plan if XLA's `buffers` are
+/// known. Throws what it says is wrong.
 RefPtr<Plan> PlanOfText(std::string_view text, bool on_cuda,
                         const std::vector<BufferType>* buffers) try {
   nb::object types = nb::none();
