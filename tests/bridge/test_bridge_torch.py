@@ -630,7 +630,7 @@ WRONG = {
         "order of derivatives, 0 for none, got -1",
     ),
     "lend=": (wave, {"lend": "out"}, "lend= of `wave` should be True or False"),
-    "result=": (wave, {"result": "guess"}, "The only string it takes is 'infer'"),
+    "result=": (wave, {"result": "guess"}, "A text is 'infer', or a signature"),
     "vmap_method=": (wave, {"vmap_method": "x"}, "should be one of 'sequential'"),
     "no function": (3, {}, r"Write hc.bridge.torch\(fn\)"),
 }
