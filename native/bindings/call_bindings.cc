@@ -51,7 +51,8 @@ nb::object Current() {
   if (call == nullptr) return nb::none();
   nb::object row = nb::none();
   if (call->row != nullptr) row = IndexOf(*call->row);
-  nb::object run = nb::int_(call->run), step = nb::none();
+  nb::object run = nb::int_(call->run);
+  nb::object step = nb::none();
   if (call->tap != nullptr) {
     run = nb::int_(call->tap->run);
     step = nb::int_(call->tap->sequence);
@@ -70,8 +71,9 @@ nb::object Current() {
 /// rows together says it here, since the engine handed it all of them at once.
 void NoteFailedRow(std::vector<int64_t> row) {
   ActiveCall* call = CurrentCall();
-  if (call == nullptr)
+  if (call == nullptr) {
     throw std::logic_error("no call is under way on this thread");
+  }
   call->failed_row = std::move(row);
 }
 
@@ -91,9 +93,11 @@ nb::list Active() {
   };
   std::vector<Snapshot> snapshots;
   ForEachCall([&snapshots](const ActiveCall& call) {
-    snapshots.push_back(
-        {nb::borrow(call.plan->hooks.get()), call.thread_id, call.start, {}});
-    if (call.row != nullptr) snapshots.back().row = RowWalker::Copy(*call.row);
+    Snapshot& snapshot = snapshots.emplace_back();
+    snapshot.hooks = nb::borrow(call.plan->hooks.get());
+    snapshot.thread = call.thread_id;
+    snapshot.start = call.start;
+    if (call.row != nullptr) snapshot.row = RowWalker::Copy(*call.row);
   });
   nb::list calls;
   const int64_t now = Ticks();
@@ -138,8 +142,10 @@ void InitCalls(nb::module_& m) {
       "add_ambient_setting",
       [](Ambient kind, nb::handle setting, nb::handle swap, nb::handle set,
          nb::handle get, nb::handle value, nb::handle unset) {
+        // None: the value is that of the call.
+        PyObject* const fixed = value.is_none() ? nullptr : value.ptr();
         AddAmbientSetting({kind, setting.ptr(), swap.ptr(), set.ptr(), get.ptr(),
-                           value.is_none() ? nullptr : value.ptr(), unset.ptr()});
+                           fixed, unset.ptr()});
       },
       nb::arg("kind"), nb::arg("setting"), nb::arg("swap"), nb::arg("set"),
       nb::arg("get"), nb::arg("value").none(), nb::arg("unset"));

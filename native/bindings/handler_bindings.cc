@@ -43,6 +43,24 @@ nb::dict Handlers() {
   return all;
 }
 
+/// Copies memory of a GPU into an output, for a callback that has its values in an
+/// array of its own.
+void CopyInto(BufferObject& to, uintptr_t address, size_t bytes,
+              std::optional<uintptr_t> stream) {
+  const Lease::Use use(to.lease);
+  if (!BufferObject::Check(use)) throw nb::python_error();
+  const bool is_output = to.writeable && use->on_gpu();
+  const bool is_packed = to.leaf->bits != 0;  // elements are smaller than a byte
+  if (!is_output || is_packed || bytes != static_cast<size_t>(to.leaf->row_bytes)) {
+    throw nb::value_error("not an output of that size on a GPU");
+  }
+  if (bytes == 0) return;
+  const void* from = reinterpret_cast<const void*>(address);
+  // The copy may wait for streams, and what these wait for may need the GIL.
+  GilRelease unlocked;
+  CopyOnStream(static_cast<CudaStream>(use->stream), to.data, from, bytes, stream);
+}
+
 /// The limit and statistics of a pool of pinned memory; None if it was never used.
 nb::object PinnedState(const PinnedPool& pool) {
   const PinnedPool::Stats stats = pool.stats();
@@ -71,27 +89,8 @@ void InitHandlers(nb::module_& m) {
       },
       nb::arg("interface"));
   m.def("cuda_missing", &CudaMissing);
-  m.def(
-      "copy_into",
-      [](BufferObject& to, uintptr_t address, size_t bytes,
-         std::optional<uintptr_t> stream) {
-        const Lease::Use use(to.lease);
-        if (!BufferObject::Check(use)) throw nb::python_error();
-        if (!to.writeable || !use->on_gpu() || to.leaf->bits != 0 ||
-            bytes != static_cast<size_t>(to.leaf->row_bytes)) {
-          throw nb::value_error("not an output of that size on a GPU");
-        }
-        const void* from = reinterpret_cast<const void*>(address);
-        if (bytes != 0) {
-          // The copy may wait for streams, and what these wait for may need the
-          // GIL.
-          GilRelease unlocked;
-          CopyOnStream(static_cast<CudaStream>(use->stream), to.data, from, bytes,
-                       stream);
-        }
-      },
-      nb::arg("buffer"), nb::arg("address"), nb::arg("nbytes"),
-      nb::arg("stream").none());
+  m.def("copy_into", &CopyInto, nb::arg("buffer"), nb::arg("address"),
+        nb::arg("nbytes"), nb::arg("stream").none());
   m.def("pinned_pools", [] {
     const Gpus& gpus = Gpus::Get();
     return nb::make_tuple(PinnedState(gpus.for_calls), PinnedState(gpus.for_taps));

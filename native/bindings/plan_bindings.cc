@@ -32,6 +32,7 @@ bool IsBytes(PyObject* object) { return PyBytes_Check(object); }
 bool IsCounters(PyObject* object) { return nb::isinstance<Counters>(object); }
 bool IsDtype(PyObject* object) { return PyArray_DescrCheck(object); }
 
+/// A plan of its fields, with the two methods of its hooks that results need.
 PlanHandle MakePlan(PlanFields fields) {
   fields.counters = nb::cast<Counters*>(nb::handle(fields.counters_owner.get()));
   auto plan = RefPtr<Plan>::Adopt(new Plan(std::move(fields)));
@@ -41,6 +42,7 @@ PlanHandle MakePlan(PlanFields fields) {
   return {plan};
 }
 
+/// Asks Python for the plan of one block of `whole`'s values. Throws.
 RefPtr<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   if (!whole.plan_of_block) throw std::runtime_error("its plan has no blocks");
   const nb::object plan =
@@ -48,6 +50,8 @@ RefPtr<Plan> PlanOfBlock(const Plan& whole, std::string_view block) {
   return nb::cast<PlanHandle&>(plan).plan;
 }
 
+/// Lets Python check the text of a call, and make its plan if XLA's `buffers` are
+/// known. Throws what it says is wrong.
 RefPtr<Plan> PlanOfText(std::string_view text, bool on_cuda,
                         const std::vector<BufferType>* buffers) try {
   nb::object types = nb::none();
@@ -57,8 +61,8 @@ RefPtr<Plan> PlanOfText(std::string_view text, bool on_cuda,
   if (buffers == nullptr) return {};
   return nb::cast<PlanHandle&>(plan).plan;
 } catch (nb::python_error& e) {
-  // Without the traceback, which shows hostcall's own frames only.
-  // A text may have lone surrogates, which UTF-8 can't hold.
+  // Without the traceback, which shows hostcall's own frames only. A text may have
+  // lone surrogates, which UTF-8 can't hold.
   const auto message = nb::cast<nb::bytes>(
       nb::str(e.value()).attr("encode")("utf-8", "backslashreplace"));
   throw std::runtime_error(message.size() == 0 ? e.what() : message.c_str());
@@ -90,27 +94,40 @@ bool PushEagerly(const PlanHandle& handle, nb::list operands) {
   }
 }
 
-/// Runs a plan on arrays of the host, without a compiled program. Returns a list of
-/// new arrays.
-nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
-  const Plan& plan = *handle.plan;
+/// The addresses of new arrays for the results, which are added to `out`. A result
+/// that shares its memory with an argument takes that one's place in `in`, so that
+/// the caller's array stays unchanged.
+std::vector<void*> NewResults(const Plan& plan, std::vector<const void*>& in,
+                              nb::list& out) {
   const Kind& kind = *plan.kind;
-  std::vector<const void*> in = Buffers(plan, operands);
-  nb::list out;
   std::vector<void*> targets;
   for (const Leaf& leaf : plan.results) {
     const nb::object array = nb::steal(ArrayOfRows(leaf, plan.grid).release());
     if (!array.is_valid()) throw nb::python_error();
     void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
-    // The result takes the place of the argument's memory, which stays unchanged.
-    if (kind.Aliases(targets.size())) {
-      const int arg = kind.aliases[targets.size()];
+    const size_t number = targets.size();
+    if (kind.Aliases(number)) {
+      const int arg = kind.aliases[number];
       CopyBytes(data, in[arg], plan.args[arg].buffer_bytes());
       in[arg] = data;
     }
     targets.push_back(data);
     out.append(array);
   }
+  return targets;
+}
+
+/// Runs a plan on arrays of the host, without a compiled program. Returns a list of
+/// new arrays.
+///
+/// The steps are those of a handler (handlers/run_call.cc): the mask, what the kind
+/// does without Python, and the call, which is counted and recorded.
+nb::list InvokeEagerly(const PlanHandle& handle, nb::list operands) {
+  const Plan& plan = *handle.plan;
+  const Kind& kind = *plan.kind;
+  std::vector<const void*> in = Buffers(plan, operands);
+  nb::list out;
+  std::vector<void*> targets = NewResults(plan, in, out);
   const Execution execution{plan, -1, -1, in.data(), targets.data()};
   int64_t executions_before = -1;
   {

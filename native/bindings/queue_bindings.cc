@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/bytes.h"
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
 #include "cuda/staging.h"
@@ -19,10 +20,7 @@
 
 namespace nb = nanobind;
 
-#include "base/bytes.h"
-
 namespace hostcall {
-
 namespace {
 
 /// Whether an execution of a tap outside of any program goes through; counts it if
@@ -58,13 +56,14 @@ nb::dict QueueState() {
 /// Copies an item into the ring: for each lane, the arrays of its leaves. False if
 /// the ring was closed. Reserve has made space.
 bool Push(FeedRing& ring, nb::list arrays) {
-  const size_t n = ring.leaves().size();
+  const size_t leaves = ring.leaves().size();
   // Only this thread has the list, which keeps the arrays alive.
   const std::vector<const void*> from = DataOf(arrays, ring.leaves(), ring.lanes());
   GilRelease unlocked;
   for (size_t i = 0; i < from.size(); ++i) {
-    const size_t bytes = ring.leaves()[i % n];
-    CopyBytes(ring.Target(i / n, i % n), from[i], bytes);
+    const size_t lane = i / leaves;
+    const size_t leaf = i % leaves;
+    CopyBytes(ring.Target(lane, leaf), from[i], ring.leaves()[leaf]);
   }
   return ring.Commit();
 }

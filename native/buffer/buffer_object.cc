@@ -52,6 +52,7 @@ nb::object DeviceOf(T& self) {
   return Asked(hooks, "device_at", ordinal);
 }
 
+/// The address of XLA's stream; throws on a CPU.
 uintptr_t StreamOfGpu(ContextObject&, const ActiveCall& call) {
   if (!call.on_gpu()) {
     PyErr_SetString(HookOf(Hook::kStreamError),
@@ -64,12 +65,14 @@ uintptr_t StreamOfGpu(ContextObject&, const ActiveCall& call) {
 /// The shape of one row.
 nb::object ShapeOf(const Leaf& leaf) { return nb::tuple(nb::cast(leaf.dims)); }
 
+/// The bytes of all elements, as the device has them.
 int64_t BytesOf(const BufferObject& b, const ActiveCall& call) {
   // Small elements are packed on a GPU; the host sees an unpacked copy.
   const bool packed = call.on_gpu() && b.leaf->bits != 0;
   return packed ? (b.leaf->count * b.leaf->bits + 7) / 8 : b.leaf->row_bytes;
 }
 
+/// `__cuda_array_interface__`: the memory of a GPU, and the stream to work on.
 nb::dict CudaInterface(BufferObject& b, const ActiveCall& call) {
   if (!call.on_gpu()) {
     throw nb::attribute_error(
@@ -134,12 +137,14 @@ nb::object ViewOf(BufferObject& b) {
   return view;
 }
 
+/// `__array__`, with its arguments.
 nb::object ToArray(BufferObject& b, nb::object dtype, nb::object copy) {
   nb::object array = ViewOf(b);
   if (dtype.is_none() && copy.is_none()) return array;
   return Asked(array, "__array__", dtype, nb::arg("copy") = copy);
 }
 
+/// `__repr__`, which also works after the call.
 nb::str TextOf(BufferObject& b) {
   nb::object dtype, shape;
   {
@@ -221,16 +226,20 @@ bool WasChanged(BufferObject* b) {
 
 bool IsLent(PyObject* self) {
   BufferObject* b = AsBuffer(self);
-  return IsHeld(b->array) || b->exports.value() != 0 ||
-         (b->tensors && b->tensors->load(std::memory_order_acquire) != 0) ||
-         (b->interface_read.load(std::memory_order_relaxed) &&
-          IsHeldElsewhere(self));
+  // One line for each protocol, as in the table at the top of the header. The array
+  // first, since asking for it lets go of it.
+  if (IsHeld(b->array)) return true;
+  if (b->exports.value() != 0) return true;
+  if (b->tensors && b->tensors->load(std::memory_order_acquire) != 0) return true;
+  const bool was_read = b->interface_read.load(std::memory_order_relaxed);
+  return was_read && IsHeldElsewhere(self);
 }
 
 bool CloseBuffer(PyObject* self) {
   BufferObject* b = AsBuffer(self);
   // IsLent first: it lets go of the array.
-  const bool alone = !IsLent(self) && !IsHeldElsewhere(self);
+  const bool is_lent = IsLent(self);
+  const bool alone = !is_lent && !IsHeldElsewhere(self);
   if (b->array != nullptr) {  // somebody holds it
     if (b->leaf != nullptr) Disown(b->array, *b->leaf);
     Py_CLEAR(b->array);

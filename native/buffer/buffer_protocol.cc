@@ -27,8 +27,8 @@ const char* FormatOf(const PyArray_Descr* descr) {
   static constexpr const char* kFormats[] = {"?", "b", "B", "h", "H", "i",  "I",
                                              "l", "L", "e", "f", "d", "Zf", "Zd"};
   if (descr->type_num >= NPY_USERDEF) return nullptr;  // it has letters too
-  const size_t at = kTypes.find(descr->type);
-  return at == kTypes.npos ? nullptr : kFormats[at];
+  const size_t number = kTypes.find(descr->type);
+  return number == kTypes.npos ? nullptr : kFormats[number];
 }
 
 /// Sets the Python error; returns what a slot returns then.
@@ -50,12 +50,18 @@ std::vector<Py_ssize_t> LayoutOf(const Leaf& leaf) {
   const size_t ndim = leaf.dims.size();
   std::vector<Py_ssize_t> layout(leaf.dims.begin(), leaf.dims.end());
   layout.resize(3 * ndim);
-  Py_ssize_t row_major = PyDataType_ELSIZE(leaf.descr()), column_major = row_major;
-  for (size_t i = 0; i < ndim; ++i) {
-    layout[2 * ndim - 1 - i] = row_major;
-    row_major *= layout[ndim - 1 - i];
-    layout[2 * ndim + i] = column_major;
-    column_major *= layout[i];
+  const Py_ssize_t* shape = layout.data();
+  Py_ssize_t* row_major = layout.data() + ndim;
+  Py_ssize_t* column_major = layout.data() + 2 * ndim;
+  Py_ssize_t step = PyDataType_ELSIZE(leaf.descr());
+  for (size_t i = ndim; i-- > 0;) {  // the last axis is the innermost
+    row_major[i] = step;
+    step *= shape[i];
+  }
+  step = PyDataType_ELSIZE(leaf.descr());
+  for (size_t i = 0; i < ndim; ++i) {  // the first one is
+    column_major[i] = step;
+    step *= shape[i];
   }
   return layout;
 }
@@ -115,16 +121,16 @@ int GetBuffer(PyObject* self, Py_buffer* view, int flags) {
     return -1;
   }
   Py_ssize_t* shape = b->layout.data();
+  Py_ssize_t* strides = shape + (column_major ? 2 : 1) * ndim;
   view->buf = HostAddress(b->data);
   view->len = leaf.row_bytes;
   view->itemsize = PyDataType_ELSIZE(leaf.descr());
   view->readonly = b->writeable ? 0 : 1;
   view->format = const_cast<char*>(format);
   view->ndim = asks(PyBUF_ND) ? static_cast<int>(ndim) : 0;
+  // A scalar has neither, even if they are asked for.
   view->shape = asks(PyBUF_ND) && ndim != 0 ? shape : nullptr;
-  view->strides = asks(PyBUF_STRIDES) && ndim != 0
-                      ? shape + (column_major ? 2 : 1) * ndim
-                      : nullptr;
+  view->strides = asks(PyBUF_STRIDES) && ndim != 0 ? strides : nullptr;
   view->suboffsets = nullptr;
   view->internal = nullptr;
   b->exports.Add(1);

@@ -129,21 +129,30 @@ std::unique_ptr<Export> MakeExport(BufferObject& b, const ActiveCall& call,
   }
   const dlpack::device device{call.on_gpu() ? kCuda : kCpu,
                               call.on_gpu() ? call.device_ordinal : 0};
-  const dlpack::dltensor tensor{leaf.count == 0 ? nullptr : data,
-                                device,
-                                static_cast<int32_t>(ndim),
-                                type,
-                                tensor_export->layout.data(),
-                                tensor_export->layout.data() + ndim,
-                                0};
+  dlpack::dltensor tensor{};
+  tensor.data = leaf.count == 0 ? nullptr : data;
+  tensor.device = device;
+  tensor.ndim = static_cast<int32_t>(ndim);
+  tensor.dtype = type;
+  tensor.shape = tensor_export->layout.data();
+  tensor.strides = tensor.shape + ndim;
+  tensor.byte_offset = 0;
   const auto destroy = [](auto* managed) {
     delete static_cast<Export*>(managed->context);
   };
-  tensor_export->managed = {tensor, tensor_export.get(), destroy};
-  const uint32_t minor = type.code > 6 ? 1 : 0;  // 1.1 has the small floats
-  const uint64_t flags = copy ? kCopied : b.writeable ? 0 : kReadOnly;
-  tensor_export->versioned = {1,       minor, tensor_export.get(),
-                              destroy, flags, tensor};
+  // Both forms, as the consumer's choice is known only to the caller.
+  Managed& managed = tensor_export->managed;
+  managed.tensor = tensor;
+  managed.context = tensor_export.get();
+  managed.deleter = destroy;
+  VersionedManaged& versioned = tensor_export->versioned;
+  versioned.major = 1;
+  versioned.minor = type.code > 6 ? 1 : 0;  // 1.1 has the small floats
+  versioned.context = tensor_export.get();
+  versioned.deleter = destroy;
+  versioned.flags = kCopied;
+  if (!copy) versioned.flags = b.writeable ? 0 : kReadOnly;
+  versioned.tensor = tensor;
   return tensor_export;
 }
 
@@ -201,23 +210,26 @@ nb::object ExportTensor(BufferObject& b, std::optional<int64_t> stream,
   const Lease::Use use(b.lease);
   if (!BufferObject::Check(use)) throw nb::python_error();
   const bool on_gpu = use->on_gpu();
-  const std::pair own_device(on_gpu ? kCuda : kCpu,
-                             on_gpu ? use->device_ordinal : 0);
-  if (device && (device->first != own_device.first ||
-                 (on_gpu && device->second != own_device.second))) {
-    PyErr_Format(
-        PyExc_BufferError,
-        "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
-        "to (%d, %d): move the array that you create from it" HOSTCALL_CODE(
-            "hc-buffer"),
-        own_device.first, own_device.second, device->first, device->second);
-    throw nb::python_error();
+  const int own_type = on_gpu ? kCuda : kCpu;
+  const int own_number = on_gpu ? use->device_ordinal : 0;
+  if (device) {
+    const auto [type, number] = *device;
+    // There is one CPU, whatever number the consumer has for it.
+    const bool is_own = type == own_type && (!on_gpu || number == own_number);
+    if (!is_own) {
+      PyErr_Format(
+          PyExc_BufferError,
+          "hostcall: the memory is on DLPack device (%d, %d), and can't be moved "
+          "to (%d, %d): move the array that you create from it" HOSTCALL_CODE(
+              "hc-buffer"),
+          own_type, own_number, type, number);
+      throw nb::python_error();
+    }
   }
   const bool copies = copy.value_or(false);
   if (copies && on_gpu) {
     throw nb::buffer_error(
-        "hostcall: GPU memory can't be copied own_device: copy the array that you "
-        "create "
+        "hostcall: GPU memory can't be copied here: copy the array that you create "
         "from it" HOSTCALL_CODE("hc-buffer"));
   }
   const dlpack::dtype type = TypeOf(*b.leaf, on_gpu);

@@ -31,10 +31,11 @@ class Marks {
     // A new pattern each time, so that what an earlier call left in the memory
     // can't pass for a mark. Atomic, as native code runs without the GIL; relaxed,
     // as patterns only have to differ.
-    static std::atomic<uint64_t> made{1};
-    const uint64_t seed =
-        made.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15ull;
-    const uint64_t half = 0xFFE5'0000ull | (seed >> 48);
+    static std::atomic<uint64_t> next{1};
+    const uint64_t number = next.fetch_add(1, std::memory_order_relaxed);
+    // The golden ratio spreads the numbers over all bits, of which 16 are taken.
+    const uint64_t seed = number * 0x9E3779B97F4A7C15ull;
+    const uint64_t half = 0xFFE5'0000ull | (seed >> 48);  // as a float32: a NaN
     mark_ = half << 32 | half;
     for (int64_t i = 0; i < count_; ++i) {
       std::memcpy(At(i), &mark_, static_cast<size_t>(unit_));
@@ -52,8 +53,10 @@ class Marks {
   /// The address of mark `i`.
   char* At(int64_t i) const {
     if (count_ == places_) return data_ + unit_ * i;
-    const int64_t last = count_ - 1;  // so few that the product fits
-    return data_ + unit_ * (last == 0 ? 0 : (places_ - 1) * i / last);
+    const int64_t last = count_ - 1;
+    if (last == 0) return data_;
+    // There are so few marks that the product fits.
+    return data_ + unit_ * ((places_ - 1) * i / last);
   }
   char* data_ = nullptr;  ///< the array; not owned
   int64_t unit_ = 8;

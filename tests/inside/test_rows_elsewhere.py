@@ -20,7 +20,7 @@ import pytest
 from policies import adds_and_writes, lacks, parallel
 
 import hostcall as hc
-from hostcall._policies import executors, layer, on_executor
+from hostcall._policies import chunks, executors, files, layer, on_executor
 from hostcall._runtime import workers
 
 X = np.arange(40, dtype=np.float32)
@@ -44,12 +44,12 @@ def test_what_a_run_is_where_it_is_sent(monkeypatch):
         layer.TimedFunction(fails, workers.ThreadSettings.here())
     )
     with ThreadPool(1) as pool:
-        run = on_executor._RowsThere(of, pool, rows, layer.RowContext())
-    sent = pickle.dumps((run, (0, None, None), fails, rows))
+        run = on_executor.RunningRows(of, pool, rows, layer.RowContext())
+    sent = pickle.dumps((run, 0, None, None, fails, rows))
     assert pickle.loads(sent)[0] is run
-    monkeypatch.setattr(on_executor, "_runs", on_executor._PickledRuns())
+    monkeypatch.setattr(chunks, "runs", chunks.PickledRuns())
     assert pickle.loads(sent)[0] is None
-    assert on_executor.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
+    assert chunks.run_chunk(*pickle.loads(sent)) == [0.5, 0.2]
     monkeypatch.undo()
     del run
     with pytest.raises(futures.CancelledError, match="did not begin"):
@@ -102,7 +102,7 @@ def test_rows_that_are_late_are_not_kept():
     """They are in no cycle: the executor ends its tasks when the call is over."""
 
     def runs():
-        return sum(type(x) is on_executor._RowsThere for x in gc.get_objects())
+        return sum(type(x) is on_executor.RunningRows for x in gc.get_objects())
 
     end = threading.Event()
 
@@ -176,7 +176,7 @@ def waits_for(x, path):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder for arrays that rows share."""
-    monkeypatch.setattr(executors, "_memory_for", lambda size: str(tmp_path))
+    monkeypatch.setattr(files, "_memory_for", lambda size: str(tmp_path))
     return tmp_path
 
 

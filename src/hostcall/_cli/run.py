@@ -57,14 +57,17 @@ def observe(run: Callable[[], None], observed: str) -> None:
 
     `observed` has its names and options, as JSON.
     """
+    # Imported only in the new interpreter, after the program's settings are known.
     import hostcall as hc
     from hostcall._core.errors import ReplacesReport
 
     names, options = json.loads(observed)
+    sink = None
     path = options.get("to")
     if path is not None:
-        sink = hc.tools.sinks.csv if path.endswith(".csv") else hc.tools.sinks.jsonl
-        options["to"] = sink(path)
+        sinks = hc.tools.sinks
+        make_sink = sinks.csv if path.endswith(".csv") else sinks.jsonl
+        sink = options["to"] = make_sink(path)
     observation = hc.observe(*names, **options)
     try:
         with observation:
@@ -75,24 +78,22 @@ def observe(run: Callable[[], None], observed: str) -> None:
         print(_report(error), file=sys.stderr)
         raise SystemExit(1) from None
     finally:
-        if path is not None:
-            options["to"].close()
+        if sink is not None:
+            sink.close()
 
 
 def _report(error: Exception) -> str:
     """The traceback of an error with the lines of the program alone."""
     from hostcall._jax.places import in_library
 
-    user_frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if os.path.exists(frame.filename) and in_library(frame.filename) is None
-    ]
-    lines = [
-        "Traceback (most recent call last):\n",
-        *traceback.format_list(user_frames),
-    ]
-    return "".join([*lines, f"FloatingPointError: {error}"])
+    user_frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        # What was compiled from a text, as the start above, has no file.
+        is_file = os.path.exists(frame.filename)
+        if is_file and in_library(frame.filename) is None:
+            user_frames.append(frame)
+    lines = "".join(traceback.format_list(user_frames))
+    return f"Traceback (most recent call last):\n{lines}FloatingPointError: {error}"
 
 
 SHORT = "run a program with its callbacks on the engine"
@@ -105,6 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="jax",
         help="the arrays that callbacks get (default: jax)",
     )
+    _add_observations(parser)
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="program is a module's name"
+    )
+    parser.add_argument("program", help="a script, or a module with -m")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, help="the program's own arguments"
+    )
+
+
+def _add_observations(parser: argparse.ArgumentParser) -> None:
+    """The options by which the program runs in an `hc.observe` block."""
     for option, text in _OBSERVED.items():
         parser.add_argument(f"--{option}", action="store_true", help=text)
     parser.add_argument(
@@ -132,13 +145,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{option}", action="append", default=[], metavar="PATTERN", help=text
         )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="program is a module's name"
-    )
-    parser.add_argument("program", help="a script, or a module with -m")
-    parser.add_argument(
-        "rest", nargs=argparse.REMAINDER, help="the program's own arguments"
-    )
 
 
 def main(options: argparse.Namespace) -> NoReturn:
@@ -146,28 +152,46 @@ def main(options: argparse.Namespace) -> NoReturn:
     if that is asked for.
     """
     home = os.getcwd()
+    module = "-m"
     if not options.module:
         if not os.path.exists(options.program):
             options.refuse(f"there is no file {options.program}")
         home = os.path.dirname(os.path.abspath(options.program))
+        module = ""
+    observed = _observed(options)
+    start = [sys.executable, "-c", _START, module, home, observed]
+    environment = {**os.environ, "HOSTCALL_PATCH": options.arrays}
+    # The new interpreter takes the place of this process, and what is in its buffers
+    # would be lost.
     sys.stdout.flush()
-    chosen: dict[str, object] = {
-        option: True for option in _OBSERVED if vars(options)[option]
-    }
+    os.execve(sys.executable, [*start, options.program, *options.rest], environment)
+
+
+def _observed(options: argparse.Namespace) -> str:
+    """What `observe` gets: names and options as JSON; "" if nothing is observed.
+
+    Refuses options that need another one.
+    """
+    by_name = vars(options)
+    chosen: dict[str, object] = {}
+    for name in _OBSERVED:
+        if by_name[name]:
+            chosen[name] = True
     if options.nans:
-        chosen |= {"on_bad": options.on_bad, "infs": not options.no_infs}
+        chosen["on_bad"] = options.on_bad
+        chosen["infs"] = not options.no_infs
     elif options.no_infs or options.on_bad != "raise":
         options.refuse("--on-bad and --no-infs need --nans")
     if options.to is not None:
         if not options.values:
             options.refuse("--to needs the names of values: --values NAME")
-        chosen["to"] = os.path.abspath(options.to)
-    places = {key: vars(options)[key] for key in _PLACES if vars(options)[key]}
-    if places and not (chosen or options.values):
-        options.refuse("--only and --ignore need --nans, --progress or --values")
-    chosen |= places
-    observed = json.dumps([options.values, chosen])
-    start = [sys.executable, "-c", _START, "-m" if options.module else "", home]
-    start.append(observed if chosen or options.values else "")
-    environment = {**os.environ, "HOSTCALL_PATCH": options.arrays}
-    os.execve(sys.executable, [*start, options.program, *options.rest], environment)
+        chosen["to"] = os.path.abspath(options.to)  # the program may change its folder
+    observes = bool(chosen or options.values)
+    for name in _PLACES:
+        if by_name[name]:
+            if not observes:
+                options.refuse(
+                    "--only and --ignore need --nans, --progress or --values"
+                )
+            chosen[name] = by_name[name]
+    return json.dumps([options.values, chosen]) if observes else ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -94,22 +94,71 @@ def buffer_callback(
 
     Source: the documentation of jax.experimental.buffer_callback.
     """
-    if order is None:
-        order = "unordered" if has_side_effect else "pure"
-    check("hc.buffers.buffer_callback", {"order": order})
-    if has_side_effect and order == "pure":
-        of = "hc.buffers.buffer_callback"
-        both = "order='pure' and has_side_effect=True, which contradict each other"
-        raise conflict(of, both)
+    order = _order_of(order, has_side_effect)
     usage = (
         "hc.buffers.buffer_callback(callback, result_shape_dtypes), where machine code"
         " is hc.buffers.native(address)"
     )
     name = check_function(callback, usage).name
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
+    avals = _result_avals(described, name)
+    check_vmap_method(vmap_method)
+    _check_rows(callback, name, vmap_method)
+    aliases = _read_aliases(input_output_aliases)
+    # The line that makes the function stands for all its calls.
+    place = users_place()
+    options = CallOptions(order=order, vmap_method=vmap_method)
+
+    def call(*args: object, **kwargs: object) -> object:
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        operands = [_operand(leaf) for leaf in leaves]
+        _check_arguments(callback, name, len(args), kwargs)
+        # Only now is it known what the arguments are.
+        _check_aliases(aliases, operands, avals)
+        params = make_params(
+            callback,
+            trees=trees_of(in_tree, out_tree, avals),
+            place=place,
+            options=options,
+            aliases=aliases,
+            command_buffer=command_buffer_compatible,
+        )
+        results = bind(*operands, params=params)
+        return out_tree.unflatten(results)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _order_of(order: Order | None, has_side_effect: bool) -> Order:
+    """The order that the two options say together."""
+    face = "hc.buffers.buffer_callback"
+    if order is None:
+        return "unordered" if has_side_effect else "pure"
+    check(face, {"order": order})
+    if has_side_effect and order == "pure":
+        raise conflict(
+            face, "order='pure' and has_side_effect=True, which contradict each other"
+        )
+    return order
+
+
+def _check_rows(callback: object, name: str, vmap_method: str | None) -> None:
+    """Refuses whole batches for machine code."""
+    if isinstance(callback, NativeFunction) and vmap_method in WHOLE:
+        raise SpecError(
+            f"hostcall: `{name}` is machine code, which does not get shapes, and"
+            f" vmap_method={vmap_method!r} would pass it a whole batch. Use"
+            " 'sequential': the engine then loops over the rows",
+            code="hc-conflict",
+        )
+
+
+def _result_avals(described: Sequence[Any], name: str) -> tuple[_jax.Aval, ...]:
+    """The avals of the results, from anything with a shape and a dtype."""
     try:
         # As in JAX, also of 64 bits in 32-bit mode: the result then is such an array.
-        avals = tuple(
+        return tuple(
             _jax.ShapedArray(leaf.shape, np.dtype(leaf.dtype)) for leaf in described
         )
     except AttributeError as error:
@@ -118,48 +167,25 @@ def buffer_callback(
             " which has no shape and dtype. Write jax.ShapeDtypeStruct(shape, dtype)",
             code="hc-result-spec",
         ) from None
-    check_vmap_method(vmap_method)
-    if isinstance(callback, NativeFunction) and vmap_method in WHOLE:
-        raise SpecError(
-            f"hostcall: `{name}` is machine code, which does not get shapes, and"
-            f" vmap_method={vmap_method!r} would pass it a whole batch. Use"
-            " 'sequential': the engine then loops over the rows",
-            code="hc-conflict",
-        )
-    wanted = _read_aliases(input_output_aliases)
-    place = users_place()
-
-    def call(*args: object, **kwargs: object) -> object:
-        leaves, in_tree = jax.tree.flatten((args, kwargs))
-        operands = [_operand(leaf) for leaf in leaves]
-        _check_arguments(callback, name, len(args), kwargs)
-        params = make_params(
-            callback,
-            trees_of(in_tree, out_tree, avals),
-            place,
-            CallOptions(order=order, vmap_method=vmap_method),
-            aliases=_check_aliases(wanted, operands, avals),
-            command_buffer=command_buffer_compatible,
-        )
-        return out_tree.unflatten(bind(*operands, params=params))
-
-    call.__name__ = call.__qualname__ = name
-    return call
 
 
 def _check_arguments(
     callback: Callable[..., None], name: str, n: int, kwargs: Mapping[str, object]
 ) -> None:
     """Refuses a callback that can't take `ctx` and `out` before its n arguments."""
-    if accepts(callback, n + 2, (*kwargs,)):
+    if accepts(callback, n + 2, tuple(kwargs)):
         return
+    takes = ""
     signature = signature_of(callback)
-    has = "" if signature is None else f", and it takes {without_types(signature)}"
-    arguments = ", ".join(["ctx", "out", *["x"] * n, *(f"{k}=" for k in kwargs)])
+    if signature is not None:  # else Python does not know it
+        takes = f", and it takes {without_types(signature)}"
+    keywords = [f"{key}=" for key in kwargs]
+    arguments = ", ".join(["ctx", "out", *["x"] * n, *keywords])
+    # What the user may type: a lambda has no name of its own.
     short = name.rpartition(".")[2].replace("<lambda>", "f")
     raise SpecError(
         f"hostcall: hc.buffers.buffer_callback calls `{name}` with"
-        f" ({arguments}){has}. The first two are the context of the call, and the"
+        f" ({arguments}){takes}. The first two are the context of the call, and the"
         " Buffers"
         f" of the results to write into: write def {short}(ctx, out, *args)",
         code="hc-arguments",
@@ -169,7 +195,7 @@ def _check_arguments(
 def _operand(leaf: object) -> jax.Array | np.ndarray:
     """The operand of the primitive; refuses integers that JAX would truncate."""
     leaf = raw_keys(leaf)
-    _jax.check_arg(leaf)
+    _jax.check_arg(leaf)  # with JAX's own message, which users know
     return leaf if isinstance(leaf, jax.Array) else canonical(leaf)
 
 
@@ -181,45 +207,65 @@ def make_params(
     **settings: Any,
 ) -> BufferParams:
     """The parameters of an equation that calls `callback`; `settings` are the rest."""
-    avals = trees[1].avals
-    fills = (None,) * len(avals)
-    spec = CallSpec(Opaque(callback), *trees, fills, options, place)
-    return BufferParams(callback=spec, avals=avals, masked=False, **settings)
+    template, results = trees
+    spec = CallSpec(
+        fn=Opaque(callback),
+        template=template,
+        results=results,
+        fills=(None,) * len(results.avals),
+        options=options,
+        place=place,
+    )
+    return BufferParams(callback=spec, avals=results.avals, masked=False, **settings)
 
 
-def _read_aliases(wanted: Mapping[int, int] | None) -> list[tuple[int, int]]:
+# (number of an input leaf, number of the output leaf that shares its memory), sorted.
+Aliases: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def _read_aliases(aliases: Mapping[int, int] | None) -> Aliases:
     try:
-        pairs = (wanted or {}).items()
-        return sorted((operator.index(i), operator.index(o)) for i, o in pairs)
+        pairs = (aliases or {}).items()
+        numbers = [(operator.index(i), operator.index(o)) for i, o in pairs]
     except (AttributeError, TypeError):
-        form = "a dict of numbers, {number of an input leaf: number of an output leaf}"
-        of = "hc.buffers.buffer_callback"
-        raise wrong("input_output_aliases", of, form, wanted) from None
+        wanted = (
+            "a dict of numbers, {number of an input leaf: number of an output leaf}"
+        )
+        face = "hc.buffers.buffer_callback"
+        raise wrong("input_output_aliases", face, wanted, aliases) from None
+    return tuple(sorted(numbers))
 
 
 def _check_aliases(
-    wanted: list[tuple[int, int]],
+    aliases: Aliases,
     operands: list[jax.Array | np.ndarray],
     avals: tuple[_jax.Aval, ...],
-) -> tuple[tuple[int, int], ...]:
-    """The (input, output) pairs, checked: each has one shape and dtype."""
-    for at, (i, o) in enumerate(wanted):
+) -> None:
+    """Refuses pairs that can't share memory: they need one shape and dtype."""
+    taken = set[int]()  # the outputs of the pairs before
+    for i, o in aliases:
         says = f"input_output_aliases contains the mapping '{i}:{o}'"
-        for number, side, n in ((i, "input", len(operands)), (o, "output", len(avals))):
-            if not 0 <= number < n:
-                raise ValueError(
-                    f"{says} with {side} index {number} outside the range [0, {n})."
-                    " Leaves of trees are counted one by one."
-                )
-        have = _jax.aval_of(operands[i])
-        if (have.shape, have.dtype) != (avals[o].shape, avals[o].dtype):
+        _check_leaf_number(says, "input", i, len(operands))
+        _check_leaf_number(says, "output", o, len(avals))
+        input_aval = _jax.aval_of(operands[i])
+        output_aval = avals[o]
+        fits = input_aval.shape == output_aval.shape
+        if not fits or input_aval.dtype != output_aval.dtype:
             raise ValueError(
-                f"{says} referring to an input with abstract value {have} and an output"
-                f" with a different abstract value {avals[o]}."
+                f"{says} referring to an input with abstract value {input_aval} and an"
+                f" output with a different abstract value {output_aval}."
             )
-        if any(o == taken for _, taken in wanted[:at]):
+        if o in taken:
             raise ValueError(
                 f"{says}, and another input is mapped to output {o} too. Only one input"
                 " can share an output's memory."
             )
-    return tuple(wanted)
+        taken.add(o)
+
+
+def _check_leaf_number(says: str, side: str, number: int, count: int) -> None:
+    if not 0 <= number < count:
+        raise ValueError(
+            f"{says} with {side} index {number} outside the range [0, {count})."
+            " Leaves of trees are counted one by one."
+        )

@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -83,7 +83,8 @@ def callback(
         refuse_coroutines(callback)  # JAX would drop the coroutine without a word
         in_tree, operands, static = _jax.split_callback_args(args, kwargs)
         trees = template_of(in_tree, static), Results.flat(())
-        bind(*operands, params=make_params("debug", callback, trees, options))
+        params = make_params("debug", callback, trees, options)
+        bind(*operands, params=params)
 
     return _now_or_later("debug_callback", call, callback, args, kwargs)
 
@@ -120,15 +121,21 @@ def print(
 
     Cost: 1 us for the call, plus the formatting; JAX's takes 50.
     """
+    options = {"ordered": ordered, "partitioned": partitioned}
 
-    tap_options = {"ordered": ordered, "partitioned": partitioned}
-
+    # `fmt` and the arguments are those of either call, so they are parameters.
     def call(fmt: str, /, *args: object, **kwargs: object) -> None:
         if not skip_format_check:
             _jax.print_checker.format(fmt, *args, **kwargs)
         in_tree, operands, static = _jax.split_callback_args(args, kwargs)
-        options = np.get_printoptions().items()
-        bind(*operands, params=print_params(fmt, in_tree, static, options, tap_options))
+        params = print_params(
+            fmt,
+            in_tree,
+            static,
+            print_options=np.get_printoptions().items(),
+            options=options,
+        )
+        bind(*operands, params=params)
 
     return _now_or_later("debug_print", call, fmt, args, kwargs)
 
@@ -162,22 +169,27 @@ def print_params(
     in_tree: _jax.TreeDef,
     static: Mapping[int, object],
     print_options: Iterable[tuple[str, Any]],
-    given: Mapping[str, object],
+    options: Mapping[str, object],
     place: Place | None = None,
 ) -> DropInParams:
-    """The parameters of an equation that prints `fmt` with arguments of this tree."""
+    """The parameters of an equation that prints `fmt` with arguments of this tree.
+
+    `print_options` are NumPy's, `options` those of `jax.debug.print`.
+    """
     has_fields = _has_fields(fmt)
-    names = in_tree.children()[1].node_data()[1]
+    _, kwargs_tree = in_tree.children()
+    _, names = kwargs_tree.node_data()
     if names and not has_fields:  # else they would be left out without a word
         raise ValueError(
             f"the format {fmt!r} has no fields for the keyword arguments {names} of"
             " jax.debug.print"
         )
     line = PrintLine(fmt, has_fields, tuple(print_options))
+    # NumPy arrays are faster; JAX's are for what formats them in another way.
     is_plain = has_fields and _is_plain(fmt, in_tree)
-    options = {**given, "arrays": "numpy" if is_plain else "free"}
+    arrays = "numpy" if is_plain else "free"
     trees = template_of(in_tree, static), Results.flat(())
-    return make_params("debug", line, trees, options, place)
+    return make_params("debug", line, trees, {**options, "arrays": arrays}, place)
 
 
 @dataclass(frozen=True)
@@ -198,29 +210,33 @@ class PrintLine(HostCode):
         return PRINT
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        if not self.has_fields:
-            text = " ".join((self.fmt, *map(str, args)))
+        if self.has_fields:
+            bare_args = map(_bare, args)
+            bare_kwargs = {name: _bare(value) for name, value in kwargs.items()}
+            with self._numpys_options((*args, *kwargs.values())):
+                text = self.fmt.format(*bare_args, **bare_kwargs)
         else:
-            named = {name: _bare(value) for name, value in kwargs.items()}
-            with self._options((*args, *kwargs.values())):
-                text = self.fmt.format(*map(_bare, args), **named)
+            text = " ".join((self.fmt, *map(str, args)))
         stream.write(text + "\n")
 
-    def _options(self, values: Args) -> AbstractContextManager[object]:
+    def _numpys_options(self, values: Args) -> AbstractContextManager[object]:
         """Sets NumPy's print options, unless all values are NumPy scalars, which no
         option changes: setting them takes three times as long as printing a line.
         """
-        scalars = all(isinstance(x, np.ndarray) and x.ndim == 0 for x in values)
-        if scalars and ("legacy", False) in self.options:
+        # NumPy's older ways of printing (legacy=) change scalars too.
+        is_legacy = ("legacy", False) not in self.options
+        if all(map(_is_scalar, values)) and not is_legacy:
             return nullcontext()
         return np.printoptions(**dict(self.options))
 
 
+def _is_scalar(value: object) -> TypeGuard[np.ndarray]:
+    return isinstance(value, np.ndarray) and value.ndim == 0
+
+
 def _bare(value: object) -> object:
     """The value in the form in which a jax.Array formats itself."""
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return value[()]
-    return value
+    return value[()] if _is_scalar(value) else value
 
 
 def _has_fields(fmt: str) -> bool:
@@ -239,12 +255,14 @@ def _is_plain(fmt: str, in_tree: _jax.TreeDef) -> bool:
     attribute or an index.
     """
     leaf = jax.tree.structure(0)
-    if any(arg != leaf for part in in_tree.children() for arg in part.children()):
+    args_tree, kwargs_tree = in_tree.children()
+    if any(arg != leaf for arg in (*args_tree.children(), *kwargs_tree.children())):
         return False
     try:
-        return all(
-            conversion is None and not set("{.[") & set(field) and "{" not in spec
-            for field, spec, conversion in parsed(fmt)
-        )
-    except ValueError:
+        for field, spec, conversion in parsed(fmt):
+            looks_inside = any(sign in field for sign in "{.[")
+            if conversion is not None or looks_inside or "{" in spec:
+                return False
+    except ValueError:  # it can't be read; formatting it will say so
         return False
+    return True

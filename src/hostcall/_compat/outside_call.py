@@ -73,18 +73,21 @@ class Outside:
 
     def of_half(self) -> Outside:
         """Such a tap of the primals alone, or of the tangents."""
-        return replace(self, arg_tree=self.arg_tree.children()[0])
+        primals_tree, _ = self.arg_tree.children()  # both are alike
+        return replace(self, arg_tree=primals_tree)
 
     def of_primals(self) -> Outside:
+        """Such a tap of the primals alone, as it was before the jvp."""
         return replace(self.of_half(), transforms=self.transforms[:-1])
 
     @property
     def unpacked(self) -> Unpacked:
         """The transformations as the user's function gets them."""
-        return tuple(
-            (name, {"batch_dims": rest[0]} if name == "batch" else {})
-            for name, *rest in self.transforms
-        )
+        unpacked: list[tuple[str, dict[str, Any]]] = []
+        for name, *details in self.transforms:
+            # Only a batch has details: the axis of each array.
+            unpacked.append((name, {"batch_dims": details[0]} if details else {}))
+        return tuple(unpacked)
 
     # --- On the host: the engine calls it with the arrays of one equation ------------
 
@@ -109,40 +112,46 @@ class Outside:
             message = "Outside call invoking call_func %s, device=%s, transforms=%s"
             logger.debug(message, fn, device, self.unpacked)
             device_option = {"device": device} if self.with_device else {}
-            if not self.identity:
-                return self._checked(fn(arg, **device_option))
-            fn(arg, self.unpacked, **device_option)
+            if self.identity:
+                fn(arg, self.unpacked, **device_option)
+                return None
+            return self._checked(fn(arg, **device_option))
         except Exception as error:
-            text = failures.summary(error)
-            with failures.beside_a_failure("writing its traceback"):
-                text = traceback.format_exc()
-            raised.append((error, text))
-            with failures.beside_a_failure("logging it"):
-                # The texts of the module that JAX removed.
-                logger.error("Outside call %s threw exception %s.", fn, error)
-                message = "Postponing exception raised in callback function: %s"
-                logger.error(message, text)
-            if not self.identity:
-                raise
-        return None
+            self._note(error)
+            if self.identity:
+                return None
+            raise
+
+    def _note(self, error: Exception) -> None:
+        """Keeps an exception for `barrier_wait`, and logs it."""
+        text = failures.summary(error)
+        # A user's exception may raise another one where its text is made.
+        with failures.beside_a_failure("writing its traceback"):
+            text = traceback.format_exc()
+        raised.append((error, text))
+        with failures.beside_a_failure("logging it"):
+            # The texts of the module that JAX removed.
+            logger.error("Outside call %s threw exception %s.", self.fn.value, error)
+            message = "Postponing exception raised in callback function: %s"
+            logger.error(message, text)
 
     def _checked(self, value: object) -> tuple[np.ndarray, ...]:
         """The leaves of a call's result."""
         leaves, tree = jax.tree.flatten(value)
-        compared = "pytree"
-        expected: object = self.result_tree
-        returned: object = tree
-        if tree == self.result_tree:
-            arrays = tuple(map(_jax.to_host, leaves))
-            expected_avals = _avals_of(self.avals)
-            returned_avals = _avals_of(arrays)
-            # As lists: in a tree a class of the user's may have no __eq__.
-            if returned_avals == expected_avals:
-                return arrays
-            compared = "abstract values"
-            expected = tree.unflatten(expected_avals)
-            returned = tree.unflatten(returned_avals)
-        raise TypeError(
+        if tree != self.result_tree:
+            raise self._mismatch("pytree", self.result_tree, tree)
+        arrays = tuple(map(_jax.to_host, leaves))
+        expected = _avals_of(self.avals)
+        returned = _avals_of(arrays)
+        # As lists: in a tree a class of the user's may have no __eq__.
+        if returned != expected:
+            raise self._mismatch(
+                "abstract values", tree.unflatten(expected), tree.unflatten(returned)
+            )
+        return arrays
+
+    def _mismatch(self, compared: str, expected: object, returned: object) -> TypeError:
+        return TypeError(
             f"Callback func {self.fn.value} should have returned a result with"
             f" {compared} {expected} but returned {returned}"
         )
@@ -161,11 +170,14 @@ raised: collections.deque[tuple[Exception, str]] = collections.deque(maxlen=1)
 
 
 def _impl(*operands: jax.Array, params: Outside) -> Arrays:
+    """An eager call or tap."""
     if _jax.old_flag("jax_host_callback_inline"):
         arrays = [_jax.to_host(operand) for operand in operands]
-        results = params.run(arrays, jax.devices()[params.device_index])
-        chosen = operands if params.identity else results
-        return list(map(jax.numpy.asarray, chosen or ()))
+        device = jax.devices()[params.device_index]
+        results = params.run(arrays, device)
+        outs = operands if params.identity else results
+        return list(map(jax.numpy.asarray, outs or ()))
+    # An eager call that comes again is compiled: it then costs less each time.
     if not params.identity and seen_before(params, params.fn.value):
         return _jax.apply_primitive(outside_call_p, *operands, params=params)  # type: ignore[no-any-return]
     return _emit(params, list(operands))
@@ -181,7 +193,8 @@ def _emit(params: Outside, xs: Arrays, devices: Sequence[_jax.Device] = ()) -> A
         raise errors.SpecError(text, code="hc-device")
     on = devices[params.device_index] if devices else "once"
     if not params.identity:
-        return list(call(params, params.avals, *xs, order="ordered", on=on))
+        results = call(params, params.avals, *xs, order="ordered", on=on)
+        return list(results)
     tap(params, *xs, order="ordered", on=on)
     return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in xs]
 
@@ -220,11 +233,13 @@ def _jvp(primals: Arrays, tangents: Arrays, *, params: Outside) -> tuple[Arrays,
     _only_taps("JVP rule is", params)
     if not _jax.old_flag("jax_host_callback_ad_transforms"):
         return outside_call_p.bind(*primals, params=params), tangents
+    # One tap of (primals, tangents). It has an array for each tangent, zeros too.
     dots = list(map(_jax.instantiate_zeros, tangents))
     pair = jax.tree_util.treedef_tuple((params.arg_tree, params.arg_tree))
-    both = replace(params.with_transform("jvp"), arg_tree=pair)
-    outs = outside_call_p.bind(*primals, *dots, params=both)
-    return outs[: len(primals)], outs[len(primals) :]
+    tap_of_pair = replace(params.with_transform("jvp"), arg_tree=pair)
+    outs = outside_call_p.bind(*primals, *dots, params=tap_of_pair)
+    n = len(primals)
+    return outs[:n], outs[n:]
 
 
 def _partial_eval(
@@ -236,28 +251,33 @@ def _partial_eval(
     """
 
     def default(operands: Sequence[_jax.Tracer], params: Outside) -> list[_jax.Tracer]:
-        bound = outside_call_p, operands, {"params": params}
-        return list(trace.default_process_primitive(*bound))
+        params_of_jax = {"params": params}
+        outs = trace.default_process_primitive(outside_call_p, operands, params_of_jax)
+        return list(outs)
 
     n = len(tracers) // 2
-    known = list(map(_jax.is_known, tracers))
-    if not params.is_pair or not all(known[:n]) or all(known):
+    are_known = list(map(_jax.is_known, tracers))
+    are_primals_known = params.is_pair and all(are_known[:n])
+    if not are_primals_known or all(are_known):
         return default(tracers, params)
-    return [*default(tracers[:n], params.of_primals()), *default(tracers, params)[n:]]
+    primals = default(tracers[:n], params.of_primals())
+    pair = default(tracers, params)
+    return [*primals, *pair[n:]]
 
 
 def _transpose(
     cotangents: Arrays, *operands: jax.Array, params: Outside
 ) -> list[jax.Array | None]:
     _only_taps("differentiation rules are", params)
-    back = list(map(_jax.instantiate_zeros, cotangents))
+    cts = list(map(_jax.instantiate_zeros, cotangents))
     tapped = params.with_transform("transpose")
-    if params.is_pair:  # only the tangents are linear
+    if params.is_pair:  # only the tangents are linear, so only they are tapped
         n = len(operands) // 2
-        dots = outside_call_p.bind(*back[n:], params=tapped.of_half())
-        outs = [*back[:n], *dots]
+        dots = outside_call_p.bind(*cts[n:], params=tapped.of_half())
+        outs = [*cts[:n], *dots]
     else:
-        outs = outside_call_p.bind(*back, params=tapped)
+        outs = outside_call_p.bind(*cts, params=tapped)
+    # JAX wants a cotangent for the linear operands, and None for the others.
     return [
         out if _jax.is_undefined_primal(operand) else None
         for out, operand in zip(outs, operands, strict=True)
@@ -270,20 +290,32 @@ def _transpose(
 def _remat(
     _: object, unknown: list[bool], inst: list[bool], eqn: _jax.JaxprEquation
 ) -> object:
-    """Taps in the forward pass, and again where its values are recomputed."""
+    """Taps in the forward pass, and again where its values are recomputed.
+
+    A rule of JAX's for partial evaluation. It gets, for each operand, whether its value
+    is unknown and whether the second program has it, and returns: the equation of the
+    first program, or None; that of the second; for each result, whether it is unknown,
+    and whether the second program has it; what the second needs of the first.
+    """
     params = eqn.params["params"]
     n = len(eqn.outvars)
-    known = None if any(unknown) else eqn
+    is_unknown = any(unknown)
+    first = None if is_unknown else eqn
+    unknown_outs = [is_unknown] * n
     half = n // 2
-    later = [any(unknown)] * n
-    if params.is_pair and any(unknown) and not any(unknown[:half]):
+    if params.is_pair and is_unknown and not any(unknown[:half]):
         # The values are known, and are tapped alone; their tangents are not.
-        ends = {"invars": eqn.invars[:half], "outvars": eqn.outvars[:half]}
-        known = eqn.replace(params={"params": params.of_primals()}, **ends)
-        later[:half] = [False] * half
-    with_flags = zip(eqn.invars, inst, strict=True)
-    residuals = [v for v, flag in with_flags if not flag and not _jax.is_literal(v)]
-    return known, eqn, later, [True] * n, residuals
+        first = eqn.replace(
+            params={"params": params.of_primals()},
+            invars=eqn.invars[:half],
+            outvars=eqn.outvars[:half],
+        )
+        unknown_outs[:half] = [False] * half
+    residuals = []
+    for operand, is_in_second in zip(eqn.invars, inst, strict=True):
+        if not is_in_second and not _jax.is_literal(operand):
+            residuals.append(operand)
+    return first, eqn, unknown_outs, [True] * n, residuals
 
 
 # --- Lowering, registration ----------------------------------------------------------
@@ -293,8 +325,14 @@ def _lower(
     ctx: _jax.LoweringContext, *operands: _jax.Value, params: Outside
 ) -> list[_jax.Value]:
     program = _jax.program_of(ctx)
-    devices = (program.devices or ()) if program.is_partitioned else ()
-    return _jax.lower_by(ctx, lambda *xs: _emit(params, list(xs), devices), *operands)
+    devices: Sequence[_jax.Device] = ()
+    if program.is_partitioned:
+        devices = program.devices or ()
+
+    def emit(*xs: jax.Array) -> Arrays:
+        return _emit(params, list(xs), devices)
+
+    return _jax.lower_by(ctx, emit, *operands)
 
 
 outside_call_p.def_impl(_impl)
@@ -321,11 +359,15 @@ def bind(
     operands, tree = jax.tree.flatten(arg)
     for operand in operands:
         _jax.check_arg(operand)
-    out_tree, avals = result or (tree, ())
-    outs = outside_call_p.bind(
-        *operands,
-        params=Outside(
-            Opaque(fn), result is None, with_device, tree, out_tree, avals, device_index
-        ),
+    out_tree, avals = result or (tree, ())  # a tap returns its argument
+    params = Outside(
+        fn=Opaque(fn),
+        identity=result is None,
+        with_device=with_device,
+        arg_tree=tree,
+        result_tree=out_tree,
+        avals=avals,
+        device_index=device_index,
     )
+    outs = outside_call_p.bind(*operands, params=params)
     return out_tree.unflatten(outs)

@@ -70,10 +70,14 @@ class Patch:
         self.arrays = arrays
         self.blocks = 0  # that it has been entered for, and that have not ended
 
+    def _is_like(self, arrays: str) -> bool:
+        """Whether it is a patch with this option outside of any block."""
+        return self.blocks == 0 and self.arrays == arrays
+
     def __enter__(self) -> Patch:
         with _lock:
             self.blocks += 1
-            if self not in _active:
+            if self not in _active:  # it has ended before, and counts again
                 _active.append(self)
             _apply()
         return self
@@ -81,6 +85,7 @@ class Patch:
     def __exit__(self, *raised: object) -> None:
         with _lock:
             self.blocks -= 1
+            # The outermost of its blocks ends it, unless `unpatch_jax` has.
             if self in _active and not self.blocks:
                 _active.remove(self)
             _apply()
@@ -124,10 +129,9 @@ def patch_jax(arrays: str = "jax") -> Patch:
     arrays_of(arrays)
     _jax.need(_jax.Part.DROP_INS)
     with _lock:
-        while len(_active) > 1 and all(
-            not patch.blocks and patch.arrays == arrays for patch in _active[-2:]
-        ):
-            _active.pop()  # repeated equal patches take up no room
+        # Repeated equal patches take up no room.
+        while len(_active) > 1 and all(p._is_like(arrays) for p in _active[-2:]):
+            _active.pop()
         patch = Patch(arrays)
         _active.append(patch)
         _apply()
@@ -148,7 +152,7 @@ def _apply() -> None:
     if choice == former_choice:
         return
     redirects.chosen = choice
-    if former_choice is None:
+    if former_choice is None:  # JAX was as it is
         for redirect in redirects.REDIRECTS:
             _undo.append(_jax.replace_lowering(redirect.primitive, redirect.lower))
         for (holder, name), new in REPLACEMENTS.items():
@@ -156,7 +160,9 @@ def _apply() -> None:
         _undo.append(_revive())
     elif choice is None:
         while _undo:
-            _undo.pop()()
+            put_back = _undo.pop()
+            put_back()
+    # Programs in JAX's caches have the former callbacks.
     if _jax.back_ends_started():  # else there are no compiled programs yet
         jax.clear_caches()
 
@@ -166,7 +172,7 @@ def _revive() -> Callable[[], None]:
     # Imported here because that module imports this wing.
     module = importlib.import_module("hostcall.host_callback")
     name = "jax.experimental.host_callback"
-    if name not in sys.modules:
+    if name not in sys.modules:  # else somebody else has put one there
         sys.modules[name] = jax.experimental.host_callback = module
 
     def end() -> None:

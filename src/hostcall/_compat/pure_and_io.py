@@ -67,13 +67,14 @@ def pure_callback(
     Source: JAX's guide "External callbacks". Today's JAX refuses vmap without a
     `vmap_method`, and has no `vectorized`; `hc.patch_jax()` installs that form.
     """
-    if vectorized is not None:
+    if vectorized is not None:  # translated to the option that has taken its place
         if vmap_method is not None:
             raise ValueError(
                 "the vectorized and vmap_method arguments of pure_callback cannot be"
                 " used together. Please use the vmap_method argument."
             )
         vmap_method = "legacy_vectorized" if vectorized else "sequential"
+    # The older default: today's JAX refuses vmap without a method.
     method = "sequential" if vmap_method is None else vmap_method
     options = {"sharding": sharding, "vmap_method": method, "arrays": arrays_of(arrays)}
     return _call("pure", callback, result_shape_dtypes, (args, kwargs), options)
@@ -132,27 +133,29 @@ def _call(
     options: dict[str, Any],
 ) -> Any:
     check_vmap_method(options.get("vmap_method"))
-    check_callable(
-        callback, f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
-    )
+    usage = f"hc.{kind}_callback(callback, result_shape_dtypes, *args)"
+    check_callable(callback, usage)
     refuse_coroutines(callback)
     leaves, in_tree = jax.tree.flatten(args_and_kwargs)
     described, out_tree = jax.tree.flatten(result_shape_dtypes)
-    trees = trees_of(in_tree, out_tree, tuple(map(result_aval, described)))
-    params = make_params(kind, callback, trees, options)
-    return out_tree.unflatten(bind(*map(raw_keys, leaves), params=params))
+    avals = tuple(map(result_aval, described))
+    params = make_params(kind, callback, trees_of(in_tree, out_tree, avals), options)
+    results = bind(*map(raw_keys, leaves), params=params)
+    return out_tree.unflatten(results)
 
 
 def trees_of(
     in_tree: _jax.TreeDef, out_tree: _jax.TreeDef, avals: tuple[_jax.Aval, ...]
 ) -> tuple[Template, Results]:
     """The trees of a callback whose arguments are arrays alone."""
+    # None marks an array that is no typed key: of a key, callbacks get the block.
     template = Template(in_tree, (None,) * in_tree.num_leaves)
     return template, Results(out_tree, avals, (None,) * len(avals))
 
 
 def check_vmap_method(method: object) -> None:
     if method not in _VMAP_METHODS:
+        # JAX's text, with its misspelling.
         raise ValueError(
             f"vmap_method must be on of the allowed methods {_VMAP_METHODS}, but got:"
             f" {method}"
@@ -167,6 +170,7 @@ def raw_keys(leaf: object) -> object:
 
 
 def result_aval(described: Any) -> _jax.Aval:
+    """The aval of a result, from anything with a shape and a dtype."""
     dtype = np.dtype(described.dtype)
     if _jax.canonical_dtype(dtype) != dtype:
         raise ValueError(

@@ -61,14 +61,15 @@ class Redirect(NamedTuple):
     translation: _Translation
 
     def bind(self, *operands: object, **jax_params: Any) -> object:
-        if self.primitive not in _DEBUG:  # which get typed keys, if they run at once
+        if self.primitive in _DEBUG:
+            # In a Pallas kernel it is device code, with rules for GPU and TPU. And a
+            # library may have an effect of its own, on whose rules it relies.
+            effect = jax_params.get("effect", _jax.DEBUG_EFFECT)
+            if effect not in _DEBUG_EFFECTS or _jax.in_pallas_kernel():
+                return _DEBUG[self.primitive](*operands, **jax_params)
+        else:
+            # Debug callbacks get typed keys, if they run at once; these never do.
             operands = tuple(map(raw_keys, operands))
-        # In a Pallas kernel it is device code, with rules for GPU and TPU. And a
-        # library may have an effect of its own, on whose rules it relies.
-        elif jax_params.get("effect", _jax.DEBUG_EFFECT) not in _DEBUG_EFFECTS or (
-            _jax.in_pallas_kernel()
-        ):
-            return _DEBUG[self.primitive](*operands, **jax_params)
         params = self.translation(None, len(operands), jax_params)
         return self.our_module.bind(*operands, params=params)
 
@@ -90,53 +91,64 @@ _DEBUG_EFFECTS = (_jax.DEBUG_EFFECT, _jax.ORDERED_DEBUG_EFFECT)
 def _place(ctx: _jax.LoweringContext) -> Place | None:
     """The line that called; None if JAX does not know it."""
     line = _jax.line_of(ctx)
-    return None if line is None else Place(*line)
+    if line is None:
+        return None
+    file, number, function = line
+    return Place(file, number, function)
 
 
 def _call_back(
     kind: Kind, place: Place | None, operands: int, jax_params: _jax.Params
 ) -> CallParams:
-    # The user's function and its arguments' tree, if JAX wrapped it as we know. Else
-    # the wrapped function, with flat arguments.
+    """The drop-in for JAX's pure, io or debug primitive with these parameters."""
     fn = jax_params["callback"]
-    template = Template.flat(*(None,) * operands)
-    if (wrapped := _jax.parts_of_callback(fn)) is not None:
+    wrapped = _jax.parts_of_callback(fn)
+    if wrapped is not None:  # JAX wrapped the user's function, in a way that we know
         fn, in_tree, static = wrapped
         template = template_of(in_tree, static)
+    else:
+        template = _flat_template(operands)
     refuse_coroutines(fn)  # a debug callback would drop the coroutine without a word
+    results = Results.flat(jax_params.get("result_avals", ()))
     options = {
+        # Only a debug callback's order is in its effect; others have a parameter.
         "ordered": jax_params.get("effect") == _jax.ORDERED_DEBUG_EFFECT,
         **jax_params,
         "arrays": arrays_of(chosen or "jax"),
     }
-    trees = template, Results.flat(jax_params.get("result_avals", ()))
-    return make_params(kind, fn, trees, options, place)
+    return make_params(kind, fn, (template, results), options, place)
+
+
+def _flat_template(arrays: int) -> Template:
+    return Template.flat(*[None] * arrays)
 
 
 def _print(place: Place | None, operands: int, jax_params: _jax.Params) -> CallParams:
     if jax_params["logging_record"] is not None:
-        logged = {**jax_params, "callback": _jax.print_callback(jax_params)}
-        return _call_back("debug", place, operands, logged)
+        # It goes to a logger of JAX's, in a way that JAX's own function knows.
+        logs = {**jax_params, "callback": _jax.print_callback(jax_params)}
+        return _call_back("debug", place, operands, logs)
     return print_params(
         jax_params["fmt"],
         jax_params["in_tree"],
         dict(jax_params["static_args"]),
-        jax_params["np_printoptions"],
-        jax_params,
-        place,
+        print_options=jax_params["np_printoptions"],
+        options=jax_params,
+        place=place,
     )
 
 
 def _buffer(place: Place | None, operands: int, jax_params: _jax.Params) -> CallParams:
-    del operands
+    del operands  # their tree has their number
     order: Order = "unordered" if jax_params["has_side_effect"] else "pure"
+    trees = trees_of(
+        jax_params["in_tree"], jax_params["out_tree"], jax_params["result_avals"]
+    )
     return buffer_params(
         jax_params["callback"],
-        trees_of(
-            jax_params["in_tree"], jax_params["out_tree"], jax_params["result_avals"]
-        ),
-        place or users_place(),
-        CallOptions(order=order, vmap_method=jax_params["vmap_method"]),
+        trees=trees,
+        place=place or users_place(),
+        options=CallOptions(order=order, vmap_method=jax_params["vmap_method"]),
         aliases=tuple(jax_params["input_output_aliases"]),
         command_buffer=jax_params["command_buffer_compatible"],
     )
@@ -167,22 +179,26 @@ def emit_python_callback(
     **options: bool,
 ) -> tuple[Sequence[_jax.Value], _jax.Value | None, object]:
     """JAX's function of this name. `callback` gets NumPy arrays, returns a sequence."""
+    # The engine does not serve this platform, or knows no such call.
     if not _jax.is_served(ctx) or options.get("partitioned"):
         options |= {"has_side_effect": has_side_effect, "sharding": sharding}
         return _jax.emit_python_callback(  # type: ignore[no-any-return]
             ctx, callback, token, operands, operand_avals, result_avals, **options
         )
     avals = _jax.physical_avals(result_avals)
+    trees = _flat_template(len(operands)), Results.flat(avals)
     params = make_params(
         "io" if has_side_effect else "pure",
         _Sequence(callback, len(avals)),
-        (Template.flat(*(None,) * len(operands)), Results.flat(avals)),
-        {"arrays": "numpy"},
-        _place(ctx),
+        trees=trees,
+        options={"arrays": "numpy"},
+        place=_place(ctx),
     )
-    program = start_lowering(
-        ctx.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+    # The context is that of the equation around, with other operands and results.
+    own_context = ctx.replace(
+        avals_in=list(operand_avals), avals_out=list(result_avals)
     )
+    program = start_lowering(own_context)
     prepared = call.prepare(
         program,
         params,

@@ -99,7 +99,7 @@ def id_tap(
             FutureWarning,
             stacklevel=2,
         )
-    for leaf in jax.tree.leaves(result):
+    for leaf in jax.tree.leaves(result):  # which go nowhere that would check them
         _jax.check_arg(leaf)
     _follow_queue_flag()
     out = bind(tap_func, arg, tap_with_device, device_index)
@@ -223,6 +223,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     name = logging_name or ""
     logger.debug("barrier_wait[%s]: start", name)
     delivery.refuse_inside_a_tap("barrier_wait()")
+    # It waits for the programs. What their callbacks raised is in `raised`.
     for failure in failures_of_all():
         logger.debug("barrier_wait[%s]: a program failed: %s", name, failure)
     logger.debug("barrier_wait[%s]: waiting for callbacks", name)
@@ -266,11 +267,15 @@ def _print_tap_func(
     **kwargs: object,
 ) -> None:
     if transforms:
+        # The old module's form: a name alone, if there is nothing to say beside it.
         named = [(name, params) if params else name for name, params in transforms]
         kwargs["transforms"] = named
     if device is not None:
         kwargs["device"] = device
-    lines = [" ".join(f"{k}: {v}" for k, v in sorted(kwargs.items()))] if kwargs else []
+    lines = []
+    if kwargs:
+        words = [f"{key}: {value}" for key, value in sorted(kwargs.items())]
+        lines.append(" ".join(words))
     lines.append(str(_document(arg, threshold)))
     with _print_lock:
         for line in lines:
@@ -283,16 +288,19 @@ def _print_tap_func(
 def _document(value: object, threshold: int | None) -> _jax.Doc:
     """Formats a pytree with JAX's pretty printer: on one line if it fits."""
     pp = _jax.pretty_printer
-    document = functools.partial(_document, threshold=threshold)
+    documents = []
     if isinstance(value, dict):
-        opening, closing = "{}"
-        documents = [pp.text(f"{k}=") + document(v) for k, v in sorted(value.items())]
+        brackets = "{}"
+        for key, entry in sorted(value.items()):
+            documents.append(pp.text(f"{key}=") + _document(entry, threshold))
     elif isinstance(value, (tuple, list)):
-        opening, closing = "()" if isinstance(value, tuple) else "[]"
-        documents = list(map(document, value))
+        brackets = "()" if isinstance(value, tuple) else "[]"
+        documents = [_document(entry, threshold) for entry in value]
     elif isinstance(value, np.ndarray):
         return pp.text(np.array2string(value, threshold=threshold))
     else:
         return pp.text(str(value))
+    opening = pp.text(f"{brackets[0]} ")
+    closing = pp.text(f" {brackets[1]}")
     inner = pp.nest(2, pp.join(pp.brk(), documents))
-    return pp.group(pp.concat([pp.text(f"{opening} "), inner, pp.text(f" {closing}")]))
+    return pp.group(pp.concat([opening, inner, closing]))

@@ -65,30 +65,39 @@ def is_again(
 
 def may_be_again(registered: object, candidate: object) -> bool:
     """Whether two objects have the same definition, or lambdas of one function."""
-    return _kind(registered)[:4] == _kind(candidate)[:4]
+    return _kind(registered).names == _kind(candidate).names
 
 
-def _kind(target: Any) -> tuple[object, ...]:
-    """Equal for objects that may come from one definition. Those without a name of
-    their own must come from the same line.
+class _Kind(NamedTuple):
+    """Equal for objects that may come from one definition.
+
+    Attributes:
+        names: of classes, the module and the function.
+        line: the file and line of a function without a name of its own, such as a
+            lambda: all lambdas of a function have its name.
     """
-    core = _core(target)
+
+    names: tuple[str, ...]
+    line: tuple[str, int] | None = None
+
+
+def _kind(target: Any) -> _Kind:
     as_handle = handle(target)
     if as_handle is not None and is_feed(target):
-        return ("feed", as_handle._held().__qualname__)
+        return _Kind(("feed", as_handle._held().__qualname__))
+    core = _core(target)
     # An instance has no name of its own: its class has.
     named = core if text_of(core, "__qualname__") else type(core)
-    kind = (
+    names = (
         type(target).__qualname__,
         type(core).__qualname__,
         text_of(named, "__module__"),
         named.__qualname__,
     )
     if not is_anonymous(core):
-        return kind
-    # All lambdas of a function have its name, so their line tells them apart.
+        return _Kind(names)
     place = inspect_callable(core).place
-    return (*kind, place.file, place.line)
+    return _Kind(names, (place.file, place.line))
 
 
 def is_feed(target: object) -> bool:
@@ -127,7 +136,8 @@ def _own_code(target: object) -> object:
     if isinstance(target, type):
         return target
     # A partial or a bound method holds arguments besides the code.
-    return core.__code__ if type(target) is type(core) is types.FunctionType else None
+    is_function = type(target) is type(core) is types.FunctionType
+    return core.__code__ if is_function else None
 
 
 def _where(by: Statement) -> tuple[object, ...]:

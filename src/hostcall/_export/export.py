@@ -48,14 +48,15 @@ class Exported:
         self,
         exported: jax.export.Exported,
         vjp_order: int,
-        by: tuple[str, str],
+        hostcall_version: str,
+        jax_version: str,
     ) -> None:
         calls = Counter(calls_in(exported, vjp_order))
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
-            hostcall=by[0],
-            jax=by[1],
+            hostcall=hostcall_version,
+            jax=jax_version,
             platforms=tuple(exported.platforms),
             vjp_order=vjp_order,
             calls=tuple(itertools.starmap(described, calls.items())),
@@ -63,8 +64,10 @@ class Exported:
         self.objects = objects_of(call.params.callback.function for call in calls)
         # So that JAX takes no compiled program that calls other things, if equal bytes
         # were loaded before.
-        registered = [registry.find(*name) for name in self.manifest._names()]
-        called = [registry.held_of(target) for target in registered]
+        called = []
+        for name in self.manifest._names():
+            target = registry.find(name.name, name.version)
+            called.append(registry.held_of(target))
         called += [instance._group for instance in self.objects.values()]
         self.exported = _jax.marked(exported, called)
 
@@ -96,16 +99,15 @@ class Exported:
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
                 count = max(count, len(leaf.sharding.device_set))
-        once = [
-            call
-            for call in self.manifest.calls
-            if call.order != "pure" or call.kind in _TAPS
-        ]
-        if count > 1 and once:
+        if count == 1:
+            return
+        for call in self.manifest.calls:
+            if call.order == "pure" and call.kind not in _TAPS:
+                continue  # it may be made as often as there are devices
             raise ExportError(
                 f"hostcall: the program {self.manifest.function} was exported for one"
                 f" device, and got arguments on {count}. Each device would run it, and"
-                f" `{once[0]}` can only be made by one. Export the function with"
+                f" `{call}` can only be made by one. Export the function with"
                 " arguments that are sharded like these, or move them to one device"
                 " (jax.device_put(x, jax.devices()[0]))"
             )
@@ -115,10 +117,14 @@ class Exported:
 
         Needs the package flatbuffers, as jax.export does.
         """
-        behind = bytes(self._unmarked.serialize(vjp_order=self.manifest.vjp_order))
-        of = self.manifest
-        header = container.Header(of.hostcall, of.jax, tuple(of._names()))
-        return container.pack(vars(header), behind)
+        manifest = self.manifest
+        program = self._unmarked.serialize(vjp_order=manifest.vjp_order)
+        header = container.Header(
+            hostcall=manifest.hostcall,
+            jax=manifest.jax,
+            names=tuple(manifest._names()),
+        )
+        return container.pack(vars(header), bytes(program))
 
     __bytes__ = serialize
 
@@ -187,16 +193,18 @@ def export(
         jitted, platforms=platforms, disabled_checks=(*disabled_checks, *_OURS)
     )
 
-    def no_array(args: Any, kwargs: Any) -> bool:
-        is_dropped = jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
-        return is_dropped or not jax.tree.leaves((args, kwargs))
+    def has_no_array(args: Any, kwargs: Any) -> bool:
+        if not jax.tree.leaves((args, kwargs)):
+            return True
+        # A function that the user has jitted drops what it does not use.
+        return jitted is f and _uses_none(f.trace(*args, **kwargs).jaxpr)
 
     def of(*args: Any, **kwargs: Any) -> Exported:
         try:
             exported = make(*args, **kwargs)
         except ValueError as error:
             # jax.export's own, of a missing argument, and not the function's own.
-            if "safe_zip" not in str(error) or not no_array(args, kwargs):
+            if "safe_zip" not in str(error) or not has_no_array(args, kwargs):
                 raise
             raise SpecError(
                 "hostcall: hc.export got a function that uses no array among its"
@@ -206,16 +214,22 @@ def export(
                 " use it, also add jax.jit(f, keep_unused=True)",
                 code="hc-export",
             ) from error
-        return Exported(exported, vjp_order, (hostcall.__version__, jax.__version__))
+        return Exported(
+            exported,
+            vjp_order,
+            hostcall_version=hostcall.__version__,
+            jax_version=jax.__version__,
+        )
 
     return of
 
 
 def _uses_none(program: jax.core.ClosedJaxpr) -> bool:
     """Whether a jaxpr uses none of its arguments."""
-    used = {id(v) for eqn in program.eqns for v in eqn.invars}
-    used |= {id(v) for v in program.jaxpr.outvars}
-    return not any(id(v) in used for v in program.jaxpr.invars)
+    used = set(map(id, program.jaxpr.outvars))
+    for equation in program.eqns:
+        used.update(map(id, equation.invars))
+    return used.isdisjoint(map(id, program.jaxpr.invars))
 
 
 def load(data: bytes | bytearray | memoryview) -> Exported:
@@ -262,8 +276,12 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
             f" {header.jax} wrote (this is {jax.__version__}; JAX reads what it or an"
             f" older one wrote): {type(error).__name__}: {error}"
         ) from error
-    by = header.hostcall, header.jax
-    loaded = Exported(exported, len(derivatives(exported)), by)
+    loaded = Exported(
+        exported,
+        vjp_order=len(derivatives(exported)),
+        hostcall_version=header.hostcall,
+        jax_version=header.jax,
+    )
     # The manifest is read from the program itself. The names in the header only say
     # early which modules are missing.
     called = loaded.manifest._names()

@@ -37,11 +37,13 @@ def record_of(steps: RuleCall, _: bool) -> StepsRecord:
     site = steps.site
     name = records.name_of(
         site.function,
-        "it has no name in other processes. Register the hc.host function, not the"
-        f' function in it: f = hc.register("my_package.{site.name}", version=1)'
-        "(f) (as a decorator above its @hc.host), in every process that loads the"
-        " program",
-        site.function.fn,
+        remedy=(
+            "it has no name in other processes. Register the hc.host function, not the"
+            f' function in it: f = hc.register("my_package.{site.name}", version=1)'
+            "(f) (as a decorator above its @hc.host), in every process that loads the"
+            " program"
+        ),
+        code=site.function.fn,
     )
     return StepsRecord(name, site, steps)
 
@@ -64,7 +66,7 @@ def _function(name: Name, kind: Kind) -> Any:
 
     Raises RegistryError, or LoadError if it lacks what the program calls.
     """
-    function = registry.find(*name)
+    function = registry.find(name.name, name.version)
     if not is_function(function):
         raise LoadError(
             f"hostcall: the program calls {name} as a hc.host function, and here"

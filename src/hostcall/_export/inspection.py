@@ -42,8 +42,9 @@ def calls_in(exported: jax.export.Exported, vjp_order: int) -> list[Call]:
         for operation in _jax.custom_calls(program):
             text = _text_of(operation)
             if text is not None:
-                calls.append(read(text))
-                _check(operation, calls[-1], program.nr_devices)
+                call = read(text)
+                _check(operation, call, program.nr_devices)
+                calls.append(call)
     return calls
 
 
@@ -74,7 +75,13 @@ def _text_of(call: _jax.CustomCall) -> str | None:
         raise _refused(f"a call of {call.target!r} with its own {', '.join(call.odd)}")
     if call.target == targets.LINK_TARGET:
         # It only orders two calls, by a number that it passes on.
-        _check_arrays(call, [_NUMBER], [_NUMBER], True, "a link between two calls")
+        _check_arrays(
+            call,
+            operands=[_NUMBER],
+            results=[_NUMBER],
+            has_token=True,
+            description="a link between two calls",
+        )
         if call.config or call.aliases:
             raise _refused(f"a link with the attributes {sorted(call.config)}")
         return None
@@ -96,21 +103,25 @@ def _check(operation: _jax.CustomCall, call: Call, devices: int) -> None:
         raise _refused(f"{description} that names {operation.target!r}")
     if operation.aliases and not params.through:
         raise _refused(f"{description} whose results take the memory of its operands")
-    # A team waits until each of its devices has come.
-    if record.team is not None and record.team[1] != devices:
-        raise _refused(
-            f"{description} that {record.team[1]} devices make together, and the"
-            f" program runs on {devices}: they would wait for each other for ever"
-        )
+    if record.team is not None:
+        _, team_size, _ = record.team
+        # A team waits until each of its devices has come.
+        if team_size != devices:
+            raise _refused(
+                f"{description} that {team_size} devices make together, and the"
+                f" program runs on {devices}: they would wait for each other for ever"
+            )
     has_effect = params.options.order != "pure"
     # XLA drops a call without side effects whose results nobody uses.
     if (params.keep_if_pure or has_effect) and not operation.has_side_effect:
         raise _refused(f"{description} that XLA may drop")
-    operands, results = (
-        [_jax.type_text(dtype, sizes) for dtype, *sizes in of] for of in call.buffers()
-    )
+    operands, results = call.buffers()
     _check_arrays(
-        operation, operands, results, has_effect and not record.linked, description
+        operation,
+        operands=[_jax.type_text(dtype, sizes) for dtype, *sizes in operands],
+        results=[_jax.type_text(dtype, sizes) for dtype, *sizes in results],
+        has_token=has_effect and not record.linked,
+        description=description,
     )
 
 
@@ -121,6 +132,7 @@ def _check_arrays(
     has_token: bool,
     description: str,
 ) -> None:
+    """Compares the types of arrays in the program with those of a description."""
     operand_types = call.operands
     if has_token:
         # An unordered call that is the first has no token before it.

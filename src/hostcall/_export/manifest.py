@@ -38,10 +38,11 @@ class NamedCode:
 
     def __str__(self) -> str:
         name = "hc.print" if self.name is None else f"{self.name} v{self.version}"
+        arguments = ", ".join(self.arguments)
+        results = ", ".join(self.results)
         times = f", at {self.places} places" if self.places > 1 else ""
         return _on_one_line(
-            f"{name}: {self.order} {self.kind}, ({', '.join(self.arguments)}) ->"
-            f" ({', '.join(self.results)}){times}"
+            f"{name}: {self.order} {self.kind}, ({arguments}) -> ({results}){times}"
         )
 
 
@@ -66,20 +67,20 @@ class Manifest:
 
     def _names(self) -> list[Name]:
         """The registered names that the program needs, each once."""
-        names = [
-            Name(call.name, call.version)
-            for call in self.calls
-            if call.name is not None  # hc.print has none
-        ]
-        return list(dict.fromkeys(names))
+        names: dict[Name, None] = {}
+        for call in self.calls:
+            if call.name is not None:  # hc.print has none
+                names[Name(call.name, call.version)] = None
+        return list(names)
 
     def __str__(self) -> str:
-        lines = "".join(f"\n  {call}" for call in self.calls) or "\n  no host code"
+        platforms = ", ".join(self.platforms)
         head = (
-            f"{self.function} for {', '.join(self.platforms)}, vjp_order="
-            f"{self.vjp_order}, by hostcall {self.hostcall} and jax {self.jax}"
+            f"{self.function} for {platforms}, vjp_order={self.vjp_order}, by hostcall"
+            f" {self.hostcall} and jax {self.jax}"
         )
-        return _on_one_line(head) + lines
+        lines = [str(call) for call in self.calls] or ["no host code"]
+        return "\n  ".join([_on_one_line(head), *lines])
 
 
 def _on_one_line(text: str) -> str:
@@ -106,13 +107,14 @@ def described(call: Call, places: int) -> NamedCode:
         version=0 if name is None else name.version,
         kind=kind,
         order=call.params.options.order,
-        arguments=tuple([_shown(*array) for array in operands]),
-        results=tuple([_shown(*array) for array in results]),
+        arguments=tuple(map(_shown, operands)),
+        results=tuple(map(_shown, results)),
         places=places,
     )
 
 
-def _shown(dtype: str, *sizes: Json) -> str:
+def _shown(array: Json) -> str:
+    dtype, *sizes = array
     shown = []
     for size in sizes:
         # A symbolic size is a dict with one entry; see `codec.SIZE`.

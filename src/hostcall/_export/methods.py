@@ -56,9 +56,11 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
         )
     name = name_of(
         group.factory,
-        f"the factory of the hc.Object `{group.name}` has no name in other processes."
-        " Register it, and in every process that loads the program:"
-        f' @hc.register("my_package.{group.name}", version=1) at the class',
+        remedy=(
+            f"the factory of the hc.Object `{group.name}` has no name in other"
+            " processes. Register it, and in every process that loads the program:"
+            f' @hc.register("my_package.{group.name}", version=1) at the class'
+        ),
     )
     for hook in _HOOKS:
         if not _is_hook(group.options[hook]):
@@ -73,9 +75,14 @@ def record_of(entry: Entry, exported: bool) -> MethodCall:
     with _lock:  # two threads may export the object for the first time
         group.number = group.number or secrets.token_hex(8)
     declared = {"name": group.name, **group.options}
-    del declared["executor"]
-    methods = dict(group.methods)
-    return MethodCall(name, group.number, entry.name, methods, declared)
+    del declared["executor"]  # None, as was checked
+    return MethodCall(
+        registered=name,
+        object=group.number,
+        method=entry.name,
+        methods=dict(group.methods),
+        declared=declared,
+    )
 
 
 def read(json: Json) -> tuple[Entry, Policy]:
@@ -92,13 +99,12 @@ def read(json: Json) -> tuple[Entry, Policy]:
     # It checks the names of the methods.
     declared_group = Object(factory, methods=record.methods, **declared)._group
     with _lock:
-        with_this_number = [
-            group
-            for group in living(Group)
-            if group.number == record.object and not group.ended
-        ]
         # The first program that is loaded makes the objects, and others share them.
-        group = with_this_number[0] if with_this_number else declared_group
+        group = declared_group
+        for living_group in living(Group):
+            if living_group.number == record.object and not living_group.ended:
+                group = living_group
+                break
         group.number = record.object
     # The object of this number may be one of this process, with other methods.
     if method not in group.methods:

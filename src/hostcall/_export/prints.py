@@ -27,9 +27,8 @@ class LoadedPrinter(Printer):
     """One whose format comes from a file."""
 
     def line(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return _without_controls(
-            _OnlyItems().vformat(self.fmt, args, kwargs) + self.end
-        )
+        filled = _OnlyItems().vformat(self.fmt, args, kwargs)
+        return _without_controls(filled + self.end)
 
 
 def record_of(printer: Printer, _: bool) -> Printer:
@@ -86,10 +85,11 @@ def _fault(fmt: str) -> str:
 
 
 def _is_wide(spec: str) -> bool:
-    # Reading a number of a million digits takes minutes by itself.
-    return any(
-        len(digits) > 9 or int(digits) > _WIDEST for digits in _DIGITS.findall(spec)
-    )
+    for digits in _DIGITS.findall(spec):
+        # Reading a number of a million digits takes minutes by itself.
+        if len(digits) > 9 or int(digits) > _WIDEST:
+            return True
+    return False
 
 
 class _OnlyItems(EachElement):
@@ -102,8 +102,9 @@ class _OnlyItems(EachElement):
         assert field is not None, "`_fault` has refused other fields"
         name, items = field.groups()
         value = args[int(name)] if name.isdecimal() else kwargs[name]
-        for item in items[1:-1].split("][") if items else ():
-            value = _item(value, item)
+        if items:  # "[0][key]"
+            for item in items[1:-1].split("]["):
+                value = _item(value, item)
         return value, name
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -145,7 +146,10 @@ def _item(value: Any, item: str) -> Any:
 
 def _without_controls(text: str) -> str:
     """The text, with control characters that are no colours written as escapes."""
-    return _CONTROL.sub(
-        lambda control: control[0] if len(control[0]) > 1 else repr(control[0])[1:-1],
-        text,
-    )
+
+    def escaped(match: re.Match[str]) -> str:
+        control = match[0]
+        is_colour = len(control) > 1
+        return control if is_colour else repr(control)[1:-1]
+
+    return _CONTROL.sub(escaped, text)

@@ -7,15 +7,14 @@ equation and of its options, but for those that stay (_core/options.py).
 
 A record comes from a file that may say anything. Options are checked as `hc.call` and
 `hc.tap` check them, and the numbers and sizes of operands as their primitives make
-them. What the checks refuse is `Malformed`. (_export/inspection.py compares the record
-with the program, and the engine the bytes of XLA's buffers once more.)
+them (array_checks.py). What the checks refuse is `Malformed`. (inspection.py compares
+the record with the program, and the engine the bytes of XLA's buffers once more.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,8 @@ from hostcall._core.source import Place, inspect_callable
 from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.params.equation import Equation
 from hostcall._export import registry
-from hostcall._export.structures import AVALS, CODEC, FORMAT, decode_aval
+from hostcall._export.array_checks import check_operands, check_results
+from hostcall._export.structures import AVALS, CODEC, FORMAT
 from hostcall._jax.types import Aval
 
 Ordinal = Annotated[int, range(-1, 2**31)]
@@ -159,6 +159,10 @@ def record_of(params: Equation, operands: Sequence[Aval], exported: bool) -> Cal
 
 
 def _function_of(callback: CallSpec, exported: bool) -> tuple[str, object]:
+    """(kind, what says which of that kind) of a call's function. Raises NotPortable.
+
+    A callable of hostcall's own goes by its kind, any other by its registered name.
+    """
     function = callback.function
     kind = as_host_code(function).travels_as
     if kind:
@@ -169,16 +173,20 @@ def _function_of(callback: CallSpec, exported: bool) -> tuple[str, object]:
         function = owner if names.of(owner) else owner.fn
     name = name_of(
         function,
-        "it has no name in other processes. Give it one where it is defined, for"
-        f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
-        " process that loads the program",
+        remedy=(
+            "it has no name in other processes. Give it one where it is defined, for"
+            f" example @hc.register({_suggested(callback)!r}, version=1), and in every"
+            " process that loads the program"
+        ),
     )
-    if policy != Policy() and registry.find(*name) is not owner:
-        raise NotPortable(
-            "it is run in a way (timeout=, executor= or the like) that its hc.host"
-            f" function says, while {name} is another one. Register the hc.host"
-            " function: hc.register(name, version=1)(hc.host(fn, ...))"
-        )
+    if policy != Policy():
+        registered = registry.find(name.name, name.version)
+        if registered is not owner:
+            raise NotPortable(
+                "it is run in a way (timeout=, executor= or the like) that its hc.host"
+                f" function says, while {name} is another one. Register the hc.host"
+                " function: hc.register(name, version=1)(hc.host(fn, ...))"
+            )
     return "registered", name
 
 
@@ -189,16 +197,20 @@ def name_of(target: object, remedy: str, code: object = None) -> Name:
     stay: users can't name them. `code` is such a callable in it.
     """
     name = names.of(target)
-    if name is None:
-        code = target if code is None else code
-        why = as_host_code(code.__self__ if type(code) is MethodType else code).stays
-        raise NotPortable(why or registry.why_nameless(target) or remedy)
-    return name
+    if name is not None:
+        return name
+    code = target if code is None else code
+    if type(code) is MethodType:
+        code = code.__self__
+    why = as_host_code(code).stays or registry.why_nameless(target)
+    raise NotPortable(why or remedy)
 
 
 def _suggested(callback: CallSpec) -> str:
     last = callback.name.rpartition(".")[2]
-    return f"my_package.{last if last.isidentifier() else 'function'}"
+    if not last.isidentifier():  # a lambda
+        last = "function"
+    return f"my_package.{last}"
 
 
 # --- Reading ------------------------------------------------------------------------
@@ -208,7 +220,10 @@ def name_in(record: CallRecord) -> Name | None:
     """The registered name that a call needs."""
     kind, details = record.function
     named = details if kind == "registered" else details.get("registered")
-    return Name(*named) if named else None
+    if not named:  # a print has none
+        return None
+    name, version = named
+    return Name(name, version)
 
 
 def equation_of(record: CallRecord) -> Equation:
@@ -234,6 +249,7 @@ def equation_of(record: CallRecord) -> Equation:
         traced = _jax.read_traced(record.traced)
         if traced is None:
             raise Malformed(f"the settings of JAX {record.traced!r}")
+    file, line, in_function = record.place or ("a loaded program", 0, "?")
     callback = CallSpec(
         fn=Opaque(function),
         template=record.template,
@@ -241,20 +257,21 @@ def equation_of(record: CallRecord) -> Equation:
         fills=record.fills,
         options=place_options,
         policy=policy,
-        place=Place(*(record.place or ("a loaded program", 0, "?"))),
+        place=Place(file, line, in_function),
         traced=traced,
     )
     equation = cls(callback=callback, avals=record.avals, **params)
-    _check_operands(equation, record.operands)
-    _check_results(equation)
+    check_operands(equation, record.operands)
+    check_results(equation)
     return equation
 
 
 def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) -> Any:
     """The options of the place, checked by their table."""
     fields = CODEC.fields(record.options, cls.takes)
-    if (name := options.unfit(fields, options.table(cls.takes))) is not None:
-        raise Malformed(f"the option {name}={fields[name]!r}")
+    unfit = options.unfit(fields, options.table(cls.takes))
+    if unfit is not None:
+        raise Malformed(f"the option {unfit}={fields[unfit]!r}")
     place_options: PlaceOptions = cls.takes(**fields)
     if isinstance(place_options, CallOptions):
         # The record has what the method came to: its levels, and whether rows are
@@ -265,14 +282,16 @@ def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) ->
         place_options = replace(place_options, vmap_method=method)
     if place_options.arrays == "cuda":  # another kind of equation, which stays
         raise Malformed("the option arrays='cuda'")
-    if refused := options.pair_refused(vars(place_options)):
+    refused = options.pair_refused(vars(place_options))
+    if refused is not None:
         raise Malformed(refused)
     return place_options
 
 
 def _registered(name: Sequence[Json]) -> tuple[Any, Policy]:
     """A registered function, and the policy of a HostFunction."""
-    target = registry.find(*name)
+    text, version = name
+    target = registry.find(text, version)
     if not is_function(target):
         return registry.held_of(target), Policy()
     return target.fn, replace(target.policy, owner=target)
@@ -290,85 +309,3 @@ def _check_policy(
             f"hostcall: what the program does with {name_in(record) or 'a function'}"
             f" does not go with what is registered here: it has {refused}"
         )
-
-
-def _check_operands(params: Equation, operands: Sequence[Aval]) -> None:
-    """Refuses operands that the primitives never have."""
-    # The engine trusts these numbers when it reads XLA's buffers.
-    masks = params.mask(operands)
-    arguments = params.arguments(operands)
-    array_count = len(params.callback.template.keys)
-    wanted = params.masked + array_count + params.always
-    fits = (
-        len(masks) == params.masked
-        and len(arguments) == array_count
-        and len(operands) == wanted
-    )
-    if not fits:
-        raise Malformed(f"{len(operands)} operands where {wanted} belong")
-
-    # For each operand one flag for each axis of the grid; none without a grid.
-    flags = params.batched
-    grid = params.grid
-    row_count = len(operands) if grid else 0
-    if len(flags) != row_count or {*map(len, flags)} - {len(grid)}:
-        raise Malformed(f"batched={flags!r}")
-    axis_counts = [aval.ndim for aval in (*operands, *params.avals)]
-    most_axes = max(axis_counts, default=0)
-    if not params.ignores_results and not 0 <= params.levels <= most_axes:
-        raise Malformed(f"the option levels={params.levels}")
-    flags_by_axis = zip(*flags, strict=True)
-    _check_axes(list(zip(flags_by_axis, grid, strict=True)), operands)
-    _check_axes(params.axes, operands)
-
-    if params.masked:
-        mask = masks[0]
-        # One bool for each row; or with axes of its own, by which rows are dropped.
-        row_axes = sum(flags[0]) if grid else 0
-        has_rows = params.compresses(mask) or mask.ndim == row_axes
-        if mask.dtype != bool or not has_rows:
-            raise Malformed(f"where= of {mask}")
-    if params.always:
-        always = operands[-1]
-        if always.dtype != bool or always.shape:
-            raise Malformed(f"always= of {always}")
-
-
-def _check_axes(
-    axes: Sequence[tuple[Sequence[bool], int]], operands: Sequence[Aval]
-) -> None:
-    """Refuses axes that no operand has, and operands with other leading sizes.
-
-    `axes` are whether each operand has it, and its size; the outermost is first.
-    """
-    sizes = [size for _, size in axes]
-    decode_aval(["bool", *sizes])  # which refuses what is no shape
-    for flags, size in axes:
-        if len(flags) != len(operands) or not any(flags):
-            raise Malformed(f"an axis of {size} that no operand has")
-    for operand, *has in zip(operands, *(flags for flags, _ in axes), strict=True):
-        leading = tuple(n for n, flag in zip(sizes, has, strict=True) if flag)
-        if operand.shape[: len(leading)] != leading:
-            raise Malformed(f"an operand {operand} in rows of {tuple(sizes)}")
-
-
-def _check_results(params: Equation) -> None:
-    avals = params.avals
-    fills = params.callback.fills
-    results = params.callback.results
-    levels = params.levels
-    wanted = [len(results.avals), len(results.keys), len(fills)]
-    if wanted != [len(avals)] * 3 or (avals and params.ignores_results):
-        raise Malformed(f"{len(avals)} results with {len(fills)} fills for {wanted}")
-    for fill, aval in zip(fills, avals, strict=True):
-        if levels > aval.ndim:
-            raise Malformed(f"levels={levels} of a result {aval}")
-        if fill is None:
-            continue
-        item = aval.dtype.itemsize
-        if len(fill) not in (item, item * math.prod(aval.shape[levels:])):
-            raise Malformed(f"a fill of {len(fill)} bytes for {aval}")
-        # One element stands for all. A file of a few bytes may not ask for memory that
-        # no machine has.
-        if len(fill) == item and math.prod(aval.shape) * item >= 2**48:
-            raise Malformed(f"a fill for {aval}")

@@ -82,6 +82,7 @@ def held_of(target: Any) -> Any:
 
 
 def _add(target: Any, name: str, version: int) -> None:
+    """Gives an object its name, unless either has another one."""
     key = _check(target, name, version)
     in_programs = held_of(target)
     by = definitions.statement()
@@ -130,28 +131,33 @@ def find(name: str, version: int) -> Any:
 
 def require(keys: Iterable[Name]) -> None:
     """Raises RegistryError, which says what is registered, if some name is not."""
-    lines = []
     missing = [key for key in keys if key not in names.things]
-    for key in missing:
-        # A copy, since another thread may register something.
-        registered = list(names.things)
-        versions = sorted(k.version for k in registered if k.name == key.name)
-        line = str(key)
-        if versions:
-            registered_versions = ", ".join(map(str, versions))
-            line += f" (version {registered_versions} is registered here)"
-        lines.append(line)
-    if missing:
-        name, version = missing[0]
-        raise RegistryError(
-            "hostcall: the program calls host code that this process has not"
-            f" registered: {'; '.join(lines)}. Import the module that registers it, or"
-            f" write @hc.register({name!r}, version={version}) at the function, before"
-            " the program is loaded"
-        )
+    if not missing:
+        return
+    name, version = missing[0]
+    all_missing = "; ".join(map(_with_versions, missing))
+    raise RegistryError(
+        "hostcall: the program calls host code that this process has not"
+        f" registered: {all_missing}. Import the module that registers it, or"
+        f" write @hc.register({name!r}, version={version}) at the function, before"
+        " the program is loaded"
+    )
+
+
+def _with_versions(missing: Name) -> str:
+    """A name, with the versions of it that are registered, if there are any."""
+    # A copy, since another thread may register something.
+    registered = list(names.things)
+    versions = sorted(key.version for key in registered if key.name == missing.name)
+    if not versions:
+        return str(missing)
+    shown = ", ".join(map(str, versions))
+    return f"{missing} (version {shown} is registered here)"
 
 
 def _check(target: Any, name: str, version: Any) -> Name:
+    """The name and version as a key; refuses what no program could hold."""
+
     def refused(text: str) -> SpecError:
         return SpecError(f"hostcall: {text}", code="hc-registry")
 
@@ -183,6 +189,7 @@ def _check(target: Any, name: str, version: Any) -> Name:
 
 
 def _taken(key: Name, registered: Any, by: definitions.Statement, target: Any) -> str:
+    """The error for a name that another object has."""
     advice = ""
     if definitions.may_be_again(registered, target):
         advice = (

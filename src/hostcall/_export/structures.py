@@ -31,26 +31,46 @@ _MOST_AXES = 64  # that NumPy's arrays have
 # The dtypes of arrays that calls pass, with XLA_FFI_DataType in XLA's c_api.h.
 XLAS_DTYPES = {
     "bool": 1,
-    **{"int8": 2, "int16": 3, "int32": 4, "int64": 5},
-    **{"uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9},
-    **{"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16},
-    **{"complex64": 15, "complex128": 18, "int4": 21, "uint4": 22},
-    **{"float8_e5m2": 19, "float8_e4m3fn": 20, "float8_e4m3b11fnuz": 23},
-    **{"float8_e5m2fnuz": 24, "float8_e4m3fnuz": 25, "int2": 26, "uint2": 27},
-    **{"float8_e4m3": 28, "float8_e3m4": 29, "float4_e2m1fn": 32},
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "uint8": 6,
+    "uint16": 7,
+    "uint32": 8,
+    "uint64": 9,
+    "float16": 10,
+    "float32": 11,
+    "float64": 12,
+    "complex64": 15,
+    "bfloat16": 16,
+    "complex128": 18,
+    "float8_e5m2": 19,
+    "float8_e4m3fn": 20,
+    "int4": 21,
+    "uint4": 22,
+    "float8_e4m3b11fnuz": 23,
+    "float8_e5m2fnuz": 24,
+    "float8_e4m3fnuz": 25,
+    "int2": 26,
+    "uint2": 27,
+    "float8_e4m3": 28,
+    "float8_e3m4": 29,
+    "float4_e2m1fn": 32,
     "float8_e8m0fnu": 33,
 }
 
 
 def _encode_aval(aval: Aval) -> list[Json]:
-    sizes = [
-        {SIZE: str(size)} if _jax.is_symbolic(size) else int(size)
-        for size in aval.shape
-    ]
+    """[dtype, *sizes]; a symbolic size is a dict with the one key SIZE."""
+    sizes: list[Json] = []
+    for size in aval.shape:
+        sizes.append({SIZE: str(size)} if _jax.is_symbolic(size) else int(size))
     return [np.dtype(aval.dtype).name, *sizes]
 
 
 def decode_aval(json: Json) -> Aval:
+    """An aval without symbolic sizes. Raises Malformed."""
     dtype, *shape = json
     # All is checked before an aval is made of it: JAX and the engine trust its numbers.
     if len(shape) > _MOST_AXES:
@@ -61,7 +81,9 @@ def decode_aval(json: Json) -> Aval:
     if not isinstance(dtype, str) or dtype not in XLAS_DTYPES:
         raise Malformed(f"the dtype {dtype!r}")
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    if math.prod(max(n, 1) for n in shape) * numpy_dtype.itemsize > 2**60:
+    # Without zeros, beside which any other size would pass.
+    elements = math.prod(max(n, 1) for n in shape)
+    if elements * numpy_dtype.itemsize > 2**60:
         raise Malformed(f"the shape {shape!r}, too large for an array")
     return _jax.ShapedArray(tuple(shape), numpy_dtype)
 
@@ -110,14 +132,17 @@ _LEAF = object()
 
 
 def _node_of(json: Json) -> Any:
+    """A pytree of this structure, with `_LEAF` in each leaf."""
     if json == "*":
         return _LEAF
     if json is None:
         return None
     kind, details, *rest = json
     children = [_node_of(child) for child in rest]
-    if kind in ("tuple", "list"):
-        return tuple(children) if kind == "tuple" else children
+    if kind == "tuple":
+        return tuple(children)
+    if kind == "list":
+        return children
     if kind == "dict":
         return dict(zip(details, children, strict=True))
     if kind != "node":
@@ -147,15 +172,17 @@ def _encode_template(template: Template) -> Json:
 
 def _decode_template(json: Json) -> Template:
     structure, marks = json
-    leaves = tuple(
-        Opaque(_plain(it["is"])) if isinstance(it, dict) else _jax.key_dtype(it)
-        for it in marks
-    )
+    leaves: list[Any] = []
+    for mark in marks:
+        if isinstance(mark, dict):  # a constant
+            leaves.append(Opaque(_plain(mark["is"])))
+        else:
+            leaves.append(_jax.key_dtype(mark))
     treedef = decode_tree(structure)
     # The engine puts one argument into each leaf.
     if treedef.num_leaves != len(leaves):
         raise Malformed(f"{len(leaves)} arguments in a tree of {treedef.num_leaves}")
-    return Template(treedef, leaves)
+    return Template(treedef, tuple(leaves))
 
 
 def _plain(json: Json) -> Any:
@@ -193,8 +220,10 @@ def sizes_in(json: Json) -> list[str]:
         if not isinstance(json[SIZE], str):
             raise Malformed(f"the size {json[SIZE]!r}")
         return [json[SIZE]]
-    sizes = [size for part in codec.children(json) for size in sizes_in(part)]
-    return list(dict.fromkeys(sizes))
+    sizes: dict[str, None] = {}
+    for part in codec.children(json):
+        sizes |= dict.fromkeys(sizes_in(part))
+    return list(sizes)
 
 
 def with_sizes(json: Json, values: Mapping[str, int]) -> Json:

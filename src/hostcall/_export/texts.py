@@ -52,14 +52,14 @@ class Call:
 
     Attributes:
         text: the text.
-        said: what it says; sizes may be symbolic.
+        json: what it says; sizes may be symbolic.
         sizes: the symbolic sizes in it.
         record: the same, with 1 in place of them.
         params: the equation.
     """
 
     text: str
-    said: Json
+    json: Json
     sizes: list[str]
     record: CallRecord
     params: Equation
@@ -76,28 +76,36 @@ class Call:
 
     def arrays(self) -> tuple[list[Json], list[Json]]:
         """[dtype, *sizes] of the operands and of the results."""
-        operands = self.said["operands"]
-        grid = self.said["params"]["grid"]
-        if self.params.through:
+        operands = self.json["operands"]
+        if self.params.through:  # it returns its arguments
             return operands, list(self.params.arguments(operands))
         # The avals are those of one row.
-        results = [[dtype, *grid, *sizes] for dtype, *sizes in self.said["avals"]]
+        grid = self.json["params"]["grid"]
+        results = [[dtype, *grid, *sizes] for dtype, *sizes in self.json["avals"]]
         return operands, results
 
     def buffers(self) -> tuple[list[Json], list[Json]]:
         """The same of what the program passes."""
-        number = [["int32"]] * self.record.linked  # see _primitives/lowering.py
         operands, results = self.arrays()
-        return [*number, *operands], [*number, *results]
+        if self.record.linked:
+            # A number stands for the token (_primitives/lowering.py).
+            number = ["int32"]
+            return [number, *operands], [number, *results]
+        return operands, results
 
     def at(self, buffers: list[list[int]]) -> tuple[CallRecord, Equation]:
         """The call with the sizes that these buffers of XLA's have.
 
+            described   [["float32", "b", 3], ["float32", "2*b"]]
+            buffers     [[11, 4, 3], [11, 8]]       11 is XLA's number of float32
+            values      {"b": 4, "2*b": 8}
+
         Raises LoadError if it describes more or less memory than XLA passes.
         """
-        described = list(itertools.chain(*self.buffers()))
+        operands, results = self.buffers()
+        described = [*operands, *results]
         # A size that is a name, such as "b", has the value that the buffer has. That of
-        # "2*b" follows, and is compared below.
+        # "2*b" follows, and is compared below, as are all lengths.
         known: dict[str, int] = {}
         for (_, *symbolic), (_, *actual) in zip(described, buffers, strict=False):
             for size, value in zip(symbolic, actual, strict=False):
@@ -105,17 +113,18 @@ class Call:
         values, unknown = _values(self.sizes, known)
         if unknown:
             raise Malformed(f"the sizes {unknown}, which its arrays don't have")
-        wanted = [
-            [XLAS_DTYPES.get(dtype), *sizes]
-            for dtype, *sizes in with_sizes(described, values)
-        ]
+        wanted = []
+        for dtype, *sizes in with_sizes(described, values):
+            wanted.append([XLAS_DTYPES.get(dtype), *sizes])
         if wanted != buffers:
             raise LoadError(
                 "hostcall: the program passes other arrays to a call than its"
                 f" description says (XLA's dtypes and shapes: {buffers}, described:"
                 f" {wanted}). It was changed after hostcall made it"
             )
-        return _read(self.said, values) if self.sizes else (self.record, self.params)
+        if not self.sizes:
+            return self.record, self.params
+        return _read(self.json, values)
 
 
 def _read(json: Json, sizes: Mapping[str, int]) -> tuple[CallRecord, Equation]:
@@ -127,10 +136,10 @@ def _values(
     sizes: Sequence[str], known: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str]]:
     """(the values of symbolic sizes, those that don't follow from the known ones)."""
-    every = {name: _jax.size_from(name, known) for name in sizes}
     values = {}
     unknown = []
-    for name, value in every.items():
+    for name in sizes:
+        value = _jax.size_from(name, known)
         if value is None:
             unknown.append(name)
         else:
@@ -170,6 +179,7 @@ def _in_program(
     placement: Placement,
     avals: Sequence[Aval],
 ) -> CallRecord:
+    """The record of a call with what its program says. Raises NotPortable."""
     record = record_of(params, avals, program.is_exported)
     if program.across:
         raise NotPortable("its program runs over several processes")
@@ -192,9 +202,10 @@ def _in_program(
 
 
 def _text(record: CallRecord, params: Equation) -> str:
+    """The record as text. Raises NotPortable if a size could not be known later."""
     json = CODEC.encode(record, "a call")
     call = Call("", json, sizes_in(json), record, params)
-    known = sizes_in(list(call.arrays()))
+    known = sizes_in(list(call.arrays()))  # what XLA's buffers will tell
     # What can be computed does not depend on the values, so any will do.
     values = dict(zip(known, itertools.count(1009, 10), strict=False))
     _, unknown = _values(call.sizes, values)
@@ -282,11 +293,13 @@ def read_text(
             record, params = call.at(buffers)
         mesh = _read_mesh(record, client)
     by_ordinal = {_jax.ordinal(device): device for device in client.local_devices()}
-    team = None if record.team is None else Team(*record.team)
-    is_exported = record.place is not None
-    if team is not None and is_exported:
-        # It may run on any devices, so none of those of its export can lead.
-        team = team._replace(leader=None)
+    team = None
+    if record.team is not None:
+        mode, size, leader = record.team
+        is_exported = record.place is not None
+        # An exported program may run on any devices, so none of those of its export can
+        # lead.
+        team = Team(mode, size, None if is_exported else leader)
     operands = record.operands
     nested = host_device.nesting_level(client) > 0
     placement = Placement(
@@ -306,7 +319,12 @@ def read_text(
 # What reading raises if a text is not what `written` made. All else has another cause,
 # and is passed on as it is.
 _SAY_DAMAGED = (
-    *(Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError),
+    Malformed,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
     ArithmeticError,
 )
 
@@ -347,20 +365,22 @@ def _client(platform: str) -> Client:
 
 
 def _read_mesh(record: CallRecord, client: Client) -> Mesh | None:
+    """The mesh of a record, made of this process's devices."""
     if record.mesh is None:
         return None
     names, sizes, ids = record.mesh
     number = math.prod(sizes)
-    by_id = {device.id: device for device in client.devices()}
+    all_devices = client.devices()
+    by_id = {device.id: device for device in all_devices}
     # The mesh only tells functions where their block is (`hc.current()`). A program may
     # run on other devices than those that it was exported on, and nothing says which.
     program_devices = [by_id[i] for i in ids if i in by_id]
     if len(program_devices) < number:
-        program_devices = list(by_id.values())[:number]
+        program_devices = list(all_devices)
     if len(program_devices) < number:
         raise LoadError(
             f"hostcall: the program runs over {number} devices, and this process has"
-            f" {len(by_id)}. Start it with more devices (on CPUs by"
+            f" {len(all_devices)}. Start it with more devices (on CPUs by"
             " jax.config.update('jax_num_cpu_devices', n), before JAX is used), or"
             " export the program for fewer"
         )

@@ -61,12 +61,13 @@ class Failures:
 
         `announces`: the others do not learn it from the program itself.
         """
-        if self._is_first("here", text):
-            _jax.refuse_programs_across(self._refusal)
-            if announces:
-                self.announce(text)
-            else:
-                self._is_first("by program", text)
+        if not self._is_first("here", text):
+            return  # only the first says what went wrong; others follow from it
+        _jax.refuse_programs_across(self._refusal)
+        if announces:
+            self.announce(text)
+        else:
+            self._is_first("by program", text)
 
     def announce(self, text: str) -> None:
         """Lets the other processes know of a failure here."""
@@ -91,8 +92,8 @@ class Failures:
         of a collective, which says that a connection was closed.
         """
         failure = self._first.get("there")
-        if failure is None or "here" in self._first:  # which has a text of its own
-            return
+        if failure is None or "here" in self._first:
+            return  # a failure here has a text of its own
         if failure in failures.summary(error):  # a refusal says it already
             return
         failures.add_note(
@@ -102,7 +103,9 @@ class Failures:
         )
 
     def _is_first(self, which: str, text: str) -> bool:
+        """Notes the text as the first of its kind, if it is that."""
         first = self._first
+        # Of two threads that come at once, `setdefault` gives both the text of one.
         return which not in first and first.setdefault(which, text) is text
 
     @staticmethod
@@ -167,5 +170,8 @@ def _key(process: int) -> str:
 
 def _shown(text: str) -> str:
     """A text that anyone may have written, cut and without control characters."""
-    shown = (c if c.isprintable() or c in "\n\t" else "?" for c in text[:_LONGEST])
-    return "".join(shown)
+    characters = []
+    for character in text[:_LONGEST]:
+        may_be_shown = character.isprintable() or character in "\n\t"
+        characters.append(character if may_be_shown else "?")
+    return "".join(characters)

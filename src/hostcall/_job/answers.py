@@ -38,15 +38,15 @@ _numbers = itertools.count()
 def ask(seconds: float) -> list[ProcessStatus]:
     """Asks all processes; those that do not answer in time are in the list too."""
     this_process, processes = _jax.place_in_job()
-    statuses = {this_process: doing(this_process)}
     question = f"{this_process}.{next(_numbers)}"
     asked = [process for process in range(processes) if process != this_process]
+    own_status = doing(this_process)
     _jax.job_put(f"{BOARD}asks/{question}", "")
     try:
         texts = _fetch(f"{_ANSWERS}{question}", asked, seconds)
-        for process in asked:
-            statuses[process] = _read(process, texts.get(process))
-        return [statuses[process] for process in range(processes)]
+        statuses = [_read(process, texts.get(process)) for process in asked]
+        statuses.insert(this_process, own_status)  # they are in the order of numbers
+        return statuses
     finally:
         # Also after Ctrl-C: a question that stays would be answered by all for ever.
         _jax.job_delete(f"{BOARD}asks/{question}")
@@ -60,21 +60,21 @@ def answer(question: str) -> None:
     _jax.job_put(f"{_ANSWERS}{question}/{status.process}", text)
 
 
-def _fetch(name: str, givers: Collection[int], seconds: float) -> dict[int, str]:
-    """The texts in `name`/<giver>, of those who have put one there in time.
+def _fetch(folder: str, processes: Collection[int], seconds: float) -> dict[int, str]:
+    """The texts in `folder`/<process>, of those that have put one there in time.
 
     Looks 20 times a second, so that Ctrl-C ends the wait.
     """
     texts: dict[int, str] = {}
 
     def all_are_there() -> bool:
-        for giver in givers:
-            if giver in texts:
+        for process in processes:
+            if process in texts:
                 continue
-            text = _jax.job_get(f"{name}/{giver}")
+            text = _jax.job_get(f"{folder}/{process}")
             if text is not None:  # it may be empty
-                texts[giver] = text
-        return all(giver in texts for giver in givers)
+                texts[process] = text
+        return len(texts) == len(processes)
 
     wait(until_true(all_are_there), seconds)
     return texts

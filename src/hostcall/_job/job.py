@@ -141,7 +141,7 @@ class Job(PerProcess):
         if self.failures.announced is None:
             return
         now = time.monotonic()
-        if self._closes_next == math.inf:
+        if self._closes_next == math.inf:  # the failure is new: `grace` begins
             self._closes_next = now + self._closes_after
         elif now >= self._closes_next:
             self._closes_after *= 2
@@ -160,19 +160,9 @@ class Job(PerProcess):
             f" {self.failures.announced}"
         )
         logger.error("%s", why)
-
-        class ServiceEnds(HostcallError):
-            """Python makes an error of a class that another thread raises."""
-
-            def __init__(self) -> None:
-                super().__init__(f"hostcall: {why}", code="hc-process")
-
-        ServiceEnds.__name__ = HostcallError.__name__
-        ServiceEnds.__qualname__ = HostcallError.__qualname__
-        ServiceEnds.__module__ = HostcallError.__module__
         main = threading.main_thread().ident
         assert main is not None, "the interpreter ends after this thread"
-        _native.raise_in_thread(main, ServiceEnds)
+        _native.raise_in_thread(main, _error_class(f"hostcall: {why}"))
         # It may wait in XLA for a program that waits for a call.
         _native.interrupt_calls(taps=True)
 
@@ -199,6 +189,7 @@ class Job(PerProcess):
         if _jax.job_size() > 1:  # not shut down yet
             if self.failures.announced is None:
                 self._meet()
+            # Also if another one failed while this one waited for it.
             if self.failures.announced is not None:
                 self._part()
         self._mailbox.stop()
@@ -284,6 +275,23 @@ class Job(PerProcess):
         except jax.errors.JaxRuntimeError:  # the service does not answer
             return all_others
         return all_others - len(have_left)
+
+
+def _error_class(text: str) -> type[HostcallError]:
+    """A HostcallError with this text, for `raise_in_thread`.
+
+    Python raises a class in another thread, not an object, and calls it without
+    arguments there. So the class holds the text; it looks like HostcallError.
+    """
+
+    class ServiceEnds(HostcallError):
+        def __init__(self) -> None:
+            super().__init__(text, code="hc-process")
+
+    ServiceEnds.__name__ = HostcallError.__name__
+    ServiceEnds.__qualname__ = HostcallError.__qualname__
+    ServiceEnds.__module__ = HostcallError.__module__
+    return ServiceEnds
 
 
 @once

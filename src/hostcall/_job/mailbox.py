@@ -6,7 +6,7 @@ of more than 250 processes:
 
     failed/<process>   the text of that process's first failure
     ends/0             process 0, and with it the store, is about to end (job.py)
-    asks/<question>    a question what all processes are doing (status.py)
+    asks/<question>    a question what all processes are doing (answers.py)
 
 So the news of a failure is one write for the process that failed, and one read of a
 small folder for each other process. A look needs the GIL for some 50 us. It never
@@ -67,7 +67,7 @@ class Mailbox:
     def __init__(self, reader: Reader) -> None:
         self.pause = max(0.5, _jax.job_size() / _LOOKS)
         self._reader = reader
-        self._seen: set[str] = set()
+        self._seen: set[str] = set()  # the names on the board that it has been told of
         # The letters (key, text, when it is there).
         self._outbox = queue.SimpleQueue[tuple[str, str, Future[None]]]()
         self._stopping = False  # set before the last one is put there
@@ -99,12 +99,17 @@ class Mailbox:
         self._thread.join(4 * self.patience)
 
     def _run(self) -> None:
+        """The thread: looks at the board, writes a letter if there is one; again."""
         while not (self._stopping and self._outbox.empty()):
-            key = ""  # nothing is posted: this is one more look
+            # If nothing is posted in time, there is only the look, for which nobody
+            # waits.
+            key = ""
             text = ""
             posted = Future[None]()
             with contextlib.suppress(queue.Empty):
                 key, text, posted = self._outbox.get(timeout=self.pause)
+            # A look comes before each letter: what is written may follow from another
+            # process's failure, which must be known then.
             try:
                 if _jax.job_size() == 1:  # jax.distributed.shutdown()
                     return
@@ -120,6 +125,7 @@ class Mailbox:
                 posted.set_result(None)
 
     def _look(self) -> None:
+        """Tells the reader of what is new on the board."""
         this_process, size = _jax.place_in_job()
         board = _jax.job_folder(BOARD)
         self._seen &= board.keys()  # what was asked is deleted by who asked

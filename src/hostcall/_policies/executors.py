@@ -1,33 +1,18 @@
-"""The kinds of `executor=`: what rows need from each, and messages for their failures.
+"""The kinds of `executor=`: what rows need from each.
 
 A `concurrent.futures.Executor` can run tasks. To run the rows of a call on it, hostcall
 must also know how many workers there are, send a value only once that all rows share,
-stop rows that have not begun, and notice a worker that has died.
-
-The leash. A chunk of rows that is queued in another process can't always be cancelled.
-So each run on processes has a file, its leash:
-
-  1. Before a worker begins a chunk, it appends the chunk's first row and its own
-     process id to the file.
-  2. Before each row, it checks that the file still exists, and stops if it does not.
-  3. This process deletes the file when no more rows may begin.
-  4. If a worker dies, the file says which chunk it had.
-
-Workers of Dask and Ray may be on other machines. Dask runs a task again if its worker
-dies, so a call with effects needs protection from that.
+stop rows that have not begun, and notice a worker that has died. For processes of this
+machine files.py has what that takes. clusters.py has Dask and Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import pickle
 import queue
-import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Collection
 from concurrent import futures
 from multiprocessing import connection
@@ -36,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from hostcall._core import failures
-from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.frames import traceback_of
 from hostcall._core.wait import result_of
+from hostcall._policies.files import SharedFiles, chunks_begun
+from hostcall._policies.layer import Executor, Task, Value
 
 logger = logging.getLogger("hostcall")
 
 
-def by_name(pool: Any) -> bool:
+def by_name(pool: Executor) -> bool:
     """Whether the executor sends functions by name, with pickle.
 
     The standard library's process pools do. Those of Dask, Ray and loky send a function
@@ -56,7 +42,7 @@ def by_name(pool: Any) -> bool:
     return isinstance(pool, futures.ProcessPoolExecutor)
 
 
-def is_of_processes(pool: Any) -> bool:
+def is_of_processes(pool: Executor) -> bool:
     """Whether rows run in other processes of this machine."""
     return by_name(pool) or "loky" in type(pool).__module__.split(".")
 
@@ -92,10 +78,11 @@ class Workers:
     takes_back = True
     leash: str | None = None
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Executor) -> None:
         self._pool = pool
-        self._files: list[str] = []
-        self._ended: queue.SimpleQueue[Any] | None = queue.SimpleQueue()
+        self._files = SharedFiles()
+        # Tasks that have ended, for `wait`; None once no task is waited for.
+        self._ended: queue.SimpleQueue[Task] | None = queue.SimpleQueue()
 
     def open(self) -> None:
         """Lets rows begin."""
@@ -112,13 +99,13 @@ class Workers:
                     " 'forkserver'"
                 )
         if is_of_processes(pool):
-            self.leash = self._file()
+            self.leash = self._files.new_leash()
 
     def count(self) -> int | None:
         """How many tasks run at once; None if that is not known."""
         return getattr(self._pool, "_max_workers", None)
 
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Task:
         return self._noticed(self._pool.submit(fn, *args))
 
     def _noticed(self, task: futures.Future[Any]) -> futures.Future[Any]:
@@ -131,12 +118,12 @@ class Workers:
         if (ended := self._ended) is not None:
             ended.put(task)
 
-    def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
+    def wait(self, tasks: Collection[Task], seconds: float) -> Collection[Task]:
         """Waits until a task has ended, or for `seconds`.
 
         Returns the tasks that have ended since the last call.
         """
-        assert self._ended is not None
+        assert self._ended is not None, "`forget` comes after the last wait"
         ended = []
         with contextlib.suppress(queue.Empty):
             ended.append(self._ended.get(timeout=seconds))
@@ -144,11 +131,11 @@ class Workers:
                 ended.append(self._ended.get_nowait())
         return ended
 
-    def outcomes(self, tasks: Collection[Any]) -> list[tuple[Any, Any]]:
+    def outcomes(self, tasks: Collection[Task]) -> list[tuple[Value, Any]]:
         """(value, None) or (None, exception) for each of some tasks that have ended."""
         return [_outcome(task) for task in tasks]
 
-    def cancel(self, tasks: Collection[Any]) -> list[Any]:
+    def cancel(self, tasks: Collection[Task]) -> list[Any]:
         """Cancels tasks that have not begun; returns the others, for `futures.wait`."""
         return [task for task in tasks if not task.cancel()]
 
@@ -162,22 +149,11 @@ class Workers:
 
     def share(self, array: np.ndarray) -> Any:
         """What to send in place of an array. In a worker, `fresh` turns it back."""
-        return _File(self._file(array), array)
-
-    def _file(self, array: np.ndarray | None = None) -> str:
-        size = 0 if array is None else array.nbytes
-        handle, path = tempfile.mkstemp(".hostcall", dir=_memory_for(size))
-        self._files.append(path)
-        with os.fdopen(handle, "wb") as file:
-            if array is not None:
-                array.tofile(file)
-        return path
+        return self._files.put(array)
 
     def drop(self) -> None:
         """Stops rows that have not begun, and deletes the shared arrays."""
-        for path in self._files:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        self._files.delete()
 
     def pickler(self) -> Any:
         """The pickler class that turns rows into bytes."""
@@ -206,48 +182,6 @@ def _outcome(task: futures.Future[Any]) -> tuple[Any, Any]:
         return None, error
 
 
-class _File:
-    """An array in a file that workers map into their memory.
-
-    The file is in shared memory if the machine has room there. The mapping is private,
-    so a row that writes to the array gets its own copy of the pages it writes.
-    """
-
-    def __init__(self, path: str, array: np.ndarray) -> None:
-        self.path = path
-        self.dtype = array.dtype
-        self.shape = array.shape
-
-    def get(self) -> np.ndarray:
-        pages = np.memmap(self.path, self.dtype, "c", shape=self.shape)
-        return pages.view(np.ndarray)
-
-
-def _memory_for(size: int) -> str | None:
-    """The folder of files in memory; None if there is none or it lacks room."""
-    try:
-        status = os.statvfs("/dev/shm")
-    except (OSError, AttributeError):
-        return None
-    # Half of the room is left to others.
-    has_room = status.f_bavail * status.f_frsize > 2 * size
-    return "/dev/shm" if has_room and os.access("/dev/shm", os.W_OK) else None
-
-
-def begin(leash: str, start: int) -> None:
-    """In a worker: writes into the leash that this process begins the chunk at `start`.
-
-    Does nothing if the leash is gone: no row may begin then, and each row checks that.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        file = os.open(leash, os.O_WRONLY | os.O_APPEND)
-        try:
-            # One short append is atomic, so lines of several workers don't mix.
-            os.write(file, b"%d %d\n" % (start, os.getpid()))
-        finally:
-            os.close(file)
-
-
 def fresh(shared: Any) -> np.ndarray:
     """In a worker: a row's own copy of a shared array."""
     return shared.copy() if isinstance(shared, np.ndarray) else shared.get()  # type: ignore[no-any-return]
@@ -264,13 +198,13 @@ class MultiprocessingPool(Workers):
     so this class watches the workers.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Executor) -> None:
         super().__init__(pool)
         # Worker processes by id; None for pools of threads, which don't die, and for
         # Ray's, which reports the tasks of dead workers itself.
         self._seen: dict[int, Any] | None = None
         self._since: float | None = None  # when a worker was first found missing
-        self._begun_last: dict[int, int] = {}
+        self._begun_last: dict[int, int] = {}  # what the leash said last
         if by_name(pool):
             self._seen = {w.pid: w for w in list(pool._pool) if not _ended(w)}
 
@@ -292,9 +226,8 @@ class MultiprocessingPool(Workers):
     def _begun(self) -> dict[int, int]:
         """The process id of each chunk's worker, by the chunk's first row."""
         if self.leash is not None:
-            with contextlib.suppress(FileNotFoundError), open(self.leash) as file:
-                pairs = (line.split() for line in file)
-                self._begun_last = {int(start): int(pid) for start, pid in pairs}
+            with contextlib.suppress(FileNotFoundError):  # it is dropped
+                self._begun_last = chunks_begun(self.leash)
         return self._begun_last
 
     def drop(self) -> None:
@@ -305,16 +238,9 @@ class MultiprocessingPool(Workers):
         if self._seen is None:
             return ""
         # A copy, since the pool's own thread replaces workers.
-        pool_workers = list(self._pool._pool)
-        self._seen.update((worker.pid, worker) for worker in pool_workers)
-        ended = {pid: worker for pid, worker in self._seen.items() if _ended(worker)}
-        begun = self._begun()
-        busy = [begun[start] for start in unfinished if start in begun]
-        lost = [pid for pid in busy if pid in ended or pid not in self._seen]
-        if not busy:
-            # A worker may have died after it took a task and before it wrote that into
-            # the leash.
-            lost = [pid for pid, worker in ended.items() if worker.exitcode]
+        for worker in list(self._pool._pool):
+            self._seen[worker.pid] = worker
+        lost = self._lost(unfinished)
         if not lost:
             self._since = None
             return ""
@@ -329,6 +255,18 @@ class MultiprocessingPool(Workers):
             return f"process {pid}"
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"process {pid}, {cause}"
+
+    def _lost(self, unfinished: Collection[int]) -> list[int]:
+        """The ids of workers that have ended with an unfinished chunk."""
+        assert self._seen is not None, "threads don't die"
+        ended = {pid: worker for pid, worker in self._seen.items() if _ended(worker)}
+        begun = self._begun()
+        busy = [begun[start] for start in unfinished if start in begun]
+        if busy:
+            return [pid for pid in busy if pid in ended or pid not in self._seen]
+        # A worker may have died after it took a task and before it wrote that into the
+        # leash. One that ends by design, after its last task, has the exit code 0.
+        return [pid for pid, worker in ended.items() if worker.exitcode]
 
 
 def _ended(worker: Any) -> bool:
@@ -356,200 +294,15 @@ def _with_traceback(fn: Callable[..., Any], args: Any) -> Any:
 # --- Which kind an executor is --------------------------------------------------------
 
 
-def sends(pool: Any) -> bool:
+def sends(pool: Executor) -> bool:
     """Whether rows are sent to another process, and get copies of their arguments."""
-    return is_of_processes(pool) or _is_dask(pool) or _is_ray(pool)
+    return is_of_processes(pool) or is_dask(pool) or is_ray(pool)
 
 
-def _is_dask(pool: Any) -> bool:
+def is_dask(pool: Executor) -> bool:
     return hasattr(pool, "get_executor")
 
 
-def _is_ray(pool: Any) -> bool:
+def is_ray(pool: Executor) -> bool:
     package, _, _ = type(pool).__module__.partition(".")
     return package == "ray"
-
-
-def workers_of(pool: Any, once: bool) -> Workers:
-    """The `Workers` for an executor. With `once`, no row runs twice, whatever fails."""
-    if _is_dask(pool):
-        return _Dask(pool, once)
-    if _is_ray(pool):
-        return _RayPool(pool)
-    return Workers(pool) if hasattr(pool, "submit") else MultiprocessingPool(pool)
-
-
-class _RayPool(MultiprocessingPool):
-    """`ray.util.multiprocessing.Pool`, whose workers may be on other machines.
-
-    Unlike multiprocessing's pool, it fails the tasks of a worker that has died.
-    """
-
-    takes_back = False
-
-    def count(self) -> int | None:
-        return len(self._pool._actor_pool)
-
-    def share(self, array: np.ndarray) -> Any:
-        import ray
-
-        return _RayReference(ray.put(array))
-
-    def pickler(self) -> Any:
-        from ray import cloudpickle
-
-        return cloudpickle.Pickler
-
-
-class _RayReference:
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-
-    def get(self) -> np.ndarray:
-        import ray
-
-        return np.array(ray.get(self._reference))  # a copy: Ray's array is read-only
-
-
-class _Dask(Workers):
-    """A Dask client.
-
-    Not used through its `get_executor()`, which keeps the futures of failed tasks, and
-    fetches each value separately.
-    """
-
-    def __init__(self, client: Any, once: bool) -> None:
-        super().__init__(client)
-        self._claims: list[str] | None = [] if once else None
-
-    def count(self) -> int | None:
-        return sum(self._pool.nthreads().values()) or None
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self._claims is not None:
-            claim = f"hostcall-{uuid.uuid4().hex}"
-            self._claims.append(claim)
-            fn, args = _claimed, (claim, fn, *args)
-        # With pure=True, Dask would run tasks with equal arguments only once.
-        return self._pool.submit(fn, *args, pure=False)
-
-    def wait(self, tasks: Collection[Any], seconds: float) -> Collection[Any]:
-        """Waits until all tasks have ended or one has failed; returns those that ended.
-
-        Returns nothing after `seconds`. It waits for all because fetching one value
-        takes as long as fetching all of them.
-        """
-        import distributed
-
-        end = time.monotonic() + seconds
-        fine = ("pending", "finished")
-        awaited = [task for task in tasks if not task.done()]
-        with contextlib.suppress(TimeoutError):
-            while awaited and all(task.status in fine for task in tasks):
-                seconds = max(0.0, end - time.monotonic())
-                distributed.wait(awaited, seconds, "FIRST_COMPLETED")
-                awaited = [task for task in awaited if not task.done()]
-            return [task for task in tasks if task.done()]
-        return []
-
-    def outcomes(self, tasks: Collection[Any]) -> list[tuple[Any, Any]]:
-        finished = [task for task in tasks if task.status == "finished"]
-        values = dict(zip(finished, self._pool.gather(finished), strict=True))
-        return [
-            (values[task], None) if task in values else (None, _failure(task))
-            for task in tasks
-        ]
-
-    def cancel(self, tasks: Collection[Any]) -> list[Any]:
-        if tasks:
-            self._pool.cancel(list(tasks))
-        return []  # Dask does not say when the running ones end
-
-    def share(self, array: np.ndarray) -> Any:
-        return self._pool.scatter(array, broadcast=True, hash=False)
-
-    def forget(self) -> None:
-        from distributed import Event
-
-        for claim in self._claims or ():
-            Event(claim, self._pool).clear()
-
-
-def _failure(task: Any) -> Any:
-    if task.status == "error":
-        return task.exception().with_traceback(task.traceback())
-    text = f"hostcall: the Dask task ended with status {task.status}"
-    return futures.CancelledError(text)
-
-
-def _claimed(claim: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Runs `fn` on the worker, unless it has run before.
-
-    Dask sends a task again if its worker has died, even if the task had ended. The
-    event is kept by Dask's scheduler, so it outlives the worker.
-    """
-    from distributed import Event
-
-    event = Event(claim)
-    if event.is_set():
-        raise HostcallError(
-            "hostcall: the Dask worker that ran these rows has died. Dask would run"
-            " them again, but they have effects (order= is not 'pure') and must run"
-            " only once",
-            code="hc-worker",
-        )
-    event.set()
-    return fn(*args)
-
-
-# --- Messages for failures of workers ------------------------------------------------
-
-
-def explain(
-    error: BaseException, pool: Any, name: str, which: str, sent_objects: Any
-) -> None:
-    """Explains a row that failed outside the user's function.
-
-    Adds a note to `error`, or raises a clearer error. Does nothing for other errors.
-
-    Args:
-        error: what the row failed with.
-        pool: the executor.
-        name: the name of the function.
-        which: the row, in words.
-        sent_objects: the function and arguments that were sent.
-    """
-    if issubclass(type(error), futures.BrokenExecutor):
-        failures.add_note(
-            error,
-            f"hostcall: {which} of `{name}` failed because a worker of executor= has"
-            " died. It may have crashed, run out of memory, been killed, or failed to"
-            ' import the main module (with "spawn", a script needs'
-            ' `if __name__ == "__main__":`). Make a new executor: this one is broken',
-        )
-    elif by_name(pool) and (
-        issubclass(type(error), _OF_PICKLE)
-        or type(error).__name__ == "MaybeEncodingError"
-    ):
-        # The error may be the function's own: only if they can't be pickled here
-        # either, they are to blame.
-        try:
-            pickle.dumps(sent_objects)
-        except Exception as reason:
-            raise SpecError(
-                f"hostcall: `{name}` or its arguments can't be sent to another process:"
-                f" {reason}. This executor sends functions by name: define `{name}` at"
-                " the top level of a module, or pass an executor that sends functions"
-                " by value (Dask, loky) or uses threads",
-                code="hc-pickle",
-            ) from error
-        if "pickle" in failures.summary(error):
-            failures.add_note(
-                error,
-                f"hostcall: {which} failed. This executor pickles what `{name}`"
-                " returns, and the residuals of a forward rule. Return objects that can"
-                " be pickled, or declare array residuals with residuals=",
-            )
-
-
-_OF_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)

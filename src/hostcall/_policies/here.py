@@ -81,6 +81,7 @@ def _stack_of(worker: list[int]) -> str:
         return "its thread has ended"
     lines = traceback.format_stack(frame)
     # Without the frames that hostcall and the thread begin with.
-    skipped = (PACKAGE, "threading.py")
-    users = [line for line in lines if not any(file in line for file in skipped)]
-    return "it is stuck in:\n" + "".join(users or lines).rstrip()
+    users_lines = [
+        line for line in lines if PACKAGE not in line and "threading.py" not in line
+    ]
+    return "it is stuck in:\n" + "".join(users_lines or lines).rstrip()

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -38,16 +38,20 @@ Leaves = Sequence[Any]  # the same as one array for each leaf of a call's argume
 Flat = Sequence[np.ndarray]  # one array for each leaf of a row's results
 Index = tuple[int, ...]  # of a row, along each batch axis
 Current = Callable[[int], Any]  # what `hc.current()` answers in a row, by its number
+Value: TypeAlias = Any  # what the user's function returned for a row
+Executor: TypeAlias = Any  # what users give as executor=, of whatever library
+Task: TypeAlias = Any  # what an executor answers to a call that was submitted
 
 Given = TypeVar("Given", contravariant=True)
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Layer(Protocol[Given, Result]):
     def rows(self, rows: Sequence[Given], site: RowContext) -> list[Result]: ...
 
 
-class Runs(Layer[Row, Any], Protocol):
+class Runs(Layer[Row, Value], Protocol):
     """Runs the function: the innermost.
 
     Attributes:
@@ -57,7 +61,7 @@ class Runs(Layer[Row, Any], Protocol):
     sends: bool
 
 
-Body = Layer[Leaves, Any]  # called with leaves, the function's results
+Body = Layer[Leaves, Value]  # called with leaves, the function's results
 Inner = Layer[Leaves, Flat]  # plain arrays in, plain arrays out
 
 
@@ -92,7 +96,7 @@ class ChecksResults(Protocol):
 
     name: str
 
-    def flatten(self, value: Any) -> list[Any]: ...
+    def flatten(self, value: Value) -> list[Any]: ...
 
     def coerce(self, number: int, value: Any) -> np.ndarray: ...
 
@@ -143,15 +147,17 @@ class Shared(PerProcess):
     def __init__(self) -> None:
         # Two programs may be lowered at once, and a destructor may lower a third.
         self._lock = threading.RLock()
-        self.things: weakref.WeakValueDictionary[Any, Any]
-        self.things = weakref.WeakValueDictionary()
+        self.things = weakref.WeakValueDictionary[Hashable, Any]()
         super().__init__()
 
-    def one(self, key: Any, make: Callable[[], Any]) -> Any:
+    def one(self, key: Hashable, make: Callable[[], T]) -> T:
         """The one thing of this key, which is made now if nobody has it."""
         with self._lock:
-            # A destructor that runs in `make` may have made one meanwhile.
-            return self.things.get(key) or self.things.setdefault(key, make())
+            existing: T | None = self.things.get(key)
+            if existing is None:
+                # A destructor that runs in `make` may have made one meanwhile.
+                existing = self.things.setdefault(key, make())
+            return existing
 
 
 shared = Shared()
@@ -170,7 +176,7 @@ class TimedFunction(NamedTuple):
         name: what messages call it; "" for the function's own name.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Value]
     settings: ThreadSettings
     timeout: float | None = None
     name: str = ""
@@ -180,9 +186,11 @@ class TimedFunction(NamedTuple):
         running.log(flights.LATE)
         # By their types: a leaf may be a user's object, which may answer anything.
         kinds = (np.ndarray, np.generic, jax.Array, DLPackArray)
-        leaves = jax.tree.leaves(row)
-        arrays = [leaf for leaf in leaves if issubclass(type(leaf), kinds)]
-        shapes = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        shown = []
+        for leaf in jax.tree.leaves(row):
+            if issubclass(type(leaf), kinds):
+                shown.append(f"{leaf.dtype}{list(leaf.shape)}")
+        shapes = ", ".join(shown)
         name = self.name or name_of(self.fn)
         return CallTimeoutError(
             f"hostcall: `{name}`({shapes}) took longer than timeout={self.timeout} s;"
@@ -191,7 +199,7 @@ class TimedFunction(NamedTuple):
 
     def split(
         self, rows: Sequence[Row]
-    ) -> tuple[Callable[..., Any], Sequence[Row], list[Callable[[Any], Any]]]:
+    ) -> tuple[Callable[..., Value], Sequence[Row], list[Callable[[Value], Value]]]:
         """The function and rows to run elsewhere, and what finishes each row here.
 
         Code of hostcall's own, a rule, may have a part that only this process can run
@@ -200,25 +208,26 @@ class TimedFunction(NamedTuple):
         user's function runs elsewhere as it is.
         """
         host_code = as_host_code(self.fn)
-        splits = [host_code.split(*row) for row in rows]
         sendable_rows: list[Row] = []
         finishes = []
-        for split in splits:
-            if split is None:
-                continue
-            part, args, finish = split
-            sendable_rows.append(((part, *args), {}))
-            finishes.append(finish)
+        for args, kwargs in rows:
+            split = host_code.split(args, kwargs)
+            if split is not None:
+                part, part_args, finish = split
+                # The part may differ from row to row, so it goes as an argument.
+                sendable_rows.append(((part, *part_args), {}))
+                finishes.append(finish)
         if not sendable_rows:
             return self.fn, rows, [same] * len(rows)
         assert len(sendable_rows) == len(rows), "rows are calls of one function"
         return apply, sendable_rows, finishes
 
 
-def same(value: Any) -> Any:
+def same(value: Value) -> Value:
     """Finishes a row whose value is its result."""
     return value
 
 
-def apply(part: Callable[..., Any], *args: Any) -> Any:
+def apply(part: Callable[..., Value], *args: Any) -> Value:
+    """Calls the part of a row that runs elsewhere (`TimedFunction.split`)."""
     return part(*args)

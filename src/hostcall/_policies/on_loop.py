@@ -13,8 +13,7 @@ Guarantees
     call. The call then waits for them to end, for a second at most: a coroutine may
     refuse to be cancelled, or may block the loop.
   * Host code in a coroutine has the settings of a callback (its default device, the
-    guard against deadlocks) whenever it runs, and never while it waits: other tasks run
-    on the same thread then.
+    guard against deadlocks) whenever it runs, and never while it waits (stepping.py).
 
 What belongs to which thread: lanes, tasks and what rows have left behind are touched by
 the loop's thread only. The waiting thread reads them after `_done` was set, which
@@ -29,16 +28,14 @@ import contextvars
 import functools
 import inspect
 import threading
-import traceback
-import types
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hostcall import _native
 from hostcall._core.errors import DeadlockError, HostcallError
 from hostcall._core.host_code import as_host_code
-from hostcall._core.source import PACKAGE, name_of
+from hostcall._core.source import name_of
 from hostcall._core.spec import Opaque
 from hostcall._core.wait import SLOW, wait
 from hostcall._policies.layer import (
@@ -46,9 +43,11 @@ from hostcall._policies.layer import (
     Row,
     RowContext,
     TimedFunction,
+    Value,
     apply,
     shared,
 )
+from hostcall._policies.stepping import awaited, stack_of
 from hostcall._runtime import loop as loops
 from hostcall._runtime import workers
 
@@ -85,7 +84,7 @@ class OnLoop:
         is_ours = host_code is timed.fn
         self.lane = Opaque(host_code.lane() if is_ours else timed.fn)
 
-    def rows(self, rows: Sequence[Row], site: RowContext) -> list[Any]:
+    def rows(self, rows: Sequence[Row], site: RowContext) -> list[Value]:
         loop = free_loop(self.timed.fn)
         current = site.current()
         part, part_rows, finishes = self.timed.split(rows)
@@ -93,13 +92,16 @@ class OnLoop:
             # The objects of all rows are locked by this thread, in row order, until
             # they have ended. Another thread that enters them does so in that order.
             enter = as_host_code(self.timed.fn).enter
-            entered = enter(current(0), locks, *rows[0])
-            if entered is not None:
+            entered_rows: list[Row] = []
+            for i, (args, kwargs) in enumerate(rows):
+                entered = enter(current(i), locks, args, kwargs)
+                if entered is None:
+                    assert not entered_rows, "rows are calls of one function"
+                    break
+                entered_rows.append(((entered,), {}))
+            if entered_rows:
                 part = apply
-                part_rows = [((entered,), {})]
-                for i, row in enumerate(rows[1:], 1):
-                    entered = enter(current(i), locks, *row)
-                    part_rows.append(((entered,), {}))
+                part_rows = entered_rows
             tasks = _RowTasks(self, loop, part, part_rows, current)
             values = tasks.wait(rows[0], site)
         pairs = zip(finishes, values, strict=True)
@@ -189,7 +191,7 @@ class _RowTasks:
         self._context.run(_above.set, (*above, of.lane))
         if _native.on_tap_worker():
             self._context.run(workers.in_tap.set, True)
-        self._values: list[Any] = [None] * len(rows)
+        self._values: list[Value] = [None] * len(rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._done = threading.Event()
         self._failed: tuple[int, BaseException] | None = None
@@ -199,7 +201,11 @@ class _RowTasks:
 
     # --- On the waiting thread -------------------------------------------------------
 
-    def wait(self, first: Row, site: RowContext) -> list[Any]:
+    def wait(self, first: Row, site: RowContext) -> list[Value]:
+        """Runs the rows on the loop; returns their results. To be called once.
+
+        Raises the exception of the row that failed first.
+        """
         try:
             self._post(self._begin)
             seconds = self._timed.timeout
@@ -236,6 +242,7 @@ class _RowTasks:
         )
 
     def _blocked(self) -> str:
+        """What keeps the loop from taking up the rows; "" if it has. `wait` logs it."""
         if self._begun:
             return ""
         if not self._loop.is_running():
@@ -267,15 +274,16 @@ class _RowTasks:
             raise self._closed() from error
 
     def _late(self) -> str:
+        """Which row has not ended, and where it waits; completes a sentence."""
         # The loop's thread may change the dict meanwhile; a copy is one step of C.
         tasks = dict(self._tasks)
         if not tasks:
-            up = "" if self._begun else ": the event loop has not taken it up"
-            return f"it has not begun{up}"
+            why = "" if self._begun else ": the event loop has not taken it up"
+            return f"it has not begun{why}"
         number = min(tasks)
         n = len(self._rows)
         row = "it" if n == 1 else f"row {number} of {n}"
-        return f"{row} {_stack_of(tasks[number].get_coro())}"
+        return f"{row} {stack_of(tasks[number].get_coro())}"
 
     # --- On the loop -----------------------------------------------------------------
 
@@ -333,13 +341,14 @@ class _RowTasks:
         try:
             args, kwargs = self._rows[number]
             row = functools.partial(self._fn, *args, **kwargs)
-            self._values[number] = await _awaited(row, self._timed.settings)
+            self._values[number] = await awaited(row, self._timed.settings)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._fail(number, error)
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        """Called when the task of a row has ended, however it has."""
         del self._tasks[number]
         self._left -= 1
         self._lane.running -= 1
@@ -373,63 +382,3 @@ class _RowTasks:
         self._stop_all()
         if self._begun:
             self._settle()
-
-
-async def _awaited(row: Callable[[], Any], settings: workers.ThreadSettings) -> Any:
-    awaitable = settings.run(row)
-    if not inspect.isawaitable(awaitable):
-        return awaitable  # a plain function of a HostFunction's or an object's
-    if not inspect.iscoroutine(awaitable):
-        return await awaitable  # a future, which runs no code of its own
-    return await _stepped(awaitable, settings.run)
-
-
-@types.coroutine
-def _stepped(
-    awaited_in_steps: Any, run: Callable[..., Any]
-) -> Generator[Any, Any, Any]:
-    """Awaits, with the settings of host code during each step, not between them."""
-    # What a coroutine yields goes out to asyncio, and what asyncio answers goes in: a
-    # value is sent, an error (of what it waits for, or CancelledError) is thrown.
-    step: Callable[[Any], Any] = awaited_in_steps.send
-    answer: Any = None
-    try:
-        while True:
-            try:
-                waits_for = run(step, answer)
-            except StopIteration as end:
-                return end.value
-            try:
-                step = awaited_in_steps.send
-                answer = yield waits_for
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                step = awaited_in_steps.throw
-                answer = error
-    finally:
-        awaited_in_steps.close()
-
-
-def _stack_of(coroutine: Any) -> str:
-    """Where a coroutine waits, in the user's code."""
-    lines = []
-    inner = coroutine
-    while True:
-        # By their types: a user's awaitable may have every attribute.
-        if type(inner) is types.CoroutineType:
-            frame = inner.cr_frame
-            behind = inner.cr_await
-        elif type(inner) is types.GeneratorType:
-            frame = inner.gi_frame
-            behind = inner.gi_yieldfrom
-        else:
-            break
-        if frame is not None:
-            if not frame.f_code.co_filename.startswith(PACKAGE):
-                lines += traceback.format_stack(frame, limit=1)
-            behind = frame.f_locals.get("awaited_in_steps", behind)
-        inner = behind
-    if not lines:
-        return "has not begun to wait"
-    return "waits in:\n" + "".join(lines).rstrip()

@@ -62,8 +62,10 @@ def entries(choices: Choices) -> EngineFunctions:
         layer = Checked(layer, choices)
         from hostcall._policies.unmasked import Unmasked, UnmaskedTap
 
-        tap = choices.tap
-        layer = UnmaskedTap(layer, choices.batch) if tap else Unmasked(layer, choices)
+        if choices.tap:
+            layer = UnmaskedTap(layer, choices.batch)
+        else:
+            layer = Unmasked(layer, choices)
 
     def function(*leaves: Any) -> Any:
         return layer.rows((leaves,), RowContext())[0]
@@ -159,7 +161,8 @@ class Checked:
         return [self._flatten(value) for value in self._inner.rows(converted, site)]
 
     def _converted(self, row: Leaves) -> Leaves:
-        pairs = zip(row, self._converters, strict=True)
-        return [
-            array if convert is None else convert(array) for array, convert in pairs
-        ]
+        converted = []
+        for array, convert in zip(row, self._converters, strict=True):
+            # None: the function gets it as it is.
+            converted.append(array if convert is None else convert(array))
+        return converted

@@ -36,30 +36,31 @@ class Unmasked:
         return [self._batch(row[0], row[1:], site) for row in rows]
 
     def _batch(self, mask: np.ndarray, arrays: Leaves, site: RowContext) -> Flat:
+        """Calls the function for the rows that are True, and puts its results back."""
         levels = self._levels
         # The batch axes of each array, of size 1 where its rows are the same.
         leads = [array.shape[:levels] for array in arrays]
         batch = np.broadcast_shapes(mask.shape, *leads)
-        whole_mask = np.broadcast_to(mask, batch)
-        rows = np.nonzero(whole_mask)
+        # For each batch axis, the indices of the rows that are True.
+        rows = np.nonzero(np.broadcast_to(mask, batch))
         count = len(rows[0])
         results = [self._filled(i) for i in range(len(self._avals))]
         if count == 0:  # the function is not called
             return tuple(results)
-        has_rows = [any(size != 1 for size in lead) for lead in leads]
+        computed = 1  # one row serves all, if they share every argument
         taken = []
-        for array, has_own_rows in zip(arrays, has_rows, strict=True):
-            if has_own_rows:
+        for array, lead in zip(arrays, leads, strict=True):
+            if any(size != 1 for size in lead):  # it differs from row to row
                 array = self._rows_of(array, batch, rows)
+                computed = count
             taken.append(array)
         (values,) = self._inner.rows([taken], site)
-        # If all rows share every argument, one computed row serves them all.
-        computed = count if any(has_rows) else 1
-        lead = self._lead(computed)
+        lead_of_results = self._lead(computed)
         for i, (result, value) in enumerate(zip(results, values, strict=True)):
             row_shape = result.shape[levels:]
-            want = (*lead, *row_shape) if arrays else row_shape
-            leaf = self._results.shaped(i, value, want)
+            # A function without arguments can't know of any batch.
+            shape = lead_of_results + row_shape if arrays else row_shape
+            leaf = self._results.shaped(i, value, shape)
             # NumPy repeats a single row for all that are assigned.
             result[rows] = leaf.reshape((computed, *row_shape))
         return tuple(results)
@@ -79,15 +80,16 @@ class Unmasked:
         return taken.reshape(lead + row_shape)
 
     def _filled(self, number: int) -> np.ndarray:
+        """A result in which each row has its fill."""
         aval = self._avals[number]
         fill = self._fills[number]
         dtype = np.dtype(aval.dtype)
         if fill is None:
             return np.zeros(aval.shape, dtype)
-        row = np.frombuffer(fill, dtype)  # of a row, or one element for all (spec.py)
+        row = np.frombuffer(fill, dtype)
+        # One element stands for all of a row (spec.py).
         row_shape = () if row.size == 1 else aval.shape[self._levels :]
-        row = row.reshape(row_shape)
-        return np.broadcast_to(row, aval.shape).copy()
+        return np.broadcast_to(row.reshape(row_shape), aval.shape).copy()
 
 
 class UnmaskedTap:
@@ -113,14 +115,15 @@ class UnmaskedTap:
         return [()] * len(rows)
 
     def _deliver(self, row: Leaves, site: RowContext) -> None:
-        mask = self._full(0, row[0])
-        kept_rows = np.nonzero(mask)
-        if not len(kept_rows[0]):
+        mask, *arrays = row
+        kept_rows = np.nonzero(self._full(0, mask))
+        if len(kept_rows[0]) == 0:  # nothing is delivered
             return
         leaves = []
-        for i, array in enumerate(row[1:], start=1):
-            has_batch_axis = any(flags[i] for flags, _ in self._levels)
-            leaves.append(self._full(i, array)[kept_rows] if has_batch_axis else array)
+        for i, array in enumerate(arrays, start=1):
+            if any(flags[i] for flags, _ in self._levels):  # it has a batch axis
+                array = self._full(i, array)[kept_rows]
+            leaves.append(array)
         token = context.kept_rows.set(kept_rows)  # for `hc.current().rows`
         try:
             self._inner.rows([leaves], site)
@@ -128,12 +131,19 @@ class UnmaskedTap:
             context.kept_rows.reset(token)
 
     def _full(self, number: int, array: np.ndarray) -> np.ndarray:
-        """The array broadcast to all batch axes, the outermost first."""
-        levels = self._levels
-        has_axis = [flags[number] for flags, _ in levels]
-        batch = tuple(size for _, size in levels)
-        rest = array.shape[sum(has_axis) :]
-        # Axes of size 1 for those that it lacks: NumPy then repeats it along them.
-        axes = zip(has_axis, batch, strict=True)
-        lead = tuple(size if has else 1 for has, size in axes)
-        return np.broadcast_to(array.reshape(lead + rest), batch + rest)
+        """The array broadcast to all batch axes, the outermost first.
+
+        Operand `number` has only some of them in front, for example of a (2,) and b
+        (3,) the second: (3, 5) -> (1, 3, 5) -> (2, 3, 5).
+        """
+        batch = []
+        lead = []
+        axes_of_array = 0
+        for flags, size in self._levels:
+            has_axis = flags[number]
+            axes_of_array += has_axis
+            batch.append(size)
+            # Size 1 for an axis that it lacks: NumPy then repeats it along that.
+            lead.append(size if has_axis else 1)
+        row_shape = array.shape[axes_of_array:]
+        return np.broadcast_to(array.reshape((*lead, *row_shape)), (*batch, *row_shape))

@@ -10,7 +10,8 @@ gives its derivatives, and `hc.testing.check` can test it. A library is imported
 when its bridge is used.
 
 `_library` holds what several bridges share: functions whose derivatives are functions
-of the same kind, made when JAX asks for them.
+of the same kind, made when JAX asks for them. `_scipy` and `_torch` are the inside of
+two of them.
 """
 
 from hostcall._core.gone import of_bridge as __getattr__  # noqa: F401

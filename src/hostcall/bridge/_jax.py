@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from hostcall._core import result_rules
-from hostcall._core.errors import wrong
+from hostcall._core.errors import SpecError, wrong
 from hostcall._core.failures import original
 from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import check_function
@@ -23,9 +23,9 @@ from hostcall.bridge._library import (
     MADE_BY_A_BRIDGE,
     Arrays,
     Code,
+    Function,
+    MarkedArrays,
     OverOthers,
-    TakesNoRules,
-    along,
     is_operand,
     split,
 )
@@ -90,13 +90,9 @@ def on_device(
     `jax.experimental.host_callback`, which had reverse mode.
     """
     if fn is None:
-        options = {k: v for k, v in dict(locals()).items() if k != "fn"}
-        return functools.partial(on_device, **options)
+        return functools.partial(on_device, device=device, timeout=timeout, name=name)
     shown = name or check_function(fn, "hc.bridge.jax(fn, device=...)").name
-    is_here = (
-        isinstance(device, jax.Device) and device.process_index == jax.process_index()
-    )
-    if device is not None and not is_here:
+    if device is not None and not _is_of_this_process(device):
         wanted = (
             "a jax.Device, such as jax.devices('gpu')[0], of this process (one of"
             " jax.local_devices()), or None for a CPU device of hostcall's own"
@@ -105,8 +101,25 @@ def on_device(
     return JaxFunction(fn, device, name=name, timeout=timeout)
 
 
-class JaxFunction(TakesNoRules):
-    """A JAX function and its device. `hc.bridge.jax` makes it."""
+def _is_of_this_process(device: object) -> bool:
+    if not isinstance(device, jax.Device):
+        return False
+    return bool(device.process_index == jax.process_index())
+
+
+class JaxFunction(Function):
+    """A JAX function and its device. `hc.bridge.jax` makes it.
+
+    A call traces the function to a jaxpr, which the other device runs:
+
+        JaxFunction       called with pytrees: traces `fn` for these types, and calls
+        ProgramFunction   with flat arrays: a HostFunction for one jaxpr, whose host
+                          code is
+        DeviceProgram     compiles the jaxpr for its device, and runs it
+
+    A derivative of a ProgramFunction is a JaxFunction again, of JAX's derivative of
+    the jaxpr.
+    """
 
     _callee = Handle._callee  # hc.call calls it as JAX code does
 
@@ -141,39 +154,56 @@ class JaxFunction(TakesNoRules):
         avals = tuple(map(result_rules.aval_of, arrays))
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced = self._jit.trace(template, *avals)
-            out_tree = jax.tree.structure(traced.out_info)
             jaxpr = traced.jaxpr
             closed_over: Arrays = []
             if len(jaxpr.in_avals) > len(avals):
                 # It closes over values of the program, which jit has made operands.
                 # Their tracers are this program's, so nothing of it is kept.
-                code = functools.partial(self._flat, template)
-                program, closed_over = self._closed(jax.make_jaxpr(code)(*avals))
+                trace = jax.make_jaxpr(functools.partial(self._flat, template))
+                program, closed_over = self._opened(trace(*avals))
             elif jaxpr in self._programs:
                 program = self._programs[jaxpr]
             else:
-                program = self._programs[jaxpr] = self._compiled(jaxpr)
-        return out_tree.unflatten(program(*closed_over, *arrays))
+                program = self._programs[jaxpr] = self._program_of(jaxpr)
+        results = program(*closed_over, *arrays)
+        return jax.tree.structure(traced.out_info).unflatten(results)
 
-    def _closed(self, jaxpr: Jaxpr) -> tuple[ProgramFunction, Arrays]:
-        """The program, if `fn` closes over values of the caller: they are operands."""
-        traced = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
-        values, filled, _ = along(jaxpr.consts, traced, is_operand)
+    def _opened(self, jaxpr: Jaxpr) -> tuple[ProgramFunction, Arrays]:
+        """The program of a jaxpr with values of the caller among its constants, and
+        these values: they become operands, in front of the others.
+        """
+        are_of_caller = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
+        of_caller = MarkedArrays(jaxpr.consts, are_of_caller, is_operand)
+        count = len(of_caller.arrays)
 
         def code(*operands: jax.Array) -> object:
-            consts = filled(operands[: len(values)])
-            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *operands[len(values) :])
+            consts = of_caller.filled(operands[:count])
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *operands[count:])
 
-        operands = [*structs(values), *structs(jaxpr.in_avals)]
+        operands = [*structs(of_caller.arrays), *structs(jaxpr.in_avals)]
         opened = jax.make_jaxpr(code)(*operands)
-        return self._compiled(opened), values
+        return self._program_of(opened), of_caller.arrays
 
-    def _compiled(self, jaxpr: Jaxpr) -> ProgramFunction:
+    def _program_of(self, jaxpr: Jaxpr) -> ProgramFunction:
         # NumPy arrays, so that constants don't stay on the device where they are now.
         consts = [np.asarray(x) if is_plain(x) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts)
         program = DeviceProgram(self.__name__, jaxpr, self._device)
         return ProgramFunction(program, self.policy.timeout)
+
+    # The def* methods of a HostFunction come to these two.
+
+    def _where(self, usage: str, *_: object) -> NoReturn:
+        self._add(usage.partition("(")[0].removeprefix("def"), None)
+
+    def _add(self, kind: str, rule: object) -> NoReturn:
+        del rule
+        raise SpecError(
+            f"hostcall: `{self.__name__}` is a bridge, whose rules come from the other"
+            f" library, so it takes no def{kind}. To give a rule yourself, make the"
+            " function with hc.host",
+            code="hc-rule",
+        )
 
 
 class DeviceProgram(Code):
@@ -202,12 +232,14 @@ class DeviceProgram(Code):
         device = device_now(self.device)
         try:
             with jax.enable_x64(self._x64), jax.default_device(device):
-                # jit puts NumPy arrays on the default device; device_put costs 0.1 ms.
-                arrays = tuple(
-                    x if isinstance(x, np.ndarray) else jax.device_put(x, device)
-                    for x in arrays
-                )
-                outs = self._jit(*arrays)
+                operands = []
+                for array in arrays:
+                    # jit puts NumPy arrays on the default device, and saves the 0.1 ms
+                    # of device_put.
+                    if not isinstance(array, np.ndarray):
+                        array = jax.device_put(array, device)
+                    operands.append(array)
+                outs = self._jit(*operands)
                 return [np.asarray(x) if is_plain(x) else x for x in outs]
         except jax.errors.JaxRuntimeError as report:
             # A callback inside it failed: its exception is that of this host call.
@@ -224,23 +256,23 @@ class ProgramFunction(OverOthers):
     fn: DeviceProgram
 
     def __init__(self, program: DeviceProgram, timeout: float | None) -> None:
-        name = program.__name__
-        result = program.outs
-        super().__init__(program, name=name, result=result, timeout=timeout)
+        super().__init__(
+            program, name=program.__name__, result=program.outs, timeout=timeout
+        )
         self.set_rules()
         self.rules.batch = self._batch
 
     def _make(self, derivative: str, *flags: bytes) -> JaxFunction:
-        name = (
-            self.__name__
-            if derivative == "vmap"
-            else f"{derivative} of {self.__name__}"
-        )
-        options = {"name": name, "timeout": self.policy.timeout}
-        return JaxFunction(self.fn.over(derivative, *flags), self.fn.device, **options)
+        name = self.__name__
+        if derivative != "vmap":  # a batch has the name of one row
+            name = f"{derivative} of {name}"
+        run = self.fn.over(derivative, *flags)
+        timeout = self.policy.timeout
+        return JaxFunction(run, self.fn.device, name=name, timeout=timeout)
 
     def _batch(self, _: int, batched: list[bool], *args: object) -> tuple[Arrays, bool]:
-        return self.derivative("vmap", bytes(batched))(*args), True
+        mapped = self.derivative("vmap", bytes(batched))
+        return mapped(*args), True  # all results have the batch axis
 
 
 def device_now(device: jax.Device | None) -> jax.Device:
@@ -256,11 +288,13 @@ def device_now(device: jax.Device | None) -> jax.Device:
         return device or host
     call = current()
     calling_device = None if call is None else call.device
-    on_cpu = calling_device is None or calling_device.platform == "cpu"
+    is_called_by_cpu = calling_device is None or calling_device.platform == "cpu"
     client = device.client
+    # The process's own client, or one of those for host code. Any other client is the
+    # user's, who may know that no program there waits for this one.
     process_client = jax.local_devices(backend="cpu")[0].client
-    shared = client is process_client or host_device.nesting_level(client) > 0
-    return host if on_cpu and shared else device
+    is_shared = client is process_client or host_device.nesting_level(client) > 0
+    return host if is_called_by_cpu and is_shared else device
 
 
 def structs(avals: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:

@@ -90,7 +90,8 @@ def value_and_grad(
 
     Source: JAX's agjax and SciPy's `minimize(jac=True)` have this form.
     """
-    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
+    options = dict(locals())  # the arguments, as long as there is no other local
+    del options["fn"]
     if fn is None:
         return functools.partial(value_and_grad, **options)
     usage = "hc.bridge.value_and_grad(fn), with fn(*args) -> (value, gradient)"
@@ -98,8 +99,9 @@ def value_and_grad(
     if value is not None and not callable(value):
         wanted = "a function of the same arguments that returns only the value"
         raise wrong("value", f"`{shown}`", wanted, value)
-    del options["value"], options["result"]
+    del options["value"], options["result"]  # the two functions have their own
     options["name"] = shown
+    # `function` is what the user gets. Its rule calls `pair`, for value and gradient.
     both = _Both(fn, shown, nondiff)
     alone = _ValueAlone(fn, shown, nondiff) if value is None else value
     spec = both.scalar if result is None else result
@@ -131,31 +133,32 @@ class _Both(HostCode):
     def __call__(self, *args: Any) -> tuple[object, Arrays]:
         value, gradient = self.pair(args)
         moving = self.moving(args)
-        flat_gradient = list[np.ndarray]()
-        gradients = (gradient,) if len(moving) == 1 else gradient
-        if isinstance(gradients, tuple):
-            # A named tuple is another structure than the tuple of gradients.
-            gradients = tuple(gradients)
-        structure = tree.tree_structure((0,) * len(moving))
-        per_argument = self._parts(
-            structure, gradients, f"the arguments {list(moving)}"
-        )
+        by_argument = self._by_argument(gradient, list(moving))
         # The value is a scalar in each row, so its axes are those of a whole batch.
         batch = np.shape(value)
-        batch_axes = np.ndim(value)
-        for (position, leaves), gradient_of_argument in zip(
-            moving.items(), per_argument, strict=True
-        ):
+        flat_gradient = list[np.ndarray]()
+        pairs = zip(moving.items(), by_argument, strict=True)
+        for (position, leaves), of_argument in pairs:
             treedef = tree.tree_structure(args[position])
-            if gradient_of_argument is None:  # zero
-                shapes = [batch + np.shape(x)[batch_axes:] for x in leaves]
-                zeros = [np.zeros(shape, np.float32) for shape in shapes]
-                gradient_of_argument = treedef.unflatten(zeros)
-            arrays = self._parts(treedef, gradient_of_argument, f"argument {position}")
+            if of_argument is None:  # zero
+                row_shapes = [np.shape(x)[len(batch) :] for x in leaves]
+                zeros = [np.zeros(batch + row, np.float32) for row in row_shapes]
+                of_argument = treedef.unflatten(zeros)
+            arrays = self._parts(treedef, of_argument, f"argument {position}")
             flat_gradient += pick(arrays, list(map(_floating, leaves)))
         return value, flat_gradient
 
+    def _by_argument(self, gradient: object, positions: list[int]) -> Arrays:
+        """The gradient of each argument that has one, None for zero."""
+        gradients = (gradient,) if len(positions) == 1 else gradient
+        if isinstance(gradients, tuple):
+            # A named tuple is another structure than the tuple of gradients.
+            gradients = tuple(gradients)
+        one_for_each = tree.tree_structure((0,) * len(positions))
+        return self._parts(one_for_each, gradients, f"the arguments {positions}")
+
     def _parts(self, treedef: TreeDef, gradient: object, subject: str) -> Arrays:
+        """The parts of a gradient that has this structure; refuses any other."""
         try:
             return list(treedef.flatten_up_to(gradient))
         except (ValueError, TypeError) as error:
@@ -167,6 +170,7 @@ class _Both(HostCode):
             ) from error
 
     def pair(self, args: Arrays) -> tuple[Any, Any]:
+        """(value, gradient), as the function returned them."""
         answer = self.fn(*args)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise ResultError(
@@ -177,20 +181,18 @@ class _Both(HostCode):
 
     def moving(self, args: Arrays) -> dict[int, Arrays]:
         """The leaves of the arguments with a gradient, by position."""
-        leaves_by_position = dict(enumerate(map(tree.tree_leaves, args)))
-        for position in among(self.nondiff, len(args)):
-            del leaves_by_position[position]
-        return {
-            n: leaves
-            for n, leaves in leaves_by_position.items()
-            if any(map(_floating, leaves))
-        }
+        nondiff = among(self.nondiff, len(args))
+        leaves_by_position = {}
+        for position, arg in enumerate(args):
+            leaves = tree.tree_leaves(arg)
+            if position not in nondiff and any(map(_floating, leaves)):
+                leaves_by_position[position] = leaves
+        return leaves_by_position
 
     def floating(self, args: Arrays) -> Arrays:
         """The arrays with a gradient."""
-        return [
-            x for leaves in self.moving(args).values() for x in leaves if _floating(x)
-        ]
+        leaves = tree.tree_leaves(list(self.moving(args).values()))
+        return list(filter(_floating, leaves))
 
     def spec(self, function: Function, *avals: object) -> tuple[object, Arrays]:
         return function._spec(avals), self.floating(avals)
@@ -224,17 +226,14 @@ def _jvp(
     # One tangent for each gradient: integer arrays have float0 tangents, and no
     # gradient.
     leaves = tree.tree_leaves([tangents[n] for n in both.moving(primals)])
-    floating_tangents = [
-        tangent
-        for tangent in map(jnp.asarray, leaves)
-        if tangent.dtype != jax.dtypes.float0
-    ]
-    terms = [
-        jnp.sum(gradient * tangent)
-        for gradient, tangent in zip(gradients, floating_tangents, strict=True)
-    ]
+    arrays = map(jnp.asarray, leaves)
+    moved = [x for x in arrays if x.dtype != jax.dtypes.float0]
+    pairs = zip(gradients, moved, strict=True)
+    terms = [jnp.sum(gradient * tangent) for gradient, tangent in pairs]
     assert terms, "without a floating argument nothing is differentiated"
-    return value, sum(terms[1:], terms[0]).astype(value.dtype)
+    # From the first term on, so that the program has no sum with 0.
+    tangent_of_value = sum(terms[1:], terms[0])
+    return value, tangent_of_value.astype(value.dtype)
 
 
 def _floating(x: object) -> bool:

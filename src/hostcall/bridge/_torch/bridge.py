@@ -8,7 +8,7 @@ from typing import Any
 
 from hostcall._core.errors import wrong
 from hostcall._core.mistakes import check_function
-from hostcall.bridge._library import check_derivatives, needed
+from hostcall.bridge._library import needed
 
 
 def torch(
@@ -96,12 +96,13 @@ def torch(
 
     Source: torch.func, torch.autograd.grad, the DLPack protocol.
     """
-    options = {k: v for k, v in dict(locals()).items() if k != "fn"}
+    options = dict(locals())  # the arguments, as long as there is no other local
+    del options["fn"]
     if fn is None:
         return functools.partial(torch, **options)
     needed("torch", "torch")
     shown = name or check_function(fn, "hc.bridge.torch(fn)").name
-    options["advice"] = check_derivatives("torch", shown, derivatives)
+    options["advice"] = _advice(shown, derivatives)
     if lend not in (False, True):
         raise wrong("lend", f"`{shown}`", "True or False", lend)
     from hostcall.bridge._torch.host_function import make
@@ -109,3 +110,15 @@ def torch(
     # A function on another thread could outlive the memory that it was lent.
     options["lend"] = lend and timeout is None and vmap_method != "parallel"
     return make(fn, shown, **options)
+
+
+def _advice(shown: str, derivatives: object) -> str:
+    """Refuses a wrong derivatives=; returns what errors advise who wants one more."""
+    if type(derivatives) is not int or derivatives < 0:
+        wanted = "the highest order of derivatives, 0 for none"
+        raise wrong("derivatives", f"`{shown}`", wanted, derivatives)
+    return (
+        f"`{shown}` was made with derivatives={derivatives}. Write hc.bridge.torch"
+        f"(fn, derivatives={derivatives + 1}), or keep the derivative out with"
+        " jax.lax.stop_gradient on its arguments"
+    )

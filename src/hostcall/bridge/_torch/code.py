@@ -21,8 +21,9 @@ import torch
 
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError, SpecError
+from hostcall._core.spec import is_numeric
 from hostcall._host_function.trees import pick
-from hostcall.bridge._library import Arrays, Code, Flags, Run, is_array
+from hostcall.bridge._library import Arrays, Code, Flags, Run
 from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor
 
 tree = jax.tree_util
@@ -41,6 +42,11 @@ Graph: TypeAlias = tuple[list[torch.Tensor | None], list[torch.Tensor]]
 _forward = threading.RLock()
 
 
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array that a call hands over; other leaves are static."""
+    return isinstance(leaf, (np.ndarray, np.generic)) and is_numeric(leaf.dtype)
+
+
 def has_derivative(x: torch.Tensor) -> bool:
     return bool(x.is_floating_point() or x.is_complex())
 
@@ -52,6 +58,22 @@ def conjugate(x: torch.Tensor) -> torch.Tensor:
     torch by the conjugate of f'.
     """
     return x.conj() if x.is_complex() else x
+
+
+def _seed(cotangent: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """JAX's cotangent of a result, as torch wants it.
+
+    Its dtype may differ: JAX has the result in 32 bits where torch has it in 64.
+    """
+    return conjugate(cotangent).to(out.dtype)
+
+
+def _cloned(leaf: Any) -> object:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_key(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
 
 
 def _entering_torch(run: Callable[P, R]) -> Callable[P, R]:
@@ -81,7 +103,7 @@ class OnHost(Code):
 
     Attributes:
         writes: whether it may write to its arguments, or a module to its own buffers;
-            True until `infer` has watched it.
+            True until `_infer` has watched it run on fake tensors.
         wrote: whether it was seen to. One write makes it a writer for all shapes;
             programs that were traced before that are right with copies too.
         keeps: whether it may keep its arguments until the next call.
@@ -117,10 +139,10 @@ class OnHost(Code):
         outs, pull = torch.func.vjp(differentiable, *xs)
 
         def pullback(cotangents: Tensors) -> Tensors:
-            if not outs:
+            if not outs:  # which torch's own refuses
                 return [torch.zeros_like(x) for x in xs]
             pairs = zip(pick(cotangents, flags), outs, strict=True)
-            seeds = tuple(conjugate(ct).to(out.dtype) for ct, out in pairs)
+            seeds = tuple(_seed(ct, out) for ct, out in pairs)
             return list(map(conjugate, pull(seeds)))
 
         return outs, pullback
@@ -131,10 +153,10 @@ class OnHost(Code):
             return torch.func.jvp(f, xs, dots)  # type: ignore[no-any-return]
 
     def derived(self, derivative: str, name: str, *flags: bytes) -> OnHost:
-        code = OnHost(
-            self.over(derivative, *flags), name, f"{derivative} of {self.source()}"
-        )
-        code.writes = False
+        run = self.over(derivative, *flags)
+        # Not of a module's own class: its parameters are arguments like all others.
+        code = OnHost(run, name, source=f"{derivative} of {self.source()}")
+        code.writes = False  # `pure` gives the function copies
         code.keeps = self.keeps
         return code
 
@@ -143,15 +165,14 @@ class OnHost(Code):
 
     def pure(self, *args: Any) -> object:
         if self.writes:
-            is_tensor = self.is_array
-            args = tree.tree_map(lambda x: x.clone() if is_tensor(x) else x, args)
+            args = tree.tree_map(_cloned, args)
         return self.on_tensors(*args)
 
     def check(self, args: Arrays) -> None:
         """Raises SpecError for arguments that it can't take."""
         refused = ""
         leaves = tree.tree_leaves(args)
-        if any(isinstance(x, jax.Array) and _jax.is_key_dtype(x.dtype) for x in leaves):
+        if any(map(_is_key, leaves)):
             refused = (
                 "a jax.random key, which torch can't use. Draw the numbers in JAX and"
                 " pass them, or pass jax.random.key_data(key)"
@@ -190,27 +211,27 @@ class OnHost(Code):
         """(result, graph). The graph owns its tensors."""
         inputs: list[torch.Tensor] = []
         # The buffers among the arguments have no derivative.
-        still = {id(args[0][name]) for name in self.buffers if name in args[0]}
+        buffers = {id(args[0][name]) for name in self.buffers if name in args[0]}
 
         def enter(differentiable: bool, leaf: Any) -> object:
             if not is_array(leaf):
                 return leaf
-            x = own_tensor(leaf)
+            x = own_tensor(leaf)  # the graph keeps it after the call
             inputs.append(x)
-            if differentiable and id(leaf) not in still and has_derivative(x):
+            if differentiable and id(leaf) not in buffers and has_derivative(x):
                 x.requires_grad_()
             # A leaf of the graph can't be written to in place, but a copy of it can.
             return x.clone() if self.writes else x
 
-        arguments = [
-            tree.tree_map(functools.partial(enter, position not in nondiff), arg)
-            for position, arg in enumerate(args)
-        ]
+        arguments = []
+        for position, arg in enumerate(args):
+            enter_argument = functools.partial(enter, position not in nondiff)
+            arguments.append(tree.tree_map(enter_argument, arg))
         value = self.on_tensors(*arguments)
-        recorded = [
-            x if isinstance(x, torch.Tensor) and x.requires_grad else None
-            for x in tree.tree_leaves(value)
-        ]
+        recorded: list[torch.Tensor | None] = []
+        for leaf in tree.tree_leaves(value):
+            is_recorded = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            recorded.append(leaf if is_recorded else None)
         return tree.tree_map(array, value), (recorded, inputs)
 
     @staticmethod
@@ -223,7 +244,7 @@ class OnHost(Code):
         for out, ct in zip(recorded, cotangents, strict=True):
             if out is not None and ct is not None:
                 outs.append(out)
-                seeds.append(conjugate(tensor(ct)).to(out.dtype))
+                seeds.append(_seed(tensor(ct), out))
         inputs = pick(entered, wanted)
         if not all(x.requires_grad for x in inputs):
             raise DerivativeError(
@@ -276,8 +297,11 @@ class OfModule(OnHost):
         return OfModule, (self.run, self.__qualname__, self.source())
 
     def _copy(self) -> tuple[torch.nn.Module, Places]:
+        """A copy of the module that shares its tensors, and where each stands in it."""
+        # What deepcopy takes for copied already, it shares.
+        shared = {id(x): x for x in self.names.values()}
         try:
-            copied = copy.deepcopy(self.run, {id(x): x for x in self.names.values()})
+            copied = copy.deepcopy(self.run, shared)
         except Exception as error:
             raise SpecError(
                 f"hostcall: `{type(self.run).__qualname__}` can't be copied"
@@ -285,13 +309,15 @@ class OfModule(OnHost):
                 " each. Bridge a function that calls it: hc.bridge.torch(lambda"
                 " params, x: torch.func.functional_call(module, params, (x,)))"
             ) from error
-        of = {id(x): name for name, x in self.names.items()}
+        # The copy shares the tensors, so they say which name stands where in it.
+        names_by_id = {id(x): name for name, x in self.names.items()}
         places = Places()
         for part in copied.modules():
             for tensors in (part._parameters, part._buffers):
                 for key, x in tensors.items():
-                    if id(x) in of:
-                        places.setdefault(of[id(x)], []).append((tensors, key))
+                    name = names_by_id.get(id(x))
+                    if name is not None:
+                        places.setdefault(name, []).append((tensors, key))
         return copied, places
 
     # The parameters come first.
@@ -304,16 +330,19 @@ class OfModule(OnHost):
         except IndexError:  # all are in use
             module, places = self._copy()
         copies = {}
-        if self.buffers and self.writes:
-            missing = (name for name in self.buffers if name not in params)
-            copies = {name: self.buffers[name].clone() for name in missing}
-            params = {**params, **copies}
+        if self.writes:
+            for name, own_buffer in self.buffers.items():
+                if name not in params:
+                    copies[name] = own_buffer.clone()
         try:
             _put(places, params)
+            _put(places, copies)
             value = module(*args)
         finally:
+            # Also after an error: the copy may not keep tensors of this call.
             _put(places, self.names)
             self._idle.append((module, places))
+        # A tensor's version counts the writes to it.
         self.wrote |= any(x._version for x in copies.values())
         return value
 

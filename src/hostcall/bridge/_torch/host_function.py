@@ -1,26 +1,36 @@
-"""The HostFunction of a torch function: what it returns, and its batches."""
+"""The HostFunction of a torch function: its rules, and what it returns.
+
+    derivatives   reverse mode            forward mode
+    0             none                    none
+    1             host code: a graph      host code: torch.func.jvp
+    more          JAX code over another TorchFunction, with one order less: torch's vjp,
+                  or its jvp, of the first
+
+The second line is the fast way: torch's graph of the forward pass stays on the host,
+and the backward pass runs it there. The third can be differentiated and batched again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostcall import _jax
 from hostcall._core.errors import SpecError
 from hostcall._core.said_results import rule_of
 from hostcall._core.source import inspect_callable
 from hostcall._host_function.host import positions
-from hostcall.bridge._library import LibraryFunction, shaped
+from hostcall._host_function.rules import Rule, among
+from hostcall._host_function.trees import pick
+from hostcall.bridge._library import Arrays, Flags, MarkedArrays, OverOthers, is_operand
 from hostcall.bridge._torch.code import OfModule, OnHost
-from hostcall.bridge._torch.tensors import NUMPY_DTYPES, array, torch_dtype
+from hostcall.bridge._torch.fake_run import VARYING, describe
+from hostcall.bridge._torch.tensors import array
 
 tree = jax.tree_util
 
@@ -29,16 +39,46 @@ def make(fn: Callable[..., Any], shown: str, **options: Any) -> TorchFunction:
     """Makes a TorchFunction or a TorchModule from the options of `hc.bridge.torch`."""
     options["nondiff"] = positions(shown, options["nondiff"])
     options["result"] = rule_of(fn, shown, options["result"])
+    source = inspect_callable(fn).source
     if isinstance(fn, torch.nn.Module):
-        return TorchModule(OfModule(fn, shown, inspect_callable(fn).source), **options)
-    return TorchFunction(OnHost(fn, shown, inspect_callable(fn).source, fn), **options)
+        return TorchModule(OfModule(fn, shown, source), **options)
+    return TorchFunction(OnHost(fn, shown, source, like=fn), **options)
 
 
-class TorchFunction(LibraryFunction):
-    """A torch function in JAX programs. `hc.bridge.torch` makes it."""
+class TorchFunction(OverOthers):
+    """A torch function in JAX programs. `hc.bridge.torch` makes it.
+
+    Attributes:
+        derivatives: the highest order of its derivatives.
+    """
 
     fn: OnHost
     rules_copy = True
+
+    def __init__(
+        self,
+        code: OnHost,
+        *,
+        derivatives: int,
+        advice: str,
+        vmap_method: Any = None,
+        **options: Any,
+    ) -> None:
+        by_torch = vmap_method == "torch"
+        method_of_rows = None if by_torch else vmap_method
+        super().__init__(code, vmap_method=method_of_rows, **options)
+        self.derivatives = derivatives
+        self.advice = advice
+        self._method = vmap_method
+        if by_torch:
+            self.rules.batch = self._batch
+        # The second line of the table above. A graph is that of one row, so a batch
+        # that torch itself makes goes by the third.
+        if derivatives == 1 and not by_torch:
+            self.rules.vjp = Rule(self._forward, "host", code.backward, flat=True)
+            self.rules.jvp = Rule(self._push_on_host, "host", flat=True)
+        elif derivatives:
+            self.set_rules()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function and returns its result. See `hc.bridge.torch`."""
@@ -48,10 +88,11 @@ class TorchFunction(LibraryFunction):
         return super().__call__(*args)
 
     def _infer(self, avals: tuple[Any, ...]) -> object:
+        """The spec of the result; also finds out whether the function writes."""
         code = self.fn
         code.writes = True  # so that a module gets copies of its own buffers
         try:
-            spec, wrote = _describe(code.on_tensors, avals)
+            spec, wrote = describe(code.on_tensors, avals)
         except SpecError:
             raise
         except Exception:
@@ -61,13 +102,83 @@ class TorchFunction(LibraryFunction):
             wrote = True
             # A call with an empty result is never made, so it would go unseen that its
             # size depends on values.
-            avals_given = shaped(avals)
-            empty = [0 in x.shape for x in tree.tree_leaves(spec)]
-            if any(empty) and not any(0 in x.shape for x in avals_given):
-                raise SpecError(_VARYING, code="hc-result-spec") from None
+            if _some_empty(tree.tree_leaves(spec)) and not _some_empty(_shaped(avals)):
+                raise SpecError(VARYING, code="hc-result-spec") from None
         code.wrote |= wrote
         code.writes = code.wrote
         return spec
+
+    # --- Derivatives and batches ------------------------------------------------------
+
+    def _forward(self, *args: object) -> tuple[object, object]:
+        return self.fn.forward(args, among(self.nondiff, len(args)))
+
+    def _push_on_host(self, args: Arrays, tangents: Arrays, out_diff: Flags) -> object:
+        return self.derivative("jvp").fn(args, tangents, bytes(out_diff))
+
+    def _batch(self, size: int, in_batched: object, *args: object) -> tuple[Any, bool]:
+        """The batch rule: (results, True), as each of them has the batch axis."""
+        are_operands = list(map(is_operand, tree.tree_leaves(args)))
+        flags = bytes(pick(tree.tree_leaves(in_batched), are_operands))
+        batch = MarkedArrays(args, [True] * len(flags), is_operand)
+        # The spec of the results follows from what one row gets.
+        row = []
+        for operand, has_axis in zip(batch.arrays, flags, strict=True):
+            shape = operand.shape[1:] if has_axis else operand.shape
+            row.append(jax.ShapeDtypeStruct(shape, operand.dtype))
+        row_spec = self._spec(batch.filled(row))
+        leaves, treedef = tree.tree_flatten(row_spec)
+        wide = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in leaves]
+        if size == 0:  # torch.func.vmap refuses an empty batch
+            with _jax.able_to_hold(*[x.dtype for x in wide]):
+                empty = [jnp.zeros(x.shape, x.dtype) for x in wide]
+            return treedef.unflatten(empty), True
+        mapped = self.derivative("vmap", flags, tuple(wide))
+        return treedef.unflatten(mapped(*args)), True
+
+    def _make(
+        self, derivative: str, flags: bytes = b"", specs: Arrays = ()
+    ) -> TorchFunction:
+        """Makes a derivative, or for "vmap" the function of a batch.
+
+        For a batch, `flags` says which arrays have the batch axis, and `specs` are
+        those of the results.
+        """
+        name = f"{derivative} of {self.__qualname__}"
+        # With other methods a derived function would get a whole batch, but its spec
+        # has the shapes of one row.
+        of_rows = self._method in ("sequential", "parallel", "torch")
+        options: dict[str, Any] = {
+            "name": name,
+            "advice": self.advice,
+            "vmap_method": self._method if of_rows else None,
+            "lend": self.options.lend,
+        }
+        if derivative == "vmap":
+            code = self.fn.derived(derivative, name, flags)
+            # It takes the arguments of this function, and has as many derivatives.
+            options["result"] = list(specs)
+            options["derivatives"] = self.derivatives
+            options["nondiff"] = self.nondiff
+        else:
+            code = self.fn.derived(derivative, name)
+            options["result"] = functools.partial(self._derived_spec, derivative)
+            options["derivatives"] = max(self.derivatives - 1, 0)
+        function = type(self)(code, **options)
+        # The timeout, the executor and the limits count for derivatives as well.
+        function.policy = self.policy
+        return function
+
+    def _derived_spec(
+        self, derivative: str, args: Arrays, vectors: object, flags: bytes
+    ) -> object:
+        """The spec of a derivative, from the specs of its arguments (`Code.over`)."""
+        del vectors  # the cotangents or tangents
+        if derivative == "vjp":
+            # A cotangent is shaped like its argument.
+            return pick(_shaped(args), flags)
+        outs = tree.tree_leaves(self._spec(tuple(args)))
+        return outs, pick(outs, flags)
 
 
 class TorchModule(TorchFunction):
@@ -85,93 +196,14 @@ class TorchModule(TorchFunction):
         return _copies(self.fn.run.named_buffers())
 
 
+def _shaped(avals: object) -> list[jax.ShapeDtypeStruct]:
+    leaves = tree.tree_leaves(avals)
+    return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+
+
+def _some_empty(specs: Iterable[jax.ShapeDtypeStruct]) -> bool:
+    return any(0 in spec.shape for spec in specs)
+
+
 def _copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, jax.Array]:
     return {name: jnp.array(array(x)) for name, x in named}
-
-
-_VARYING = (
-    "hostcall: the result shapes of a function of hc.bridge.torch seem to depend on"
-    " values. A compiled program needs fixed shapes: return a mask, or pad the result."
-    " If the shapes are in fact fixed, declare them with result="
-)
-
-
-# --- What a function returns, and whether it writes to its arguments -----------------
-#
-# Nothing is computed: torch runs the function on fake tensors, which have a shape and a
-# dtype but no values.
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Sees each operation, and notes whether one writes to the memory of some tensors.
-
-    The tensors' versions would not do: writes to `x.data`, or in inference mode, don't
-    count in them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: set[int] = set()
-        self.wrote = False
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        _: object,
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        schema = func._schema.arguments
-        named = {p.name: x for p, x in zip(schema, args, strict=False)} | (kwargs or {})
-        writes = (p.name for p in schema if p.alias_info and p.alias_info.is_write)
-        written = tree.tree_leaves([named.get(name) for name in writes])
-        tensors = (x for x in written if isinstance(x, torch.Tensor))
-        self.wrote |= any(_memory(x) in self.memory for x in tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _describe(fn: Callable[..., object], avals: object) -> tuple[object, bool]:
-    """Returns (a spec of what `fn` returns, whether it writes to its arguments).
-
-    Raises:
-        SpecError: the shape of a result depends on values, or it is not a tensor.
-        Whatever torch or `fn` raise if `fn` asks for values.
-    """
-    # A size that depends on values is symbolic, which `_struct` refuses in a result.
-    sizes = ShapeEnv(allow_scalar_outputs=False)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
-    with mode, _Watch() as watch:
-
-        def fake(leaf: object) -> object:
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
-                return leaf
-            dtype = torch_dtype(np.dtype(leaf.dtype))
-            tensor = torch.empty(leaf.shape, dtype=dtype, device="cpu")
-            watch.memory.add(_memory(tensor))
-            return tensor
-
-        tensors = tree.tree_map(fake, avals)
-        return tree.tree_map(_struct, fn(*tensors)), watch.wrote
-
-
-def _struct(leaf: object) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a result as JAX will have them."""
-    if isinstance(leaf, torch.Tensor):
-        if any(isinstance(n, torch.SymInt) for n in leaf.shape):
-            raise SpecError(_VARYING, code="hc-result-spec")
-        dtype = NUMPY_DTYPES[leaf.dtype]
-    elif isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
-        dtype = np.asarray(leaf).dtype
-    else:
-        kind = type(leaf)
-        raise SpecError(
-            f"hostcall: a function of hc.bridge.torch returned {kind.__module__}."
-            f"{kind.__qualname__}, which is neither a tensor nor a pytree of tensors."
-            " Return tensors in tuples, lists and dicts, such as tuple(x.max(0))",
-            code="hc-result-spec",
-        )
-    return jax.ShapeDtypeStruct(np.shape(leaf), _jax.canonical_dtype(dtype))

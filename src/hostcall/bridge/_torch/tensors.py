@@ -7,7 +7,7 @@ A tensor over lent memory has three hazards:
   * `fn` returns it, or a view of it. The engine copies results before it takes the
     memory back.
   * `fn` writes to it. torch ignores DLPack's read-only flag, so functions that write
-    get copies (`function` finds them). As a check, `check_unwritten` looks after each
+    get copies (`fake_run` finds them). As a check, `check_unwritten` looks after each
     call at the tensors' versions, which count writes.
 """
 
@@ -52,12 +52,17 @@ def tensor(array: np.ndarray) -> torch.Tensor:
     try:
         return from_dlpack(array.__dlpack__(max_version=_VERSION))  # type: ignore[no-any-return]
     except (TypeError, RuntimeError, BufferError):  # NumPy or torch is older
-        return torch.from_numpy(array if array.flags.writeable else array.copy())  # type: ignore[no-any-return]
+        return torch.from_numpy(_writeable(array))  # type: ignore[no-any-return]
 
 
 def own_tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor that may be kept and written to: lent arrays are copied."""
-    return tensor(array if array.flags.writeable else array.copy())
+    return tensor(_writeable(array))
+
+
+def _writeable(array: np.ndarray) -> np.ndarray:
+    """The array, or a copy of one that is lent, which are read-only."""
+    return array if array.flags.writeable else array.copy()
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
@@ -74,7 +79,7 @@ def array(leaf: Any) -> Any:
     """A tensor as an array over its memory; any other leaf as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.requires_grad:
+    if leaf.requires_grad:  # NumPy would refuse it
         leaf = leaf.detach()
     dtype = NUMPY_DTYPES.get(leaf.dtype)
     bits = "" if dtype is None else _bits(dtype)
@@ -83,6 +88,7 @@ def array(leaf: Any) -> Any:
         return integers.numpy().view(dtype)
     if leaf.is_cpu and not leaf.is_complex() and not leaf.is_neg():
         return leaf.numpy()
+    # torch conjugates and negates by a flag of the tensor, which NumPy does not know.
     return leaf.cpu().resolve_conj().resolve_neg().numpy()
 
 
