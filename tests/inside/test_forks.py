@@ -45,7 +45,7 @@ at.wait()
 child = os.fork()
 if child == 0:
     from hostcall._core.process import living
-    (puller,) = living(hc._runtime.feeds.Puller)
+    (puller,) = living(hc._runtime.puller.Puller)
     os._exit(7 if "spawn" in puller.closed else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 go.set()

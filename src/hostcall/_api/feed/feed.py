@@ -22,7 +22,9 @@ from hostcall._core.source import name_of, users_place
 from hostcall._core.spec import Opaque, Results, Template, is_array_like
 from hostcall._engine.params.feed import FeedParams
 from hostcall._primitives.feed import bind
-from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once
+from hostcall._runtime.feeds import PATIENCE, Stream
+from hostcall._runtime.opened import once
+from hostcall._runtime.puller import CLOSED, Puller
 
 
 class Feed(Handle):
