@@ -7,7 +7,7 @@ smallest result, or the tokens of its effects. All of these fail if the program 
 How a block learns of a dispatch:
 
   * on JAX's fast path, which is C++, from a hook of JAX's (`_jax.POST_HOOK`);
-  * elsewhere, from the wrapped dispatch in Python (`_jax.tell_of_dispatches`).
+  * elsewhere, from the wrapped dispatch in Python (`_jax.report_dispatches_to`).
 
 What happens to a sign:
 
@@ -343,7 +343,7 @@ _thread = _Thread()
 def _open_block() -> None:
     _jax.install(_jax.When.CALLS)
     _jax.need(_jax.Part.FAST)  # by it a block hears of the programs
-    _jax.tell_of_dispatches(_dispatched)
+    _jax.report_dispatches_to(_dispatched)
     outer = _first_open(_current.get())
     _current.set(_Block(outer))
     _thread.open += 1
