@@ -19,7 +19,7 @@ def apply() -> None:
     """Puts `hc.configure(flight=)` into effect. In a forked child nothing changes."""
     if _native.forked():
         return
-    _native.tell_at_sigterm(config.settings.flight != "off")
+    _native.write_flight_at_sigterm(config.settings.flight != "off")
     _native.watch_fatal_signals(config.settings.flight == "signals")
 
 
