@@ -178,7 +178,8 @@ class Signals {
   inline static Semaphore g_posted;  ///< one post for each call of Post
   /// The Event bits that Wait has not returned yet.
   inline static std::atomic<int> g_pending{0};
-  inline static std::atomic<bool> g_writes_flight{false};  ///< WriteFlightAtTerminate's
+  inline static std::atomic<bool> g_writes_flight{
+      false};  ///< WriteFlightAtTerminate's
   /// The process in which the watcher runs.
   inline static std::atomic<pid_t> g_watcher{0};
   /// Python's C handler, the same for all signals and for the life of the process;
