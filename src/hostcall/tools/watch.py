@@ -179,6 +179,7 @@ def _is_finite(x: Any, fired: _Fired) -> jax.Array:
     finite = [jnp.isfinite(leaf).all() for leaf in leaves if _can_be_bad(leaf)]
     if finite:
         return functools.reduce(jnp.logical_and, finite)
+    # A check that can never fail is a mistake: often of a dtype, so the text names it.
     kinds = set()
     for leaf in leaves:
         is_array = isinstance(leaf, ARRAYS)
