@@ -15,10 +15,10 @@
 // Python function that stands there then.
 //
 // Guarantees
-//   * A handler is installed for SIGINT only in place of Python's, which ours
-//   calls,
-//     and for SIGTERM only if it has the default action. A C library that installs
-//     its own keeps it: it may call the one before it, so ours must not call it.
+//   * A handler is installed for SIGINT only in place of Python's, which ours then
+//     calls, and for SIGTERM only if it has the default action. A C library that
+//     installs its own keeps it: it may call the one before it, so ours must not
+//     call it.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
 //     post a semaphore; the one for SIGTERM writes the flight recorder, or raises
 //     the signal again in a forked child, where the watcher does not exist. Nothing
