@@ -109,7 +109,7 @@ def flight() -> Flight:
         ticks=_native.ticks(),
         tick_seconds=_native.tick_ns() * 1e-9,
     )
-    # The engine gives them by ticket, and those that are under way anywhere.
+    # Nearly in order already: events that have long been under way lie anywhere.
     events = events[np.argsort(events["start"], kind="stable")]
     return Flight(_record(row, now) for row in events.tolist())
 

@@ -84,7 +84,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
     module: Any = asyncio
     with contextlib.suppress(ImportError):
-        module = importlib.import_module("uvloop")  # several times as fast
+        module = importlib.import_module("uvloop")  # faster
     loop: asyncio.AbstractEventLoop = module.new_event_loop()
     loop.set_default_executor(Pool(_THREADS, thread_name_prefix="hostcall-to-thread"))
     return loop

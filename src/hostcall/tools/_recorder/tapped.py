@@ -95,7 +95,7 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
             # A block of a small value must find its place, and columns have no places.
             is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
             dtype = _stored(array.dtype)
-            if name == "step":  # a program may give any integer; the count is of these
+            if name == "step":  # of any integer dtype; counted steps are int64
                 dtype = np.dtype(np.int64)
             field = Field(name, array.shape, dtype, is_array)
             arrays_by_field[field] = array
