@@ -52,7 +52,7 @@ class collect:
 
     def __init__(self, fn: Callable[..., Any] | None = None) -> None:
         self._fn = fn
-        self._deliveries: dict[str, list[Any]] = {}
+        self._deliveries: dict[str, list[object]] = {}
         self._out: dict[str, Any] = {}
         if fn is not None:
             functools.update_wrapper(self, fn, updated=())
@@ -83,18 +83,21 @@ class collect:
             out = self._fn(*args, **kwargs)
         return out, collected
 
-    def _take(self, tag: str, args: Any, kwargs: Any) -> None:
+    def _take(
+        self, tag: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Called by the worker of taps with each delivery."""
+        value: object = args
         if kwargs:
             value = (args, kwargs)
-        else:
-            value = args[0] if len(args) == 1 else args
+        elif len(args) == 1:
+            (value,) = args
         # A copy: the tap's own function gets these arrays too, and may change them.
         copied = jax.tree.map(_copied, value)
         self._deliveries.setdefault(tag, []).append(copied)
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> object:
     """Copies an array to a NumPy array. Keys and static leaves stay as they are."""
     if isinstance(leaf, DLPackArray):
         return leaf.to_numpy()
@@ -103,13 +106,13 @@ def _copied(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, (np.ndarray, jax.Array)) else leaf
 
 
-def _stacked(values: list[Any]) -> Any:
+def _stacked(values: list[object]) -> object:
     """The deliveries of one tag, stacked leaf by leaf if they are alike."""
     treedef = jax.tree.structure(values[0])
     if any(jax.tree.structure(value) != treedef for value in values):
         return values
 
-    def stack(*column: Any) -> Any:
+    def stack(*column: object) -> object:
         are_arrays = all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in column)
         return np.stack(column) if are_arrays else list(column)
 
