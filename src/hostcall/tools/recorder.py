@@ -32,7 +32,13 @@ from hostcall._core.suggestions import suggests
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.store import RunFolder
-from hostcall.tools._recorder.tapped import Events, Field, Tapped, fields_of, wrong
+from hostcall.tools._recorder.tapped import (
+    Events,
+    Field,
+    Tapped,
+    fields_of,
+    unrecordable,
+)
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
@@ -176,7 +182,7 @@ class Recorder:
             values = {"step": step, **values}
         fields = fields_of(values, in_parts)
         if not fields:
-            raise wrong("a recorder was called without a value")
+            raise unrecordable("a recorder was called without a value")
         options = {"where": where, "every": every, "sample": sample, "on": on}
         for values_of_tap in _in_parts(fields) if in_parts else [fields]:
             self._tap(values_of_tap, options)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hostcall._core.process import PerProcess
 from hostcall.tools._recorder import arrow
-from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, wrong
+from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, unrecordable
 from hostcall.tools._recorder.worker import Errors
 from hostcall.tools._values import failed
 
@@ -113,7 +113,7 @@ class RunFolder(PerProcess):
             for name, text in types.items():
                 known = known_as(name, text)
                 if known != text:
-                    raise wrong(
+                    raise unrecordable(
                         f"the column {name!r} of {self.folder} has the type {known},"
                         f" and is now recorded as {text}. Convert the value, or use"
                         " another name or folder"

@@ -106,7 +106,7 @@ def _check_name(name: str) -> None:
     """Refuses names that can't be those of columns and folders."""
     if "/" in name:
         first, _, rest = name.partition("/")
-        raise wrong(
+        raise unrecordable(
             f"a recorder can't store a value under the name {name!r}: names of arrays"
             ' are names of folders, which can\'t have "/". Write'
             f" rec(**{{{name.replace('/', '.')!r}: value}}), or as a tree:"
@@ -117,7 +117,7 @@ def _check_name(name: str) -> None:
     is_of_a_folder = encoded.decode() == name and len(encoded) <= 255
     is_hidden = name.startswith(".")
     if ADDED.fullmatch(name) or "\0" in name or is_hidden or not is_of_a_folder:
-        raise wrong(
+        raise unrecordable(
             f"a recorder can't store a value under the name {name!r}. It adds the"
             " columns time, process, device and row itself, and names of arrays are"
             " names of folders, of 255 bytes at most"
@@ -129,14 +129,14 @@ def _array(name: str, leaf: object) -> jax.Array:
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except (TypeError, OverflowError) as error:
-        raise wrong(
+        raise unrecordable(
             f"a recorder stores numbers and arrays, and {name}= is {leaf!r},"
             f" {type(leaf).__name__}"
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise wrong(f"{name}= is a PRNG key. Record jax.random.key_data(key)")
+        raise unrecordable(f"{name}= is a PRNG key. Record jax.random.key_data(key)")
     if not array.size:
-        raise wrong(
+        raise unrecordable(
             f"{name}= has the shape {array.shape}, so there is nothing to record"
         )
     if name == "step":
@@ -146,7 +146,8 @@ def _array(name: str, leaf: object) -> jax.Array:
     return array
 
 
-def wrong(complaint: str) -> SpecError:
+def unrecordable(complaint: str) -> SpecError:
+    """The error for values that a recorder can't store, where they are traced."""
     return SpecError(f"hostcall: {complaint}", code="hc-record")
 
 
