@@ -47,6 +47,8 @@ class Sign:
                 return bool(result.is_ready())
         except RuntimeError:  # deleted, or donated to a program, which fails with it
             pass
+        # One that is ready says that all of the program has ended. Those of unordered
+        # effects can't be asked, and count as not ready.
         return not self.tokens or any(map(_jax.is_token_ready, self.tokens))
 
     def is_gone(self) -> bool:
