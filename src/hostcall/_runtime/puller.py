@@ -5,14 +5,10 @@ threads. What other threads want of the iterator (reset, restore) is a job for t
 thread, which runs between two pulls. It looks at `closed` before each pull, and waits
 only in the ring, which `close` wakes. A source that blocks holds its thread, a daemon,
 until it returns.
-
-The position after each item that devices have not taken yet is kept, so the position of
-the last item that was taken is known, whatever has been pulled ahead.
 """
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import itertools
@@ -31,7 +27,7 @@ from hostcall._core.process import PerProcess
 from hostcall._core.wait import result_of, until_result, until_thread_ends, wait
 from hostcall._native import FeedFound
 from hostcall._runtime import workers
-from hostcall._runtime.opened import Opened, once
+from hostcall._runtime.opened import Opened, Positions, once
 
 # The reasons why a feed gives nothing any more. Each completes "the feed `x` ...".
 CLOSED = "was closed. Make another hc.feed, or close it later"
@@ -74,49 +70,6 @@ class Outcome(NamedTuple):
 
     state: State = State.OPEN
     error: Callable[[], BaseException] | None = None
-
-
-class Positions:
-    """The position after each item that was pulled, from the last that devices took on.
-
-    If devices have taken 7 items and 9 were pulled, these are (7, the position after
-    the 7th), (8, ...), (9, ...).
-
-    The thread alone changes it. Others copy the list in a single step, and look at the
-    copy.
-    """
-
-    def __init__(self) -> None:
-        # (how many items devices have taken there, the position), one more at each.
-        self._after: list[tuple[int, dict[str, Any]]] = [(0, {"epoch": 0, "item": 0})]
-
-    def begin(self, position: dict[str, Any]) -> None:
-        """The position before the first item, once the source is open."""
-        self._after[0] = (0, position)
-
-    def add(self, position: dict[str, Any], taken: int) -> None:
-        """The position after the newest item. Drops those before the last taken one."""
-        newest, _ = self._after[-1]
-        self._after.append((newest + 1, position))
-        oldest, _ = self._after[0]
-        assert oldest <= taken <= newest + 1, "devices take what was pulled, in order"
-        del self._after[: taken - oldest]
-
-    def restart(self, position: dict[str, Any], taken: int) -> None:
-        """All items that were pulled are taken or forgotten."""
-        self._after = [(taken, position)]
-
-    def after(self, count_taken: Callable[[], int]) -> dict[str, Any]:
-        """The position after the last item that was taken."""
-        # Copied before the count is read: then devices have taken its first item, and
-        # the count leads to one of the copy.
-        positions = self._after[:]
-        oldest, _ = positions[0]
-        # Unless a restart is under way, which may have begun to count again.
-        index = max(0, min(count_taken() - oldest, len(positions) - 1))
-        _, position = positions[index]
-        # The caller gets its own: a state of the source may be a dict or an array.
-        return copy.deepcopy(position)
 
 
 class Puller(PerProcess):

@@ -253,7 +253,7 @@ class Tapped(HostCode):
                 )
 
 
-class Block(NamedTuple):
+class EntryBlock(NamedTuple):
     """Where a value lies in an entry of its array.
 
     A value of shape (3,) in shard_map over 4 devices, from device 2: the entry has the
@@ -329,17 +329,17 @@ class Events:
         if self.code.columns:
             yield "", About(process or 0), self._columns(steps, process)
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> EntryBlock:
         """Where a value lies in an entry of its array."""
         current = self.current
         shape = self.values[number].shape[1:]
         if current.index is not None:  # on="shards": the compiler cut the value
             corner = tuple(part.start for part in current.index[number])
-            return Block(self.code.fields[number].shape, corner, shape)
+            return EntryBlock(self.code.fields[number].shape, corner, shape)
         # Each axis of the mesh is an axis of the entry, in front; a device has one
         # index of it.
         coords = current.mesh_coords.values()
-        return Block(
+        return EntryBlock(
             entry_shape=(*current.mesh_shape.values(), *shape),
             corner=(*coords, *[0] * len(shape)),
             shape=(*[1] * len(coords), *shape),
