@@ -61,7 +61,7 @@ def configure(
     changes = {
         name: arguments[name] for name in _SETTINGS if arguments[name] is not None
     }
-    check("hc.configure", changes, _SETTINGS)
+    check("hc.configure", changes, _SETTINGS)  # all of them before one is changed
     for name, value in changes.items():
         if _SETTINGS[name] is _SIZE:
             changes[name] = int(value)  # 256e6 is a float, and the engine takes none
@@ -92,7 +92,7 @@ _FACE = mistakes.Face(
 
 
 def _is_loop(value: object) -> bool:
-    import asyncio
+    import asyncio  # most programs need none, and it takes long to import
 
     is_own = isinstance(value, str) and value == "own"
     return is_own or isinstance(value, asyncio.AbstractEventLoop)

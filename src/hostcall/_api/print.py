@@ -66,7 +66,7 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    options = FACE.given(locals())
+    options = FACE.given(locals())  # as hc.tap calls them; the others are the printer's
     check(fmt, args, kwargs, _hint)
     printer = Printer(
         fmt=fmt,
@@ -167,6 +167,7 @@ class Printer(HostCode):
             args, kwargs = treedef.unflatten(leaves)
         with np.printoptions(**vars(self.options)):
             text = self.line(args, kwargs)
+        # None: what `sys.stdout` is now.
         file = None if self.file is None else self.file.value
         stream.write(text, file, flush=self.flush)
 

@@ -64,6 +64,7 @@ class Feed(Handle):
         """
         puller = self._stream.puller
         shards = self._shards
+        # Already where the program is traced, by the line that uses the feed.
         puller.check_open()
         name = puller.name
         if rows is not None and shards is not None:
@@ -130,6 +131,7 @@ class Feed(Handle):
             FeedError: the source can't go to this position, or the feed is closed.
         """
         try:
+            # A library for checkpoints may give them back as NumPy's numbers.
             epoch = int(state["epoch"])
             item = int(state["item"])
         except (TypeError, KeyError, ValueError) as error:
@@ -245,6 +247,8 @@ def feed(
     name = tag or (name_of(source) if is_named else type(source).__qualname__)
     options = {"tag": tag, "prefetch": prefetch, "on_end": on_end, "timeout": timeout}
     check(f"the feed `{name}`", {**options, "batch": batch}, FEED)
+    # Arrays of a program that is being traced have no values, least of all for another
+    # thread.
     if not _jax.traces_nothing():
         mistakes.refuse_traced(source, _instead_of_traced)
     make, again = read_source(source, batch, name)
@@ -278,7 +282,7 @@ def _begin(
     name = puller.name
     is_inferred = spec is None
     if is_inferred:
-        spec = spec_of(puller.first(), name)
+        spec = spec_of(puller.first(), name)  # waits for the source
     items = parse_spec(spec, name)
     read = reader(items, name, is_inferred)
     shards = None
@@ -287,6 +291,7 @@ def _begin(
         shards = Shards(sharding, items, name)
         lanes = len(shards.devices)
         read = shards.reader(read)
+    # A lane of the ring has, of each item, what one device takes.
     sizes = [aval.size * aval.dtype.itemsize for aval in _blocks(items, shards)]
     ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
     puller.begin(ring, read)

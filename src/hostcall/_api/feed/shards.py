@@ -38,6 +38,7 @@ class Shards:
         ):
             wanted = "a jax.NamedSharding on a mesh of devices"
             raise wrong("sharding", f"the feed `{name}`", wanted, sharding)
+        # A key's block has an axis of uint32 more, which the sharding does not know.
         if any(key is not None for key in items.keys):
             raise SpecError(
                 f"hostcall: the feed `{name}` has sharding= and items with typed PRNG"
@@ -127,6 +128,8 @@ class Shards:
         """
         mesh = self.sharding.mesh
         spec = self.sharding.spec
+        # A device there knows its own part only, and shard_map can't be nested over
+        # the same axes.
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise SpecError(
                 f"hostcall: the feed `{self._name}` has sharding=, and is called inside"

@@ -131,6 +131,7 @@ class Object:
             if name == "<lambda>":  # says nothing in a message
                 name = "object"
         group = Group(factory, _parse_methods(name, methods), name, options)
+        # The object outlives the program, and its factory runs when the program does.
         if not _jax.traces_nothing():
             mistakes.refuse_traced(factory, _instead_of_traced)
         # `concurrency=` is for coroutines, so the check must know of one.
@@ -334,7 +335,7 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
                 f"methods= of `{name}` has the key {method!r}, which is not the name of"
                 " a public method"
             )
-        if method in vars(Object):
+        if method in vars(Object):  # it would hide that one
             raise _undeclarable(
                 f"`{name}` can't declare `{method}`, since hc.Object has its own method"
                 " of that name. Add a method with another name that calls it, and"
