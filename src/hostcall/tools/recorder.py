@@ -6,10 +6,10 @@
 
 Threads. The worker of taps only appends to a list (`_recorder/worker.py` states what it
 guarantees). The writer, one thread, is the only one that touches the files
-(`_recorder/store.py`). Each sink has a thread, which is told of new batches and reads
-them from the files. So a sink that is slow costs no memory and delays
-nobody, and loses nothing: the disk is its queue. Batches are never changed once they
-are written. Errors of these threads are raised by the next barrier or by `close`.
+(`_recorder/store.py`). Each sink has a thread, which gets the paths of new batches and
+reads them from the files. So a sink that is slow costs no memory and delays nobody, and
+loses nothing: the disk is its queue. Batches are never changed once they are written.
+Errors of these threads are raised by the next barrier or by `close`.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Recorder:
     def _start_sink(self, sink: Sink) -> Worker[Path]:
         """A thread that gives a sink the next batch of each stream that it gets.
 
-        It is told of a stream's path once for each batch that was written there, so the
+        It gets the path of a stream once for each batch that was written there. So the
         next batch is in the file, and a sink that is slow finds it there later.
         """
         name = text_of(sink, "__name__") or type(sink).__name__
