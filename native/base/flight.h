@@ -18,10 +18,9 @@
 //      Acquire: what the previous owner wrote comes before. The record is this
 //      writer's alone until it clears `owned`.
 //   3. writer: writes the fields, then clears `busy`; the event is under way
-//   4. writer: when a call gets the GIL, sets `busy` (relaxed: the fields' own
-//   stores
-//      release it), writes, and clears it; the
-//      word then has `entered`, so that it differs from the one before
+//   4. writer: when a call gets the GIL, sets `busy`, writes, and clears it; the
+//      word then has `entered`, so that it differs from the one before. `busy` is
+//      set relaxed: the fields' own stores release it
 //   5. writer: at the end sets `busy`, writes the last fields, clears all but the
 //      ticket
 //

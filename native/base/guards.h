@@ -197,7 +197,8 @@ class GilGuard : NoCopy {
     PyThreadState* state = t_made_state;
     if (state == nullptr) state = PyGILState_GetThisThreadState();
     if (state == nullptr) {
-      state = t_made_state = PyThreadState_New(PyInterpreterState_Main());
+      state = PyThreadState_New(PyInterpreterState_Main());
+      t_made_state = state;
       made_ = true;
     }
     OrPark([state] { PyEval_RestoreThread(state); });

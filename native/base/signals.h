@@ -15,10 +15,10 @@
 // Python function that stands there then.
 //
 // Guarantees
-//   * A handler is installed for SIGINT only in place of Python's, which ours
-//   calls,
-//     and for SIGTERM only if it has the default action. A C library that installs
-//     its own keeps it: it may call the one before it, so ours must not call it.
+//   * A handler is installed for SIGINT only in place of Python's, which ours then
+//     calls, and for SIGTERM only if it has the default action. A C library that
+//     installs its own keeps it: it may call the one before it, so ours must not
+//     call it.
 //   * The handlers are async-signal-safe. They do a lock-free fetch_or and
 //     post a semaphore; the one for SIGTERM writes the flight recorder, or raises
 //     the signal again in a forked child, where the watcher does not exist. Nothing
@@ -96,9 +96,9 @@ class Signals {
   }
 
   /// Whether SIGTERM, if it is watched, writes the flight recorder to stderr.
-  static void TellAtTerminate(bool on) {
+  static void WriteFlightAtTerminate(bool on) {
     TickNs();  // its first call initialises
-    g_tells.store(on);
+    g_writes_flight.store(on);
   }
 
   /// Wakes the watcher for these events. Async-signal-safe. The bits are set first:
@@ -162,7 +162,7 @@ class Signals {
       // Here, not on the watcher, which needs the GIL: a process is often ended
       // because something holds the GIL and hangs. And before the watcher is woken,
       // which may end the process at once.
-      if (g_tells.load()) WriteFlight(STDERR_FILENO, "SIGTERM");
+      if (g_writes_flight.load()) WriteFlight(STDERR_FILENO, "SIGTERM");
       Post(kTerminate);
     } else {
       // A forked child inherits the handler. SA_RESETHAND has restored the default
@@ -178,7 +178,8 @@ class Signals {
   inline static Semaphore g_posted;  ///< one post for each call of Post
   /// The Event bits that Wait has not returned yet.
   inline static std::atomic<int> g_pending{0};
-  inline static std::atomic<bool> g_tells{false};  ///< TellAtTerminate's
+  inline static std::atomic<bool> g_writes_flight{
+      false};  ///< WriteFlightAtTerminate's
   /// The process in which the watcher runs.
   inline static std::atomic<pid_t> g_watcher{0};
   /// Python's C handler, the same for all signals and for the life of the process;

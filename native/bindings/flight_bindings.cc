@@ -50,7 +50,7 @@ void InitFlight(nb::module_& m) {
       },
       nb::arg("why"));
   m.def("watch_fatal_signals", &FatalSignals::Watch, nb::arg("on"));
-  m.def("tell_at_sigterm", &Signals::TellAtTerminate, nb::arg("on"));
+  m.def("write_flight_at_sigterm", &Signals::WriteFlightAtTerminate, nb::arg("on"));
 }
 
 }  // namespace hostcall

@@ -146,9 +146,9 @@ CallScope::CallScope(ActiveCall& call) : call_(call) {
     const AmbientSetting& setting = g_ambient[i];
     const bool fixed =
         setting.kind == Ambient::kFixed || setting.kind == Ambient::kWith;
-    PyObject* value = fixed                              ? setting.value
-                      : setting.kind == Ambient::kDevice ? plan.device.get()
-                                                         : guard;
+    PyObject* value = setting.value;
+    if (setting.kind == Ambient::kDevice) value = plan.device.get();
+    if (setting.kind == Ambient::kGuard) value = guard;
     if (value == nullptr) continue;
     if (fixed && plan.keeps_mesh) continue;
     if (fixed && !stays) {

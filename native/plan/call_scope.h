@@ -47,9 +47,9 @@ struct ActiveCall {
   const TapEvent* tap = nullptr;  ///< the event being delivered; null for a call
   size_t taps = 0;  ///< events in the run that begins with `tap`; 0 if it is alone
   int64_t executions_before = -1;  ///< in this run; -1: not counted
-  /// Whether it may be repeated inside a host callback, and whether its function
-  /// has asked for that (AskInside). Only the calling thread uses the three.
-  bool scouts = false, asked = false;
+  // Only the calling thread uses these three.
+  bool scouts = false;          ///< it may be repeated inside a host callback
+  bool asked = false;           ///< its function has asked for that (AskInside)
   bool inside = false;          ///< it runs inside a host callback
   bool foreign = false;         ///< the thread is XLA's, not Python's
   bool counted = false;         ///< included in Engine::in_flight

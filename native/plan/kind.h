@@ -13,9 +13,8 @@
 //
 // An execution comes to its kind in three steps, of which most need the last only:
 //
-//   1. handler: RunNative, without Python, if the kind has a native part. True:
-//   that
-//               was all of it
+//   1. handler: RunNative, without Python, if the kind has a native part. True says
+//               that nothing else is left
 //   2. handler: Progress::Wait, if RunNative has left one, still without Python
 //   3. handler: attaches to Python, and calls Run. For a tap, whose handler only
 //               queues, the worker does so, for each event of the queue

@@ -91,8 +91,8 @@ class Throttle : NoCopy {
     // Relaxed all: they are times and a number, and publish nothing.
     /// From when on the next execution may go through.
     std::atomic<int64_t> next_ns{std::numeric_limits<int64_t>::min()};
-    // In ticks: when the clock was read last, and for how long it need not be read.
-    std::atomic<int64_t> looked{0}, rest{0};
+    std::atomic<int64_t> looked{0};  ///< in ticks: when the clock was read last
+    std::atomic<int64_t> rest{0};    ///< in ticks: for how long it need not be read
     std::atomic<uint64_t> draws{0};  ///< decisions of `sample=` so far
   };
 

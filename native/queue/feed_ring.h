@@ -42,6 +42,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -132,6 +133,7 @@ class FeedRing : NoCopy {
   bool Commit() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return false;
+    assert(HasSpace() && "Reserve made space, and only this thread takes it");
     missing_[put_ % capacity_] = lanes();
     ++put_;
     items_.notify_all();
@@ -156,7 +158,8 @@ class FeedRing : NoCopy {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!AwaitLanes(lock)) return;
     std::fill(missing_.begin(), missing_.end(), 0);
-    put_ = freed_ = 0;
+    put_ = 0;
+    freed_ = 0;
     Level(0);
   }
   /// Takes up to `n` items that no lane has taken, for all lanes, without copying,
@@ -273,6 +276,7 @@ class FeedRing : NoCopy {
   }
   /// A lane has copied its part. The lock is held.
   void Copied(int64_t item) {
+    assert(copying_ > 0 && "the lane is one of those that copy");
     --copying_;
     size_t& missing = missing_[static_cast<size_t>(item) % capacity_];
     if (--missing == 0) {
@@ -333,7 +337,8 @@ class FeedRing : NoCopy {
   int64_t copying_ = 0;          ///< lanes that copy now
   bool quiet_wanted_ = false;    ///< Clear or Drop waits for them
   bool stalled_ = false;  ///< the producer found no space, and waits for some
-  bool woken_ = false, closed_ = false;
+  bool woken_ = false;    ///< Wake was called; TakeWake resets it
+  bool closed_ = false;   ///< Close was called; never reset
   Took ending_ = Took::kNothing;  ///< what lanes find behind the items
   Counts counts_;
 };

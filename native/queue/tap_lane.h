@@ -27,6 +27,7 @@
 #pragma once
 
 #include <atomic>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -329,6 +330,8 @@ class alignas(64) TapLane {
   /// Puts the rest of a batch back at the head. Everything in the lane is younger.
   void GiveBack(TapBatch rest) {
     std::lock_guard<std::mutex> lock(mutex_);
+    assert((head_ == nullptr || rest.last->sequence < head_->sequence) &&
+           "only the worker takes events, and the oldest first");
     rest.last->next = head_;
     if (head_ == nullptr) tail_ = rest.last;
     SetHead(rest.first);

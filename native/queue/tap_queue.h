@@ -419,7 +419,7 @@ class TapQueue {
   ///
   ///   1. device A: adds the lane to lanes_used_
   ///   2. device B: reads that, links an event, then reads rest_
-  ///   3. worker:   sets rest_ to asleep, then reads lanes_used_ and looks at the
+  ///   3. worker:   sets rest_ to asleep, then reads lanes_used_, looks at the
   ///   lanes
   ///
   /// If the worker read the old number, its read comes before 1 in the one order of

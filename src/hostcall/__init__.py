@@ -190,20 +190,25 @@ def _version() -> str:
 
 
 def _where_is(name: str) -> str:
-    """Which of the modules has a public name that is not here; "" if none."""
+    """What to write for a public name that is in another module; "" if there is none.
+
+    This imports all of them, which is no matter where the program ends anyway.
+    """
     if name.startswith("_"):  # Python and tools ask for many of these
         return ""
     for part in _PARTS:
-        if name in importlib.import_module(f"hostcall.{part}").__all__:
+        module = importlib.import_module(f"hostcall.{part}")
+        if name in module.__all__:
             return f". It is hostcall.{part}.{name}"
     return ""
 
 
-def _read_text(*told: Any) -> Any:
+def _read_text(text: Any, on_cuda: Any, buffers: Any) -> Any:
     """Reads what an exported program says about one of its calls, for the engine."""
+    # Imported here: a process that loads no program does without.
     from hostcall._export import texts
 
-    return texts.read_text(*told)
+    return texts.read_text(text, on_cuda, buffers)
 
 
 _native.set_hook(_native.Hook.TEXT_READER, _read_text)
@@ -218,14 +223,15 @@ if not TYPE_CHECKING:  # a type checker would accept any name, as Any
             return globals()[name]
         if name in _GONE:
             raise AttributeError(f"hostcall.{name} is now {_GONE[name]}")
-        if name not in _HOMES:
-            if name in __all__:  # the modules
-                return importlib.import_module(f"hostcall.{name}")
-            message = f"module 'hostcall' has no attribute {name!r}"
-            raise AttributeError(message + _where_is(name))
-        value = getattr(importlib.import_module(f"hostcall.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+        if name in _HOMES:
+            home = importlib.import_module(f"hostcall.{_HOMES[name]}")
+            # Kept, so that Python finds it without this function from now on.
+            globals()[name] = getattr(home, name)
+            return globals()[name]
+        if name in __all__:  # the modules, which Python keeps itself
+            return importlib.import_module(f"hostcall.{name}")
+        message = f"module 'hostcall' has no attribute {name!r}"
+        raise AttributeError(message + _where_is(name))
 
 
 def __dir__() -> list[str]:

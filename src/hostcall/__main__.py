@@ -21,7 +21,20 @@ _GONE = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; without one, prints the report. Returns the exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
+    parser = _parser()
+    if arguments:
+        _refuse_unknown(arguments[0], parser)
+    options = parser.parse_args(arguments)
+    if "main" in options:  # a command
+        return int(options.main(options))
+    lines = machine.report()
+    speed.report()
+    return int("BROKEN" in "".join(lines))
+
+
+def _parser() -> argparse.ArgumentParser:
     is_script = os.path.basename(sys.argv[0]) == "hostcall"
     parser = argparse.ArgumentParser(
         prog="hostcall" if is_script else "python -m hostcall",
@@ -33,28 +46,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module in _COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.SHORT,
-            description=(module.__doc__ or "").partition("\n")[0],
-        )
+        description, _, _ = (module.__doc__ or "").partition("\n")
+        command = commands.add_parser(name, help=module.SHORT, description=description)
         command.set_defaults(main=module.main, refuse=command.error)
         module.add_arguments(command)
-    if given and given[0] in _GONE:
-        parser.error(f"there is no command {given[0]!r} any more: {_GONE[given[0]]}")
-    if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
-        near = difflib.get_close_matches(given[0], _COMMANDS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        parser.error(
-            f"there is no command {given[0]!r}.{hint} The commands are"
-            f" {', '.join(_COMMANDS)}"
-        )
-    options = parser.parse_args(given)
-    if "main" in options:
-        return int(options.main(options))
-    found = machine.report()
-    speed.report()
-    return int("BROKEN" in "".join(found))
+    return parser
+
+
+def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> None:
+    """Ends the program if its first argument is no command, and no option either.
+
+    argparse would do so too, but it lists the choices alone.
+    """
+    if word in _GONE:
+        parser.error(f"there is no command {word!r} any more: {_GONE[word]}")
+    if word.startswith("-") or word in _COMMANDS:
+        return
+    near = difflib.get_close_matches(word, _COMMANDS, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    parser.error(
+        f"there is no command {word!r}.{hint} The commands are {', '.join(_COMMANDS)}"
+    )
 
 
 if __name__ == "__main__":

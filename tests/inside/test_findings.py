@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._api.report import _finding
+from hostcall._api.report import _finding, _Row
 from hostcall._engine.counters import Facts, costs
 from hostcall.monitor import CallStats
 
@@ -76,7 +76,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_each_rule_has_its_remedy(name):
     counted, facts, remedy = RULES[name]
-    found = _finding("f", counted, facts)
+    found = _finding(_Row("f", counted, facts))
     assert remedy in found.remedy
     assert found.cause
 
@@ -95,7 +95,7 @@ QUIET = {
 
 @pytest.mark.parametrize("name", QUIET)
 def test_a_rule_that_does_not_fit_says_nothing(name):
-    assert _finding("f", *QUIET[name]).remedy == ""
+    assert _finding(_Row("f", *QUIET[name])).remedy == ""
 
 
 def test_programs_give_the_facts():

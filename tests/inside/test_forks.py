@@ -45,7 +45,7 @@ at.wait()
 child = os.fork()
 if child == 0:
     from hostcall._core.process import living
-    (puller,) = living(hc._runtime.feeds.Puller)
+    (puller,) = living(hc._runtime.puller.Puller)
     os._exit(7 if "spawn" in puller.closed else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 go.set()
@@ -96,8 +96,8 @@ if child == 0:
         except hc.errors.HostcallError as error:
             print("refused" if "'spawn'" in str(error) else error, flush=True)
     env.close()
-    from hostcall._api.object import objects
-    objects._at_exit()
+    from hostcall._api.object import groups
+    groups._at_exit()
     del env
     os._exit(0)  # JAX's own end may hang in a forked child (0.10.2, without callbacks)
 assert os.waitpid(child, 0)[1] == 0

@@ -13,7 +13,7 @@ import pytest
 import hostcall as hc
 from hostcall import _jax
 from hostcall._jax import settings
-from hostcall._runtime import feeds, host_device
+from hostcall._runtime import host_device, puller
 
 
 def test_an_interrupt_while_settings_are_set_reaches_the_function(monkeypatch):
@@ -150,7 +150,7 @@ def test_a_job_whose_caller_was_interrupted_is_not_run(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(feeds, "wait", interrupted)
+            patch.setattr(puller, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 feed.reset()
         go.set()

@@ -150,7 +150,7 @@ ROWS = {
         HERE[0],
         {
             "team": Team("ONCE", 2, 0),
-            "reach": Reach(4, 0, tells=False),
+            "reach": Reach(4, 0, returns_outcome=False),
             "calling_process": 0,
         },
     ),
@@ -176,7 +176,7 @@ def test_each_row_of_the_table(row):
         **said,
     )
     reach = said.get("reach")
-    assert got.returns_outcome == (reach is not None and reach.tells)
+    assert got.returns_outcome == (reach is not None and reach.returns_outcome)
 
 
 def test_of_unknown_devices_nothing_says_how_many_are_in_one_of_several_processes(

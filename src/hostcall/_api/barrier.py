@@ -56,33 +56,35 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
         "It waits only for what was before this program. Call it after the program",
     )
     start = _native.ticks()
-    unreported: BaseException | None = None
-    raised: BaseException | None = None
+    error: BaseException | None = None
     try:
         if not programs:
             return delivery.flush(timeout, queued_only=True)
         end = None if timeout is None else time.monotonic() + timeout
         failed = dispatched.reports()  # outlives a wait that Ctrl-C or the limit ends
-        in_call = workers.in_call()  # its program's results are among the arrays
+        # The results of the program that made the call are among the live arrays, and
+        # can't be waited for here.
+        in_call = workers.in_call()
         if not in_call and not _native.forked():
             if timeout is not None and not _programs_end_in(timeout):
                 return False
             failed += dispatched.failures_of_all(limited=timeout is not None)
+        # Behind the programs, which have queued their last taps by now.
         seconds_left = None if end is None else max(0.0, end - time.monotonic())
         if not delivery.flush(seconds_left):
             return False
         delivery.call_at_barrier(ending=False)
         # What the thread dispatched before the program of a call is not the call's.
         if not in_call:
-            unreported = _first(failed) or dispatched.first_unreported()
-        raised = unreported or delivery.take()
-        if raised is not None:
-            raise raised
+            error = _first(failed) or dispatched.first_unreported()
+        # Only without a program's error: what is taken here would be lost otherwise.
+        if error is None:
+            error = delivery.take()
+        if error is not None:
+            raise error
         return True
     finally:
-        # Their tracebacks refer to this frame: break the cycle.
-        unreported = None
-        raised = None
+        error = None  # breaks the cycle error -> traceback -> this frame -> error
         costs.waited_in_barrier(start)
 
 
@@ -115,8 +117,9 @@ def _programs_end_in(seconds: float) -> bool:
                 with contextlib.suppress(BaseException):  # its reader sees the error
                     array.block_until_ready()
 
+    everything = limited.submit(wait_for_all)
     # A thread takes a moment, also without anything to wait for.
-    return wait(until_result(limited.submit(wait_for_all)), max(seconds, SLICE))
+    return wait(until_result(everything), max(seconds, SLICE))
 
 
 def discard_taps() -> None:

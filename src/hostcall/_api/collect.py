@@ -52,26 +52,26 @@ class collect:
 
     def __init__(self, fn: Callable[..., Any] | None = None) -> None:
         self._fn = fn
-        self._seen: dict[str, list[Any]] = {}
+        self._deliveries: dict[str, list[object]] = {}
+        self._out: dict[str, Any] = {}
         if fn is not None:
             functools.update_wrapper(self, fn, updated=())
 
     def __enter__(self) -> dict[str, Any]:
-        barrier()
-        self._seen = {}
-        self._out: dict[str, Any] = {}
+        barrier()  # what was tapped before is not collected
+        self._deliveries = {}
+        self._out = {}
         delivery.state.collectors.append(self._take)
         return self._out
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             barrier()
         finally:
             delivery.state.collectors.remove(self._take)
             # Copied: if Ctrl-C ended the barrier, the worker may still add values.
-            self._out.update(
-                {k: _stacked(list(v)) for k, v in dict(self._seen).items()}
-            )
+            for tag, values in self._deliveries.copy().items():
+                self._out[tag] = _stacked(values.copy())
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if self._fn is None:
@@ -83,27 +83,36 @@ class collect:
             out = self._fn(*args, **kwargs)
         return out, collected
 
-    def _take(self, name: str, args: Any, kwargs: Any) -> None:
-        alone = args[0] if len(args) == 1 else args
-        value = (args, kwargs) if kwargs else alone
-        self._seen.setdefault(name, []).append(jax.tree.map(_of_its_own, value))
+    def _take(
+        self, tag: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Called by the worker of taps with each delivery."""
+        value: object = args
+        if kwargs:
+            value = (args, kwargs)
+        elif len(args) == 1:
+            (value,) = args
+        # A copy: the tap's own function gets these arrays too, and may change them.
+        copied = jax.tree.map(_copied, value)
+        self._deliveries.setdefault(tag, []).append(copied)
 
 
-def _of_its_own(leaf: Any) -> Any:
+def _copied(leaf: object) -> object:
     """Copies an array to a NumPy array. Keys and static leaves stay as they are."""
     if isinstance(leaf, DLPackArray):
         return leaf.to_numpy()
-    is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
-    is_array = isinstance(leaf, (np.ndarray, jax.Array))
-    return np.array(leaf) if is_array and not is_key else leaf
+    if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
+        return leaf  # NumPy has no such dtype
+    return np.array(leaf) if isinstance(leaf, (np.ndarray, jax.Array)) else leaf
 
 
-def _stacked(values: list[Any]) -> Any:
-    treedefs = [jax.tree.structure(value) for value in values]
-    if any(treedef != treedefs[0] for treedef in treedefs):
+def _stacked(values: list[object]) -> object:
+    """The deliveries of one tag, stacked leaf by leaf if they are alike."""
+    treedef = jax.tree.structure(values[0])
+    if any(jax.tree.structure(value) != treedef for value in values):
         return values
 
-    def stack(*column: Any) -> Any:
+    def stack(*column: object) -> object:
         are_arrays = all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in column)
         return np.stack(column) if are_arrays else list(column)
 

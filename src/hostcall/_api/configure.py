@@ -56,22 +56,25 @@ def configure(
     Raises:
         SpecError: a value is not valid. No setting has changed then.
     """
+    arguments = locals()
     _FACE.refuse(unknown, "setting")
     changes = {
-        k: v for k, v in dict(locals()).items() if k in _SETTINGS and v is not None
+        name: arguments[name] for name in _SETTINGS if arguments[name] is not None
     }
-    check("hc.configure", changes, _SETTINGS)
-    for name in _SIZES & changes.keys():
-        changes[name] = int(changes[name])
-    if isinstance(loop, str):  # "own"
+    check("hc.configure", changes, _SETTINGS)  # all of them before one is changed
+    for name, value in changes.items():
+        if _SETTINGS[name] is _SIZE:
+            changes[name] = int(value)  # 256e6 is a float, and the engine takes none
+    if isinstance(loop, str):  # "own", for which the setting is None
         changes["loop"] = None
-    vars(config.settings).update(changes)
+    config.settings.change(changes)
     if flight is not None:
         flights.apply()
+    # A forked child's engine is closed, and may hold locks of the parent's threads.
     if not _native.forked():
-        taps = config.settings.tap_queue_bytes
-        _native.set_tap_limit(taps)
-        _native.limit_pinned(config.settings.pinned_bytes, taps)
+        tap_queue_bytes = config.settings.tap_queue_bytes
+        _native.set_tap_limit(tap_queue_bytes)
+        _native.limit_pinned(config.settings.pinned_bytes, tap_queue_bytes)
 
 
 _FACE = mistakes.Face(
@@ -89,23 +92,27 @@ _FACE = mistakes.Face(
 
 
 def _is_loop(value: object) -> bool:
-    import asyncio
+    import asyncio  # most programs need none, and it takes long to import
 
     is_own = isinstance(value, str) and value == "own"
     return is_own or isinstance(value, asyncio.AbstractEventLoop)
 
 
-def _is_size(given: Any) -> bool:
+def _is_size(value: Any) -> bool:
     """Whether it is a whole number, of any type, that the engine can take."""
+    if isinstance(value, bool):
+        return False
     try:
-        size = int(given)
+        size = int(value)
     except (TypeError, ValueError, OverflowError):  # a text, or infinite
         return False
-    return not isinstance(given, bool) and bool(size == given and 0 < size < 1 << 63)
+    return bool(size == value) and 0 < size < 1 << 63  # of 64 bits, with a sign
 
 
-_SIZES = {"tap_queue_bytes", "pinned_bytes"}
+_SIZE = Option("a number of bytes above 0, such as 256e6 for 256 MB", _is_size)
 _SETTINGS = {
+    "tap_queue_bytes": _SIZE,
+    "pinned_bytes": _SIZE,
     "residuals": Option(
         "a number of objects, 0 or more",
         lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0,
@@ -117,8 +124,4 @@ _SETTINGS = {
         _is_loop,
     ),
     "fail": choice(*config.FAILS, or_none=True),
-    **dict.fromkeys(
-        _SIZES,
-        Option("a number of bytes above 0, such as 256e6 for 256 MB", _is_size),
-    ),
 }

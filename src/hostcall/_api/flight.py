@@ -74,17 +74,19 @@ class Flight(list[FlightRecord]):
         if not self:
             return "no call or tap has been recorded"
         now = time.time()
-        head = (
+        lines = [
             f"{'seconds ago':>12} {'for seconds':>12} {'GIL wait':>10}  {'state':8}"
             f" {'what':9} {'device':>6} {'bytes':>10}  function, place"
-        )
-        rows = [
-            f"{now - r.start:12.6f} {r.seconds:12.6f} {r.waited:10.6f}  {r.state:8}"
-            f" {r.kind:9} {'-' if r.device is None else r.device:>6} {r.nbytes:10}"
-            f"  {r.name}, {r.place or '(place not known)'}"
-            for r in self
         ]
-        return "\n".join([head, *rows])
+        for record in self:
+            device = "-" if record.device is None else record.device
+            place = record.place or "(place not known)"
+            lines.append(
+                f"{now - record.start:12.6f} {record.seconds:12.6f}"
+                f" {record.waited:10.6f}  {record.state:8} {record.kind:9}"
+                f" {device:>6} {record.nbytes:10}  {record.name}, {place}"
+            )
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -100,26 +102,46 @@ def flight() -> Flight:
     Cost: the recorder takes about 30 ns of a call and 50 ns of a tap; this function
     about 2 ms.
     """
-    raw = _native.read_flight()
-    clock = time.time(), _native.ticks(), _native.tick_ns() * 1e-9
-    events = np.frombuffer(raw, RAW)
+    events = np.frombuffer(_native.read_flight(), RAW)
+    # Behind the reading: no event begins in the future then.
+    now = _Now(
+        seconds=time.time(),
+        ticks=_native.ticks(),
+        tick_seconds=_native.tick_ns() * 1e-9,
+    )
+    # Nearly in order already: events that have long been under way lie anywhere.
     events = events[np.argsort(events["start"], kind="stable")]
-    return Flight(_record(row, *clock) for row in events.tolist())
+    return Flight(_record(row, now) for row in events.tolist())
 
 
-def _record(row: Any, now: float, now_ticks: int, second: float) -> FlightRecord:
+class _Now(NamedTuple):
+    """One moment on both clocks, and how many seconds a tick of the engine's takes."""
+
+    seconds: float
+    ticks: int
+    tick_seconds: float
+
+
+def _record(row: Any, now: _Now) -> FlightRecord:
+    """The record of an event, whose fields are those of `RAW`."""
     kind, state, device, place, start, entered, end, nbytes, run, number = row
     known = places.named(place)
-    left_queue = entered or (now_ticks if STATES[state] == "waiting" else start)
+    waited = 0
+    if KINDS[kind] == "call":
+        # `entered` is 0 while a call waits, and for one that never got the GIL.
+        is_waiting = STATES[state] == "waiting"
+        waited = (entered or (now.ticks if is_waiting else start)) - start
+    lasted = (end or now.ticks) - start  # `end` is 0 while it is under way
+    # Cores' counters differ by some ticks, so a difference may be below zero.
     return FlightRecord(
         kind=KINDS[kind],  # type: ignore[arg-type]
         state=STATES[state],  # type: ignore[arg-type]
         name=known.name if known else "(gone)",
         place=known.place if known else None,
         device=None if device < 0 else device,
-        start=now - (now_ticks - start) * second,
-        seconds=max((end or now_ticks) - start, 0) * second,
-        waited=max(left_queue - start, 0) * second if kind == 0 else 0.0,
+        start=now.seconds - (now.ticks - start) * now.tick_seconds,
+        seconds=max(lasted, 0) * now.tick_seconds,
+        waited=max(waited, 0) * now.tick_seconds,
         nbytes=nbytes,
         run=None if run == -1 else run,
         number=number if KINDS[kind] in ("tap", "delivery") else None,

@@ -66,18 +66,15 @@ def print(
 
     Cost: that of `hc.tap`. The thread that delivers taps does the formatting.
     """
-    options = FACE.given(locals())
+    options = FACE.given(locals())  # as hc.tap calls them; the others are the printer's
     check(fmt, args, kwargs, _hint)
-    numpys: dict[str, Any] = dict(np.get_printoptions())
     printer = Printer(
         fmt=fmt,
         numbers=_numbers_in((args, kwargs)),
         file=None if file is None else Opaque(file),
         flush=bool(flush),
         end=end,
-        options=NumPys(
-            **{option.name: numpys[option.name] for option in fields(NumPys)}
-        ),
+        options=NumPys.now(),
     )
     # As two trees, since a field of `fmt` may be named like an option of tap.
     tap(printer, args, kwargs, **options)
@@ -101,14 +98,17 @@ def _hint(keyword: str) -> str:
     return _FACE.hint(keyword)
 
 
-def _numbers_in(tree: object) -> tuple[int, ...]:
+def _numbers_in(args_and_kwargs: object) -> tuple[int, ...]:
     """Which leaves are Python's numbers in containers, such as those of a shape."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(
-        number
-        for number, (path, leaf) in enumerate(leaves)
-        if len(path) > 2 and type(leaf) in (bool, int, float)
-    )
+    leaves, _ = jax.tree_util.tree_flatten_with_path(args_and_kwargs)
+    numbers = []
+    for number, (path, leaf) in enumerate(leaves):
+        # The path of an argument itself has two steps: args or kwargs, and which one.
+        # An array of one number prints as the number does, so only those inside count.
+        is_inside = len(path) > 2
+        if is_inside and type(leaf) in (bool, int, float):
+            numbers.append(number)
+    return tuple(numbers)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,12 @@ class NumPys:
     sign: Literal["-", "+", " "]
     formatter: None  # functions
     legacy: Literal[False] | str
+
+    @classmethod
+    def now(cls) -> NumPys:
+        """The options of this moment, without those that newer NumPys have besides."""
+        options: dict[str, Any] = dict(np.get_printoptions())
+        return cls(**{option.name: options[option.name] for option in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -161,10 +167,14 @@ class Printer(HostCode):
             args, kwargs = treedef.unflatten(leaves)
         with np.printoptions(**vars(self.options)):
             text = self.line(args, kwargs)
+        # None: what `sys.stdout` is now.
         file = None if self.file is None else self.file.value
         stream.write(text, file, flush=self.flush)
 
     def line(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The printed line. An exported program's printer formats in another way
+        (_export/prints.py).
+        """
         return formatted(self.fmt, args, kwargs) + self.end
 
 
@@ -172,4 +182,7 @@ def _of_python(array: np.ndarray) -> Any:
     """The Python number that was given, as far as its array can hold it: 0.1, not
     0.10000000149 for a float32.
     """
-    return float(str(array[()])) if array.dtype.kind == "f" else array.item()
+    if array.dtype.kind == "f":
+        # NumPy's text has as many digits as the array's own dtype needs.
+        return float(str(array[()]))
+    return array.item()

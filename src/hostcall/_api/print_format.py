@@ -23,20 +23,22 @@ from hostcall._core.spec import is_numeric
 
 def formatted(fmt: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """`fmt.format(*args, **kwargs)`; a spec holds for each element of an array."""
-    shown = [*map(printable, args)]
-    named = {k: printable(v) for k, v in kwargs.items()}
+    printed_args = [printable(value) for value in args]
+    named = {key: printable(value) for key, value in kwargs.items()}
+    # Python's own way first, which is many times as fast. It fails at arrays with a
+    # spec, which take none, and would print {!r} of a scalar as "array(1.)".
     if "!" not in fmt:
-        with contextlib.suppress(TypeError):  # NumPy's arrays take no format specs
-            return fmt.format(*shown, **named)
-    return EachElement().vformat(fmt, shown, named)
+        with contextlib.suppress(TypeError):
+            return fmt.format(*printed_args, **named)
+    return EachElement().vformat(fmt, printed_args, named)
 
 
 def printable(value: object) -> object:
     """Converts scalars of small types to Python's: they support no format specs."""
+    # The types of ml_dtypes, such as bfloat16 and int4, have the kind "V".
     if not isinstance(value, np.ndarray) or value.ndim or value.dtype.kind != "V":
         return value
-    number = int if "int" in value.dtype.name else float
-    return number(value)
+    return int(value) if "int" in value.dtype.name else float(value)
 
 
 class EachElement(string.Formatter):
@@ -46,7 +48,7 @@ class EachElement(string.Formatter):
     """
 
     def __init__(self) -> None:
-        self._unnamed = itertools.count()
+        self._unnamed = itertools.count()  # one formatter for each line
 
     def parse(self, format_string: str) -> Iterator[Any]:
         """Numbers the fields without names, also those that begin with [ or a dot.
@@ -60,6 +62,7 @@ class EachElement(string.Formatter):
             yield text, field, spec, conversion
 
     def convert_field(self, value: object, conversion: Any) -> object:
+        # Once more: a field such as {x[0]} leads to a scalar only now.
         value = printable(value)
         if conversion and isinstance(value, np.ndarray) and not value.ndim:
             return str(value)
@@ -90,7 +93,7 @@ def check(
     """
     fields = _read(fmt)
     by_name: dict[Any, object] = {**dict(enumerate(args)), **kwargs}
-    used = dict.fromkeys(name for name, _ in fields)
+    used = dict.fromkeys(name for name, _ in fields)  # in order, each once
     missing = [name for name in used if name not in by_name]
     if missing:
         raise _wrong(
@@ -102,14 +105,16 @@ def check(
     unused = [name for name in by_name if name not in used]
     if unused:
         listed = [f"argument {n}" if isinstance(n, int) else n for n in unused]
-        hints = "".join(f". {hint(n)}" for n in kwargs if n in unused and hint(n))
+        guesses = [hint(name) for name in unused if isinstance(name, str)]
+        hints = "".join(f". {guess}" for guess in guesses if guess)
         raise _wrong(
             f"hc.print({fmt!r}) does not use {_listed(listed)}. Each argument"
             " needs a field in the format, and an f-string has none left. Write"
             f" hc.print('x = {{}}', x){hints}"
         )
     for name, spec in fields:
-        if spec and (why := _why_not(by_name[name], spec)):
+        why = _why_not(by_name[name], spec)
+        if why:
             which = f"argument {name}" if isinstance(name, int) else f"{name}="
             raise _wrong(
                 f"hc.print({fmt!r}) can't format its {which} as {{:{spec}}}: {why}"
@@ -148,19 +153,25 @@ def _fields(fmt: str) -> tuple[tuple[int | str, str], ...]:
     there is none, or it is known only when the line is printed.
     """
     fields: list[tuple[int | str, str]] = []
-    automatic = itertools.count()
+    unnumbered = itertools.count()
     texts = set()
     for field, spec, conversion in parsed(fmt):
-        text = _NAME_ENDS.split(field)[0]
-        name = int(text) if text.isdecimal() else text or next(automatic)
-        is_known = field == text and conversion is None and "{" not in spec
-        fields.append((name, spec if is_known else ""))
+        text = _NAME_ENDS.split(field)[0]  # "x" of "x[0].real"
         texts.add(text)
+        name: int | str = text
+        if text.isdecimal():
+            name = int(text)
+        elif not text:
+            name = next(unnumbered)
+        # Else the spec holds for a part or a text of the argument, or has fields.
+        is_of_the_argument = field == text and conversion is None and "{" not in spec
+        fields.append((name, spec if is_of_the_argument else ""))
     if "" in texts and any(map(str.isdecimal, texts)):
         raise ValueError("it mixes numbered and unnumbered fields")
     return tuple(fields)
 
 
+# Where the name of an argument ends, and a part of it begins.
 _NAME_ENDS = re.compile(r"[.[]")
 
 
@@ -171,14 +182,17 @@ def parsed(fmt: str, depth: int = 0) -> Iterator[tuple[str, str, str | None]]:
     Raises ValueError if the format can't be read.
     """
     for _, field, spec, conversion in string.Formatter().parse(fmt):
-        if field is None:
+        if field is None:  # text behind the last field
             continue
+        # What `str.format` finds out when it formats is refused here, where the user's
+        # line still is on the stack.
         if conversion not in (None, "r", "s", "a"):
             raise ValueError(f"unknown conversion !{conversion}")
-        if depth and "{" in (spec or ""):
+        spec = spec or ""
+        if depth and "{" in spec:
             raise ValueError("a field in a spec has fields in its own spec")
-        yield field, spec or "", conversion
-        yield from parsed(spec or "", depth + 1)
+        yield field, spec, conversion
+        yield from parsed(spec, depth + 1)
 
 
 def _how_to_give(
@@ -186,30 +200,29 @@ def _how_to_give(
 ) -> str:
     """What to write if fields have no arguments."""
     names = [name for name in used if isinstance(name, str)]
+    # A field such as {"a": 1} is no name: a dict was written into the format.
     if not all(name.isidentifier() for name in names):
         return "If the braces belong to the text, write them twice: {{ and }}"
-    last = max((n for n in used if isinstance(n, int)), default=-1)
+    positions = [name for name in used if isinstance(name, int)]
     if missing[0] in names:
-        args = ["..."] * (last >= 0) + [f"{name}={name}" for name in names]
+        args = [f"{name}={name}" for name in names]
+        if positions:
+            args.insert(0, "...")
         need = f"The field {{{missing[0]}}} needs a keyword"
         return f"{need}: hc.print({fmt!r}, {', '.join(args)})"
-    return f"Its fields without names need {counted(last + 1, 'positional argument')}"
+    count = counted(max(positions) + 1, "positional argument")
+    return f"Its fields without names need {count}"
 
 
 def _why_not(value: object, spec: str) -> str:
     """Why a value can't be formatted by a spec, as far as its type tells; or ""."""
+    if not spec:
+        return ""
     if isinstance(value, (bool, int, float, complex)):
+        # It comes as an array of the dtype that JAX gives it.
         value = np.zeros((), _jax.canonical_dtype(np.dtype(type(value))))
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        dtype = value.dtype
-        shape = value.shape
-        if 0 in shape or _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
-            return ""  # nothing to format, or what only printing finds out
-        try:
-            formatted(f"{{:{spec}}}", [np.zeros((1,) if shape else (), dtype)], {})
-        except (TypeError, ValueError) as error:
-            return f"it is {dtype}, and Python says: {error}. Write {{:.3g}}, or {{}}"
-        return ""
+        return _why_no_array(value, spec)
     kind: Any = type(value)
     if kind.__format__ is not object.__format__ or hasattr(value, "__jax_array__"):
         return ""
@@ -217,6 +230,21 @@ def _why_not(value: object, spec: str) -> str:
         f"a {kind.__name__} takes no format. Give its numbers fields of their own, as"
         " in {x[0]:.3f} and {x[name]:.3f}, or write {}"
     )
+
+
+def _why_no_array(value: jax.Array | np.ndarray | np.generic, spec: str) -> str:
+    """As `_why_not`: formats a zero of the array's dtype."""
+    dtype = value.dtype
+    if 0 in value.shape:
+        return ""  # there is nothing to format
+    if _jax.is_key_dtype(dtype) or not is_numeric(np.dtype(dtype)):
+        return ""  # only printing finds it out
+    zero = np.zeros((1,) if value.shape else (), dtype)
+    try:
+        formatted(f"{{:{spec}}}", [zero], {})
+    except (TypeError, ValueError) as error:
+        return f"it is {dtype}, and Python says: {error}. Write {{:.3g}}, or {{}}"
+    return ""
 
 
 def _wrong(complaint: str) -> SpecError:

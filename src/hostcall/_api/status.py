@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from hostcall import _native
@@ -71,7 +71,8 @@ def status(*, processes: Literal["all"] | None = None, limit: float = 5.0) -> An
     face = "hc.monitor.status"
     if not of_all_processes(processes, limit, face, "this process only"):
         return running()
-    from hostcall._job import job  # asked for: a job of one process does without
+    # Imported here: a job of one process does without this wing.
+    from hostcall._job import job
 
     return job.ask(limit)
 
@@ -84,7 +85,9 @@ def stats() -> dict[str, CallStats]:
 
     Cost: two readings of the clock for each call.
     """
-    return {name: CallStats(**c.read()) for name, c in dict(costs.counters).items()}
+    # A copy: programs that are lowered meanwhile add counters.
+    counters = costs.counters.copy()
+    return {name: CallStats(**counter.read()) for name, counter in counters.items()}
 
 
 # --- Taps ----------------------------------------------------------------------------
@@ -115,8 +118,14 @@ class TapQueue:
 def tap_queue() -> TapQueue:
     """What the queue of taps holds, and how many it has handled. Cost: microseconds."""
     state = _native.tap_queue()
-    state["nbytes"] = state["bytes"]
-    return TapQueue(**{field.name: state[field.name] for field in fields(TapQueue)})
+    return TapQueue(
+        pushed=state["pushed"],
+        delivered=state["delivered"],
+        dropped=state["dropped"],
+        nbytes=state["bytes"],
+        limit=state["limit"],
+        blocked=state["blocked"],
+    )
 
 
 # --- Pinned memory -------------------------------------------------------------------
@@ -152,5 +161,10 @@ class PinnedMemory:
 
 def pinned_memory() -> dict[str, PinnedMemory]:
     """The pools of "calls" and "taps", as far as GPUs have used them."""
-    pools = zip(("calls", "taps"), _native.pinned_pools(), strict=True)
-    return {name: PinnedMemory(**state) for name, state in pools if state is not None}
+    calls, taps = _native.pinned_pools()
+    pools = {"calls": calls, "taps": taps}
+    return {
+        name: PinnedMemory(**state)
+        for name, state in pools.items()
+        if state is not None  # no GPU has used it
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hostcall._api.tap import FACE, prepare, rebuilt
@@ -33,8 +33,8 @@ def tap_tangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
 
     Cost: that of `hc.tap` in the derivative; nothing without one.
     """
-    primitive = tangents.tangent_tap_p
-    return _seen_in_derivatives("tap_tangent", primitive, fn, x, options)
+    name = "hc.derivatives.tap_tangent"
+    return _tap_derivative(name, tangents.tangent_tap_p, fn, x, options)
 
 
 def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
@@ -55,14 +55,20 @@ def tap_cotangent(fn: Callable[..., Any], x: T, **options: Any) -> T:
 
     Cost: that of `hc.tap` in the backward pass; nothing without one.
     """
-    primitive = tangents.cotangent_tap_p
-    return _seen_in_derivatives("tap_cotangent", primitive, fn, x, options)
+    name = "hc.derivatives.tap_cotangent"
+    return _tap_derivative(name, tangents.cotangent_tap_p, fn, x, options)
 
 
-def _seen_in_derivatives(
-    name: str, primitive: Primitive, fn: Callable[..., Any], x: T, options: Any
+def _tap_derivative(
+    name: str,
+    primitive: Primitive,
+    fn: Callable[..., Any],
+    x: T,
+    options: Mapping[str, Any],
 ) -> T:
-    name = f"hc.derivatives.{name}"
+    """Puts a tap's equation into the program that is the identity, and whose rules of
+    derivatives tap (_primitives/tap/tangents.py).
+    """
     for unknown in sorted(options.keys() - FACE.options.keys()):
         taps_options = ", ".join(sorted(FACE.options))
         hint = FACE.hint(unknown) or f"Its options are those of hc.tap: {taps_options}"
@@ -70,9 +76,9 @@ def _seen_in_derivatives(
             f"hostcall: {name} has no option {unknown}=. {hint}",
             code="hc-option",
         )
-    inexact = tangents.split(x)
     face = mistakes.Face(name, f"{name}({{fn}}, ({{args}}))")
-    operands, params = prepare(fn, (inexact,), {}, options, face)
-    outs = primitive.bind(*operands, params=params)
-    out: T = tangents.joined(rebuilt(params, outs), x)
+    # Integers have no derivatives, so they go around the equation.
+    operands, params = prepare(fn, (tangents.split(x),), {}, options, face)
+    arrays = primitive.bind(*operands, params=params)
+    out: T = tangents.joined(rebuilt(params, arrays), x)
     return out

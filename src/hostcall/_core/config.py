@@ -6,6 +6,7 @@ The environment sets them at import; `hc.configure` changes some of them later.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.flight not in FLIGHTS:
             self.flight = FLIGHTS[0]
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Sets these fields to values that were checked."""
+        for name, value in changes.items():
+            setattr(self, name, value)
 
 
 settings = Settings()

@@ -278,7 +278,7 @@ def _may_not_have_ended(sign: jax.Array, is_hidden: bool) -> None:
     programs.add(sign)
     _native.set_pending(bool(programs.pending))
     if is_hidden:
-        _jax.tell_of_dispatch([sign], ())
+        _jax.report_dispatch([sign], ())
 
 
 def call_failed(text: str) -> None:
@@ -419,6 +419,6 @@ def reports() -> list[BaseException]:
     return reports_here
 
 
-_jax.tell_of_signs(_may_not_have_ended)
+_jax.report_signs_to(_may_not_have_ended)
 _jax.handlers.wait = wait
 _jax.handlers.first_failure = first_unreported

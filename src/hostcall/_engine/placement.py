@@ -47,12 +47,12 @@ class Reach(NamedTuple):
         devices: how many there are.
         caller: the number of the device whose results all take; None if each makes its
             own call.
-        tells: whether the call has its outcome as one more result.
+        returns_outcome: whether the call has its outcome as one more result.
     """
 
     devices: int
     caller: int | None = None
-    tells: bool = True
+    returns_outcome: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,4 +111,4 @@ class Placement:
         """Whether one more result tells all processes whether the call failed
         (native/plan/outcome.h).
         """
-        return self.reach is not None and self.reach.tells
+        return self.reach is not None and self.reach.returns_outcome

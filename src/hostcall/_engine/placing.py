@@ -113,7 +113,7 @@ def placed(
         placement = _led(alike, program.local, leader)
         is_taken = bool(equation.avals) or fails_together
         if is_taken and len(program.local) < len(devices):
-            reach = Reach(len(devices), devices.index(leader), tells=on_host)
+            reach = Reach(len(devices), devices.index(leader), returns_outcome=on_host)
             calling = leader.process_index
             placement = replace(placement, reach=reach, calling_process=calling)
     if fails_together and placement.reach is None:

@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hostcall._api.object.objects import Entry, Group, Object
+from hostcall._api.object.entries import Entry
+from hostcall._api.object.groups import Group
+from hostcall._api.object.objects import Object, handle_of
 from hostcall._core.codec import Json, Malformed, NotPortable
 from hostcall._core.options import Policy
 from hostcall._core.process import living
@@ -126,7 +128,7 @@ def objects_of(functions: Iterable[object]) -> dict[str, Object]:
         while name in objects:
             count += 1
             name = f"{group.name}#{count}"
-        objects[name] = group.handle()
+        objects[name] = handle_of(group)
     return objects
 
 

@@ -144,19 +144,19 @@ def forget_tokens(forgotten: Sequence[Token]) -> None:
 
 # --- Who hears of a dispatch ----------------------------------------------------------
 
-# (results, tokens) of a dispatch.
-Tell: TypeAlias = Callable[[Sequence[jax.Array], Sequence[Token]], None]
+# What is called with the results and tokens of a dispatch.
+Listener: TypeAlias = Callable[[Sequence[jax.Array], Sequence[Token]], None]
 
 # JAX calls `hook(function, args, kwargs, results)` after each dispatch on its fast
 # path. A thread's own hook replaces the process's hook, which `jax.debug_nans` sets.
 POST_HOOK = _api._post_hook_state
 
-_tells: set[Tell] = set()
+_listeners: set[Listener] = set()
 
 
-def tell_of_dispatches(tell: Tell) -> None:
-    """From now on, `tell(results, tokens)` is called after each dispatch that JAX makes
-    in Python. The hidden result is among the results (signs.py).
+def report_dispatches_to(listener: Listener) -> None:
+    """From now on, `listener(results, tokens)` is called after each dispatch that JAX
+    makes in Python. The hidden result is among the results (signs.py).
 
     Those are the first dispatch of each program, and every dispatch of a program with
     tokens.
@@ -164,14 +164,14 @@ def tell_of_dispatches(tell: Tell) -> None:
     `tokens` are those of the program's effects. They are passed along because JAX keeps
     only the newest ones, and replaces them at the next dispatch.
     """
-    _tells.add(tell)
+    _listeners.add(listener)
 
 
-def tell_of_dispatch(results: Sequence[jax.Array], tokens: Sequence[Token]) -> None:
+def report_dispatch(results: Sequence[jax.Array], tokens: Sequence[Token]) -> None:
     """Says that the calling thread has dispatched a program."""
     # A copy: another thread may add one meanwhile.
-    for tell in list(_tells):
-        tell(results, tokens)
+    for listener in list(_listeners):
+        listener(results, tokens)
 
 
 def _tokens_of(program: Executable) -> list[Token]:
@@ -265,7 +265,7 @@ def telling_of_dispatch(plain: Plain) -> Plain:
             _native.forget_last_run()
         results, hidden = take_sign(self, dispatched)
         tokens = [] if is_signed else _tokens_of(self)
-        tell_of_dispatch([*results, *hidden], tokens)
+        report_dispatch([*results, *hidden], tokens)
         return results
 
     return call

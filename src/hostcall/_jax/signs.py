@@ -306,8 +306,8 @@ def fast_path_data(plain: Callable[..., Any]) -> Callable[..., Any]:
     return data
 
 
-def tell_of_signs(tell: Callable[[jax.Array, bool], object]) -> None:
-    """From now on, `tell(sign, is_hidden)` is called where a program was dispatched
+def report_signs_to(listener: Callable[[jax.Array, bool], object]) -> None:
+    """From now on, `listener(sign, is_hidden)` is called where a program was dispatched
     that may not have ended, or that may have failed, by the thread that dispatched it.
     """
-    _native.set_hook(_native.Hook.PENDING, tell)
+    _native.set_hook(_native.Hook.PENDING, listener)

@@ -434,7 +434,7 @@ class EngineCall:
         program = self.program
         reach = self.reach
         outs = list(program.ctx.avals_out)
-        if reach is not None and reach.tells:
+        if reach is not None and reach.returns_outcome:
             outs.append(OUTCOME_AVAL)
         if returns_token and program.is_symbolic and _jax.has_symbolic(outs):
             results, token = self._linked(token, operands, outs)

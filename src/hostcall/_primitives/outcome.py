@@ -13,7 +13,7 @@ One process makes the call for all
     A failure takes the same way. The caller can't raise before the reduction, since the
     others would wait in it for ever. So the call gives zeros and one more result, its
     outcome (native/plan/outcome.h): whether it failed, and the text of the error. (A
-    call that works in place in GPU memory has no outcome: `tells` is False.)
+    call that works in place in GPU memory has no outcome: `returns_outcome` is False.)
 
 Each device makes its own call, and all fail together
     Each device gives a number: 0 if its call went well, else its place in the program
@@ -92,7 +92,7 @@ def _numbered(reach: Reach, program: _jax.Program, outcome: Value) -> Value:
 def _broadcast(
     reach: Reach, program: _jax.Program, results: Sequence[Value], avals: Sequence[Aval]
 ) -> tuple[Sequence[Value], Value | None]:
-    """The caller's results, and the outcome if it tells, on all devices.
+    """The caller's results, and the outcome if there is one, on all devices.
 
     Three steps: each device makes unsigned integers of its values, zeros if it is not
     the caller; their maximum over the devices; values again. With results (f32[2],
@@ -103,7 +103,7 @@ def _broadcast(
     count = len(specs)
     ctx = program.ctx
     in_specs = [*specs]
-    if reach.tells:
+    if reach.returns_outcome:
         in_specs.append(OUTCOME)
     size = sum(spec.size * spec.dtype.itemsize for spec in in_specs)
     joins = size <= _TOGETHER
@@ -136,7 +136,7 @@ def _broadcast(
         arrays = _jax.lower_traced(ctx, masked, (_DEVICE, *in_specs), values)
         maxima = [_jax.max_over_devices(ctx, x, reach.devices) for x in arrays]
         taken = _jax.lower_traced(ctx, back, shapes, maxima)
-    return taken[:count], taken[count] if reach.tells else None
+    return taken[:count], taken[count] if reach.returns_outcome else None
 
 
 def _number(device: jax.Array, outcome: jax.Array) -> list[jax.Array]:

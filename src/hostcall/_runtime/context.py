@@ -90,7 +90,8 @@ class Current:
 
 def _number_of(block: slice) -> int:
     """Which block this is along its axis."""
-    # Blocks of one array are equally large, so a block's start tells its number.
+    # Blocks of one array are equally large, so a block's start tells its number. They
+    # are empty along an axis without elements, and all begin at 0 there.
     size = block.stop - block.start
     return int(block.start // (size or 1))
 
@@ -113,6 +114,7 @@ def current() -> Current | None:
     devices = placement.program_devices
     if devices is None:  # outside of programs
         devices = (device,)
+    blocks = placement.blocks or {}
     mesh_shape = {} if placement.mesh is None else dict(placement.mesh.shape)
     process, processes = _jax.place_in_job()
     return Current(
@@ -123,8 +125,9 @@ def current() -> Current | None:
         mesh_coords=_coords(placement.mesh, device),
         row=row or (),
         transforms=hooks.equation.transforms,
+        # In a call, the variable may be of the tap whose function made that call.
         rows=None if step is None else kept_rows.get(),
-        index=(placement.blocks or {}).get(ordinal),
+        index=blocks.get(ordinal),
         run=run,
         step=step,
         runs=runs,
@@ -156,10 +159,12 @@ def place_in_batch(
         batch = hooks.equation.grid
         index = row or ()
     else:
-        call = call or current()
+        if call is None:
+            call = current()
         assert call is not None, "only host code asks"
         batch = (*call.mesh_shape.items(), *call.grid)
         index = (*call.mesh_coords.values(), *call.row)
+    # Axes without an index: see above.
     return (batch, index) if len(batch) == len(index) else None
 
 
@@ -170,7 +175,9 @@ kept_rows: contextvars.ContextVar[tuple[np.ndarray, ...] | None] = (
 
 
 def _coords(mesh: Any | None, device: Any) -> dict[Any, int]:
-    if mesh is None or device is None or isinstance(mesh, jax.sharding.AbstractMesh):
+    """The index of the device along each axis of the mesh; empty if it has none."""
+    # An abstract mesh knows no devices: the program may run on any.
+    if mesh is None or isinstance(mesh, jax.sharding.AbstractMesh):
         return {}
     positions = np.argwhere(mesh.devices == device)
     if not len(positions):

@@ -88,7 +88,8 @@ def start() -> None:
         try:
             worker.start()
         except HostcallError:
-            # Without a worker, the thread that taps delivers.
+            # Python starts no thread any more. Without a worker, the thread that taps
+            # delivers.
             _native.stop_taps()
 
 
@@ -171,7 +172,7 @@ def call_at_barrier(*, ending: bool) -> None:
     """Calls what `at_barrier` has been given."""
     if _native.forked():  # a child may not tap
         return
-    for fn in list(state.at_barrier):
+    for fn in state.at_barrier.copy():  # one may add another
         try:
             fn(ending)
         except KeyboardInterrupt:  # it ends the barrier, or the process
@@ -250,16 +251,19 @@ def failed(name: str, place: Any, error: BaseException, row: tuple[int, ...]) ->
         if count <= IN_FULL:
             tally.logged = count
             tally.until = clock() + SECONDS
+    # Outside of the lock, since a handler of the log may be the user's code.
     with failures.beside_a_failure("logging it"):
         if count <= IN_FULL:
             in_row = f", row {row[0] if len(row) == 1 else row}" if row else ""
-            last = " (its further failures are only counted here)"
+            last = ""
+            if count == IN_FULL:
+                last = " (its further failures are only counted here)"
             logger.error(
                 "tap `%s`%s, written at %s, failed; the program goes on%s",
                 name,
                 in_row,
                 place,
-                last if count == IN_FULL else "",
+                last,
                 exc_info=error,
             )
         elif clock() >= tally.until:
@@ -287,7 +291,7 @@ def take() -> BaseException | None:
         return None
     for number, error in unreported.items():
         failures.mark_reported(number)
-        failures.hand_over(error)
+        failures.hand_over(error)  # the user gets the object, whose frames must stay
     raised = list(unreported.values())
     # A signal handler on the thread that adds a failure may take its count before: the
     # lock is reentrant. Then the exceptions count themselves.

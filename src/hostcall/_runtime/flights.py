@@ -7,6 +7,7 @@ the signal handler prints it, since Python can't run then.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from hostcall import _native
@@ -17,9 +18,9 @@ logger = logging.getLogger("hostcall")
 
 def apply() -> None:
     """Puts `hc.configure(flight=)` into effect. In a forked child nothing changes."""
-    if _native.forked():
+    if _native.forked():  # its engine is closed: the handlers stay as the parent's
         return
-    _native.tell_at_sigterm(config.settings.flight != "off")
+    _native.write_flight_at_sigterm(config.settings.flight != "off")
     _native.watch_fatal_signals(config.settings.flight == "signals")
 
 
@@ -36,8 +37,12 @@ logged: dict[str, float] = {}  # when, by the reason
 
 def log(why: str) -> None:
     """Logs the newest calls and taps, but not again within `PAUSE` for one reason."""
+    if config.settings.flight == "off":
+        return
     now = time.monotonic()
-    if config.settings.flight != "off" and now - logged.get(why, -PAUSE) >= PAUSE:
-        logged[why] = now
-        text = _native.flight_text(why).decode(errors="replace")
-        logger.warning("%s", text.rstrip())
+    if now - logged.get(why, -math.inf) < PAUSE:
+        return
+    logged[why] = now
+    # A tag may have been cut in the middle of a character: lines have a limit.
+    text = _native.flight_text(why).decode(errors="replace")
+    logger.warning("%s", text.rstrip())

@@ -65,6 +65,7 @@ def host_device_for(client: Any | None) -> Any:
     Cost: 8 ms for the first call on each rung of the ladder, which makes the client.
     """
     below = nesting_level(client)
+    # Without the lock: the ladder only grows.
     if below == len(_ladder.clients):
         _add_rung(client)
     return _ladder.clients[below].local_devices()[0]
@@ -91,6 +92,8 @@ def _add_rung(client: Any | None) -> None:
 
 def host_device_here() -> Any:
     """The host device for a call that the calling thread makes eagerly."""
+    # Inside host code it is that of the code's own rung; outside, a device of the
+    # process's clients, the name of a platform, or None.
     default = _jax.default_device.value
     return host_device_for(getattr(default, "client", None))
 
@@ -154,10 +157,13 @@ def guard(
     """
 
     def check(of_program: Sequence[Any]) -> None:
+        # A program on one device runs on the callback's own thread.
         if devices and len(of_program) > 1 and not devices.isdisjoint(of_program):
             flights.log(flights.DEADLOCK)
             raise DeadlockError(_WOULD_WAIT)
-        on_process = scouts and any(
+        if not scouts:
+            return
+        on_process = any(
             device.platform == "cpu" and nesting_level(device.client) == 0
             for device in of_program
         )

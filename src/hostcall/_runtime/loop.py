@@ -71,15 +71,7 @@ def current() -> asyncio.AbstractEventLoop:
         return users_loop
     with _state.lock:
         if _state.own is None:
-            import asyncio
-
-            maker: Any = asyncio
-            with contextlib.suppress(ImportError):
-                maker = importlib.import_module("uvloop")
-            loop: asyncio.AbstractEventLoop = maker.new_event_loop()
-            loop.set_default_executor(
-                Pool(_THREADS, thread_name_prefix="hostcall-to-thread")
-            )
+            loop = _new_loop()
             # If it fails, the next call tries again.
             thread = daemon("hostcall-loop", _run, loop)
             _state.thread = start(thread, "a coroutine function")
@@ -87,9 +79,21 @@ def current() -> asyncio.AbstractEventLoop:
         return _state.own
 
 
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import asyncio
+
+    module: Any = asyncio
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module("uvloop")  # faster
+    loop: asyncio.AbstractEventLoop = module.new_event_loop()
+    loop.set_default_executor(Pool(_THREADS, thread_name_prefix="hostcall-to-thread"))
+    return loop
+
+
 def running() -> asyncio.AbstractEventLoop | None:
     """The loop that the calling thread runs, of whomever; None if it runs none."""
-    if "asyncio" not in sys.modules:  # whoever runs a loop has imported it
+    # Whoever runs a loop has imported it, which takes longer than most calls.
+    if "asyncio" not in sys.modules:
         return None
     import asyncio
 

@@ -26,15 +26,23 @@ class Shown:
     """
 
     def __init__(self, hooks: Any, tap: int, waited: float) -> None:
-        about: dict[str, Any] = {"place": str(hooks.place)}
-        about |= {"waited_us": round(waited, 1)} if tap < 0 else {"tap": tap}
-        word = "call" if tap < 0 else "delivery"
         self._is_delivery = tap >= 0
-        self._annotation = TraceAnnotation(f"{word} of {hooks.callback.label}", **about)
-        self._annotation.__enter__()
+        label = hooks.callback.label
+        place = str(hooks.place)
+        if self._is_delivery:
+            annotation = TraceAnnotation(f"delivery of {label}", place=place, tap=tap)
+        else:
+            waited = round(waited, 1)
+            annotation = TraceAnnotation(
+                f"call of {label}", place=place, waited_us=waited
+            )
+        # Not by `with`: the engine calls `end` when the function has returned.
+        annotation.__enter__()
+        self._annotation = annotation
 
     def end(self) -> None:
         if self._is_delivery:
-            # How many devices wait with a tap for space, until this one has ended.
+            # How many devices wait with a tap for space, until this one has ended: a
+            # profile then shows which tap is too slow.
             self._annotation.set_metadata(blocked=_native.tap_queue()["blocked"])
         self._annotation.__exit__(None, None, None)

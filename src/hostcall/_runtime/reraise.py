@@ -1,13 +1,14 @@
 """`hc.reraise`: raises the callback's own exception in place of a JaxRuntimeError.
 
 The idea: JAX dispatches programs asynchronously, so a block must know which programs it
-has to wait for. It learns of each dispatch, and keeps one *sign* of the program: its
-smallest result, or the tokens of its effects. All of these fail if the program fails.
+has to wait for. It learns of each dispatch, and keeps one *sign* of the program
+(dispatch_sign.py): its smallest result, or the tokens of its effects. All of these fail
+if the program fails.
 
 How a block learns of a dispatch:
 
   * on JAX's fast path, which is C++, from a hook of JAX's (`_jax.POST_HOOK`);
-  * elsewhere, from the wrapped dispatch in Python (`_jax.tell_of_dispatches`).
+  * elsewhere, from the wrapped dispatch in Python (`_jax.report_dispatches_to`).
 
 What happens to a sign:
 
@@ -29,10 +30,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-import operator
 import re
 import threading
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -41,6 +40,7 @@ import jax
 
 from hostcall import _jax, _native
 from hostcall._core import failures, mistakes
+from hostcall._runtime.dispatch_sign import Sign, cheapest, has_ended
 
 # XLA's texts begin with the code of a status. A user's ValueError seldom does.
 _OF_XLA = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
@@ -100,6 +100,7 @@ class reraise(contextlib.ContextDecorator):
             original = failures.original(reported)
             failures.mark_reported(failures.number_in(reported))
             _, _, text = failures.summary(reported).partition(": ")
+            # Without the original the user gets JAX's report, and a note that says why.
             if original is None and _OF_XLA.match(text):
                 failures.explain(reported)
         try:
@@ -110,9 +111,8 @@ class reraise(contextlib.ContextDecorator):
             if original is not None:
                 raise original
         except _jax.REPORTS as raised:
-            if (
-                original is None or raised is original
-            ):  # too many callbacks failed since
+            # A callback's own exception may be of these types too.
+            if original is None or raised is original:
                 raise
             raise original  # noqa: B904
         finally:  # breaks the cycle original -> traceback -> this frame -> original
@@ -134,6 +134,10 @@ _MANY_SIGNS = 32
 class _Block:
     """The programs that one thread has dispatched since it entered a `reraise`.
 
+    The lists hold what `end` has to settle: `_pending` the signs of programs that may
+    still fail, in the order of dispatch, and `_failed` JAX's reports of programs that
+    have failed, each with the tokens of its program.
+
     Attributes:
         outer: the block around it, in the same context.
         closed: whether it has been left.
@@ -151,8 +155,7 @@ class _Block:
         self._failures_at_start = failures.failures_so_far()
         self._failures_seen = self._failures_at_start
         self._some_sign_was_gone = False
-        self._pending: list[_Sign] = []  # programs that may still fail, in order
-        # JAX's reports of programs that have failed, and the tokens of these.
+        self._pending: list[Sign] = []
         self._failed: list[tuple[BaseException, Sequence[Any]]] = []
         self._kept_bytes = 0.0
         self._scan_above = _MANY_SIGNS
@@ -165,14 +168,16 @@ class _Block:
         if self._has_succeeded(results):
             return
         room = _KEPT_BYTES - self._kept_bytes
-        result, kept_bytes = _cheapest(results, room)
+        result, kept_bytes = cheapest(results, room)
         if result is not None or tokens:
             # The count of failures is that of the last look, before this dispatch: a
             # callback of this program may have failed by now.
-            sign = _Sign(result, kept_bytes, tokens, self._failures_seen)
+            sign = Sign(result, kept_bytes, tokens, self._failures_seen)
             self._pending.append(sign)
             self._kept_bytes += kept_bytes
         self._failures_seen = failures.failures_so_far()
+        # Programs mostly end in the order in which they were dispatched, so a look at
+        # the oldest is enough.
         while self._pending and self._pending[0].is_ready():
             self._settle(self._pending.pop(0))
         if len(self._pending) > self._scan_above:  # some may have ended behind an older
@@ -185,13 +190,12 @@ class _Block:
         no callback has failed since the last look. Small programs run while JAX
         dispatches them, and a sign would cost as much as they do.
         """
+        # What was dispatched before may still fail, and a failure that is counted
+        # below could be of that.
+        if self._pending or self._some_sign_was_gone:
+            return False
         is_known = results and _jax.are_arrays(results[:1])
-        if (
-            self._pending
-            or self._some_sign_was_gone
-            or not is_known
-            or not _has_ended(results[0])
-        ):
+        if not is_known or not has_ended(results[0]):
             return False
         # A failure is counted before its program ends, so it is looked at last.
         return failures.failures_so_far() == self._failures_seen
@@ -207,7 +211,7 @@ class _Block:
             else:
                 self._pending.append(sign)
 
-    def _settle(self, sign: _Sign) -> None:
+    def _settle(self, sign: Sign) -> None:
         """Drops a sign. Looks at it first if its program may have failed."""
         self._kept_bytes -= sign.kept_bytes
         if sign.is_gone():
@@ -240,8 +244,8 @@ class _Block:
                     # It stays unreported, for the block around this one.
                     self._failed.append((report, tokens))
                     continue
-                first = report
                 failures.mark_reported(number)
+                first = report
             # An ordered program that came next has failed with this one's token, and
             # has its number. Its tokens are forgotten too; otherwise JAX's next wait
             # for effects would raise the same failure again.
@@ -256,71 +260,6 @@ class _Block:
         outer._kept_bytes += self._kept_bytes
 
 
-class _Sign:
-    """A result or the tokens of a program, by which its failure is noticed.
-
-    Attributes:
-        kept_bytes: how many bytes of the result are kept alive.
-        tokens: the tokens of its effects.
-        failures_before: how many callbacks had failed before it was dispatched.
-    """
-
-    __slots__ = ("_result", "failures_before", "kept_bytes", "tokens")
-
-    def __init__(
-        self, result: Any, kept_bytes: int, tokens: Sequence[Any], failures_before: int
-    ) -> None:
-        # A result that takes too many bytes is held weakly: a block must not keep the
-        # states of a loop alive.
-        is_strong = kept_bytes > 0 or result is None
-        self._result = (lambda: result) if is_strong else weakref.ref(result)
-        self.kept_bytes = kept_bytes
-        self.tokens = tokens
-        self.failures_before = failures_before
-
-    def is_ready(self) -> bool:
-        """Whether the program has ended, as far as its result and tokens tell."""
-        result = self._result()
-        try:
-            if result is not None:
-                return bool(result.is_ready())
-        except RuntimeError:  # deleted, or donated to a program, which fails with it
-            pass
-        return not self.tokens or any(map(_jax.is_token_ready, self.tokens))
-
-    def is_gone(self) -> bool:
-        """Whether the result can tell nothing: it is deleted, donated or dropped."""
-        result = self._result()
-        return result is None or result.is_deleted()
-
-    def report(self) -> BaseException | None:
-        """Waits for the program; returns what JAX raises if a host call failed."""
-        for result in (self._result(), *self.tokens):
-            report = None if result is None else failures.failure_of(result)
-            if report is not None and failures.number_in(report):
-                return report
-        return None
-
-
-def _has_ended(result: jax.Array) -> bool:
-    try:
-        return bool(result.is_ready())
-    except RuntimeError:  # donated already
-        return False
-
-
-def _cheapest(results: Sequence[Any], room: float) -> tuple[Any, int]:
-    """The smallest result of a program, and how many of its bytes to keep alive."""
-    if len(results) > 8:  # the smallest of these eight is small enough, and is cheap
-        results = [*results[:4], *results[-4:]]
-    arrays = [_jax.data_of(x) for x in results if isinstance(x, jax.Array)]
-    smallest = min(arrays, key=operator.attrgetter("nbytes"), default=None)
-    if smallest is None:
-        return None, 0
-    size = int(smallest.nbytes) or 1  # 0 would say that it is not kept
-    return smallest, size if size <= room else 0
-
-
 # --- Which block a dispatch belongs to -----------------------------------------------
 #
 # The tasks of an asyncio loop interleave on one thread, so the current block is a
@@ -333,6 +272,12 @@ _current: contextvars.ContextVar[_Block | None] = contextvars.ContextVar(
 
 
 class _Thread(threading.local):
+    """
+    Attributes:
+        open: how many blocks the thread has open, in all contexts.
+        hook_before: the thread's hook of JAX's before ours took its place.
+    """
+
     open = 0
     hook_before: Any = None
 
@@ -343,7 +288,7 @@ _thread = _Thread()
 def _open_block() -> None:
     _jax.install(_jax.When.CALLS)
     _jax.need(_jax.Part.FAST)  # by it a block hears of the programs
-    _jax.tell_of_dispatches(_dispatched)
+    _jax.report_dispatches_to(_dispatched)
     outer = _first_open(_current.get())
     _current.set(_Block(outer))
     _thread.open += 1
@@ -383,7 +328,7 @@ def _first_open(block: _Block | None) -> _Block | None:
 
 def _depth() -> int:
     """How many of hostcall's callbacks the calling thread is inside."""
-    if _native.current() is None:
+    if _native.current() is None:  # as nearly always: a list of all calls costs more
         return 0
     this_thread = threading.get_ident()
     return sum(thread == this_thread for _, thread, _, _ in _native.active())
@@ -396,7 +341,10 @@ def _dispatched(results: Sequence[Any], tokens: Sequence[Any]) -> None:
 
 
 def _dispatched_fast(function: Any, args: Any, kwargs: Any, results: Any) -> None:
-    """JAX calls this after each dispatch on its fast path."""
+    """JAX calls this after each dispatch on its fast path.
+
+    Programs there have no tokens: those with effects go through Python.
+    """
     _dispatched(jax.tree.leaves(results), ())
     # A hook that somebody else has set, for this thread or for all, still runs.
     hook = _thread.hook_before

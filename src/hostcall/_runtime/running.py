@@ -90,7 +90,8 @@ def running() -> list[ActiveCall]:
     frames = sys._current_frames()  # a call that begins later has no stack here
     calls = []
     for hooks, thread, seconds, row in _native.active():
-        # The thread that runs the function, if the call's own waits for another.
+        # The thread that runs the function, if the call's own waits for another. A list
+        # without one: that has not begun yet.
         (thread,) = workers.delegates.get(thread) or [thread]
         call = ActiveCall(
             name=hooks.callback.shown,
@@ -115,7 +116,7 @@ def log(why: str) -> None:
     """
     if config.settings.flight == "off" or why in flights.logged:
         return
-    flights.logged[why] = time.monotonic()
+    flights.logged[why] = time.monotonic()  # before the look, which takes a moment
     calls = running()
     lines = [
         f"  {call.name}, for {call.seconds:.3f} s, called at {call.place}"
@@ -132,6 +133,7 @@ def log(why: str) -> None:
 
 def doing(process: int) -> ProcessStatus:
     """What this process, which has that number in its job, is doing."""
+    # Also while it waits in a program: this runs on another thread.
     main_thread = threading.main_thread().ident or 0
     return ProcessStatus(
         process=process,
@@ -145,4 +147,6 @@ def doing(process: int) -> ProcessStatus:
 
 def _stack(frames: dict[int, Any], thread: int) -> str:
     frame = frames.get(thread)
-    return "".join(traceback.format_stack(frame)) if frame else ""
+    if frame is None:  # the thread has ended, or began after the look
+        return ""
+    return "".join(traceback.format_stack(frame))

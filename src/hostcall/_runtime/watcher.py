@@ -87,8 +87,10 @@ def stop() -> None:
 
 
 def _watch() -> None:
+    """The thread: does what each event asks for, until STOP."""
     end: _Ending | None = None
     while True:
+        # An event wakes it. At the end of the process it looks at the clock, too.
         events = _native.wait_signal(3600.0 if end is None else SLICE)
         if events & Signal.INTERRUPT:
             events |= _after_interrupt()
@@ -206,12 +208,14 @@ class _Ending:
     def look(self) -> None:
         now = time.monotonic()
         worker = delivery.worker.thread
+        # While the engine is open, calls may take their time: the programs that make
+        # them are waited for.
         if _native.closed() and self._next_call == math.inf:
             self._next_call = now + self._patience
-        stuck = []
-        for info, thread, age, _ in _native.active():
+        running_calls = []
+        for hooks, thread, age, _ in _native.active():
             if worker is None or thread != worker.ident:
-                stuck.append(f"{info.name} ({age:.0f} s)")
+                running_calls.append(f"{hooks.name} ({age:.0f} s)")
             elif age >= self._patience and now >= self._next_tap:
                 # Interrupt before logging, which takes time: the worker could have gone
                 # on to the next tap. The next interrupt leaves this one time to clean
@@ -220,18 +224,18 @@ class _Ending:
                 logger.warning(
                     "the process is ending and waits for the tap `%s`, which has taken"
                     " %.0f s and is interrupted now (Ctrl-C ends the process at once)",
-                    info.name,
+                    hooks.name,
                     age,
                 )
                 self._next_tap = now + self._patience
         if now < self._next_call:
             return
         self._next_call = now + self._patience
-        if stuck:
+        if running_calls:
             logger.warning(
                 "the process is ending and waits for these callbacks, which are"
                 " interrupted now (Ctrl-C ends the process at once): %s",
-                ", ".join(stuck),
+                ", ".join(running_calls),
             )
             flights.log(flights.ENDING)
             _native.interrupt_calls()

@@ -37,7 +37,8 @@ def stand_in() -> Any | None:
     if thread_and_ask is None:
         return None
     thread, ask = thread_and_ask
-    return ask() if thread in (None, threading.get_ident()) else None
+    is_meant = thread is None or thread == threading.get_ident()
+    return ask() if is_meant else None
 
 
 def in_call() -> bool:
@@ -68,6 +69,7 @@ class ThreadSettings:
         of_call = {_native.Ambient.DEVICE: device, _native.Ambient.GUARD: guard}
         # The settings with their values; None for one leaves the thread's as it is.
         self._values: list[tuple[Any, Any]] = []
+        # Those that are the same in all host code have a fixed value in the table.
         for kind, setting, fixed in _jax.AMBIENT:
             value = of_call.get(kind, fixed)
             if value is not None:
@@ -104,6 +106,8 @@ class ThreadSettings:
         try:
             return step(*args)
         finally:
+            # A pool's thread runs other code next, so the second part comes also if
+            # Ctrl-C ends the first.
             try:
                 if self.traced is not None:
                     self.traced.leave(former_of_trace)

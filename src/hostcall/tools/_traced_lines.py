@@ -38,9 +38,12 @@ Lines: TypeAlias = tuple[UserLine, ...]
 
 def users_lines() -> Lines:
     """The frames of the calling thread outside of hostcall and JAX, innermost first."""
-    found: list[UserLine] = []
+    lines: list[UserLine] = []
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
-        if not code.co_filename.startswith(_SKIPPED) and len(found) < _LINES_AT_MOST:
-            found.append(UserLine(code.co_filename, code.co_qualname, line))
-    return tuple(found)
+        if code.co_filename.startswith(_SKIPPED):
+            continue
+        lines.append(UserLine(code.co_filename, code.co_qualname, line))
+        if len(lines) == _LINES_AT_MOST:
+            break
+    return tuple(lines)

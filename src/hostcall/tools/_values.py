@@ -42,11 +42,12 @@ def with_all_axes(
     `transforms`, as in `hc.current()`, names them from the innermost on.
     """
     spread = list(arrays)
-    for axis, (_, how) in enumerate(reversed(transforms), first):
-        spread = [
-            np.expand_dims(array, axis) if dim is None else array
-            for array, dim in zip(spread, how["batch_dims"], strict=True)
-        ]
+    # From the outermost on: an axis that is added pushes back those of inner vmaps
+    # only, which come later.
+    for axis, (_, batched) in enumerate(reversed(transforms), first):
+        for i, dim in enumerate(batched["batch_dims"]):
+            if dim is None:
+                spread[i] = np.expand_dims(spread[i], axis)
     return spread
 
 
@@ -61,10 +62,12 @@ def failed(what: str) -> HostcallError:
 
 def need(is_right: bool, wanted: str, got: Any, code: str = "hc-option") -> None:
     """Raises a SpecError that says what was wanted, and what came."""
-    if not is_right:
-        has_shape = isinstance(got, (np.ndarray, jax.Array))
-        shown = f"{got.dtype}{list(got.shape)}" if has_shape else repr(got)
-        raise wrong(f"{wanted}, got {shown}", code)
+    if is_right:
+        return
+    shown = repr(got)
+    if isinstance(got, (np.ndarray, jax.Array)):
+        shown = f"{got.dtype}{list(got.shape)}"  # a tracer has no value to show
+    raise wrong(f"{wanted}, got {shown}", code)
 
 
 def refuse_misspelt(
@@ -82,20 +85,24 @@ def refuse_misspelt(
     """
     for key, value in values.items():
         near = _nearest(face, key)
-        if near and not any(map(is_array, jax.tree.leaves(value))):
-            is_text = isinstance(value, str)
-            instead = "use another name" if is_text else f"write {key}=jnp.asarray(...)"
-            raise wrong(
-                f"{name} has no option {key}=. Did you mean {near}=? If"
-                f" {reprlib.repr(value)} is a value with this name, {instead}"
-            )
+        if near is None or any(map(is_array, jax.tree.leaves(value))):
+            continue
+        instead = f"write {key}=jnp.asarray(...)"
+        if isinstance(value, str):
+            instead = "use another name"
+        raise wrong(
+            f"{name} has no option {key}=. Did you mean {near}=? If"
+            f" {reprlib.repr(value)} is a value with this name, {instead}"
+        )
 
 
-@functools.lru_cache
+@functools.lru_cache  # asked at each trace, for names that mostly stay the same
 def _nearest(face: Callable[..., Any], key: str) -> str | None:
+    """The option whose name is nearly this one; None if there is none."""
     parameters = inspect.signature(face).parameters.values()
     options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return next(iter(get_close_matches(key, options, 1, 0.8)), None)
+    near = get_close_matches(key, options, n=1, cutoff=0.8)
+    return near[0] if near else None
 
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -109,5 +116,6 @@ def dtype_of(leaf: object) -> np.dtype | None:
     """The dtype of an array or a number of Python's; None for anything else."""
     if isinstance(leaf, ARRAYS):
         return leaf.dtype
-    is_number = isinstance(leaf, (bool, int, float, complex))
-    return np.dtype(type(leaf)) if is_number else None
+    if isinstance(leaf, (bool, int, float, complex)):
+        return np.dtype(type(leaf))
+    return None

@@ -57,14 +57,19 @@ def scan_tqdm(
     """
     show = _shower(n, print_rate, tqdm_type, kwargs)
 
-    def run(body: Body, carry: Any, x: Any) -> Any:
-        show(x[0] if isinstance(x, tuple) else x, carry)
-        if not isinstance(carry, PBar):
-            return body(carry, x)
-        new, y = body(carry.carry, x)
-        return PBar(carry.id, new), y
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def run(carry: Any, x: Any) -> Any:
+            step = x[0] if isinstance(x, tuple) else x
+            show(step, carry)
+            if not isinstance(carry, PBar):
+                return body(carry, x)
+            carry_of_body, y = body(carry.carry, x)
+            return PBar(carry.id, carry_of_body), y
 
-    return lambda body: functools.wraps(body)(functools.partial(run, body))
+        return run
+
+    return decorate
 
 
 def loop_tqdm(
@@ -75,16 +80,22 @@ def loop_tqdm(
     """
     show = _shower(n, print_rate, tqdm_type, kwargs)
 
-    def run(body: Body, i: Any, value: Any) -> Any:
-        show(i, value)
-        if not isinstance(value, PBar):
-            return body(i, value)
-        return PBar(value.id, body(i, value.carry))
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def run(i: Any, value: Any) -> Any:
+            show(i, value)
+            if not isinstance(value, PBar):
+                return body(i, value)
+            return PBar(value.id, body(i, value.carry))
 
-    return lambda body: functools.wraps(body)(functools.partial(run, body))
+        return run
+
+    return decorate
 
 
 _TYPES = ("auto", "std", "notebook")
+# Arguments of tqdm's bars that would contradict what this passes, as in jax-tqdm.
+_IGNORED = ("total", "mininterval", "maxinterval", "miniters")
 
 
 def _shower(
@@ -99,19 +110,26 @@ def _shower(
             f"print_rate should be at least 1 and at most the number of steps, {n},"
             f" got {print_rate}"
         )
-    ignored = ("total", "mininterval", "maxinterval", "miniters")
-    rest = {name: value for name, value in kwargs.items() if name not in ignored}
-    desc = rest.pop("desc", f"Running for {n:,} iterations")
-    options: dict[str, Any] = {"desc": rest.pop("message", desc)}
-    options["unit"] = rest.pop("unit", "it")
-    if rest or tqdm_type != "auto":
-        made = importlib.import_module(f"tqdm.{tqdm_type}").tqdm
-        options["bar"] = functools.partial(made, **rest)
+    arguments = {name: kwargs[name] for name in kwargs if name not in _IGNORED}
+    desc = arguments.pop("desc", f"Running for {n:,} iterations")
+    desc = arguments.pop("message", desc)  # jax-tqdm takes either, and this one first
+    unit = arguments.pop("unit", "it")
+    bar: Any = "auto"
+    if arguments or tqdm_type != "auto":
+        tqdm = importlib.import_module(f"tqdm.{tqdm_type}").tqdm
+        bar = functools.partial(tqdm, **arguments)
 
     def show(step: ArrayLike, carry: object) -> None:
-        options["rows"] = "each" if isinstance(carry, PBar) else "batched"
         if jnp.issubdtype(jnp.result_type(step), jnp.floating):  # jnp.arange(6.0)
             step = jnp.asarray(step).astype(int)
-        hc.progress(step, n, every=print_rate or 0.05, **options)
+        hc.progress(
+            step,
+            n,
+            every=print_rate or 0.05,
+            desc=desc,
+            unit=unit,
+            rows="each" if isinstance(carry, PBar) else "batched",
+            bar=bar,
+        )
 
     return show

@@ -6,10 +6,10 @@
 
 Threads. The worker of taps only appends to a list (`_recorder/worker.py` states what it
 guarantees). The writer, one thread, is the only one that touches the files
-(`_recorder/store.py`). Each sink has a thread, which is told of new batches and reads
-them from the files. So a sink that is slow costs no memory and delays
-nobody, and loses nothing: the disk is its queue. Batches are never changed once they
-are written. Errors of these threads are raised by the next barrier or by `close`.
+(`_recorder/store.py`). Each sink has a thread, which gets the paths of new batches and
+reads them from the files. So a sink that is slow costs no memory and delays nobody, and
+loses nothing: the disk is its queue. Batches are never changed once they are written.
+Errors of these threads are raised by the next barrier or by `close`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from hostcall._core.suggestions import suggests
 from hostcall.errors import HostcallError, PackageError, SpecError
 from hostcall.tools._recorder import arrow
 from hostcall.tools._recorder.store import RunFolder
-from hostcall.tools._recorder.tapped import Events, Field, Tapped, fields_of, wrong
+from hostcall.tools._recorder.tapped import (
+    Events,
+    Field,
+    Tapped,
+    fields_of,
+    unrecordable,
+)
 from hostcall.tools._recorder.worker import Worker
 from hostcall.tools._values import need, refuse_misspelt
 from hostcall.tools.reading import Run, read
@@ -96,12 +102,18 @@ class Recorder:
         for sink in sinks:
             need(callable(sink), "a sink of a recorder should be a function", sink)
         # Absolute, since the program may change its directory while the writer works.
-        self._store = store = RunFolder(Path(folder).absolute())
+        self._store = RunFolder(Path(folder).absolute())
+        # The tapped function of each set of fields: JAX's caches hit if a program that
+        # is traced again taps the same object.
         self._tapped: dict[tuple[Field, ...], Tapped] = {}
-        self._sinks = [self._feed(sink) for sink in sinks]
-        who = f"the recorder of {store.folder}"
-        write = self._write
-        self._writer = Worker("hostcall-recorder", who, write, store.errors, flush)
+        self._sinks = [self._start_sink(sink) for sink in sinks]
+        self._writer = Worker(
+            name="hostcall-recorder",
+            owner=f"the recorder of {self._store.folder}",
+            work=self._write,
+            errors=self._store.errors,
+            patience=flush,
+        )
         _open.recorders.append(self)
 
     def __call__(
@@ -157,6 +169,8 @@ class Recorder:
             )
         refuse_misspelt(Recorder.__call__, "a recorder", values)
         in_parts = on == "shards"
+        # Each device draws and looks at the clock by itself, but an entry needs the
+        # blocks of all devices.
         if in_parts and (sample is not None or isinstance(every, float)):
             raise SpecError(
                 f"hostcall: with on={on!r} a recorder takes no sample= and no every="
@@ -168,23 +182,28 @@ class Recorder:
             values = {"step": step, **values}
         fields = fields_of(values, in_parts)
         if not fields:
-            raise wrong("a recorder was called without a value")
+            raise unrecordable("a recorder was called without a value")
         options = {"where": where, "every": every, "sample": sample, "on": on}
-        for some in _in_parts(fields) if in_parts else [fields]:
-            self._tap(some, options)
+        for values_of_tap in _in_parts(fields) if in_parts else [fields]:
+            self._tap(values_of_tap, options)
 
-    def _tap(self, values: Mapping[Field, jax.Array], options: dict[str, Any]) -> None:
+    def _tap(
+        self, values: Mapping[Field, jax.Array], options: Mapping[str, Any]
+    ) -> None:
         fields = tuple(values)
         self._store.check(fields)
-        # Several threads may trace: one of them makes it, and all get the same.
-        made = Tapped(self._writer, fields, self._store.shapes)
-        code = self._tapped.setdefault(fields, made)
+        code = self._tapped.get(fields)
+        if code is None:
+            code = Tapped(self._writer, fields, self._store.shapes)
+            # Several threads may trace: one of them adds it, and all get the same.
+            code = self._tapped.setdefault(fields, code)
+        if options["where"] is not None:
+            # With batch=, a mask may not differ between the rows of a vmap.
+            hc.tap(code.event, *values.values(), **options)
+            return
         size = sum(array.nbytes for array in values.values())
         batch = min(_MOST_EVENTS, max(1, _MOST_BYTES // size))
-        # With batch=, a mask may not differ between the rows of a vmap.
-        options["batch"] = batch if options["where"] is None else None
-        function = code.events if options["batch"] else code.event
-        hc.tap(function, *values.values(), **options)
+        hc.tap(code.events, *values.values(), batch=batch, **options)
 
     def table(self) -> pyarrow.Table:
         """Everything recorded so far, as a pyarrow.Table (`Run.table`). Flushes."""
@@ -211,8 +230,10 @@ class Recorder:
         try:
             hc.barrier()
         except Exception as error:
+            # It is raised at the end, in front of those of threads: what was recorded
+            # is written all the same.
             self._store.errors.appendleft(error)
-        self._writer.close()
+        self._writer.close()  # before the sinks, to which it hands its last batches
         for sink in self._sinks:
             sink.close()
         self._store.close()  # here, so that Ctrl-C leaves a recorder to be closed
@@ -238,45 +259,52 @@ class Recorder:
                 for sink in self._sinks:
                     sink.put(written)
 
-    def _feed(self, sink: Sink) -> Worker[Path]:
-        """A thread that gives a sink the next batch of each stream that it gets."""
-        name = text_of(sink, "__name__") or type(sink).__name__
-        who = f"the sink {name}"
+    def _start_sink(self, sink: Sink) -> Worker[Path]:
+        """A thread that gives a sink the next batch of each stream that it gets.
 
-        def run(new: Iterator[list[Path]]) -> None:
-            streams: dict[Path, Iterator[pyarrow.RecordBatch]] = {}
+        It gets the path of a stream once for each batch that was written there. So the
+        next batch is in the file, and a sink that is slow finds it there later.
+        """
+        name = text_of(sink, "__name__") or type(sink).__name__
+        owner = f"the sink {name}"
+
+        def run(written: Iterator[list[Path]]) -> None:
+            batches_of: dict[Path, Iterator[pyarrow.RecordBatch]] = {}
             try:
                 with contextlib.ExitStack() as stack:
                     close = getattr(sink, "close", None)
                     if close is not None:  # on the thread of the calls, for SQLite
                         stack.callback(close)
-                    for path in itertools.chain.from_iterable(new):
-                        if path not in streams:
-                            streams[path] = arrow.read(path)[1]
-                        batch = next(streams[path])
-                        names = batch.schema.names
-                        sink({n: arrow.column(batch, n).copy() for n in names})
+                    for path in itertools.chain.from_iterable(written):
+                        if path not in batches_of:
+                            _, batches_of[path] = arrow.read(path)
+                        sink(_columns_of(next(batches_of[path])))
             except BaseException as error:
                 error.add_note(
-                    f"hostcall: {who} raised this, and got nothing more."
+                    f"hostcall: {owner} raised this, and got nothing more."
                     " The run's folder has all rows"
                 )
                 raise
 
-        return Worker(f"hostcall-sink-{name}", who, run, self._store.errors)
+        return Worker(f"hostcall-sink-{name}", owner, run, self._store.errors)
 
 
-def _raise_errors(runs: Sequence[RunFolder], what: str) -> None:
+def _columns_of(batch: pyarrow.RecordBatch) -> arrow.Columns:
+    """What a sink gets. Copies: it may write to them, and Arrow's memory is shared."""
+    return {name: arrow.column(batch, name).copy() for name in batch.schema.names}
+
+
+def _raise_errors(runs: Sequence[RunFolder], message: str) -> None:
     """Raises what ended threads of the recorders of these runs."""
-    raised = []
+    errors = []
     for run in runs:
         with contextlib.suppress(IndexError):  # another thread may take them too
             while True:
-                raised.append(run.errors.popleft())
-    if len(raised) > 1:
-        raise BaseExceptionGroup(what, raised)
-    if raised:
-        raise raised[0]
+                errors.append(run.errors.popleft())
+    if len(errors) > 1:
+        raise BaseExceptionGroup(message, errors)
+    if errors:
+        raise errors[0]
 
 
 class _Open(PerProcess):
@@ -295,9 +323,10 @@ _open = _Open()
 
 
 def _at_barrier(ending: bool) -> None:
-    with contextlib.ExitStack() as stack:  # the error of one stops no other
-        for recorder in _open.recorders.copy() if ending else ():
-            stack.callback(recorder.close)
+    if ending:
+        with contextlib.ExitStack() as stack:  # the error of one stops no other
+            for recorder in _open.recorders.copy():
+                stack.callback(recorder.close)
     _raise_errors(living(RunFolder), "threads of recorders failed")
 
 
@@ -311,10 +340,11 @@ def _in_parts(fields: Mapping[Field, jax.Array]) -> Iterator[dict[Field, jax.Arr
     blocks of all values of a tap, only the first taps, and each entry of an array must
     get each block once.
     """
-    scalars = {f: array for f, array in fields.items() if not f.is_array}
-    number = {f: array for f, array in scalars.items() if f.name == "step"}
-    if scalars.keys() != number.keys():
+    scalars = {field: array for field, array in fields.items() if not field.is_array}
+    step = {field: array for field, array in scalars.items() if field.name == "step"}
+    # The number of the step alone is no row: it goes along with each array.
+    if len(scalars) > len(step):
         yield scalars
     for field, array in fields.items():
         if field.is_array:
-            yield {**number, field: array}
+            yield {**step, field: array}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv as csv_writer
 import io
-import itertools
 import json
 import math
 import os
@@ -29,15 +28,18 @@ from hostcall.tools._recorder.arrow import Columns
 
 def flat(columns: Columns) -> Columns:
     """Columns of scalars: a column for each element of a vector."""
-    return {
-        ".".join([name, *map(str, index)]): values[(slice(None), *index)]
-        for name, values in columns.items()
-        for index in np.ndindex(values.shape[1:])
-    }
+    scalars = {}
+    for name, values in columns.items():
+        for index in np.ndindex(values.shape[1:]):  # (), once, for a scalar
+            column_name = ".".join([name, *map(str, index)])
+            scalars[column_name] = values[(slice(None), *index)]
+    return scalars
 
 
 def _rows(columns: Columns) -> Iterator[tuple[object, ...]]:
-    return zip(*(values.tolist() for values in columns.values()), strict=True)
+    # `tolist` gives Python's numbers, which csv, json and sqlite3 know.
+    values = [column.tolist() for column in columns.values()]
+    return zip(*values, strict=True)
 
 
 class csv:
@@ -52,14 +54,19 @@ class csv:
         names = tuple(columns)
         if names not in self._files:
             self._files[names] = self._open(names)
-        csv_writer.writer(self._files[names]).writerows(_rows(columns))
-        self._files[names].flush()
+        file = self._files[names]
+        csv_writer.writer(file).writerows(_rows(columns))
+        file.flush()
 
     def _open(self, names: tuple[str, ...]) -> TextIO:
-        """The first file that has these columns, or none yet."""
-        for number in itertools.count():
-            middle = f".{number}" if number else ""
-            path = self._path.with_name(f"{self._path.stem}{middle}{self._path.suffix}")
+        """The first file that has these columns, or none yet.
+
+        A run that is resumed finds its own files again, whichever columns come first.
+        """
+        number = 0
+        path = self._path
+        while True:
+            # Appends, and reads the header first.
             file = open(path, "a+", newline="")  # noqa: SIM115 (closed by close)
             file.seek(0)
             header = next(csv_writer.reader(file), None)
@@ -68,7 +75,10 @@ class csv:
             if header is None or tuple(header) == names:
                 return file
             file.close()
-        raise AssertionError("numbers have no end")
+            number += 1
+            path = self._path.with_name(
+                f"{self._path.stem}.{number}{self._path.suffix}"
+            )
 
     def close(self) -> None:
         for file in self._files.values():
@@ -82,8 +92,9 @@ class jsonl:
         self._file = open(path, "a")  # noqa: SIM115 (closed by close)
 
     def __call__(self, columns: Columns) -> None:
-        rows = (dict(zip(columns, row, strict=True)) for row in _rows(columns))
-        self._file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in _rows(columns):
+            values_by_name = dict(zip(columns, row, strict=True))
+            self._file.write(json.dumps(values_by_name) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -104,16 +115,20 @@ class sqlite:
         names = ", ".join(map(_quoted, columns))
         marks = ", ".join("?" * len(columns))
         with self._connection as transaction:
-            run = transaction.execute
             if not columns.keys() <= self._names:
-                run(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
-                found = run(f"PRAGMA table_info({self._table})")
-                self._names = {row[1] for row in found}
-                for name in columns.keys() - self._names:
-                    run(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
-                self._names |= columns.keys()
+                self._add_columns(names, columns)
             insert = f"INSERT INTO {self._table} ({names}) VALUES ({marks})"
             transaction.executemany(insert, _rows(columns))
+
+    def _add_columns(self, names: str, columns: Columns) -> None:
+        """Makes the table, or adds columns to one that an earlier run has made."""
+        run = self._connection.execute
+        run(f"CREATE TABLE IF NOT EXISTS {self._table} ({names})")
+        rows = run(f"PRAGMA table_info({self._table})")
+        self._names = {name for _, name, *_ in rows}
+        for name in columns.keys() - self._names:
+            run(f"ALTER TABLE {self._table} ADD COLUMN {_quoted(name)}")
+        self._names |= columns.keys()
 
     def close(self) -> None:
         self._connection.close()
@@ -134,12 +149,12 @@ class tensorboard:
         columns = flat(columns)
         places = _places(columns)
         for row in _rows(columns):
-            at = dict(zip(columns, row, strict=True))
-            step = at.pop("step")
-            seconds = at.pop("time")
-            where = "".join(f"/{name}{at.pop(name)}" for name in places)
-            for name, value in at.items():
-                self._writer.add_scalar(name + where, value, step, seconds)
+            values = dict(zip(columns, row, strict=True))
+            step = values.pop("step")
+            seconds = values.pop("time")
+            place = "".join(f"/{name}{values.pop(name)}" for name in places)
+            for name, value in values.items():
+                self._writer.add_scalar(name + place, value, step, seconds)
         self._writer.flush()
 
     def close(self) -> None:
@@ -170,9 +185,10 @@ class live:
         self._figure = module.Figure
         self._names = names
         self._every = every
-        self._last = -math.inf
-        self._lines: dict[str, dict[str, _Curve]] = {}
+        self._last = -math.inf  # when it was drawn last
+        self._curves: dict[str, dict[str, _Curve]] = {}  # by name, then by label
         self._cell = None
+        # Whoever runs in a notebook has imported IPython; it is not imported for this.
         ipython = sys.modules.get("IPython")
         shell = None if ipython is None else ipython.get_ipython()
         if getattr(shell, "kernel", None) is not None:
@@ -187,15 +203,14 @@ class live:
     def __call__(self, columns: Columns) -> None:
         columns = flat(columns)
         places = _places(columns)
-        keys = np.stack([columns["step"] * 0, *(columns[n] for n in places)], axis=1)
-        found, which = np.unique(keys, axis=0, return_inverse=True)
-        for number, (_, *at) in enumerate(found[:16]):
-            rows = which.reshape(-1) == number
-            label = ", ".join(f"{n} {i}" for n, i in zip(places, at, strict=True))
-            for name in columns.keys() - {"time", "step", *places}:
-                if name in (self._names or (name,)):
-                    line = self._lines.setdefault(name, {}).setdefault(label, _Curve())
-                    line.add(columns["step"][rows], columns[name][rows])
+        names = columns.keys() - {"time", "step", *places}
+        if self._names:
+            names &= {*self._names}
+        steps = columns["step"]
+        for label, rows in _rows_by_place(columns, places):
+            for name in names:
+                curve = self._curves.setdefault(name, {}).setdefault(label, _Curve())
+                curve.add(steps[rows], columns[name][rows])
         if time.monotonic() - self._last >= self._every:
             self._draw()
 
@@ -206,7 +221,8 @@ class live:
         data = self._png()
         if self._cell is not None:
             self._cell.update(self._image(data))
-        if self._path is not None:  # replaced, since a viewer may read it at any moment
+        if self._path is not None:
+            # Replaced as a whole, since a viewer may read it at any moment.
             new = self._path.with_name(f".{self._path.name}.new")
             new.unlink(missing_ok=True)  # a process that was killed may have left it
             with open(new, "xb") as file:  # "x" follows no link
@@ -215,22 +231,39 @@ class live:
         self._last = time.monotonic()
 
     def _png(self) -> bytes:
-        names = sorted(self._lines)[:9] if self._names is None else self._names
-        count = max(len(names), 1)
+        names = sorted(self._curves)[:9] if self._names is None else self._names
+        count = max(len(names), 1)  # one empty plot before anything has come
         size = (7, 0.6 + 1.8 * count)
         figure = self._figure(figsize=size, layout="constrained")
         plots = figure.subplots(count, sharex=True, squeeze=False)[:, 0]
         for plot, name in zip(plots, names, strict=False):
             plot.set_ylabel(name)
-            lines = self._lines.get(name, {})
-            for label, line in sorted(lines.items()):
-                plot.plot(*line.points, label=label or None)
-            if 1 < len(lines) <= 8:
+            curves = self._curves.get(name, {})
+            for label, curve in sorted(curves.items()):
+                steps, values = curve.points
+                plot.plot(steps, values, label=label or None)
+            if 1 < len(curves) <= 8:  # a longer legend would hide the curves
                 plot.legend(fontsize="small")
         plots[-1].set_xlabel("step")
-        out = io.BytesIO()
-        figure.savefig(out, format="png")
-        return out.getvalue()
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+        return png.getvalue()
+
+
+def _rows_by_place(
+    columns: Columns, places: Sequence[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(label, which rows of the batch are there), of the first 16 rows of a vmap or
+    devices: ("process 0, row 3", a mask).
+    """
+    steps = columns["step"]
+    # The column of zeros is for runs without places, all of whose rows are alike.
+    keys = np.stack([steps * 0, *(columns[name] for name in places)], axis=1)
+    groups, group_of_row = np.unique(keys, axis=0, return_inverse=True)
+    for number, (_, *indices) in enumerate(groups[:16]):
+        words = [f"{name} {i}" for name, i in zip(places, indices, strict=True)]
+        # Some NumPys give the inverse the shape of the keys.
+        yield ", ".join(words), group_of_row.reshape(-1) == number
 
 
 class _Curve:
@@ -241,12 +274,15 @@ class _Curve:
     def __init__(self) -> None:
         self.points = np.empty((2, 0))  # steps and values
         self._stride = 1
-        self._seen = 0
+        self._count = 0  # of all points that came
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        new = np.stack([steps, values])[:, -self._seen % self._stride :: self._stride]
-        self.points = np.concatenate([self.points, new], axis=1)
-        self._seen += len(steps)
+        # The points 0, n, 2n ... of all that came: this batch begins at number
+        # `_count`, and the next multiple of n is so many points behind that.
+        first = -self._count % self._stride
+        kept = np.stack([steps, values])[:, first :: self._stride]
+        self.points = np.concatenate([self.points, kept], axis=1)
+        self._count += len(steps)
         while self.points.shape[1] > self.MOST:
             self.points = self.points[:, ::2]
             self._stride *= 2
@@ -254,8 +290,8 @@ class _Curve:
 
 def _places(columns: Columns) -> list[str]:
     """The columns that say where a row comes from."""
-    where = ("process", "device", "row")
-    return [name for name in columns if name.rstrip("0123456789") in where]
+    kinds = ("process", "device", "row")  # nested vmaps have "row0", "row1"
+    return [name for name in columns if name.rstrip("0123456789") in kinds]
 
 
 def _quoted(name: str) -> str:

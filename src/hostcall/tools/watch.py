@@ -114,6 +114,7 @@ def watch(
     multiply-add (FMA), and a loop carries such a difference on.
     """
     _check_options(check, action, name)
+    # JAX calls the backward rule later, when this line is not on the stack any more.
     lines = users_lines() if cotangents else ()
     fired = _Fired(name or "x", check, action, lines)
     _look(x, also, where, fired)
@@ -142,6 +143,7 @@ def load_failure(path: str | os.PathLike[str]) -> WatchError:
 
 def _look(x: Any, also: Any, where: ArrayLike | None, fired: _Fired) -> None:
     """Puts the check and the call into the program."""
+    # The call has no derivative, and needs none: nothing comes back from it.
     x, also = without_derivative((x, also))
     bad = ~_passes(x, fired)
     if where is not None:
@@ -150,22 +152,13 @@ def _look(x: Any, also: Any, where: ArrayLike | None, fired: _Fired) -> None:
 
 
 def _passes(x: Any, fired: _Fired) -> jax.Array:
-    leaves = jax.tree.leaves(x)
+    """Whether all is well with `x`: a bool scalar of the program."""
     if fired.check == "finite":
-        finite = [jnp.isfinite(leaf).all() for leaf in leaves if _can_be_bad(leaf)]
-        if finite:
-            return functools.reduce(jnp.logical_and, finite)
-        kinds = {
-            str(x.dtype) if isinstance(x, ARRAYS) else type(x).__name__ for x in leaves
-        }
-        raise SpecError(
-            f"hostcall: nothing in hc.watch({fired.name}) can be nan or infinite: it"
-            f" has {', '.join(sorted(kinds)) or 'no leaves'}. Give floating or complex"
-            " arrays, or a function as check="
-        )
+        return _is_finite(x, fired)
     try:
         passes = jnp.asarray(fired.check(x))
     except _WANTS_NUMBERS as error:
+        # JAX's own message speaks of jit, which the user may not have written here.
         raise wrong(
             f"check= of hc.watch({fired.name}) is part of the program, and"
             f" `{fired.called}` used a traced value as a number, as bool(), float(),"
@@ -181,6 +174,23 @@ def _passes(x: Any, fired: _Fired) -> jax.Array:
     return passes
 
 
+def _is_finite(x: Any, fired: _Fired) -> jax.Array:
+    leaves = jax.tree.leaves(x)
+    finite = [jnp.isfinite(leaf).all() for leaf in leaves if _can_be_bad(leaf)]
+    if finite:
+        return functools.reduce(jnp.logical_and, finite)
+    # A check that can never fail is a mistake: often of a dtype, so the text names it.
+    kinds = set()
+    for leaf in leaves:
+        is_array = isinstance(leaf, ARRAYS)
+        kinds.add(str(leaf.dtype) if is_array else type(leaf).__name__)
+    raise SpecError(
+        f"hostcall: nothing in hc.watch({fired.name}) can be nan or infinite: it"
+        f" has {', '.join(sorted(kinds)) or 'no leaves'}. Give floating or complex"
+        " arrays, or a function as check="
+    )
+
+
 # What JAX raises if Python or NumPy wants the number of a traced value.
 _WANTS_NUMBERS = (
     jax.errors.ConcretizationTypeError,
@@ -190,15 +200,16 @@ _WANTS_NUMBERS = (
 
 
 def _with_cotangents(fired: _Fired, x: T) -> T:
-    of = replace(fired, name=f"cotangent of {fired.name}")
+    """`x`, whose cotangent is looked at in the backward pass."""
+    fired_by_cotangent = replace(fired, name=f"cotangent of {fired.name}")
 
     def backward(_: None, cotangent: T) -> tuple[T]:
-        _look(cotangent, None, None, of)
+        _look(cotangent, also=None, where=None, fired=fired_by_cotangent)
         return (cotangent,)
 
-    same = jax.custom_vjp(lambda x: x)
-    same.defvjp(lambda x: (x, None), backward)
-    result: T = same(x)
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), backward)
+    result: T = identity(x)
     return result
 
 
@@ -207,7 +218,14 @@ def _with_cotangents(fired: _Fired, x: T) -> T:
 
 @dataclass(frozen=True)
 class _Fired(HostCode):
-    """The function of the call. Equal for equal lines, so that JAX's caches hit."""
+    """The function of the call. Equal for equal lines, so that JAX's caches hit.
+
+    Attributes:
+        name: what messages call the watched value.
+        check, action: as in `hc.watch`.
+        lines: the user's lines that called `hc.watch`, if the backward pass, which has
+            none of them, may make the call; the innermost first.
+    """
 
     name: str
     check: Check
@@ -230,20 +248,20 @@ class _Fired(HostCode):
     def place(self) -> tuple[str, int, str] | None:
         if not self.lines:
             return None
-        here = self.lines[0]
-        return here.file, here.line, here.function
+        innermost = self.lines[0]
+        return innermost.file, innermost.line, innermost.function
 
     def __call__(self, values: Any, also: Any) -> None:
-        here = hc.current()
-        assert here is not None
+        current = hc.current()
+        assert current is not None, "programs call this"
         error = WatchError(
-            "\n".join(self._lines(values, here)),
+            "\n".join(self._text(values, current)),
             values=values,
             also=also,
-            step=here.execution or 0,
-            row=here.row,
-            device=here.device,
-            place=here.place,
+            step=current.execution or 0,
+            row=current.row,
+            device=current.device,
+            place=current.place,
             name=self.name,
         )
         if self.action == "raise":
@@ -253,24 +271,29 @@ class _Fired(HostCode):
         else:
             self.action(error)
 
-    def _lines(self, values: Any, here: hc.typing.Current) -> Iterator[str]:
-        """The text of a WatchError."""
-        is_finite = self.check == "finite"
-        what = "is not finite" if is_finite else "did not pass its check"
-        row = here.row[0] if len(here.row) == 1 else here.row
-        at_row = f", in row {row}" if here.row else ""
-        device = "" if here.device is None else f", on {here.device}"
+    def _text(self, values: Any, current: hc.typing.Current) -> Iterator[str]:
+        """The lines of a WatchError's text."""
+        finite = self.check == "finite"
+        fault = "is not finite" if finite else "did not pass its check"
+        row = ""
+        if current.row:
+            index = current.row[0] if len(current.row) == 1 else current.row
+            row = f", in row {index}"
+        device = "" if current.device is None else f", on {current.device}"
         yield (
-            f"hostcall: {self.name} {what} at step {here.execution or 0} (executions of"
-            f" this place in this run, from 0){at_row}{device}; watched at {here.place}"
+            f"hostcall: {self.name} {fault} at step {current.execution or 0}"
+            f" (executions of this place in this run, from 0){row}{device}; watched at"
+            f" {current.place}"
         )
-        if not is_finite:
+        if not finite:
             yield f"  The check is `{self.called}`."
-        leaves = jax.tree_util.tree_flatten_with_path(values)[0]
-        bad = [said for path, leaf in leaves if (said := _told(self.name, path, leaf))]
-        yield from bad[:_LEAVES_AT_MOST]
-        if len(bad) > _LEAVES_AT_MOST:
-            yield f"  and {len(bad) - _LEAVES_AT_MOST} more leaves"
+        # With a check of the user's too: its bad values are often these.
+        leaves, _ = jax.tree_util.tree_flatten_with_path(values)
+        lines = [_bad_values(self.name, path, leaf) for path, leaf in leaves]
+        lines = [line for line in lines if line]
+        yield from lines[:_LEAVES_AT_MOST]
+        if len(lines) > _LEAVES_AT_MOST:
+            yield f"  and {len(lines) - _LEAVES_AT_MOST} more leaves"
         yield (
             "  The error's .values and .also have the arrays. Write them to a file with"
             " .save(path), and read it with hostcall.tools.load_failure(path)."
@@ -281,38 +304,42 @@ class _Fired(HostCode):
         )
 
 
-# How often each place has failed: a step of a count is one step for Python too.
+# How often each place has failed. `next` is one step for Python, so that threads whose
+# programs fail at the same time need no lock.
 _times: dict[tuple[str, object], itertools.count[int]] = {}
 
 
 def _log(fired: _Fired, error: WatchError) -> None:
-    count = next(_times.setdefault((fired.name, error.place), itertools.count(1)))
-    if count <= 3 or count == 10 ** (len(str(count)) - 1):
+    """Logs the first three times, and then 10, 100, 1000: a loop may fail each step."""
+    counter = _times.setdefault((fired.name, error.place), itertools.count(1))
+    count = next(counter)
+    is_power_of_ten = str(count).rstrip("0") == "1"
+    if count <= 3 or is_power_of_ten:
         logger.warning("%s [time %d at this place]", error, count)
 
 
-# --- What is said: of a bad value, and of a wrong argument ----------------------------
+# --- Texts about bad values, and about wrong arguments --------------------------------
 
 _ACTIONS = ("raise", "log")
 _LEAVES_AT_MOST = 8  # that the text of an error describes
 
 
-def _told(name: str, path: Any, leaf: object) -> str:
+def _bad_values(name: str, path: Any, leaf: object) -> str:
     """A line on what is not finite in a leaf, or an empty text."""
-    array = np.asarray(leaf) if _can_be_bad(leaf) else np.zeros(0)
+    if not _can_be_bad(leaf):
+        return ""
+    array = np.asarray(leaf)
     bad = ~np.isfinite(array)
     if not bad.any():
         return ""
-    count = f"{array[()]}"
     if array.ndim:
-        (*first,) = np.argwhere(bad)[0].tolist()
-        value = array[(*first,)]
-        count = f"{bad.sum()} of {array.size} numbers, the first is {value} at {first}"
+        index = np.argwhere(bad)[0].tolist()
+        value = array[tuple(index)]
+        text = f"{bad.sum()} of {array.size} numbers, the first is {value} at {index}"
+    else:
+        text = f"{array[()]}"
     kind = f"{array.dtype}{list(array.shape)}"
-    return f"  {name}{jax.tree_util.keystr(path)}: {count} ({kind})"
-
-
-# Options that it had once, and what to write instead.
+    return f"  {name}{jax.tree_util.keystr(path)}: {text} ({kind})"
 
 
 def _check_options(check: object, action: object, name: object) -> None:
@@ -321,7 +348,7 @@ def _check_options(check: object, action: object, name: object) -> None:
     need(is_check, f"check= of hc.watch should be {wanted}", check)
     is_action = action in _ACTIONS or callable(action)
     wanted = f"one of {', '.join(map(repr, _ACTIONS))} or a function of the error"
-    if action == "breakpoint":
+    if action == "breakpoint":  # an action that it had once
         wanted += ", such as lambda error: breakpoint()"
     need(is_action, f"action= of hc.watch should be {wanted}", action)
     is_name = name is None or isinstance(name, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,11 +19,14 @@ from hostcall._core.errors import SpecError, wrong
 from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import parse_mask
 from hostcall._core.options import FEED, CallOptions, check
-from hostcall._core.source import name_of, users_place
+from hostcall._core.source import Place, name_of, users_place
 from hostcall._core.spec import Opaque, Results, Template, is_array_like
 from hostcall._engine.params.feed import FeedParams
+from hostcall._jax.types import Aval
 from hostcall._primitives.feed import bind
-from hostcall._runtime.feeds import CLOSED, PATIENCE, Puller, Stream, once
+from hostcall._runtime.feeds import PATIENCE, Stream
+from hostcall._runtime.opened import once
+from hostcall._runtime.puller import CLOSED, Puller
 
 
 class Feed(Handle):
@@ -60,6 +64,7 @@ class Feed(Handle):
         """
         puller = self._stream.puller
         shards = self._shards
+        # Already where the program is traced, by the line that uses the feed.
         puller.check_open()
         name = puller.name
         if rows is not None and shards is not None:
@@ -71,24 +76,35 @@ class Feed(Handle):
         markers = [_marker(leaf, name) for leaf in jax.tree.leaves(rows)]
         # A mask for each feed with `sharding=`: the region of its devices then gets an
         # array. XLA ends the process for one in a conditional that gets a token alone.
-        is_masked = where is not None or shards is not None
-        mask = [parse_mask(True if where is None else where, name)] if is_masked else []
-        blocks = self._items.avals if shards is None else shards.blocks
-        ok_aval = _jax.ShapedArray((), np.dtype(np.bool_))
-        results = Results.flat((*blocks, ok_aval), (*self._items.keys, None))
-        template = Template.flat(*(None,) * len(markers))
-        trees = template, results, (None,) * len(results.avals)
-        options = CallOptions(order="ordered")
-        params = FeedParams(
-            callback=CallSpec(Opaque(self._stream), *trees, options, users_place()),
-            avals=results.avals,
-            masked=bool(mask),
-            devices=() if shards is None else shards.devices,
-        )
+        if where is None and shards is not None:
+            where = True
+        mask = [] if where is None else [parse_mask(where, name)]
+        params = self._params(count_markers=len(markers), masked=bool(mask))
         take = functools.partial(bind, params=params)
         operands = [*mask, *markers]
         *leaves, ok = take(*operands) if shards is None else shards.over(take, operands)
         return self._items.unflatten(leaves), ok
+
+    def _params(self, count_markers: int, masked: bool) -> FeedParams:
+        """The equation that takes an item, or one device's blocks of it."""
+        ok_aval = _jax.ShapedArray((), np.dtype(np.bool_))
+        blocks = _blocks(self._items, self._shards)
+        results = Results.flat((*blocks, ok_aval), (*self._items.keys, None))
+        callback = CallSpec(
+            fn=Opaque(self._stream),
+            template=Template.flat(*[None] * count_markers),  # plain arrays
+            results=results,
+            fills=(None,) * len(results.avals),
+            # What a program gets depends on what was taken before.
+            options=CallOptions(order="ordered"),
+            place=users_place(),
+        )
+        return FeedParams(
+            callback=callback,
+            avals=results.avals,
+            masked=masked,
+            devices=() if self._shards is None else self._shards.devices,
+        )
 
     def state(self) -> dict[str, Any]:
         """The position after the last item that a program took.
@@ -115,6 +131,7 @@ class Feed(Handle):
             FeedError: the source can't go to this position, or the feed is closed.
         """
         try:
+            # A library for checkpoints may give them back as NumPy's numbers.
             epoch = int(state["epoch"])
             item = int(state["item"])
         except (TypeError, KeyError, ValueError) as error:
@@ -122,9 +139,9 @@ class Feed(Handle):
                 f"hostcall: restore() of the feed `{self._stream.puller.name}` wants"
                 f" what state() returned, a dict with 'epoch' and 'item', got {state!r}"
             ) from error
-        restore = self._stream.puller.restore
+        puller = self._stream.puller
         saved = state.get("source")
-        self._stream.puller.ask(lambda: restore(epoch, item, saved))
+        puller.ask(lambda: puller.restore(epoch, item, saved))
 
     def reset(self) -> None:
         """Starts the next epoch: items that were pulled ahead are dropped, and the
@@ -230,6 +247,8 @@ def feed(
     name = tag or (name_of(source) if is_named else type(source).__qualname__)
     options = {"tag": tag, "prefetch": prefetch, "on_end": on_end, "timeout": timeout}
     check(f"the feed `{name}`", {**options, "batch": batch}, FEED)
+    # Arrays of a program that is being traced have no values, least of all for another
+    # thread.
     if not _jax.traces_nothing():
         mistakes.refuse_traced(source, _instead_of_traced)
     make, again = read_source(source, batch, name)
@@ -238,23 +257,51 @@ def feed(
     place = users_place()
     puller = Puller(name, make, again, on_end)
     try:
-        inferred = spec is None
-        if inferred:
-            spec = spec_of(puller.first(), name)
-        items = parse_spec(spec, name)
-        read = reader(items, name, inferred)
-        shards = None if sharding is None else Shards(sharding, items, name)
-        blocks = items.avals if shards is None else shards.blocks
-        sizes = [aval.size * aval.dtype.itemsize for aval in blocks]
-        lanes = 1 if shards is None else len(shards.devices)
-        ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
-        read_parts = read if shards is None else lambda *item: shards.cut(read(*item))
-        puller.begin(ring, read_parts)
-        at = f"{name} ({place.file}:{place.line})"
-        return Feed(spec, Stream(puller, sizes, timeout, at), items, shards)
+        return _begin(
+            puller=puller,
+            spec=spec,
+            sharding=sharding,
+            prefetch=prefetch,
+            timeout=timeout,
+            place=place,
+        )
     except BaseException:
-        puller.close(CLOSED)
+        puller.close(CLOSED)  # nobody else would end its thread
         raise
+
+
+def _begin(
+    puller: Puller,
+    spec: Any,
+    sharding: Any,
+    prefetch: int,
+    timeout: float | None,
+    place: Place,
+) -> Feed:
+    """Finds out what the items are, and lets the feed's thread pull ahead."""
+    name = puller.name
+    is_inferred = spec is None
+    if is_inferred:
+        spec = spec_of(puller.first(), name)  # waits for the source
+    items = parse_spec(spec, name)
+    read = reader(items, name, is_inferred)
+    shards = None
+    lanes = 1
+    if sharding is not None:
+        shards = Shards(sharding, items, name)
+        lanes = len(shards.devices)
+        read = shards.reader(read)
+    # A lane of the ring has, of each item, what one device takes.
+    sizes = [aval.size * aval.dtype.itemsize for aval in _blocks(items, shards)]
+    ring = _native.FeedRing(leaves=sizes, lanes=lanes, capacity=prefetch)
+    puller.begin(ring, read)
+    source = f"{name} ({place.file}:{place.line})"
+    return Feed(spec, Stream(puller, sizes, timeout, source), items, shards)
+
+
+def _blocks(items: Results, shards: Shards | None) -> Sequence[Aval]:
+    """What one device takes of an item: all of it, or with sharding= its part."""
+    return items.avals if shards is None else shards.blocks
 
 
 def _instead_of_traced(_: str, value: str) -> str:
@@ -265,11 +312,15 @@ def _instead_of_traced(_: str, value: str) -> str:
 
 
 def _marker(leaf: Any, name: str) -> Any:
-    """An array without elements and derivatives, that has the rows of `leaf`."""
+    """An array without elements and derivatives, that has the rows of `leaf`.
+
+    As an operand of the equation it makes vmap batch it, and costs nothing.
+    """
     if not isinstance(leaf, jax.Array) and not is_array_like(leaf):
         wanted = "an array of the vmapped function, which differs between the rows"
         advice = ". Write feed(rows=x), which takes an item for each row of x"
         raise wrong("rows", f"a call of the feed `{name}`", wanted, leaf, advice)
     if isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype):
-        leaf = jax.random.key_data(leaf)
-    return jnp.ravel(jax.lax.stop_gradient(leaf))[:0].astype(bool)
+        leaf = jax.random.key_data(leaf)  # a key can't be converted to bool
+    constant = jax.lax.stop_gradient(leaf)
+    return jnp.ravel(constant)[:0].astype(bool)

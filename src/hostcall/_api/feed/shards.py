@@ -17,8 +17,11 @@ import numpy as np
 from hostcall import _jax
 from hostcall._core.errors import SpecError, wrong
 from hostcall._core.spec import Results
+from hostcall._jax.types import Aval, Device
 
 Slices = tuple[slice, ...]
+# Makes the arrays of an item's leaves, from the item and its number.
+Reader = Callable[[Any, int], list[np.ndarray]]
 
 
 class Shards:
@@ -35,6 +38,7 @@ class Shards:
         ):
             wanted = "a jax.NamedSharding on a mesh of devices"
             raise wrong("sharding", f"the feed `{name}`", wanted, sharding)
+        # A key's block has an axis of uint32 more, which the sharding does not know.
         if any(key is not None for key in items.keys):
             raise SpecError(
                 f"hostcall: the feed `{name}` has sharding= and items with typed PRNG"
@@ -43,22 +47,32 @@ class Shards:
             )
         self.sharding = sharding
         self._name = name
-        me = jax.process_index()
-        own_devices = [d for d in sharding.mesh.devices.flat if d.process_index == me]
-        self.devices = tuple(_jax.ordinal(device) for device in own_devices)
-        self.blocks: list[Any] = []
+        process = jax.process_index()
+        devices: list[Device] = [
+            device
+            for device in sharding.mesh.devices.flat
+            if device.process_index == process
+        ]
+        self.devices = tuple(_jax.ordinal(device) for device in devices)
+        self.blocks: list[Aval] = []
         self._cuts: list[list[Slices]] = []  # for each leaf, the part of each device
         for aval, path in zip(items.avals, items.paths(), strict=True):
-            shape, cuts = self._cut(
-                aval.shape, own_devices, path.removeprefix("result")
-            )
+            cuts = self._cuts_of(aval.shape, devices, path.removeprefix("result"))
+            shape = tuple(part.stop - part.start for part in cuts[0])
             self.blocks.append(aval.update(shape=shape))
             self._cuts.append(cuts)
 
-    def _cut(
-        self, shape: tuple[int, ...], own_devices: list[Any], path: str
-    ) -> tuple[tuple[int, ...], list[Slices]]:
-        """(the shape of a device's block, the part of this process's item for each)."""
+    def _cuts_of(
+        self, shape: tuple[int, ...], devices: Sequence[Device], path: str
+    ) -> list[Slices]:
+        """Which part of a leaf of this process's item each of its devices has.
+
+        The sharding says which part of the whole array a device has. The item is the
+        part of the process, and its devices need not begin at 0. So along each axis the
+        parts of the process are numbered in the order in which they begin. Devices that
+        begin at 4, 6, 4, 6 of 8 rows have the parts 0, 1, 0, 1 of 2; an item of 10 rows
+        is then cut into 0:5 and 5:10.
+        """
         of = f"item{path} of the feed `{self._name}` has the shape {list(shape)}"
         if len(self.sharding.spec) > len(shape):
             raise SpecError(
@@ -69,34 +83,38 @@ class Shards:
         # Each axis of a shape like this can be cut, whatever the mesh and the spec.
         divisible = (self.sharding.mesh.size,) * len(shape)
         slices_by_device = self.sharding.devices_indices_map(divisible)
-        block: list[int] = []
-        cuts: list[list[slice]] = []  # for each axis, that of each device
+        cuts: list[Slices] = [()] * len(devices)
         for axis, size in enumerate(shape):
-            starts = [
-                slices_by_device[device][axis].indices(divisible[axis])[0]
-                for device in own_devices
-            ]
-            # Which of the process's parts along this axis each device has.
-            own_starts, at = np.unique(starts, return_inverse=True)
-            n, rest = divmod(size, len(own_starts))
+            # None: from the beginning, where an axis is not cut.
+            starts = [slices_by_device[device][axis].start or 0 for device in devices]
+            parts = sorted(set(starts))
+            length, rest = divmod(size, len(parts))
             if rest:
                 raise SpecError(
-                    f"hostcall: {of}, and axis {axis} can't be cut into"
-                    f" {len(own_starts)}"
+                    f"hostcall: {of}, and axis {axis} can't be cut into {len(parts)}"
                     f" equal parts, as {self.sharding.spec} wants",
                     code="hc-device",
                 )
-            block.append(n)
-            cuts.append([slice(i, i + n) for i in (n * at).tolist()])
-        return tuple(block), [*zip(*cuts, strict=True)] or [()] * len(own_devices)
+            for i, start in enumerate(starts):
+                begin = length * parts.index(start)
+                cuts[i] = (*cuts[i], slice(begin, begin + length))
+        return cuts
 
-    def cut(self, leaves: list[np.ndarray]) -> list[np.ndarray]:
-        """The parts of an item's leaves, of one device after the other."""
-        return [
-            np.ascontiguousarray(leaf[cuts[lane]]).reshape(block.shape)
-            for lane in range(len(self.devices))
-            for leaf, cuts, block in zip(leaves, self._cuts, self.blocks, strict=True)
-        ]
+    def reader(self, read: Reader) -> Reader:
+        """As `read`, but returns the blocks of one device after the other."""
+
+        def read_blocks(value: Any, item: int) -> list[np.ndarray]:
+            leaves = read(value, item)
+            arrays = []
+            for lane in range(len(self.devices)):
+                for leaf, cuts, block in zip(
+                    leaves, self._cuts, self.blocks, strict=True
+                ):
+                    array = np.ascontiguousarray(leaf[cuts[lane]])
+                    arrays.append(array.reshape(block.shape))  # of a scalar it made [1]
+            return arrays
+
+        return read_blocks
 
     def over(
         self, bind: Callable[..., list[Any]], operands: Sequence[Any]
@@ -110,6 +128,8 @@ class Shards:
         """
         mesh = self.sharding.mesh
         spec = self.sharding.spec
+        # A device there knows its own part only, and shard_map can't be nested over
+        # the same axes.
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise SpecError(
                 f"hostcall: the feed `{self._name}` has sharding=, and is called inside"
@@ -118,19 +138,20 @@ class Shards:
                 code="hc-device",
             )
 
-        def block(*operands: Any) -> list[Any]:
+        def take_blocks(*operands: Any) -> list[Any]:
             *leaves, ok = bind(*operands)
             if jax.process_count() > 1:
-                ok = jax.lax.pmin(ok.astype(jnp.int32), mesh.axis_names) != 0
+                ok_everywhere = jax.lax.pmin(ok.astype(jnp.int32), mesh.axis_names)
+                ok = ok_everywhere != 0
             return [*leaves, ok]
 
-        # Their values are the same on all devices that hold the same part, which
-        # shard_map can't see.
-        outs = jax.shard_map(
-            block,
+        take_on_all = jax.shard_map(
+            take_blocks,
             mesh=mesh,
             in_specs=(jax.P(),) * len(operands),
             out_specs=[*[spec] * len(self.blocks), jax.P()],
+            # Values are the same on all devices that hold the same part, which
+            # shard_map can't see.
             check_vma=False,
-        )(*operands)
-        return list(outs)
+        )
+        return list(take_on_all(*operands))

@@ -1,9 +1,18 @@
-"""What users give as the source of a feed, and what its items are."""
+"""What users give as the source of a feed, and what its items are.
+
+source                          items of an epoch          again?
+iterator                        its own                    no
+with batch=: arrays, a table    slices of their rows       yes
+iterable, tf.data.Dataset       those of a new iterator    yes
+function, class                 of what it returns         yes
+__getitem__ and __len__         by their number            yes
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +23,7 @@ from hostcall._core import coerce
 from hostcall._core.errors import ResultError, SpecError, counted
 from hostcall._core.mistakes import of_a_number
 from hostcall._core.spec import Key, Results, is_numeric, parse_result
+from hostcall._jax.types import Aval
 
 
 def read_source(
@@ -22,6 +32,8 @@ def read_source(
     """(makes what gives the items of an epoch, whether it can do so again), for
     `hc.feed(source, batch=batch)`.
     """
+    # A class has the methods of its objects as attributes, and is no iterator. (An
+    # enum.Enum is a class that iterates, by its metaclass.)
     is_class = isinstance(source, type) and not hasattr(type(source), "__iter__")
     is_iterator = hasattr(source, "__next__") and not is_class
     if batch is not None:
@@ -42,9 +54,10 @@ def read_source(
     iterates = hasattr(source, "__iter__") or hasattr(source, "as_numpy_iterator")
     if iterates and not is_class:
         return lambda _: source, True
-    if callable(source):  # the objects of a class iterate
+    if callable(source):  # a function, or a class whose objects iterate
         subject = f"the source `{name}` of a feed"
         return of_a_number(source, subject, "the number of the epoch", "epoch"), True
+    # A data set of torch, which raises no IndexError at its end as lists do.
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return lambda _: map(source.__getitem__, range(len(source))), True
     raise _refused(
@@ -61,9 +74,18 @@ def _refused(why: str) -> SpecError:
 
 
 def _is_table(source: Any) -> bool:
-    """Whether this is a data frame of pandas or a table of pyarrow."""
-    kinds = {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(source).__mro__}
-    return bool(kinds & {"pandas.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch"})
+    """Whether this is a data frame of pandas or a table of pyarrow.
+
+    By name, since neither package may be imported for it.
+    """
+    for kind in type(source).__mro__:
+        package, _, _ = kind.__module__.partition(".")
+        if f"{package}.{kind.__name__}" in _TABLES:
+            return True
+    return False
+
+
+_TABLES = ("pandas.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch")
 
 
 def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
@@ -73,7 +95,7 @@ def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
         source = {str(key): source[key] for key in names}
     columns = jax.tree.map(np.asarray, source)
     shapes = [leaf.shape for leaf in jax.tree.leaves(columns)]
-    lengths = {shape[:1] for shape in shapes}
+    lengths = {shape[:1] for shape in shapes}  # () for one without axes
     if len(lengths) != 1 or () in lengths:
         raise _refused(
             f"the arrays of the feed `{name}` should have the rows as their first axis,"
@@ -84,10 +106,13 @@ def _batches(source: Any, batch: int, name: str) -> Callable[[int], Any]:
         has = counted(rows, "row")
         raise _refused(f"the feed `{name}` has batch={batch}, and only {has}")
 
-    def cut(end: int) -> Any:
-        return jax.tree.map(lambda column: column[end - batch : end], columns)
+    def epoch(_: int) -> Iterator[Any]:
+        # Rows at the end that do not fill an item are left out.
+        for end in range(batch, rows + 1, batch):
+            rows_of_item = slice(end - batch, end)
+            yield jax.tree.map(operator.itemgetter(rows_of_item), columns)
 
-    return lambda _: map(cut, range(batch, rows + 1, batch))
+    return epoch
 
 
 # --- Items ---------------------------------------------------------------------------
@@ -141,6 +166,8 @@ def reader(
 
     def read(value: Any, item: int) -> list[np.ndarray]:
         try:
+            # Not `flatten`: a leaf may be a pytree to JAX, such as a list of numbers
+            # that NumPy reads as one array.
             leaves = treedef.flatten_up_to(value)
         except (ValueError, TypeError) as error:
             raise ResultError(
@@ -148,24 +175,32 @@ def reader(
                 f" spec=. Expected {_words(treedef)}, got"
                 f" {_words(jax.tree.structure(value))}"
             ) from error
-        return [
-            _array(leaf, aval, key, f"item {item}{path} {of}")
-            for leaf, aval, key, path in zip(
-                leaves, avals, results.keys, paths, strict=True
-            )
-        ]
+        arrays = []
+        for leaf, aval, key, path in zip(
+            leaves, avals, results.keys, paths, strict=True
+        ):
+            which = f"item {item}{path} {of}"
+            arrays.append(_array(leaf, aval, key, which))
+        return arrays
 
     return read
 
 
-def _array(leaf: Any, aval: Any, key: Key, which: str) -> np.ndarray:
-    hint = functools.partial(_hint, aval)
-    value = _readable(leaf)
-    return coerce.coerce(value, aval.dtype, aval.shape, lambda: which, hint, key)
+def _array(leaf: Any, aval: Aval, key: Key, which: str) -> np.ndarray:
+    return coerce.coerce(
+        _readable(leaf),
+        dtype=aval.dtype,
+        shape=aval.shape,
+        which=lambda: which,
+        hint=functools.partial(_hint, aval),
+        key=key,
+    )
 
 
-def _hint(aval: Any, shape: tuple[int, ...]) -> str:
-    if shape[1:] == aval.shape[1:] and (0,) < shape[:1] < aval.shape[:1]:
+def _hint(aval: Aval, shape: tuple[int, ...]) -> str:
+    """What to do about a leaf with another shape."""
+    is_short = (0,) < shape[:1] < aval.shape[:1]  # (rows,), or () without axes
+    if is_short and shape[1:] == aval.shape[1:]:
         return (
             "Is it the last batch, which is not full? Items can't differ in size: let"
             " the source leave it out (drop_last=True), or fill it up"
@@ -174,15 +209,15 @@ def _hint(aval: Any, shape: tuple[int, ...]) -> str:
 
 
 def _readable(leaf: Any) -> Any:
-    """What NumPy can read in place of tensors of torch and TensorFlow.
-
-    The iterator of a `tf.data.Dataset` gives eager tensors, unlike the data set itself,
-    which a feed asks for arrays. NumPy can't read those of bfloat16.
-    """
+    """What NumPy can read in place of tensors of torch and TensorFlow."""
     if hasattr(leaf, "detach"):
-        return leaf.detach()
-    is_tensorflows = type(leaf).__module__.partition(".")[0] == "tensorflow"
-    return leaf.numpy() if is_tensorflows and hasattr(leaf, "numpy") else leaf
+        return leaf.detach()  # torch refuses to hand out a tensor with a gradient
+    # The iterator of a `tf.data.Dataset` gives eager tensors, unlike the data set
+    # itself, which a feed asks for arrays. NumPy can't read those of bfloat16.
+    package, _, _ = type(leaf).__module__.partition(".")
+    if package == "tensorflow" and hasattr(leaf, "numpy"):
+        return leaf.numpy()
+    return leaf
 
 
 def _words(treedef: Any) -> str:

@@ -6,53 +6,28 @@ Three classes, from the user to the program:
              method. It waits for programs before it closes, saves or restores.
     Group    the host objects, by row: makes, locks, saves and closes them. Each row of
              a batch has one object. Each object has a lock, so two threads are never
-             in it at once.
+             in it at once. (groups.py)
     Entry    what programs hold for each method. It holds the group, so objects live as
-             long as anything can call them, also without the `Object`.
+             long as anything can call them, also without the `Object`. (entries.py)
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import inspect
 import logging
-import pickle
-import threading
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-from jax.typing import ArrayLike
-
 from hostcall import _jax, _native
+from hostcall._api.object.entries import traced_method
+from hostcall._api.object.groups import CLOSED, Group, Snapshot
 from hostcall._core import dispatched, mistakes
-from hostcall._core.callback import CallSpec
 from hostcall._core.errors import HostcallError, SpecError, conflict, counted
-from hostcall._core.host_code import HostCode
-from hostcall._core.mistakes import (
-    check_function,
-    first_default,
-    of_a_number,
-    parse_mask,
-)
-from hostcall._core.options import CALL, CallOptions, Option, Policy, check
-from hostcall._core.process import PerProcess, living
-from hostcall._core.source import inspect_callable, name_of, users_place
-from hostcall._core.spec import (
-    Opaque,
-    Results,
-    flatten_arguments,
-    parse_fill,
-    parse_result,
-)
+from hostcall._core.mistakes import check_function
+from hostcall._core.options import CALL, Option, check
+from hostcall._core.source import inspect_callable
+from hostcall._core.spec import Results, parse_result
 from hostcall._core.suggestions import suggests
-from hostcall._policies.on_loop import settled
-from hostcall._primitives.make import bind_call
-from hostcall._runtime import context, lifecycle, loop, workers
-from hostcall._runtime.context import Current
-from hostcall._runtime.lifecycle import Phase
+from hostcall._runtime import workers
 
 logger = logging.getLogger("hostcall")
 
@@ -147,15 +122,19 @@ class Object:
         save: str | Callable[[Any], Any] | None = None,
         restore: str | Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        arguments = dict(locals())
+        arguments = locals()
         options = {option: arguments[option] for option in OPTIONS}
         usage = "hc.Object(factory, methods={...}); for one that exists, lambda: it"
         qualified_name = check_function(factory, usage, awaits=True).name
-        factory_name = qualified_name.rpartition("<locals>.")[2]
-        name = name or ("object" if factory_name == "<lambda>" else factory_name)
+        if not name:
+            _, _, name = qualified_name.rpartition("<locals>.")
+            if name == "<lambda>":  # says nothing in a message
+                name = "object"
         group = Group(factory, _parse_methods(name, methods), name, options)
+        # The object outlives the program, and its factory runs when the program does.
         if not _jax.traces_nothing():
             mistakes.refuse_traced(factory, _instead_of_traced)
+        # `concurrency=` is for coroutines, so the check must know of one.
         awaits = any(inspect_callable(group.definition(m)).awaits for m in methods)
         check(f"`{name}`", {**options, "awaits": awaits}, OPTIONS)
         if (save is None) != (restore is None):
@@ -167,10 +146,12 @@ class Object:
         """Makes this the handle of a group, with a function for each method."""
         self._group = group
         for method in group.methods:
-            self.__dict__[method] = _method(group, method)
+            setattr(self, method, traced_method(group, method))
 
     def __getattr__(self, name: str) -> Any:  # not called for declared methods
-        group = self.__dict__.get("_group")
+        # Without a group: `__init__` has raised, or copy and pickle look at an object
+        # that they have made without it. They expect a plain AttributeError.
+        group = vars(self).get("_group")
         if group is None or name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
@@ -181,7 +162,7 @@ class Object:
 
     def __repr__(self) -> str:
         group = self._group
-        members = list(group.members.values())
+        members = list(group.members.values())  # a copy: programs may add some
         count = sum(member.value is not None for member in members)
         state = "closed" if group.ended else counted(count, "object")
         return f"<hc.Object {group.name} ({', '.join(group.methods)}): {state}>"
@@ -216,6 +197,7 @@ class Object:
             HostcallError: called from inside a callback.
         """
         if not self._group.ended:
+            # A program that is on the way could call a closed object.
             self._wait("close")
             _raise(self._group.drop(ended=CLOSED))
 
@@ -242,6 +224,7 @@ class Object:
                 a callback or after close().
         """
         failed = self._wait("save", log=False)
+        # A failure that nobody has heard of yet may have left objects half-way.
         error = failed[0] if failed else dispatched.first_unreported()
         if error is not None:
             raise error
@@ -265,17 +248,13 @@ class Object:
             SpecError: `state` is not a snapshot.
             Exception: what `restore=` raised, or closing an object.
         """
-        snapshot = self._checked(state)
-        self._wait("restore")
-        _raise(self._group.restore(snapshot))
-
-    def _checked(self, state: object) -> Snapshot:
         if not isinstance(state, dict) or set(state) != {"batch", "objects"}:
             raise SpecError(
                 f"hostcall: restore() of `{self._group.name}` takes what save()"
                 f" returned, got {type(state).__name__}"
             )
-        return state
+        self._wait("restore")
+        _raise(self._group.restore(state))
 
     def _wait(self, method: str, log: bool = True) -> list[BaseException]:
         """Waits for this thread's programs. Logs their failures, or returns them."""
@@ -289,10 +268,19 @@ class Object:
         self._group.check_open(f"{method}()")
         if not log:
             return _jax.wait_for_effects()
+        # Closing goes on all the same: whoever gave up after a failure would else have
+        # no way to end the objects.
         text = "%s() of `%s` continues after a failed program: %s"
         for failure in dispatched.failures_of_programs():
             logger.error(text, method, name, failure)
         return []
+
+
+def handle_of(group: Group) -> Object:
+    """One more `Object` of this group, for a loaded program."""
+    handle = Object.__new__(Object)
+    handle._attach(group)
+    return handle
 
 
 def _raise(failures: Sequence[BaseException]) -> None:
@@ -334,7 +322,7 @@ OPTIONS = {
 
 
 def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
-    """What each method returns; refuses wrong names."""
+    """What each method returns; refuses names that can't be attributes of an Object."""
     if not isinstance(methods, Mapping) or not methods:
         raise _undeclarable(
             f"methods= of `{name}` should be a dict from method names to result specs,"
@@ -347,7 +335,7 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
                 f"methods= of `{name}` has the key {method!r}, which is not the name of"
                 " a public method"
             )
-        if method in vars(Object):
+        if method in vars(Object):  # it would hide that one
             raise _undeclarable(
                 f"`{name}` can't declare `{method}`, since hc.Object has its own method"
                 " of that name. Add a method with another name that calls it, and"
@@ -362,422 +350,3 @@ def _parse_methods(name: str, methods: Mapping[str, Any]) -> dict[str, Results]:
 
 def _undeclarable(why: str) -> SpecError:
     return SpecError(f"hostcall: {why}", code="hc-object")
-
-
-# --- Calls ---------------------------------------------------------------------------
-
-
-_OPTIONS = {"where": None, "fill": None}
-_JAXS = {"ordered": 'order="ordered" of hc.Object, the default'}
-
-
-def _method(group: Group, name: str) -> Callable[..., Any]:
-    entry = Entry(group, name)
-    results = group.methods[name]
-    face = mistakes.Face(
-        f"the object `{group.name}`", f"{name}({{args}})", _OPTIONS, _JAXS
-    )
-    options = CallOptions.of(group.options)
-    policy = Policy.of(group.options)
-    # What takes the arguments that the user passes; None if that is not known.
-    bound: Callable[..., Any] | None = None
-    definition = group.definition(name)
-    if isinstance(definition, types.FunctionType):
-        # `definition` is the function itself for static methods too, which get no
-        # object. For the others any object does: no argument is bound to a value.
-        attribute = inspect.getattr_static(group.factory, name)
-        is_static = isinstance(attribute, staticmethod)
-        bound = definition if is_static else types.MethodType(definition, group.factory)
-
-    def method(
-        *args: Any, where: ArrayLike | None = None, fill: Any = None, **kwargs: Any
-    ) -> Any:
-        group.check_open(entry.caller)
-        if bound is not None:
-            mistakes.check(face, bound, args, kwargs)
-        operands, template = flatten_arguments(args, kwargs)
-        fills = parse_fill(fill, results, entry.__qualname__)
-        mask = None if where is None else parse_mask(where, entry.__qualname__)
-        callback = CallSpec(
-            Opaque(entry), template, results, fills, options, users_place(), policy
-        )
-        return results.unflatten(bind_call(callback, operands, mask))
-
-    method.__name__ = name
-    method.__qualname__ = entry.__qualname__
-    return method
-
-
-# --- The host objects ----------------------------------------------------------------
-
-# Which object a row has: (batch, index in it), as _runtime/context.py's
-# `place_in_batch` returns them.
-# A batch has the size of each vmap, and name and size of each axis of a mesh.
-Batch = tuple[int | tuple[str, int], ...]
-RowIndex = tuple[Batch, tuple[int, ...]]
-
-# What closes, saves or restores an object: a method's name, or a function of it.
-Hook = str | Callable[..., Any] | None
-
-# The reasons why a group's objects can't be called any more. Each completes a sentence
-# that ends in "was called".
-CLOSED = "after close(). Make another hc.Object, or call renew() instead of close()"
-ENDING = "while the process was ending"
-FORKED = (
-    "in a process that was forked from the one that has its objects. Start workers with"
-    " multiprocessing's 'spawn' or 'forkserver' method"
-)
-
-
-Snapshot = dict[str, Any]  # what hc.Object.save returns
-
-
-class Member:
-    """One object. Its lock is reentrant: a method may call the object again."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.lock = threading.RLock()
-        self.value = value  # None, which has no methods, while there is no object
-
-
-class Group(PerProcess):
-    """The objects of one `hc.Object`, by row. All rows belong to one batch.
-
-    `lock` guards `members` and `ended`. A thread that holds a member's lock may take
-    it; the other order would deadlock. `join` looks one up without `lock`, so it may
-    have left the group by then. A member's lock is taken by `with` alone: behind a call
-    of `acquire` Ctrl-C could leave it locked for ever.
-
-    Attributes:
-        methods: what each method returns.
-        options: as given to `hc.Object`, except factory=, methods= and name=.
-        number: of the object in exported programs; "" until it has one.
-        ended: the reason that `check_open` gives, or "".
-    """
-
-    def __init__(
-        self,
-        factory: Callable[..., Any],
-        methods: Mapping[str, Results],
-        name: str,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.members: dict[RowIndex, Member] = {}  # first: `__del__` looks
-        self.factory = factory
-        self.methods = methods
-        self.name = name
-        self.options = options
-        label = f"the factory of `{name}`"
-        self._make = of_a_number(factory, label, "the object's index", "index")
-        # The parameter that lacks the index, since it has a default; "" once logged.
-        self._default_parameter = first_default(factory)
-        self._close = _hook(options["close"], lambda: None)
-        self._save = _hook(options["save"])  # None: the object is its state
-        self._put = _hook(options["restore"])
-        self.number = self.ended = ""
-        self.lock = threading.Lock()
-        super().__init__()
-
-    def after_fork(self) -> None:
-        self.lock = threading.Lock()
-        if self.members:  # the child never finalizes the parent's objects
-            _native.keep_for_ever(self.members)
-            self.members = {}
-            self.ended = FORKED
-
-    def handle(self) -> Object:
-        """One more `Object` of this group, for a loaded program."""
-        handle = Object.__new__(Object)
-        handle._attach(self)
-        return handle
-
-    def definition(self, method: str) -> object:
-        """The method as its class defines it; None if the factory is not a class."""
-        is_class = isinstance(self.factory, type)
-        return getattr(self.factory, method, None) if is_class else None
-
-    def check_open(self, caller: str) -> None:
-        if self.ended:
-            raise HostcallError(
-                f"hostcall: {caller} of `{self.name}` was called {self.ended}",
-                code="hc-closed",
-            )
-
-    def call(
-        self, row: RowIndex, caller: str, run: Callable[..., Any], *args: object
-    ) -> Any:
-        """`run(object, *args)`, alone with the object of a row."""
-        while True:  # once more if another thread has dropped the member meanwhile
-            member = self.join(row, caller)
-            with member.lock:
-                if self.is_there(row, member):
-                    return settled(run(member.value, *args))
-
-    def join(self, row: RowIndex, caller: str) -> Member:
-        """The member of a row, maybe without its object."""
-        if (member := self.members.get(row)) is not None:
-            return member
-        with self.lock:
-            self.check_open(caller)
-            batch, _ = row
-            first_batch, _ = next(iter(self.members), row)
-            if first_batch != batch:
-                raise _other_batch(caller, self.name, first_batch, batch)
-            return self.members.setdefault(row, Member())
-
-    def is_there(self, row: RowIndex, member: Member) -> bool:
-        """Makes the object if there is none; False if it has left. Its lock is held."""
-        if member.value is not None:
-            return True
-        # `drop` takes members out first and their values afterwards, under their locks:
-        # a member that is still in the group has not been closed.
-        if self.members.get(row) is not member:
-            return False
-        try:
-            member.value = self._new_object(row)
-        except BaseException:
-            with self.lock:
-                if self.members.get(row) is member:
-                    del self.members[row]  # so that it fixes no batch
-            raise
-        return True
-
-    def _new_object(self, row: RowIndex) -> Any:
-        _, index = row
-        if index and self._default_parameter:
-            logger.warning(
-                "the factory of `%s` is not given the object's index, since its first"
-                " parameter, %s, has a default. Write hc.Object(lambda index: ...) for"
-                " objects that differ, or hc.Object(lambda: ...) if they are alike",
-                self.name,
-                self._default_parameter,
-            )
-            self._default_parameter = ""
-        value = settled(self._make(index))
-        for method in self.methods:
-            if not callable(getattr(value, method, None)):
-                raise _lacks(self.name, method, value)
-        return value
-
-    def snapshot(self) -> Snapshot:
-        """The pickled state of each object."""
-        with self.lock:
-            members = sorted(self.members.items(), key=lambda item: item[0][1])
-        objects = {}
-        for (_, index), member in members:
-            with member.lock:
-                if member.value is None:
-                    continue
-                state = member.value
-                if self._save is not None:
-                    state = settled(self._save(state))
-                try:
-                    objects[index] = pickle.dumps(state)
-                except Exception as error:
-                    raise _unpicklable(self.name, index, error) from error
-        batch = members[0][0][0] if members else ()
-        return {"batch": batch, "objects": objects}
-
-    def restore(self, snapshot: Snapshot) -> list[Exception]:
-        """Goes back to a snapshot. Returns what closing other objects raised."""
-        batch = snapshot["batch"]
-        put = self._put
-        with self.lock:
-            with_object = {
-                row for row, member in self.members.items() if member.value is not None
-            }
-        # All of them first: if one is broken, nothing has changed.
-        states = {
-            (batch, index): pickle.loads(pickled)
-            for index, pickled in snapshot["objects"].items()
-        }
-        if put is None:  # the states are the objects
-            failures = self.drop()
-            members = {row: Member(state) for row, state in states.items()}
-            with self.lock:
-                self.members.update(members)
-            return failures
-        failures = self.drop(keep=with_object & states.keys())
-        for row, state in states.items():
-            self.call(row, "restore()", put, state)
-        return failures
-
-    def drop(self, keep: Collection[RowIndex] = (), ended: str = "") -> list[Exception]:
-        """Closes objects as soon as no thread is in them. Returns what that raised."""
-        with self.lock:
-            self.ended = self.ended or ended
-            rows = [row for row in self.members if row not in keep]
-            rows.sort(key=lambda row: row[1])
-            dropped = [self.members.pop(row) for row in rows]
-        failures = []
-        for member in dropped:
-            with member.lock:  # waits for the thread that is in the object
-                value = member.value
-                member.value = None
-                try:
-                    if value is not None and self._close is not None:
-                        settled(self._close(value))
-                except Exception as error:
-                    failures.append(error)
-        return failures
-
-    def finish(self) -> None:
-        """Closes all objects, and logs failures: no caller is left to raise them to."""
-        for error in self.drop(ended=ENDING):
-            logger.error("closing an object of `%s` failed", self.name, exc_info=error)
-
-    def __del__(self) -> None:
-        if not self.members:
-            return
-        if loop.running() is None:
-            self.finish()
-            return
-        # The garbage collector ran in a coroutine. A `close` that is one too needs the
-        # loop, so another thread waits for it; Python waits for that thread at the end.
-        thread = threading.Thread(target=self.finish, name="hostcall-close")
-        contextvars.Context().run(thread.start)  # see _core/daemon.py
-
-
-def _at_exit() -> None:
-    for group in living(Group):
-        group.finish()
-
-
-lifecycle.at_end(Phase.OBJECTS, _at_exit)
-
-
-def _hook(hook: Hook, *lacking: Callable[[], None]) -> Callable[..., Any] | None:
-    """The function of an object that an option gives, itself or as a method's name.
-
-    `lacking` is what is called of an object without that method.
-    """
-    if not isinstance(hook, str):
-        return hook
-    return lambda value, *args: getattr(value, hook, *lacking)(*args)
-
-
-# --- What programs call --------------------------------------------------------------
-
-
-class Entry(HostCode):
-    """The function that programs call for one method.
-
-    It calls the method of the object that belongs to the calling row and device.
-    """
-
-    travels_as = "object"
-
-    def __init__(self, group: Group, method: str) -> None:
-        self.group = group
-        self.name = method
-        self.caller = f"{method}()"
-        self._awaits = inspect_callable(group.definition(method)).awaits
-        self.__qualname__ = f"{group.name}.{method}"
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.group.call(
-            self._row(None),
-            self.caller,
-            lambda value: getattr(value, self.name)(*args, **kwargs),
-        )
-
-    def enter(
-        self, current: Current | None, locks: ExitStack, args: Any, kwargs: Any
-    ) -> Callable[..., Any] | None:
-        row = self._row(current)
-        while True:
-            member = self.group.join(row, self.caller)
-            # A member that has left stays locked until the call has ended, which does
-            # no harm: it has no object.
-            locks.enter_context(member.lock)
-            if self.group.is_there(row, member):
-                method = getattr(member.value, self.name)
-                return functools.partial(method, *args, **kwargs)
-
-    def _row(self, current: Current | None) -> RowIndex:
-        """Which row calls, and so which object is called."""
-        row = context.place_in_batch(current)
-        if row is None:
-            raise HostcallError(
-                f"hostcall: {self.caller} of `{self.group.name}` can't tell which"
-                " object is meant: the program was lowered for a mesh without devices,"
-                " or the executor runs rows on the thread that waits for them",
-                code="hc-object",
-            )
-        return row
-
-    def awaits(self) -> bool:
-        return self._awaits
-
-    def no_derivative(self) -> str:
-        factory = name_of(self.group.factory)
-        return (
-            f"It is a method of the hc.Object `{self.group.name}`, made by `{factory}`,"
-            " and objects' methods have no derivatives, since a call may change the"
-            " object. Write what needs one as a function: hc.host(f, result=...), with"
-            " a rule."
-        )
-
-    def lane(self) -> Group:  # all methods of the object are one
-        return self.group
-
-    def __reduce__(self) -> NoReturn:
-        raise SpecError(
-            f"hostcall: the objects of `{self.group.name}` are in this process, but its"
-            " executor= runs rows in other processes. Pass a pool of threads",
-            code="hc-conflict",
-        )
-
-
-# --- What can go wrong when a program calls -------------------------------------------
-
-
-def _other_batch(caller: str, name: str, first: Batch, now: Batch) -> HostcallError:
-    text = (
-        f"hostcall: {caller} of `{name}` was called {_in_words(now)}, but its objects"
-        f" were made {_in_words(first)}. Each object belongs to one row, so the batch"
-        " can't change: make another hc.Object, or start again with renew()"
-    )
-    if len(first) != len(now):
-        text += (
-            ". Under vmap, JAX makes a call only once for all rows if no argument"
-            " depends on the row: pass one that does (where=mask is enough)"
-        )
-    return HostcallError(text, code="hc-object")
-
-
-def _in_words(batch: Batch) -> str:
-    mesh = ", ".join(
-        f"{axis[0]}={axis[1]}" for axis in batch if isinstance(axis, tuple)
-    )
-    grid = " x ".join(str(size) for size in batch if not isinstance(size, tuple))
-    rows = f"for {grid} rows" if grid else "without vmap"
-    return f"{rows} on each device of a mesh {mesh}" if mesh else rows
-
-
-def _lacks(name: str, method: str, value: object) -> HostcallError:
-    # Looked up without running the user's properties.
-    attributes = {
-        name: inspect.getattr_static(value, name, None) for name in dir(value)
-    }
-    methods = [
-        attribute_name
-        for attribute_name, attribute in attributes.items()
-        if attribute_name[0] != "_"
-        and (callable(attribute) or isinstance(attribute, classmethod))
-    ]
-    return HostcallError(
-        f"hostcall: methods= of `{name}` declares {method!r}, but its factory returned"
-        f" a {type(value).__name__}, which has no such method. Its methods are:"
-        f" {', '.join(methods) or 'none'}",
-        code="hc-object",
-    )
-
-
-def _unpicklable(name: str, index: tuple[int, ...], error: Exception) -> HostcallError:
-    return HostcallError(
-        f"hostcall: object {index} of `{name}` can't be saved, since it can't be"
-        f" pickled ({type(error).__name__}: {error}). Define its state with save= and"
-        " restore=: method names, or functions save(object) and restore(object, state)",
-        code="hc-pickle",
-    )

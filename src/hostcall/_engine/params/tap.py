@@ -32,7 +32,7 @@ _TOGETHER = (
 )
 
 
-class TapHooks(CallHooks):
+class DeliveryHooks(CallHooks):
     """The hooks of a tap's deliveries."""
 
     equation: TapParams
@@ -71,7 +71,7 @@ class TapParams(Equation):
     sizes: tuple[int, ...] = ()
 
     takes: ClassVar[type[TapOptions]] = TapOptions
-    hooks = TapHooks
+    hooks = DeliveryHooks
     name = "tap"
     word = "tap"
     participle = "tapped"

@@ -55,18 +55,20 @@ class About:
 
 
 def about(schema: pyarrow.Schema) -> About:
-    """Raises an error of some kind if no recorder wrote the schema."""
-    as_json = json.loads(schema.metadata[b"hostcall"])
-    about_file = About(**{**as_json, "whole": tuple(as_json["whole"])})
-    numbers = (about_file.process, *about_file.whole)
-    if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"no recorder wrote {as_json}")
-    return about_file
+    """What the schema says. Raises an error of some kind if no recorder wrote it."""
+    fields = json.loads(schema.metadata[b"hostcall"])
+    whole = tuple(fields["whole"])  # JSON has lists only
+    about_stream = About(**{**fields, "whole": whole})
+    for number in (about_stream.process, *whole):
+        # A file may say anything, and these become sizes of arrays.
+        if type(number) is not int or number < 0:
+            raise ValueError(f"no recorder wrote {fields}")
+    return about_stream
 
 
 def paths(folder: Path) -> list[Path]:
     """The streams in a folder, in the order in which they were begun."""
-    return sorted(folder.glob("*.arrows"), key=lambda p: int(p.stem))
+    return sorted(folder.glob("*.arrows"), key=lambda path: int(path.stem))
 
 
 def read(
@@ -83,13 +85,16 @@ def read(
         ValueError: the columns have types that a recorder does not write.
     """
     pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
+    # The first message is the schema: a mark, the size of what follows, and that.
     with open(path, "rb") as file:
         mark = file.read(4)
         size = int.from_bytes(file.read(4), "little")
-        head = file.read(min(size, os.fstat(file.fileno()).st_size))
+        # A damaged file may promise any size.
+        schema = file.read(min(size, os.fstat(file.fileno()).st_size))
     # Looked for before Arrow reads it: Arrow hands an extension type to the class that
     # some package has registered, and there are classes that unpickle what they get.
-    if mark not in (_BEGIN, _BEGIN[: len(mark)]) or b"ARROW:extension" in head:
+    begins_right = _BEGIN.startswith(mark)  # or is cut off there
+    if not begins_right or b"ARROW:extension" in schema:
         raise ValueError(f"no recorder wrote {path}")
     if not mark:
         return None, iter(())
@@ -100,7 +105,7 @@ def read(
     except (OSError, pa.ArrowInvalid):
         return None, iter(())
     for column in reader.schema:
-        type_of(column.type)
+        type_of(column.type)  # raises for types that a recorder does not write
 
     def batches() -> Iterator[pyarrow.RecordBatch]:
         while True:
@@ -130,7 +135,10 @@ class ArrowFile:
     def append(self, columns: Columns) -> None:
         """Writes a batch."""
         pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
-        batch = pa.record_batch([_arrow(c) for c in columns.values()], list(columns))
+        arrays = [_arrow(values) for values in columns.values()]
+        batch = pa.record_batch(arrays, list(columns))
+        # One `write` for each message, so that a process that is killed leaves all of
+        # it, or a part at the end of the file.
         with open(self.path, "ab") as file:
             if self._is_new:
                 metadata = {"hostcall": json.dumps(dataclasses.asdict(self._about))}
@@ -156,14 +164,19 @@ def _new(folder: Path) -> Path:
 
 
 def _arrow(values: np.ndarray) -> pyarrow.Array:
+    """A column from an array of shape (rows, *shape): of lists of lists of numbers."""
     pa = PackageError.needed("pyarrow", "hc.Recorder", "hostcall[record]")
     flat = np.ascontiguousarray(values).reshape(-1)
     kind = pa.from_numpy_dtype(flat.dtype)
-    bits = np.packbits(flat, bitorder="little") if flat.dtype.kind == "b" else flat
-    out = pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(bits)])
+    memory = flat
+    if flat.dtype.kind == "b":  # Arrow has a bit for each bool, NumPy a byte
+        memory = np.packbits(flat, bitorder="little")
+    validity = None  # no value is missing
+    column = pa.Array.from_buffers(kind, len(flat), [validity, pa.py_buffer(memory)])
+    # From the innermost axis outwards.
     for size in reversed(values.shape[1:]):
-        out = pa.FixedSizeListArray.from_arrays(out, size)
-    return out
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
 
 
 def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
@@ -182,16 +195,16 @@ def type_of(arrow: pyarrow.DataType) -> tuple[np.dtype, list[int]]:
 def column(batch: pyarrow.RecordBatch, name: str) -> np.ndarray:
     """A column of a batch of a stream as an array of shape (rows, *shape)."""
     column = batch.column(name)
-    dtype, of_row = type_of(column.type)
-    shape = [len(column), *of_row]
-    for _ in of_row:
+    dtype, row_shape = type_of(column.type)
+    shape = [len(column), *row_shape]
+    for _ in row_shape:  # an axis of lists each
         column = column.flatten()
-    bits = column.buffers()[1]
+    _, memory = column.buffers()
     if dtype.kind == "b":
-        packed = np.frombuffer(bits, np.uint8)
+        packed = np.frombuffer(memory, np.uint8)
         flat = np.unpackbits(packed, count=len(column), bitorder="little")
         return flat.astype(bool).reshape(shape)
-    return np.frombuffer(bits, dtype, len(column)).reshape(shape)
+    return np.frombuffer(memory, dtype, len(column)).reshape(shape)
 
 
 # --- Files of somebody else's ---------------------------------------------------------
@@ -207,8 +220,10 @@ def only_files(folder: Path) -> None:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 only_files(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                continue
             # A file of that name may have been replaced meanwhile, and be gone.
-            elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry):
+            elif os.path.lexists(entry):
                 raise foreign(Path(entry.path))
 
 

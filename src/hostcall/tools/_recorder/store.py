@@ -13,7 +13,6 @@ checked where a program is traced (`check`), and the writer's thread does the re
 from __future__ import annotations
 
 import fcntl
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -23,11 +22,12 @@ import numpy as np
 
 from hostcall._core.process import PerProcess
 from hostcall.tools._recorder import arrow
-from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, wrong
+from hostcall.tools._recorder.tapped import Events, Field, Tapped, text_of, unrecordable
 from hostcall.tools._recorder.worker import Errors
 from hostcall.tools._values import failed
 
-# The folder, and the columns with their types.
+# What the batches of one stream have in common: the folder, what the schema says, and
+# the columns with their types.
 _Key = tuple[Path, arrow.About, tuple[object, ...]]
 
 
@@ -52,6 +52,8 @@ class RunFolder(PerProcess):
         self._known: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._streams: dict[_Key, arrow.ArrowFile] = {}
+        # The number of the next event, where the program gives none; it goes on behind
+        # the steps that the run has from before.
         self._next_step: dict[tuple[Tapped, jax.Device | None], int] = {}
         self._first_step = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,60 +71,77 @@ class RunFolder(PerProcess):
         self.closed = True
 
     def _resume(self) -> None:
-        arrow.only_files(self.folder / "columns")
-        arrow.only_files(self.folder / "arrays")
-        folders = [self.folder / "columns", *self.folder.glob("arrays/*")]
-        for path in itertools.chain(*map(arrow.paths, folders)):
-            # Of the values of arrays nothing is read. Batches are those of this process
-            # alone, and nobody else writes to these.
-            schema, batches = arrow.read(path, mapped=True)
-            if schema is None:
-                continue
-            about = arrow.about(schema)
-            if about.type:
-                self._known[path.parent.name] = about.type
-                self.shapes[path.parent.name] = about.whole
-            else:
-                for column in schema:
-                    self._known[column.name] = text_of(*arrow.type_of(column.type))
-            # Others of a job may record already. Each goes on behind its own steps.
-            for batch in batches if about.process == (self._process or 0) else ():
-                top = arrow.column(batch, "step").max(initial=-1)
-                self._first_step = max(self._first_step, int(top) + 1)
+        """Takes over the names, types and steps that the run has from before."""
+        columns = self.folder / "columns"
+        arrays = self.folder / "arrays"
+        arrow.only_files(columns)
+        arrow.only_files(arrays)
+        for folder in (columns, *arrays.glob("*")):
+            for path in arrow.paths(folder):
+                self._resume_stream(path)
+
+    def _resume_stream(self, path: Path) -> None:
+        # Of the values of arrays nothing is read. Batches are those of this process
+        # alone, and nobody else writes to these.
+        schema, batches = arrow.read(path, mapped=True)
+        if schema is None:
+            return
+        about = arrow.about(schema)
+        if about.type:
+            name = path.parent.name
+            self._known[name] = about.type
+            self.shapes[name] = about.whole
+        else:
+            for column in schema:
+                dtype, shape = arrow.type_of(column.type)
+                self._known[column.name] = text_of(dtype, shape)
+        # Others of a job may record already. Each goes on behind its own steps.
+        if about.process != (self._process or 0):
+            return
+        for batch in batches:
+            newest = arrow.column(batch, "step").max(initial=-1)
+            self._first_step = max(self._first_step, int(newest) + 1)
 
     def check(self, fields: Iterable[Field]) -> None:
         """Refuses a field whose type differs from what the run has under its name."""
-        new = {name: text for f in fields for name, text in f.types().items()}
-        # Looked at first, so that a call that is refused adds no name.
+        types: dict[str, str] = {}
+        for field in fields:
+            types |= field.types()
+        # Looked at first, so that a call that is refused adds no name. What is added is
+        # compared too: another thread may have added it meanwhile.
         for known_as in (self._known.get, self._known.setdefault):
-            for name, text in new.items():
-                if (known := known_as(name, text)) != text:
-                    raise wrong(
+            for name, text in types.items():
+                known = known_as(name, text)
+                if known != text:
+                    raise unrecordable(
                         f"the column {name!r} of {self.folder} has the type {known},"
                         f" and is now recorded as {text}. Convert the value, or use"
                         " another name or folder"
                     )
 
     def write(self, deliveries: list[Events]) -> list[Path]:
-        """Writes what came. Returns the stream of each new batch of the table."""
-        parts: dict[_Key, list[arrow.Columns]] = {}
+        """Writes what came, one batch for each stream. Returns the stream of each new
+        batch of the table.
+        """
+        batches: dict[_Key, list[arrow.Columns]] = {}
         for delivery in deliveries:
             steps = self._steps(delivery)
             for name, about, columns in delivery.tables(steps, self._process):
                 folder = self.folder / (f"arrays/{name}" if name else "columns")
-                types = tuple((n, c.dtype, c.shape[1:]) for n, c in columns.items())
-                parts.setdefault((folder, about, types), []).append(columns)
+                types = tuple(
+                    (column_name, column.dtype, column.shape[1:])
+                    for column_name, column in columns.items()
+                )
+                batches.setdefault((folder, about, types), []).append(columns)
         written = []
-        for key, batches in parts.items():
+        for key, parts in batches.items():
             folder, about, _ = key
             if key not in self._streams:
                 self._streams[key] = arrow.ArrowFile(folder, about)
-            columns = batches[0]
-            if len(batches) > 1:
-                columns = {n: np.concatenate([b[n] for b in batches]) for n in columns}
-            self._streams[key].append(columns)
+            stream = self._streams[key]
+            stream.append(_joined(parts))
             if not about.type:
-                written.append(self._streams[key].path)
+                written.append(stream.path)
         return written
 
     def close(self) -> None:
@@ -141,6 +160,13 @@ class RunFolder(PerProcess):
         begin = self._next_step.get(key, self._first_step)
         self._next_step[key] = begin + len(delivery)
         return np.arange(begin, begin + len(delivery))
+
+
+def _joined(parts: list[arrow.Columns]) -> arrow.Columns:
+    """The rows of all parts, which have the same columns."""
+    if len(parts) == 1:  # as mostly: nothing is copied
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _locked(folder: Path, tail: str) -> BinaryIO:

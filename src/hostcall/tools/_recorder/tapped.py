@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,18 +56,22 @@ class Field:
         """The type of each column or array as text, such as "float32[3]"."""
         if self.is_array:
             return {self.name: f"an array of {text_of(self.dtype, self.shape)}"}
-        columns = columns_of(self.name, np.empty(0, self.dtype)).items()
-        return {name: text_of(part.dtype, self.shape) for name, part in columns}
+        # No values are needed to see which columns there are, and of which dtypes.
+        columns = columns_of(self.name, np.empty(0, self.dtype))
+        return {
+            name: text_of(column.dtype, self.shape) for name, column in columns.items()
+        }
 
 
 def columns_of(name: str, values: np.ndarray) -> Columns:
     """The columns with these values, of shape (rows, *shape)."""
-    if values.dtype.kind != "c":
-        return {name: values}
-    return {f"{name}.real": values.real, f"{name}.imag": values.imag}
+    if values.dtype.kind == "c":  # Arrow has no complex numbers
+        return {f"{name}.real": values.real, f"{name}.imag": values.imag}
+    return {name: values}
 
 
 def text_of(dtype: np.dtype, shape: Sequence[int]) -> str:
+    """A type as files and messages have it: "float32[3]", "int64" of a scalar."""
     return f"{dtype.name}[{','.join(map(str, shape))}]" if shape else dtype.name
 
 
@@ -80,53 +84,70 @@ def fields_of(values: dict[str, Any], in_parts: bool) -> dict[Field, jax.Array]:
         in_parts: whether devices tap parts of them.
     """
     arrays_by_field = {}
-    for keyword, tree in values.items():  # JAX would sort them
-        for path, leaf in jax.tree_util.tree_flatten_with_path({keyword: tree})[0]:
+    # One keyword at a time: JAX would sort the keys of a dict, and the columns have the
+    # order in which the user wrote them.
+    for keyword, tree in values.items():
+        leaves, _ = jax.tree_util.tree_flatten_with_path({keyword: tree})
+        for path, leaf in leaves:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
+            _check_name(name)
             array = _array(name, leaf)
+            # A block of a small value must find its place, and columns have no places.
             is_array = array.size > MOST_IN_A_COLUMN or (in_parts and array.ndim > 0)
-            dtype = np.dtype(np.int64) if name == "step" else _stored(array.dtype)
-            arrays_by_field[Field(name, array.shape, dtype, is_array)] = array
+            dtype = _stored(array.dtype)
+            if name == "step":  # of any integer dtype; counted steps are int64
+                dtype = np.dtype(np.int64)
+            field = Field(name, array.shape, dtype, is_array)
+            arrays_by_field[field] = array
     return arrays_by_field
 
 
-def _array(name: str, leaf: object) -> jax.Array:
-    text = name.encode("utf-8", "replace")  # a lone surrogate becomes "?"
-    is_name = text.decode() == name and len(text) <= 255 and not {"/", "\0"} & {*name}
+def _check_name(name: str) -> None:
+    """Refuses names that can't be those of columns and folders."""
     if "/" in name:
         first, _, rest = name.partition("/")
-        raise wrong(
+        raise unrecordable(
             f"a recorder can't store a value under the name {name!r}: names of arrays"
             ' are names of folders, which can\'t have "/". Write'
             f" rec(**{{{name.replace('/', '.')!r}: value}}), or as a tree:"
             f" rec({first}={{{rest.replace('/', '.')!r}: value}})"
         )
-    if ADDED.fullmatch(name) or not is_name or name.startswith("."):
-        raise wrong(
+    # Of a lone surrogate this makes "?", which is another name.
+    encoded = name.encode("utf-8", "replace")
+    is_of_a_folder = encoded.decode() == name and len(encoded) <= 255
+    is_hidden = name.startswith(".")
+    if ADDED.fullmatch(name) or "\0" in name or is_hidden or not is_of_a_folder:
+        raise unrecordable(
             f"a recorder can't store a value under the name {name!r}. It adds the"
             " columns time, process, device and row itself, and names of arrays are"
             " names of folders, of 255 bytes at most"
         )
+
+
+def _array(name: str, leaf: object) -> jax.Array:
+    """A value as an array; refuses what is none, or has nothing to record."""
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except (TypeError, OverflowError) as error:
-        raise wrong(
+        raise unrecordable(
             f"a recorder stores numbers and arrays, and {name}= is {leaf!r},"
             f" {type(leaf).__name__}"
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise wrong(f"{name}= is a PRNG key. Record jax.random.key_data(key)")
+        raise unrecordable(f"{name}= is a PRNG key. Record jax.random.key_data(key)")
     if not array.size:
-        raise wrong(
+        raise unrecordable(
             f"{name}= has the shape {array.shape}, so there is nothing to record"
         )
-    is_step = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
-    wanted = "step= of a recorder should be an integer scalar"
-    need(name != "step" or is_step, wanted, array, "hc-record")
+    if name == "step":
+        is_integer = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
+        wanted = "step= of a recorder should be an integer scalar"
+        need(is_integer, wanted, array, "hc-record")
     return array
 
 
-def wrong(complaint: str) -> SpecError:
+def unrecordable(complaint: str) -> SpecError:
+    """The error for values that a recorder can't store, where they are traced."""
     return SpecError(f"hostcall: {complaint}", code="hc-record")
 
 
@@ -137,7 +158,7 @@ def _stored(jax_dtype: np.dtype) -> np.dtype:
         return dtype
     if jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(np.float32)  # bfloat16 and the eight-bit floats
-    return np.dtype(np.uint8 if dtype.name.startswith("u") else np.int8)
+    return np.dtype(np.uint8 if dtype.name.startswith("u") else np.int8)  # int4, uint4
 
 
 # --- On the worker of taps, and the writer's thread -----------------------------------
@@ -155,6 +176,12 @@ class Tapped(HostCode):
         fields: what the values of a delivery are.
         shapes: the shape of an entry of each array of the run. The worker of taps,
             which is one thread, adds to it.
+
+    Attributes:
+        numbers: the position of each field among the values, by its name, without that
+            of "step".
+        step: the position of "step"; None if the calls are counted.
+        arrays, columns: the positions of fields that are arrays, and of others.
     """
 
     stays = (
@@ -172,20 +199,25 @@ class Tapped(HostCode):
         self._shapes = shapes
         self.fields = fields
         self.numbers = {field.name: n for n, field in enumerate(fields)}
-        self.step = self.numbers.pop("step", None)  # where the number of the step is
-        self.arrays = [n for n in self.numbers.values() if fields[n].is_array]
-        self.columns = [n for n in self.numbers.values() if not fields[n].is_array]
+        self.step = self.numbers.pop("step", None)
+        self.arrays: list[int] = []
+        self.columns: list[int] = []
+        for number in self.numbers.values():
+            kind = self.arrays if fields[number].is_array else self.columns
+            kind.append(number)
 
     def events(self, *values: np.ndarray) -> None:
         """Gets a batch of events, stacked."""
         if not all(value.size for value in values):  # a vmap over no rows
             return
         current = hc.current()
-        assert current is not None
+        assert current is not None, "the worker of taps calls this"
         delivery = Events(self, time.time(), values, current)
+        # Here, and not on the writer's thread: the error is the tap's, with its place.
         if self.arrays or current.index is not None:
             self._refuse(delivery)
-        self._writer.put(delivery, sum(value.nbytes for value in values))
+        size = sum(value.nbytes for value in values)
+        self._writer.put(delivery, size)
 
     def event(self, *values: np.ndarray) -> None:
         """Gets one event."""
@@ -207,9 +239,11 @@ class Tapped(HostCode):
                 f" where {obstacle}. Record arrays in a call of their own, outside of"
                 " the vmap"
             )
+        # Tracing does not know the sizes of a vmap or mesh around it, so the shape of
+        # an entry is checked only now.
         for number in self.arrays:
             name = self.fields[number].name
-            shape = delivery.block(number)[0]
+            shape = delivery.block(number).entry_shape
             known = self._shapes.setdefault(name, shape)
             if shape != known:
                 raise failed(
@@ -217,6 +251,23 @@ class Tapped(HostCode):
                     f" and its earlier entries have the shape {known}: the size of a"
                     " vmap or mesh has changed. Use another name or folder"
                 )
+
+
+class EntryBlock(NamedTuple):
+    """Where a value lies in an entry of its array.
+
+    A value of shape (3,) in shard_map over 4 devices, from device 2: the entry has the
+    shape (4, 3), the corner is (2, 0), and the value's shape there (1, 3).
+
+    Attributes:
+        entry_shape: the shape of the whole entry.
+        corner: where the value begins in it.
+        shape: the value's own shape there.
+    """
+
+    entry_shape: Shape
+    corner: Shape
+    shape: Shape
 
 
 @dataclass
@@ -227,7 +278,7 @@ class Events:
         code: the call of the recorder, with its fields.
         time: when it was delivered, in seconds since 1970.
         values: one array for each field, with an axis for the events in front.
-        here: `hc.current()` of the delivery.
+        current: `hc.current()` of the delivery.
     """
 
     code: Tapped
@@ -241,10 +292,10 @@ class Events:
 
     def is_batched(self, number: int) -> bool:
         """Whether a value has the axis of a vmap."""
-        axes = (
-            transform["batch_dims"][number] for _, transform in self.current.transforms
-        )
-        return any(axis is not None for axis in axes)
+        for _, batched in self.current.transforms:
+            if batched["batch_dims"][number] is not None:
+                return True
+        return False
 
     def tables(
         self, steps: np.ndarray, process: int | None
@@ -258,77 +309,95 @@ class Events:
         for number in self.code.arrays:
             field = self.code.fields[number]
             (text,) = field.types().values()
-            full_shape, corner, shape = self.block(number)
+            block = self.block(number)
             values = self.values[number].astype(field.dtype, copy=False)
             columns = {
                 # Rows of an event have one step (`Tapped._refuse`).
                 "step": steps[:: len(steps) // len(self)],
                 "time": np.full(len(self), self.time),
-                "at": np.tile(corner, (len(self), 1)),
-                **columns_of("value", values.reshape(len(self), *shape)),
+                "at": np.tile(block.corner, (len(self), 1)),
+                **columns_of("value", values.reshape(len(self), *block.shape)),
             }
-            # In shard_map `where` may pick some shards: others may never come.
-            sparse = self.current.index is None
-            yield field.name, About(process or 0, text, full_shape, sparse), columns
+            about = About(
+                process=process or 0,
+                type=text,
+                whole=block.entry_shape,
+                # In shard_map `where` may pick some shards: others may never come.
+                sparse=self.current.index is None,
+            )
+            yield field.name, about, columns
         if self.code.columns:
             yield "", About(process or 0), self._columns(steps, process)
 
-    def block(self, number: int) -> tuple[Shape, Shape, Shape]:
-        """(whole, corner, shape) of a value: the shape of the entry of its array, where
-        the value begins in it, and the value's own shape there.
-        """
+    def block(self, number: int) -> EntryBlock:
+        """Where a value lies in an entry of its array."""
         current = self.current
-        block_shape = self.values[number].shape[1:]
-        if current.index is not None:
+        shape = self.values[number].shape[1:]
+        if current.index is not None:  # on="shards": the compiler cut the value
             corner = tuple(part.start for part in current.index[number])
-            return self.code.fields[number].shape, corner, block_shape
-        mesh_shape = current.mesh_shape.values()
-        at = current.mesh_coords.values()
-        return (
-            (*mesh_shape, *block_shape),
-            (*at, *[0] * len(block_shape)),
-            (*[1] * len(at), *block_shape),
+            return EntryBlock(self.code.fields[number].shape, corner, shape)
+        # Each axis of the mesh is an axis of the entry, in front; a device has one
+        # index of it.
+        coords = current.mesh_coords.values()
+        return EntryBlock(
+            entry_shape=(*current.mesh_shape.values(), *shape),
+            corner=(*coords, *[0] * len(shape)),
+            shape=(*[1] * len(coords), *shape),
         )
 
     def _columns(self, steps: np.ndarray, process: int | None) -> Columns:
-        grid, places = self._grid
+        """The rows of the table, those of an event together."""
+        grid, indices = self._grid
         rows = len(self) * math.prod(grid)
-        every = np.repeat(steps, rows // len(steps))
-        out = {"step": every, "time": np.full(rows, self.time)}
+        columns = {
+            # One step for each event, or for each row already.
+            "step": np.repeat(steps, rows // len(steps)),
+            "time": np.full(rows, self.time),
+        }
         if process is not None:
-            out["process"] = np.full(rows, process, np.int32)
+            columns["process"] = np.full(rows, process, np.int32)
         if self.current.mesh_coords:
-            out["device"] = np.full(rows, self.current.device.id, np.int32)
-        several = len(places) > 1  # the outermost vmap is "row0"
-        for n, index in enumerate(places):
-            out[f"row{n if several else ''}"] = np.tile(index, len(self))
+            columns["device"] = np.full(rows, self.current.device.id, np.int32)
+        for n, index in enumerate(indices):
+            # Of nested vmaps the outermost is "row0".
+            name = f"row{n}" if len(indices) > 1 else "row"
+            columns[name] = np.tile(index, len(self))
         for number in self.code.columns:
-            out |= columns_of(self.code.fields[number].name, self.rows_of(number))
-        return out
+            name = self.code.fields[number].name
+            columns |= columns_of(name, self.rows_of(number))
+        return columns
 
     def rows_of(self, number: int) -> np.ndarray:
         """The values of a field in the table, one for each row."""
         grid, _ = self._grid
         field = self.code.fields[number]
         value = self._spread[number].astype(field.dtype, copy=False)
-        spread = np.broadcast_to(value, (len(self), *grid, *field.shape))
-        return spread.reshape(-1, *field.shape)
+        # A value that a vmap did not batch is repeated along its axis.
+        repeated = np.broadcast_to(value, (len(self), *grid, *field.shape))
+        return repeated.reshape(-1, *field.shape)
 
     @functools.cached_property
     def _spread(self) -> list[np.ndarray]:
         """The values with an axis for each vmap behind that of the events."""
         if self.current.rows is None:
-            return with_all_axes(self.values, self.current.transforms, 1)
-        # `where` left some rows, along one axis.
-        numbered = enumerate(self.values)
-        return [v if self.is_batched(n) else v[:, None] for n, v in numbered]
+            return with_all_axes(self.values, self.current.transforms, first=1)
+        # `where` has left some rows of all vmaps together, along one axis.
+        spread = []
+        for number, value in enumerate(self.values):
+            spread.append(value if self.is_batched(number) else value[:, None])
+        return spread
 
     @functools.cached_property
     def _grid(self) -> tuple[Shape, list[np.ndarray]]:
-        """The sizes of the axes of vmaps, and the indices of each row of an event."""
+        """(the sizes of the axes of vmaps, for each the index of each row of an event).
+
+        vmaps over 2 and 3: (2, 3), [0 0 0 1 1 1] and [0 1 2 0 1 2].
+        """
         if self.current.rows is not None:
-            places = [np.asarray(index, np.int64) for index in self.current.rows]
-            return (len(places[0]) if places else 1,), places
+            indices = [np.asarray(index, np.int64) for index in self.current.rows]
+            count = len(indices[0]) if indices else 1
+            return (count,), indices
         axes = slice(1, 1 + len(self.current.transforms))
-        grid = np.broadcast_shapes(*(x.shape[axes] for x in self._spread))
+        # A value that a vmap did not batch has the size 1 there.
+        grid = np.broadcast_shapes(*[value.shape[axes] for value in self._spread])
         return grid, [index.ravel() for index in np.indices(grid)]

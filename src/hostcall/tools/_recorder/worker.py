@@ -45,7 +45,7 @@ class Worker(Generic[T]):
 
     Args:
         name: what threads of this kind are called.
-        who: what it is in messages.
+        owner: what it works for, in messages: "the recorder of run".
         work: gets all that comes, in lists, until the end. What it has taken is done
             when it asks for more.
         errors: gets the error that ends the thread; the recorder raises it.
@@ -60,15 +60,17 @@ class Worker(Generic[T]):
         errors: Errors,
         patience: float = 0.0,
     ) -> None:
-        self._who = owner
+        self._owner = owner
         self._patience = patience
         self._changed = threading.Condition()
         self._items: list[T] = []
         self._bytes = 0
         # When the oldest item has waited long enough; 0 if somebody waits for it.
         self._due = 0.0
-        self._put = self._done = 0  # items so far
-        self._closing = self._ended = False
+        self._count_put = 0  # items so far
+        self._count_done = 0
+        self._closing = False
+        self._ended = False
         self._error: BaseException | None = None
         # The thread has these, not the worker: programs keep it after the end.
         daemon(name, self._run, work, errors).start()
@@ -77,11 +79,11 @@ class Worker(Generic[T]):
         """Queues an item of so many bytes. Drops it if the thread has failed."""
         with self._changed:
             self._wait_until(lambda: self._bytes <= MOST or self._closing)
-            if self._error is not None:
+            if self._error is not None:  # it was logged, and a barrier raises it
                 return
             if self._closing:
                 raise HostcallError(
-                    f"hostcall: {self._who} is closed, and a program still records in"
+                    f"hostcall: {self._owner} is closed, and a program still records in"
                     " it. Close it after the last program that uses it, or trace the"
                     " program again with a new recorder",
                     code="hc-closed",
@@ -89,20 +91,21 @@ class Worker(Generic[T]):
             if not self._items:
                 self._due = time.monotonic() + self._patience
             self._items.append(item)
-            self._put += 1
+            self._count_put += 1
             self._bytes += size
+            # For others the thread need not wake: it sleeps until the first is due.
             if len(self._items) == 1 or self._bytes > ENOUGH:
                 self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until everything that has been put is done."""
         with self._changed:
-            mark = self._put
+            mark = self._count_put
             self._due = 0.0
             self._changed.notify_all()
-            self._wait_until(lambda: self._done >= mark or self._ended)
+            self._wait_until(lambda: self._count_done >= mark or self._ended)
             if self._error is not None:
-                complaint = f"{self._who} could not write, and records nothing more"
+                complaint = f"{self._owner} could not write, and records nothing more"
                 raise failed(complaint) from self._error
 
     def close(self) -> None:
@@ -115,21 +118,23 @@ class Worker(Generic[T]):
             self._wait_until(lambda: self._ended)
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Called with the lock, which the wait gives back meanwhile."""
+        # In slices, so that KeyboardInterrupt reaches a thread that waits.
         while not done():
             self._changed.wait(SLICE)
 
     def _run(self, work: Work[T], errors: Errors) -> None:
-        failed = None
+        raised: BaseException | None = None
         try:
-            work(iter(self._take, []))
+            work(iter(self._take, []))  # an empty list ends it
         except BaseException as error:
-            failed = error
+            raised = error
             errors.append(error)
             # Last: who reads this expects the next barrier to raise.
             kind = type(error).__name__
-            _logger.error("hostcall: %s failed: %s: %s", self._who, kind, error)
+            _logger.error("hostcall: %s failed: %s: %s", self._owner, kind, error)
         with self._changed:
-            self._error = failed
+            self._error = raised
             self._ended = True
             self._closing = True
             self._items.clear()
@@ -139,13 +144,14 @@ class Worker(Generic[T]):
         return self._closing or not self._due or self._bytes > ENOUGH
 
     def _take(self) -> list[T]:
+        """The next items; none at the end. Asked for when the last ones are done."""
         with self._changed:
-            self._done = self._put - len(self._items)
+            self._count_done = self._count_put - len(self._items)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._items or self._closing)
-            seconds_left = min(
-                max(self._due - time.monotonic(), 0.0), threading.TIMEOUT_MAX
-            )
+            seconds_left = max(self._due - time.monotonic(), 0.0)
+            # Python takes no longer waits. `patience` may be years.
+            seconds_left = min(seconds_left, threading.TIMEOUT_MAX)
             self._changed.wait_for(self._is_urgent, seconds_left)
             items = self._items
             self._items = []
