@@ -11,6 +11,7 @@ unpatch_jax  restores JAX's functions after `hostcall.patch_jax()`
 from hostcall._api.collect import collect
 from hostcall._api.restore import restore_jax
 from hostcall._compat.patch import unpatch_jax
-from hostcall._host_function.check import Check, Report, check
+from hostcall._host_function.check import Report, check
+from hostcall._host_function.checks import Check
 
 __all__ = ["Check", "Report", "check", "collect", "restore_jax", "unpatch_jax"]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import hostcall as hc
-from hostcall._core import callback, coerce, config, failures
+from hostcall._core import callback, coerce, config, failures, ledger
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def test_records_of_failures_do_not_pile_up():
     first = failures.failures_so_far() + 1
-    most = 3 * failures._REMEMBERED
+    most = 3 * ledger.REMEMBERED
     for _ in range(most + 1):
         failures.mark_reported(failures.store(LookupError()))
     assert len(failures._ledger.records) < most
@@ -30,12 +30,12 @@ def test_records_of_failures_do_not_pile_up():
 def test_records_that_nobody_reported_do_not_pile_up_and_reported_ones_stay(
     monkeypatch,
 ):
-    monkeypatch.setattr(failures, "_ledger", failures._Ledger())
+    monkeypatch.setattr(failures, "_ledger", ledger.Ledger())
     reported = failures.store(LookupError())
     failures.mark_reported(reported)
-    for _ in range(3 * failures._REMEMBERED):
+    for _ in range(3 * ledger.REMEMBERED):
         newest = failures.store(LookupError())
-    assert len(failures._ledger.records) < 3 * failures._REMEMBERED
+    assert len(failures._ledger.records) < 3 * ledger.REMEMBERED
     assert failures.is_surely_reported(reported)
     assert not failures.is_surely_reported(reported + 1)
     assert failures.is_reported(reported + 1)  # very old ones count as reported
@@ -123,7 +123,7 @@ def test_a_barrier_finds_an_old_failure_that_nobody_saw():
 
     unread = f(1.0, jnp.zeros((600, 600)))
     failures.failure_of(unread)  # hostcall looks, not the user
-    for _ in range(failures._REMEMBERED + 100):
+    for _ in range(ledger.REMEMBERED + 100):
         with contextlib.suppress(LookupError):
             hc.call(bad, F32, np.float32(2))
         failures.mark_reported(failures.failures_so_far())

@@ -1,5 +1,9 @@
-"""Annotations of jaxtyping's, read: the words of an array's shape, trees of arrays, and
-the sizes that names have in one call.
+"""Reads annotations of jaxtyping's: the words of an array's shape, and trees of arrays.
+
+    Float[np.ndarray, "batch n"]    an `ArrayHint`, of two `Word`s
+    tuple, TypedDict, dataclass     a `TreeHint`, whose parts are hints
+    a union of arrays               `OneOf` these
+    anything else                   None: it says nothing of arrays
 
 A word is what jaxtyping's own reader makes of it:
 
@@ -8,23 +12,19 @@ A word is what jaxtyping's own reader makes of it:
     sign       = "#" | "*" | "_" | "?"
 
 "#" broadcasts, "*" stands for any number of axes, and "_" gives no name. "..." is "*_".
-An expression may have braces: "{2*n}", "{self.width}".
-
-Three parts: the annotation of one array, trees of such, and `Sizes`, which binds the
-names in arguments' annotations (`bind`) and looks them up in a result's (`shape`).
+An expression may have braces: "{2*n}", "{self.width}". Which sizes the words have in
+one call is a matter of `hint_sizes`.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import operator
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,10 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
-from hostcall._core.result_rules import Tree, broadcast
+from hostcall._core.result_rules import Tree
 
-Size = Any  # an int, or a symbolic size of an exported program
-Shape: TypeAlias = tuple[Size, ...]
 tree = jax.tree_util
 
 
@@ -99,12 +97,31 @@ class ArrayHint:
     words: tuple[Word, ...]
     dtypes: tuple[str | re.Pattern[str], ...] | None
 
+    # Words in front of the variadic one line up with the axes of a shape from the left,
+    # those behind it from the right, and the variadic one has what is left between:
+    #
+    #     words     "batch *middle n"       front: batch, behind: n
+    #     shape     (5, 2, 2, 3)            batch=5, middle=(2, 2), n=3
+
     @functools.cached_property
-    def variadic(self) -> int | None:
-        """The position of the word that stands for any number of axes."""
+    def variadic(self) -> Word | None:
+        """The word that stands for any number of axes."""
         # jaxtyping refuses annotations with two of them.
-        positions = [n for n, word in enumerate(self.words) if word.variadic]
-        return positions[0] if positions else None
+        return next((word for word in self.words if word.variadic), None)
+
+    @functools.cached_property
+    def front(self) -> tuple[Word, ...]:
+        """The words in front of that; all words if there is none."""
+        if self.variadic is None:
+            return self.words
+        return self.words[: self.words.index(self.variadic)]
+
+    @functools.cached_property
+    def behind(self) -> tuple[Word, ...]:
+        """The words behind that."""
+        if self.variadic is None:
+            return ()
+        return self.words[self.words.index(self.variadic) + 1 :]
 
     @functools.cached_property
     def only_dtype(self) -> np.dtype | None:
@@ -154,8 +171,10 @@ def _dtype_of(name: str | re.Pattern[str]) -> np.dtype | None:
     """The dtype of this name; None for a pattern, and for what is no dtype of NumPy's,
     as "prng_key".
     """
+    if not isinstance(name, str):
+        return None
     try:
-        return np.dtype(name) if isinstance(name, str) else None
+        return np.dtype(name)
     except TypeError:
         return None
 
@@ -188,13 +207,14 @@ class TreeHint:
         nothing. Read when it is asked for: a class may name itself.
         """
         if typing.get_origin(self.annotation) is tuple:
-            return dict(enumerate(map(read_hint, typing.get_args(self.annotation))))
-        hints = typing.get_type_hints(self.annotation)
+            members = typing.get_args(self.annotation)
+            return {number: read_hint(member) for number, member in enumerate(members)}
+        annotations = typing.get_type_hints(self.annotation)
+        names = list(annotations)
         if dataclasses.is_dataclass(self.annotation):
-            # `hints` may have class variables too, which are no parts.
+            # `annotations` may have class variables too, which are no parts.
             names = [field.name for field in dataclasses.fields(self.annotation)]
-            return {name: read_hint(hints[name]) for name in names}
-        return {name: read_hint(hint) for name, hint in hints.items()}
+        return {name: read_hint(annotations[name]) for name in names}
 
     def unsaid(self, path: str, outer: tuple[Any, ...] = ()) -> str:
         """What the annotation of a result leaves open, in words for a message; "" if it
@@ -207,10 +227,8 @@ class TreeHint:
             return f"whose part {path} is of its own kind. A result has so many arrays"
         optional_keys = getattr(self.annotation, "__optional_keys__", None)
         if optional_keys:
-            return (
-                f"whose keys {', '.join(sorted(optional_keys))} may be missing. A"
-                " result has all of them"
-            )
+            keys = ", ".join(sorted(optional_keys))
+            return f"whose keys {keys} may be missing. A result has all of them"
         for key, part in self.parts.items():
             path_of_part = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
             why = self._unsaid_of_part(key, part, path_of_part, outer)
@@ -270,8 +288,8 @@ class TreeHint:
             return values
         if issubclass(self.annotation, tuple):
             return self.annotation(**values)
-        # As unflattening does: the class's own __init__ may compute with its fields,
-        # and a frozen one has no other way to set them.
+        # As JAX does where it unflattens such a class: its own __init__ may compute
+        # with its fields, which are specs here, and a frozen class has no other way.
         value = object.__new__(self.annotation)
         for name in self.parts:
             object.__setattr__(value, name, values.get(name))
@@ -379,266 +397,3 @@ def shown(annotation: Any) -> str:
         return array.shown
     is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
     return annotation.__name__ if is_class else str(annotation)
-
-
-# --- Sizes ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The axes of a name such as `*batch`.
-
-    Attributes:
-        sizes: of the axes.
-        first: the argument that had them first, for messages.
-        grow: whether they are of annotations that broadcast alone, as `*#batch`: a
-            later argument may have more of them, or larger ones.
-    """
-
-    sizes: Shape
-    first: str
-    grow: bool
-
-
-class Sizes:
-    """The sizes that the names of an annotation have in one call.
-
-    Attributes:
-        arguments: of the call, by name, for expressions in braces: "{self.width}".
-        by_name: the size of a name of one axis, and the argument that had it first.
-        several: the axes of a name such as `*batch`.
-        ones: names that broadcast, of which an argument had an axis of size 1.
-        objects: arguments without an annotation, such as `self`. The annotations of
-            their fields have the sizes of names that no other argument has.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any], objects: Sequence[Any]) -> None:
-        self.arguments = arguments
-        self.objects = objects
-        self.by_name: dict[str, tuple[Size, str]] = {}
-        self.several: dict[str, Axes] = {}
-        self.ones: set[str] = set()
-
-    def names(self) -> str:
-        """All names that have a size, for messages."""
-        several = [f"*{name}" for name in self.several]
-        return ", ".join(sorted({*self.by_name, *self.ones, *several}))
-
-    def copied(self) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-        return dict(self.by_name), dict(self.several), set(self.ones)
-
-    def restore(self, known: tuple[dict[str, Any], dict[str, Any], set[str]]) -> None:
-        """Forgets what was bound since `copied`."""
-        self.by_name, self.several, self.ones = known
-
-    # --- Arguments --------------------------------------------------------------------
-
-    def bind(self, kind: ArrayHint, shape: Shape, argument: str) -> str:
-        """Compares a shape with an annotation; returns what does not fit, or ""."""
-        position = kind.variadic
-        fixed = len(kind.words) - (position is not None)
-        if len(shape) < fixed or (position is None and len(shape) != fixed):
-            least = "at least " if position is not None else ""
-            axes = "axis" if fixed == 1 else "axes"
-            have = "1 axis" if len(shape) == 1 else f"{len(shape)} axes"
-            return f"it has {have}, and the annotation {least}{fixed} {axes}"
-        if position is None:
-            return self._bind_axes(kind.words, shape, argument)
-        # Words in front line up from the left, words behind from the right; the one in
-        # between has what is left of the axes.
-        end = len(shape) - (len(kind.words) - position - 1)
-        return (
-            self._bind_axes(kind.words[:position], shape[:position], argument)
-            or self._bind_several(kind.words[position], shape[position:end], argument)
-            or self._bind_axes(kind.words[position + 1 :], shape[end:], argument)
-        )
-
-    def _bind_axes(
-        self, words: Sequence[Word], sizes: Sequence[Size], argument: str
-    ) -> str:
-        """As `bind`, for words of one axis each."""
-        for word, size in zip(words, sizes, strict=True):
-            if word.anonymous:
-                continue
-            # Whether a symbolic size is 1 is not known, so that one is compared.
-            if word.broadcasts and not _jax.is_symbolic(size) and size == 1:
-                self.ones.add(word.text)
-                continue
-            if not word.is_name:
-                wanted = self.size(word.text)
-                if wanted != size:
-                    return f"it has {size} where {word.text} is {wanted}"
-                continue
-            known, first = self.by_name.setdefault(word.text, (size, argument))
-            if known != size:
-                name = word.text
-                return f"it has {name}={size}, and {first} has {name}={known}"
-        return ""
-
-    def _bind_several(self, word: Word, sizes: Shape, argument: str) -> str:
-        """As `bind`, for a word of any number of axes."""
-        if word.anonymous:
-            return ""
-        name = word.text
-        known = self.several.get(name)
-        if known is None:
-            self.several[name] = Axes(sizes, argument, word.broadcasts)
-            return ""
-        try:
-            both = broadcast([known.sizes, sizes])
-        except ValueError:
-            both = None
-        # Each of the two may become what both broadcast to if it has "#"; else it has
-        # to be that already.
-        known_fits = known.grow or both == known.sizes
-        this_fits = word.broadcasts or both == sizes
-        if both is None or not known_fits or not this_fits:
-            first = known.first
-            return f"it has *{name}={sizes}, and {first} has *{name}={known.sizes}"
-        self.several[name] = Axes(both, known.first, known.grow and word.broadcasts)
-        return ""
-
-    # --- Results ----------------------------------------------------------------------
-
-    def size(self, text: str) -> Size:
-        """The size that a name, a number or an expression stands for.
-
-        Raises:
-            LookupError: a name has no size.
-            SyntaxError: the text is no expression of sizes.
-            Exception: an expression fails.
-        """
-        if text.isdigit():
-            return int(text)
-        if text.isidentifier():
-            return self._named(text)
-        # jaxtyping puts the values of braces into the text, and reads it then.
-        plain = text.replace("{", "(").replace("}", ")")
-        try:
-            expression = ast.parse(plain, mode="eval")
-        except SyntaxError as error:
-            column = error.offset or len(plain) + 1  # 0: where the text ends
-            raise SyntaxError(f"{text!r} can't be read at column {column}") from None
-        return _computed(expression.body, self._named)
-
-    def _named(self, name: str) -> Any:
-        """What a name in an expression stands for."""
-        if name in self.by_name:
-            size, _ = self.by_name[name]
-            return size
-        if name in self.ones:  # all its axes broadcast
-            return 1
-        if name in self._fields:
-            size, _ = self._fields[name]
-            return size
-        argument = self.arguments[name]
-        # An array with axes may be asked for its shape: "{x.shape[0]}".
-        if isinstance(argument, jax.ShapeDtypeStruct) and not argument.shape:
-            raise ValueError(
-                f"{name!r} is an argument whose value the program does not know yet"
-            )
-        return argument
-
-    @functools.cached_property
-    def _fields(self) -> Mapping[str, tuple[Size, str]]:
-        """The sizes in the annotated fields of `objects`."""
-        fields = Sizes({}, ())
-        for owner in self.objects:
-            hint = read_hint(type(owner))
-            # An object of another kind is asked nothing: it may be a proxy or a Mock.
-            if not isinstance(hint, TreeHint) or not mentions_arrays(type(owner)):
-                continue
-            for name, part in hint.parts.items():
-                shape = getattr(getattr(owner, name, None), "shape", None)
-                if isinstance(part, ArrayHint) and isinstance(shape, tuple):
-                    fields.bind(part, shape, "a field")
-        return fields.by_name
-
-    def shape(self, kind: ArrayHint) -> Shape:
-        """The shape that an annotation of a result stands for; raises as `size`."""
-        sizes: list[Size] = []
-        for word in kind.words:
-            if word.anonymous:
-                raise LookupError(word.text)
-            if word.variadic:
-                sizes += self.several[word.text].sizes
-            else:
-                sizes.append(self.size(word.text))
-        return tuple(sizes)
-
-    # --- Drawn sizes ------------------------------------------------------------------
-
-    def resized(self, kind: ArrayHint, shape: Shape) -> Shape:
-        """Another shape of an argument, with these sizes where it had others.
-
-        The argument was bound before, so that its shape has the axes of its words.
-        """
-        position = kind.variadic
-        if position is None:
-            return self._resized_axes(kind.words, shape)
-        word = kind.words[position]
-        end = len(shape) - (len(kind.words) - position - 1)
-        between = shape[position:end]
-        if not word.anonymous:
-            # These line up from the right: an argument may have fewer of them.
-            axes = self.several[word.text].sizes
-            own_axes = axes[len(axes) - len(between) :]
-            pairs = zip(between, own_axes, strict=True)
-            between = tuple([size if old != 1 else 1 for old, size in pairs])
-        in_front = self._resized_axes(kind.words[:position], shape[:position])
-        behind = self._resized_axes(kind.words[position + 1 :], shape[end:])
-        return in_front + between + behind
-
-    def _resized_axes(self, words: Sequence[Word], shape: Shape) -> Shape:
-        pairs = zip(words, shape, strict=True)
-        return tuple([self._resized(word, size) for word, size in pairs])
-
-    def _resized(self, word: Word, size: Size) -> Size:
-        stays = word.anonymous or (word.broadcasts and size == 1)
-        return size if stays else self.size(word.text)
-
-
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_FUNCTIONS: dict[str, Callable[..., Size]] = {
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "len": len,
-}
-
-
-def _computed(node: ast.AST, named: Callable[[str], Any]) -> Any:
-    """The value of an expression of sizes: numbers, names, attributes and items of
-    arguments, arithmetic, min, max, abs and len.
-
-    Not `eval`: an annotation is text, which may come from anywhere, and must call no
-    function but these.
-    """
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, str)):
-        return node.value
-    if isinstance(node, ast.Name):
-        return named(node.id)
-    if isinstance(node, ast.Attribute):
-        return getattr(_computed(node.value, named), node.attr)
-    if isinstance(node, ast.Subscript):
-        return _computed(node.value, named)[_computed(node.slice, named)]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_computed(node.operand, named)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        compute = _OPERATORS[type(node.op)]
-        return compute(_computed(node.left, named), _computed(node.right, named))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        function = _FUNCTIONS.get(node.func.id)
-        if function is not None and not node.keywords:
-            return function(*[_computed(argument, named) for argument in node.args])
-    raise SyntaxError(
-        "an expression of sizes has numbers, names, attributes of arguments,"
-        " + - * // % **, min, max, abs and len"
-    )

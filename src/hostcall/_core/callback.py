@@ -96,7 +96,7 @@ class CallSpec:
     @property
     def label(self) -> str:
         """The name and line by which profilers show its calls."""
-        name = self.shown.rsplit("<locals>.", 1)[-1]
+        _, _, name = self.shown.rpartition("<locals>.")
         file = os.path.basename(self.place.file)
         return f"{name} ({file}:{self.place.line})"
 

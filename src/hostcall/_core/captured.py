@@ -79,11 +79,15 @@ def traced_values(fn: Any, ids_seen: set[int]) -> Iterator[Capture]:
 
 
 def _in_partial(fn: functools.partial[Any]) -> Iterator[Capture]:
-    bound = {f"argument {i}": value for i, value in enumerate(fn.args)}
-    bound |= {f"`{name}`": value for name, value in fn.keywords.items()}
+    bound: dict[str, object] = {}
+    for number, value in enumerate(fn.args):
+        bound[f"argument {number}"] = value
+    for name, value in fn.keywords.items():
+        bound[f"`{name}`"] = value
     for label, value in bound.items():
+        phrase = f"uses {label} of its functools.partial"
         for tracer in _tracers_in(value):
-            yield Capture(f"uses {label} of its functools.partial", "x", tracer)
+            yield Capture(phrase, "x", tracer)
 
 
 def _in_owner(fn: types.FunctionType, owner: object) -> Iterator[Capture]:
@@ -192,9 +196,12 @@ def _used(
                 reached = None  # the function will raise this error when it runs
             rest = rest[2:]
         # What it is an argument of, if that is called with it alone.
-        called = steps[i - 1].argval if i and steps[i - 1].opname in _CALLED else None
+        called = None
+        if i > 0 and steps[i - 1].opname in _CALLED:
+            called = steps[i - 1].argval
         asks = called in _ASK or _asks(rest)
-        wants = called in _WANT or (rest and "FORMAT" in rest[0].opname)
+        is_formatted = bool(rest) and "FORMAT" in rest[0].opname
+        wants = called in _WANT or is_formatted
         if isinstance(reached, jax.core.Tracer):
             if not asks:
                 yield path, reached
@@ -217,8 +224,10 @@ def _reads(step: dis.Instruction, name: str) -> bool:
     """
     if step.opname not in _READS and "LOAD_FAST" not in step.opname:
         return False
-    last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-    return bool(last == name)
+    variable = step.argval
+    if isinstance(variable, tuple):  # of an instruction that loads two
+        variable = variable[-1]
+    return bool(variable == name)
 
 
 def _is_index(rest: Sequence[dis.Instruction]) -> bool:
@@ -242,8 +251,9 @@ def _asks(rest: Sequence[dis.Instruction]) -> bool:
     """Whether the next instructions use only what is known of a traced value."""
     if not rest:
         return False
-    if rest[0].opname in _ATTRIBUTES:
-        return rest[0].argval in _KNOWN
-    if rest[0].opname in _CONSTANTS and rest[0].argval is None:
-        return any(step.opname == "IS_OP" for step in rest[1:2])
-    return rest[0].opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like
+    step = rest[0]
+    if step.opname in _ATTRIBUTES:  # x.shape
+        return step.argval in _KNOWN
+    if step.opname in _CONSTANTS and step.argval is None:  # x is None
+        return len(rest) > 1 and rest[1].opname == "IS_OP"
+    return step.opname.endswith("_NONE")  # `POP_JUMP_IF_NONE` and its like

@@ -138,7 +138,8 @@ class Codec:
                 return value
         elif origin is Literal:
             # With their types: JSON's true equals 1.
-            if (type(json_value), json_value) in [(type(v), v) for v in inner]:
+            allowed_values = [(type(value), value) for value in inner]
+            if (type(json_value), json_value) in allowed_values:
                 return json_value
         elif origin in (typing.Union, types.UnionType):
             if json_value is None and type(None) in inner:
@@ -165,8 +166,10 @@ class Codec:
 
 def _is_number(json_value: Json, kind: type) -> bool:
     if kind is int:
-        return type(json_value) is int and -(2**63) <= json_value < 2**63
-    return type(json_value) in (int, float) and math.isfinite(json_value)
+        is_int = type(json_value) is int  # JSON's true is no number
+        return is_int and -(2**63) <= json_value < 2**63
+    is_number = type(json_value) in (int, float)
+    return is_number and math.isfinite(json_value)
 
 
 # --- The text -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -123,6 +124,8 @@ def _check_keys(
 def _coerce(
     value: Any, dtype: np.dtype, shape: Shape, which: Words, hint: Hint
 ) -> np.ndarray:
+    """`coerce`, for a value that is not such an array already."""
+
     def wrong(got: str, code: str | None = None) -> ResultError:
         should = f"{which()} should be {_named(dtype, shape)}"
         return ResultError(f"hostcall: {should}, got {got}", code=code)
@@ -169,6 +172,9 @@ _UNREADABLE = (ValueError, TypeError, RuntimeError, BufferError, AttributeError)
 
 
 def _as_numpy(value: Any, which: Words) -> np.ndarray:
+    """What NumPy makes of a value, by the first way that works: of JAX's and torch's
+    arrays their own, then NumPy's protocols, then DLPack, at last by JAX.
+    """
     if isinstance(value, jax.Array):
         if _jax.is_key_dtype(value.dtype):
             value = jax.random.key_data(value)
@@ -209,6 +215,12 @@ def _masked_in(value: object) -> Iterator[np.ma.MaskedArray[Any, Any]]:
 
 
 def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.ndarray:
+    """Converts the elements, or refuses what would change them.
+
+    A kind may become a greater one, in the order bool, integer, float, complex. Of
+    integers each must be exact in the other dtype. Floats may get any width, unless one
+    would become infinite.
+    """
     have = array.dtype
     kind_have = _kind(have)
     kind_want = _kind(want)
@@ -257,6 +269,7 @@ def _cast(array: np.ndarray, want: np.dtype, weak: bool, which: Words) -> np.nda
 
 
 def _narrowing(array: np.ndarray, want: np.dtype, weak: bool) -> str:
+    """What a message says of a conversion to a lesser kind, as float to integer."""
     have = array.dtype
     kind_have = _kind(array.dtype)
     kind_want = _kind(want)
@@ -266,13 +279,15 @@ def _narrowing(array: np.ndarray, want: np.dtype, weak: bool) -> str:
         x += ".real"
     if is_number:
         meant = {"bool": f"bool({x})", "integer": f"round({x})"}.get(kind_want, x)
+    elif kind_have == "complex" and kind_want == "float":
+        meant = x  # its real part is that already
     else:
-        is_meant = (kind_have, kind_want) == ("complex", "float")
-        meant = x if is_meant else f"{x}.astype('{want}')"
+        meant = f"{x}.astype('{want}')"
+    source = " from Python numbers" if weak else ""
     return (
-        f"{' from Python numbers' if weak else ''}. hostcall does not convert"
-        f" {kind_have} to {kind_want} silently: return {meant} if that is what you"
-        f" mean, or declare {jax.dtypes.canonicalize_dtype(have)}"
+        f"{source}. hostcall does not convert {kind_have} to {kind_want} silently:"
+        f" return {meant} if that is what you mean, or declare"
+        f" {jax.dtypes.canonicalize_dtype(have)}"
     )
 
 
@@ -296,10 +311,11 @@ def _a_shape(value: object, treedef: TreeDef, avals: Sequence[Aval]) -> str:
     if not isinstance(value, (np.ndarray, jax.Array)) or value.ndim != n or n == 0:
         return ""
     structure = jax.tree_util.tree_structure
-    if treedef not in (structure((0,) * n), structure([0] * n)) or not all(
-        aval.shape == () and np.dtype(aval.dtype).kind == "i" for aval in avals
-    ):
+    if treedef not in (structure((0,) * n), structure([0] * n)):
         return ""
+    for aval in avals:
+        if aval.shape != () or np.dtype(aval.dtype).kind != "i":
+            return ""
     return (
         f"Is result= meant as a shape? It declares {counted(n, 'integer')}. For an"
         f" array write jax.ShapeDtypeStruct({value.shape}, dtype)"
@@ -340,8 +356,10 @@ def _short(value: object) -> str:
 
 
 def _shape_hint(got: Shape, want: Shape) -> str:
-    if want == () and int(np.prod(got)) == 1:
+    if want == () and math.prod(got) == 1:
         return "Return x.item() or x.reshape(()) for a scalar"
-    if [n for n in got if n != 1] == [n for n in want if n != 1]:
+    longer_axes_of_got = [n for n in got if n != 1]
+    longer_axes_of_want = [n for n in want if n != 1]
+    if longer_axes_of_got == longer_axes_of_want:
         return f"Return x.reshape({want})"
     return _CHANGE

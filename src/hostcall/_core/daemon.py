@@ -25,10 +25,11 @@ from hostcall._core.wait import until_thread_ends, wait
 
 def daemon(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
     """A daemon thread; not started yet."""
-    options: dict[str, Any] = {"name": name, "daemon": True}
+    context: dict[str, Any] = {}
     if sys.version_info >= (3, 14):
-        options["context"] = contextvars.Context()
-    return threading.Thread(target=target, args=args, **options)
+        # An empty one: else the thread gets that of whoever happens to start it.
+        context["context"] = contextvars.Context()
+    return threading.Thread(target=target, args=args, name=name, daemon=True, **context)
 
 
 def start(thread: threading.Thread, user: str) -> threading.Thread:
@@ -172,6 +173,7 @@ class DaemonPool(PerProcess, futures.Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends each thread after the jobs that are queued; waits for none."""
+        del wait, cancel_futures  # of an Executor; a row that hangs would hang this too
         with self._lock:
             for _ in range(self._threads):
                 self._jobs.put(None)

@@ -1,16 +1,9 @@
 """Signatures of generalized ufuncs, as `result=`: "(m,n),(n)->(m)".
 
-The grammar is NumPy's (NEP 20, which extends NEP 5):
-
-    signature  = arguments "->" results
-    arguments  = [ list { "," list } ]        each list is of one argument
-    results    = list { "," list }
-    list       = "(" [ dimension { "," dimension } ] ")"
-    dimension  = (name | size) [ "?" ]
-
 The last axes of an argument are its core dimensions, which make one item. A name has
 one size in a call. The axes in front of the items broadcast. A dimension with "?" may
-be missing, and is then missing wherever its name stands.
+be missing, and is then missing wherever its name stands. (`signature_text` has the
+grammar, and `signature_sizes` the sizes of dimensions that only results have.)
 
 The story of a call of "(m,n),(n)->(m)" with arrays of shapes (5, 2, 3) and (3,):
 
@@ -26,15 +19,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-import jax
 import numpy as np
 
-from hostcall import _jax
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import OfArguments
 from hostcall._core.result_rules import (
@@ -45,42 +36,18 @@ from hostcall._core.result_rules import (
     promoted,
     struct,
 )
+from hostcall._core.signature_sizes import (
+    ResultSize,
+    ResultSizes,
+    Size,
+    checked_sizes,
+    with_result_sizes,
+)
+from hostcall._core.signature_text import Dimensions, Lists, parsed, shown
 from hostcall._core.signatures import positional
 
-Size = Any  # an int, or a symbolic size of an exported program
-Shape = tuple[Size, ...]
-# The size of a dimension that stands in results only, or a function of other sizes.
-ResultSize = int | Callable[..., int]
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """One dimension of a list.
-
-    Attributes:
-        name: "" if it has a fixed size.
-        size: the fixed size; None if it has a name.
-        optional: whether it may be missing.
-    """
-
-    name: str
-    size: int | None
-    optional: bool
-
-    @functools.cached_property
-    def key(self) -> str:
-        """By what its size is looked up: its name, or the digits of its fixed size.
-
-        No name begins with a digit, so these are never equal.
-        """
-        return self.name if self.size is None else str(self.size)
-
-    def __str__(self) -> str:
-        return self.key + "?" * self.optional
-
-
-Dimensions = tuple[Dimension, ...]
-Keys = tuple[str, ...]
+Shape: TypeAlias = tuple[Size, ...]
+Keys: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -96,116 +63,69 @@ class Cores:
     results: tuple[Keys, ...]
 
 
-def shown(dimensions: Dimensions) -> str:
-    return f"({','.join(map(str, dimensions))})"
+def read_signature(
+    text: str,
+    name: str,
+    sizes: Mapping[str, ResultSize] | None = None,
+    dtypes: tuple[np.dtype, ...] | None = None,
+    takes_batches: bool = False,
+) -> Signature:
+    """Reads a signature.
+
+    Args:
+        text: the signature.
+        name: of the function, for messages.
+        sizes: of dimensions that stand in results only: an integer, or a function whose
+            parameters have names of dimensions.
+        dtypes: one for each result, or one for all of them.
+        takes_batches: whether the function takes axes in front of its items.
+
+    Raises:
+        SpecError: the text is no signature, or a size or dtype is missing or wrong.
+    """
+    arguments, results = parsed(text, name)
+    known = _names(arguments)
+    result_sizes = checked_sizes(
+        text=text,
+        name=name,
+        sizes={} if sizes is None else sizes,
+        known=known,
+        wanted=_names(results) - known,
+    )
+    if dtypes is not None:
+        dtypes = one_for_each(dtypes, len(results), name, f"the signature {text!r}")
+    return Signature(
+        text=text,
+        arguments=arguments,
+        results=results,
+        sizes=result_sizes,
+        dtypes=dtypes,
+        _takes_batches=takes_batches,
+    )
 
 
-# --- Reading --------------------------------------------------------------------------
-
-_TOKEN = re.compile(r"\s*(->|[(),?|]|[^\W\d]\w*|\d+)")
-_FORM = "'(m,n),(n)->(m)': a list of dimensions for each argument, '->', and one for"
-_FORM += " each result"
-Lists = tuple[Dimensions, ...]
-
-
-class _Reader:
-    """Reads a signature from left to right: each method reads a rule of the grammar."""
-
-    def __init__(self, text: str, name: str) -> None:
-        self._text = text
-        self._name = name
-        self._position = 0
-        # Of each name or size, whether it may be missing.
-        self._optional: dict[str, bool] = {}
-
-    def read(self) -> tuple[Lists, Lists]:
-        arguments: list[Dimensions] = []
-        if self._peek() != "->":
-            arguments = self._lists()
-        self._take("->", "',' or '->'")
-        results = self._lists()
-        if self._peek():
-            self._fail("',' or the end")
-        return tuple(arguments), tuple(results)
-
-    def _lists(self) -> list[Dimensions]:
-        lists = [self._list()]
-        while self._peek() == ",":
-            self._take(",", "','")
-            lists.append(self._list())
-        return lists
-
-    def _list(self) -> Dimensions:
-        self._take("(", "'('")
-        dimensions: list[Dimension] = []
-        if self._peek() != ")":
-            dimensions.append(self._dimension())
-            while self._peek() == ",":
-                self._take(",", "','")
-                dimensions.append(self._dimension())
-        self._take(")", "',' or ')'")
-        return tuple(dimensions)
-
-    def _dimension(self) -> Dimension:
-        word = self._peek()
-        if not re.fullmatch(r"\w+", word):
-            self._fail("a dimension's name or size")
-        self._take(word, "")  # it was seen, so that nothing else is expected
-        optional = self._peek() == "?"
-        # As in NumPy: a name that is missing in one place has no size in another.
-        if self._optional.setdefault(word, optional) != optional:
-            self._fail(
-                "',' or ')'" if optional else "'?'",
-                f" {word} has '?' in one place and none in another. Write it in all or"
-                " in none",
-            )
-        if optional:
-            self._take("?", "")
-        # NEP 20 has "|1" too. NumPy alone can hand such an argument on as it is: here
-        # it would have to be repeated, which the function around it does as well.
-        if self._peek() == "|":
-            self._fail(
-                "',' or ')'",
-                " A dimension that broadcasts, as in (n|1), is read by NumPy alone:"
-                " broadcast that argument yourself, in a function around this one",
-            )
-        if word.isdigit():
-            return Dimension("", int(word), optional)
-        return Dimension(word, None, optional)
-
-    def _peek(self) -> str:
-        """The next token; "" at the end; the next character if that starts none."""
-        token = _TOKEN.match(self._text, self._position)
-        if token is None:
-            return self._text[self._position :].strip()[:1]
-        return token[1]
-
-    def _take(self, wanted: str, expected: str) -> None:
-        token = _TOKEN.match(self._text, self._position)
-        if token is None or token[1] != wanted:
-            self._fail(expected)
-        self._position = token.end()
-
-    def _fail(self, expected: str, advice: str = "") -> NoReturn:
-        rest = self._text[self._position :]
-        # Messages count columns from 1, and point behind blanks.
-        blanks = len(rest) - len(rest.lstrip())
-        column = self._position + blanks + 1
-        got = repr(self._peek()) if rest.strip() else "the end"
-        raise SpecError(
-            f"hostcall: result={self._text!r} of `{self._name}` can't be read at column"
-            f" {column}: expected {expected}, found"
-            f" {got}.{advice or f' Write {_FORM}'}",
-            code="hc-result-spec",
-        )
+def one_for_each(
+    dtypes: tuple[np.dtype, ...], count: int, name: str, owner: str
+) -> tuple[np.dtype, ...]:
+    """`dtype=` as one dtype for each of so many results, which `owner` has."""
+    if len(dtypes) == 1:
+        return dtypes * count
+    if len(dtypes) == count:
+        return dtypes
+    raise SpecError(
+        f"hostcall: dtype= of `{name}` has {len(dtypes)} dtypes, and {owner} has"
+        f" {counted(count, 'result')}. Give one for each, or one for all",
+        code="hc-result-spec",
+    )
 
 
-@functools.lru_cache(maxsize=256)  # `hc.call` is given the text in each trace
-def _parsed(text: str, name: str) -> tuple[Lists, Lists]:
-    return _Reader(text, name).read()
+def _all_in(lists: Lists) -> Dimensions:
+    """The dimensions of all lists, one after the other."""
+    return tuple(itertools.chain.from_iterable(lists))
 
 
-# --- A signature as result= -----------------------------------------------------------
+def _names(lists: Lists) -> set[str]:
+    return {dimension.name for dimension in _all_in(lists) if dimension.size is None}
 
 
 @dataclass(frozen=True)
@@ -224,7 +144,7 @@ class Signature(OfArguments):
     text: str
     arguments: Lists
     results: Lists
-    sizes: tuple[tuple[str, ResultSize], ...] = ()
+    sizes: ResultSizes = ()
     dtypes: tuple[np.dtype, ...] | None = None
     _takes_batches: bool = False  # type: ignore[misc]
 
@@ -242,15 +162,16 @@ class Signature(OfArguments):
         """The spec of the results, and the axes in front of their items."""
         arrays = arrays_only(self, avals, name, len(self.arguments))
         loop, items = self._loop_and_items([array.shape for array in arrays], name)
-        dtypes = self.dtypes or (promoted(arrays),) * len(items)
+        dtypes = self.dtypes
+        if dtypes is None:
+            dtypes = (promoted(arrays),) * len(items)
+        specs: list[Any] = []
+        for item, dtype in zip(items, dtypes, strict=True):
+            specs.append(struct(loop + item, dtype))
         # A signature with one result is not a tuple of one, as in `numpy.vectorize`.
-        specs = tuple(
-            [
-                struct(loop + item, dtype)
-                for item, dtype in zip(items, dtypes, strict=True)
-            ]
-        )
-        return (specs if len(specs) > 1 else specs[0]), loop
+        if len(specs) == 1:
+            return specs[0], loop
+        return tuple(specs), loop
 
     def _of_arrays(self) -> str:
         return f"a function with the signature {self.text!r}"
@@ -270,17 +191,16 @@ class Signature(OfArguments):
 
     @functools.cached_property
     def _has_optional(self) -> bool:
-        return any(dimension.optional for part in self.arguments for dimension in part)
+        return any(dimension.optional for dimension in _all_in(self.arguments))
 
     @functools.cached_property
     def _fixed_sizes(self) -> dict[str, int]:
         """The sizes of dimensions that have a number in place of a name."""
-        return {
-            dimension.key: dimension.size
-            for part in (*self.arguments, *self.results)
-            for dimension in part
-            if dimension.size is not None
-        }
+        fixed_sizes: dict[str, int] = {}
+        for dimension in _all_in((*self.arguments, *self.results)):
+            if dimension.size is not None:
+                fixed_sizes[dimension.key] = dimension.size
+        return fixed_sizes
 
     def _cores(self, axes: Sequence[int]) -> Cores:
         """The dimensions of a call with arguments of so many axes."""
@@ -338,7 +258,7 @@ class Signature(OfArguments):
             loops.append(shape[:split])
         loop = self._broadcast(loops, shapes, name) if any(loops) else ()
         if self.sizes:
-            sizes = self._with_result_sizes(sizes, name)
+            sizes = with_result_sizes(sizes, self.sizes, name)
         items = [tuple([sizes[key] for key in keys]) for keys in cores.results]
         return loop, items
 
@@ -380,11 +300,12 @@ class Signature(OfArguments):
         cores = self._cores([len(shape) for shape in shapes]).arguments
         core = shape[len(shape) - len(cores[number]) :]
         # An argument may have the dimension twice, as "(n,n)": the wrong one is meant.
-        size = next(
-            size
-            for word, size in zip(cores[number], core, strict=True)
-            if word == key and size != known
-        )
+        size = known
+        for key_here, size_here in zip(cores[number], core, strict=True):
+            if key_here == key and size_here != known:
+                size = size_here
+                break
+        assert size != known, "it was refused for a size that differs"
         if key in self._fixed_sizes:
             raise SpecError(
                 f"hostcall: argument {number} of `{name}` has {size} where the"
@@ -398,20 +319,6 @@ class Signature(OfArguments):
             f" shapes are {', '.join(map(str, shapes))}",
             code="hc-arguments",
         )
-
-    def _with_result_sizes(
-        self, sizes: Mapping[str, Size], name: str
-    ) -> dict[str, Size]:
-        """All sizes, with those of names that stand in results only."""
-        # What the arguments gave, for functions of the user's. Digits are no names.
-        known = {key: size for key, size in sizes.items() if not key.isdigit()}
-        computed: dict[str, Size] = {}
-        for dimension, size in self.sizes:
-            if isinstance(size, int):
-                computed[dimension] = size
-            else:
-                computed[dimension] = _computed(dimension, size, known, name)
-        return {**sizes, **computed}
 
     def with_sizes(self, avals: Trees, draw: Callable[[], int]) -> Trees:
         """Other arguments that fit, with drawn sizes of the names.
@@ -440,35 +347,12 @@ class Signature(OfArguments):
 
 def _present(dimensions: Dimensions, missing: frozenset[str]) -> Keys:
     """The keys of the dimensions that are not missing."""
-    return tuple(
-        [
-            dimension.key
-            for dimension in dimensions
-            if not (dimension.optional and dimension.key in missing)
-        ]
-    )
-
-
-def _computed(
-    dimension: str,
-    function: Callable[..., int],
-    known: Mapping[str, Size],
-    name: str,
-) -> Size:
-    """The size that a user's function gives to a dimension of a result."""
-    wanted = inspect.signature(function).parameters
-    size = function(**{key: known[key] for key in wanted if key in known})
-    if _jax.is_symbolic(size):
-        return size
-    # A bool is an int to Python, and is surely a mistake here.
-    is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-    if is_integer and size >= 0:
-        return int(size)
-    raise SpecError(
-        f"hostcall: sizes={{{dimension!r}: ...}} of `{name}` gave {size!r} for"
-        f" {known}. A size is an integer of at least 0",
-        code="hc-result-spec",
-    )
+    keys: list[str] = []
+    for dimension in dimensions:
+        is_missing = dimension.optional and dimension.key in missing
+        if not is_missing:
+            keys.append(dimension.key)
+    return tuple(keys)
 
 
 def with_dimensions(
@@ -484,148 +368,12 @@ def with_dimensions(
         parameters = positional(len(rule.arguments))
     annotated = list(parameters.parameters.values())
     if len(annotated) == len(rule.arguments):
-        annotated = [
+        for number, parameter in enumerate(annotated):
             # An annotation of the user's stays.
-            parameter.replace(annotation=shown(dimensions))
-            if parameter.annotation is parameter.empty
-            else parameter
-            for parameter, dimensions in zip(annotated, rule.arguments, strict=True)
-        ]
+            if parameter.annotation is parameter.empty:
+                dimensions = shown(rule.arguments[number])
+                annotated[number] = parameter.replace(annotation=dimensions)
     returned = parameters.return_annotation
     if returned is parameters.empty:
         returned = ",".join(map(shown, rule.results))
     return parameters.replace(parameters=annotated, return_annotation=returned)
-
-
-# --- What stands beside the text ------------------------------------------------------
-
-
-def read_signature(
-    text: str,
-    name: str,
-    sizes: Mapping[str, ResultSize] | None = None,
-    dtypes: tuple[np.dtype, ...] | None = None,
-    takes_batches: bool = False,
-) -> Signature:
-    """Reads a signature.
-
-    Args:
-        text: the signature.
-        name: of the function, for messages.
-        sizes: of dimensions that stand in results only: an integer, or a function whose
-            parameters have names of dimensions.
-        dtypes: one for each result, or one for all of them.
-        takes_batches: whether the function takes axes in front of its items.
-
-    Raises:
-        SpecError: the text is no signature, or a size or dtype is missing or wrong.
-    """
-    arguments, results = _parsed(text, name)
-    known = _names(arguments)
-    checked_sizes = _check_sizes(
-        text=text,
-        name=name,
-        sizes={} if sizes is None else sizes,
-        known=known,
-        wanted=_names(results) - known,
-    )
-    if dtypes is not None and len(dtypes) == 1:
-        dtypes = dtypes * len(results)
-    if dtypes is not None and len(dtypes) != len(results):
-        raise SpecError(
-            f"hostcall: dtype= of `{name}` has {len(dtypes)} dtypes, and the signature"
-            f" {text!r} has {counted(len(results), 'result')}. Give one for each, or"
-            " one for all",
-            code="hc-result-spec",
-        )
-    return Signature(
-        text=text,
-        arguments=arguments,
-        results=results,
-        sizes=checked_sizes,
-        dtypes=dtypes,
-        _takes_batches=takes_batches,
-    )
-
-
-def _names(lists: Lists) -> set[str]:
-    dimensions = [dimension for part in lists for dimension in part]
-    return {dimension.name for dimension in dimensions if dimension.size is None}
-
-
-def _check_sizes(
-    text: str, name: str, sizes: Any, known: set[str], wanted: set[str]
-) -> tuple[tuple[str, ResultSize], ...]:
-    """`sizes=` as it was given, if it has all that the signature wants, and no more.
-
-    `known` are the names that arguments have, `wanted` those of results alone.
-    """
-    if not isinstance(sizes, Mapping):
-        raise SpecError(
-            f"hostcall: sizes= of `{name}` is {sizes!r}. Give a dict from dimensions to"
-            " sizes: sizes={'k': 3}",
-            code="hc-result-spec",
-        )
-    for dimension in sizes:
-        if dimension in wanted:
-            continue
-        why = "it has no such dimension"
-        if dimension in known:
-            why = "the arguments have its size"
-        raise SpecError(
-            f"hostcall: sizes= of `{name}` has {dimension!r}, and in the signature"
-            f" {text!r} {why}. Leave it out",
-            code="hc-result-spec",
-        )
-    lacking = sorted(wanted - set(sizes))
-    if lacking:
-        example = ", ".join([f"{dimension!r}: ..." for dimension in lacking])
-        raise SpecError(
-            f"hostcall: the signature {text!r} of `{name}` has {', '.join(lacking)} in"
-            " a result and in no argument. Say its size:"
-            f" sizes={{{example}}}, an integer or a function of other dimensions"
-            " (lambda n: ...)",
-            code="hc-result-spec",
-        )
-    for dimension, size in sizes.items():
-        _check_size(text, name, dimension, size, known)
-    return tuple(sizes.items())
-
-
-def _check_size(
-    text: str, name: str, dimension: str, size: object, known: set[str]
-) -> None:
-    # Tracers are integers to nobody, and would be refused in words about integers.
-    if isinstance(size, jax.core.Tracer):
-        raise SpecError(
-            f"hostcall: sizes={{{dimension!r}: ...}} of `{name}` is a traced value,"
-            " which has no number when the program is traced. Take it from a shape"
-            " (x.shape[0]), or make it a static argument of jit",
-            code="hc-traced",
-        )
-    if callable(size):
-        _check_parameters(text, name, dimension, size, known)
-    elif type(size) is not int or size < 0:
-        raise SpecError(
-            f"hostcall: sizes={{{dimension!r}: {size!r}}} of `{name}`: a size is"
-            " an integer of at least 0, or a function of other dimensions",
-            code="hc-result-spec",
-        )
-
-
-def _check_parameters(
-    text: str,
-    name: str,
-    dimension: str,
-    function: Callable[..., int],
-    known: set[str],
-) -> None:
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in known or parameter.default is not parameter.empty:
-            continue
-        raise SpecError(
-            f"hostcall: sizes={{{dimension!r}: ...}} of `{name}` is a function of"
-            f" {parameter.name!r}, which is no dimension of an argument in {text!r}."
-            " Its parameters have the names of dimensions",
-            code="hc-result-spec",
-        )

@@ -176,6 +176,7 @@ class _Programs:
             self.failed.extend(_unknown_since(failures_before))
 
     def _remove(self, sign: _Sign, failure: Exception | None) -> None:
+        """Takes a sign off the list, and notes what became of its program."""
         if sign.is_gone():
             for device in sign.result.sharding.device_set:
                 self.gone.setdefault(device, sign.failures_before)
@@ -188,9 +189,13 @@ class _Programs:
 
     def has_failed_with(self, number: int) -> bool:
         """Whether a program in it has failed with this failure."""
-        errors: list[Exception | None] = [*self.failed.copy()]
-        errors += [sign.failure() for sign in self.pending.copy() if sign.is_ready()]
-        return any(error and failures.number_in(error) == number for error in errors)
+        errors = list(self.failed.copy())
+        for sign in self.pending.copy():
+            # A program that still runs is not waited for.
+            error = sign.failure() if sign.is_ready() else None
+            if error is not None:
+                errors.append(error)
+        return number in map(failures.number_in, errors)
 
 
 class _Threads(PerProcess):
@@ -315,7 +320,8 @@ def wait() -> None:
 def signs() -> list[jax.Array]:
     """What `hc.barrier` waits for, without what it does for signs that are gone."""
     threads = _left_to_main()
-    if (current := _threads.current()) is not None:
+    current = _threads.current()
+    if current is not None:
         threads.insert(0, current)
     return [sign.result for programs in threads for sign in programs.pending.copy()]
 
@@ -341,7 +347,8 @@ def failures_of_all(*, limited: bool = False) -> Iterator[BaseException]:
     """
     if _native.forked():  # no program ends in a forked child
         return
-    with _threads.leaving_gone() if limited else contextlib.nullcontext():
+    gone = _threads.leaving_gone() if limited else contextlib.nullcontext()
+    with gone:
         yield from failures.failures_of_effects()
     for programs in _left_to_main():
         programs.wait()
@@ -375,12 +382,17 @@ def first_unreported() -> BaseException | None:
     The caller raises it; those behind it stay.
     """
     heard_here = []
-    if (programs := _threads.current()) is not None:
+    programs = _threads.current()
+    if programs is not None:
         heard_here.append(programs.failed)
     if _is_main():
         _threads.sweep()
         heard_here.append(_threads.failed)
-    return next(filter(None, map(_take_unreported, heard_here)), None)
+    for failed in heard_here:
+        error = _take_unreported(failed)
+        if error is not None:
+            return error
+    return None
 
 
 def _take_unreported(failed: deque[Exception]) -> BaseException | None:

@@ -35,7 +35,7 @@ Guarantees
 
 The ledger's lock is held for each change; a single read of a dict goes without it.
 Frames are emptied, and exceptions dropped, outside the lock: that may run the user's
-destructors, which may come back here.
+destructors, which may come back here. (`ledger` has the records.)
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ import logging
 import re
 import sys
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -56,162 +54,17 @@ from typing import Any
 import jax
 
 from hostcall import _jax, _native
-from hostcall._core import config, errors, frames
-from hostcall._core.process import Guarded, once
+from hostcall._core import errors, frames
+from hostcall._core.ledger import REMEMBERED, Failure, KeptException, Ledger
+from hostcall._core.process import once
 
 logger = logging.getLogger("hostcall")
 
+_ledger = Ledger()
+
 _NUMBER = re.compile(r"\[hostcall error (\d+)\]")
 
-# How many failures later a record is forgotten whose exception is released. The failure
-# then counts as reported, so a program that fails for ever keeps a bounded ledger.
-_REMEMBERED = 4096
-
-
-# --- The records ----------------------------------------------------------------------
-
-
-class _KeptException:
-    """The exception of a failure, or of several: what a feed's source raised comes
-    again from each program that asks the feed.
-
-    Attributes:
-        held: the object. Once the user has it and a newer failure has arrived, a weak
-            reference to it, or a copy without frames if its type (one written in C)
-            allows no weak references, or None if it allows neither.
-        tracebacks: those of its chain that belong to the callback, with their
-            tracebacks, until they are emptied.
-        is_handed_over: the user has the object itself, and it was not raised again
-            since then. So its frames must stay.
-        first_raised: when, in seconds of time.monotonic().
-    """
-
-    __slots__ = ("first_raised", "held", "is_handed_over", "tracebacks")
-
-    def __init__(self, exception: BaseException) -> None:
-        self.held: Any = exception
-        self.is_handed_over = False
-        self.first_raised = time.monotonic()
-        self.tracebacks: list[tuple[BaseException, TracebackType]] = []
-
-    def get(self) -> BaseException | None:
-        reference = self.held
-        if type(reference) is weakref.ref:
-            return reference()  # type: ignore[no-any-return]
-        return reference  # type: ignore[no-any-return]
-
-    def let_go_of_values(self) -> None:
-        """Releases the values in its frames, once it is no longer the newest.
-
-        If the user has the object, its frames are left alone, and hostcall releases
-        its reference to the object instead. Called without the ledger's lock.
-        """
-        with _ledger.lock:
-            # Taken under the lock, so that one thread alone empties them.
-            tracebacks = self.tracebacks
-            self.tracebacks = []
-            if self.is_handed_over:
-                tracebacks = []
-                self.held = _without_frames(self.get())
-        for error, trace in tracebacks:
-            with beside_a_failure("emptying the frames of an earlier one"):
-                frames.clear_values(trace)
-                frames.keep_lines(error, trace)
-
-
-class Failure:
-    """The record of one failure.
-
-    Attributes:
-        number: the one in its text; 1 for the first of the process.
-        exception: what was raised; None once it is released.
-        is_reported: whether the user has heard of it.
-    """
-
-    __slots__ = ("exception", "is_reported", "number")
-
-    def __init__(self, number: int, exception: _KeptException | None) -> None:
-        self.number = number
-        self.exception = exception
-        self.is_reported = False
-
-
-class _Ledger(Guarded):
-    """
-    Attributes:
-        lock: held for every change of the rest; single reads go without it.
-        records: by number.
-        kept: the records whose exception is held, the oldest first.
-        newest: the number of the newest.
-        explainers: add to an error what it may follow from; see `explained_by`.
-    """
-
-    def __init__(self) -> None:
-        self.records: dict[int, Failure] = {}
-        self.kept: deque[Failure] = deque()
-        self.newest = 0
-        self.explainers: list[Callable[[BaseException], object]] = []
-        super().__init__()
-
-    def exception_of(self, number: int) -> _KeptException | None:
-        failure = self.records.get(number)
-        # Read once: without the lock, another thread may release it meanwhile.
-        return None if failure is None else failure.exception
-
-    def newest_exception(self) -> _KeptException | None:
-        return self.exception_of(self.newest)
-
-    def exceptions(self) -> list[_KeptException]:
-        """What is held, the oldest first."""
-        # The deque is copied in one step: a signal handler may add to it meanwhile.
-        exceptions = [failure.exception for failure in self.kept.copy()]
-        return [exception for exception in exceptions if exception is not None]
-
-    def add(self, exception: _KeptException) -> Failure:
-        """Makes the record of a failure that has just happened."""
-        self.newest += 1
-        failure = Failure(self.newest, exception)
-        self.records[failure.number] = failure
-        self.kept.append(failure)
-        self.forget_old()
-        return failure
-
-    def keeps_too_many(self) -> bool:
-        if len(self.kept) <= config.KEPT_ERRORS:
-            return False
-        if len(self.kept) > config.MOST_KEPT_ERRORS:
-            return True
-        oldest = self.kept[0].exception
-        assert oldest is not None, "a kept failure has its exception"
-        return time.monotonic() - oldest.first_raised > config.KEPT_SECONDS
-
-    def release_oldest(self) -> _KeptException | None:
-        """Returns what the oldest kept record held, for the caller to drop."""
-        failure = self.kept.popleft()
-        exception = failure.exception
-        failure.exception = None
-        return exception
-
-    def forget_old(self) -> None:
-        """Drops records that are old and released, once there are many.
-
-        The reported ones are remembered longest: an array of a failed program may live
-        on (a printed traceback keeps it in its frames), and each barrier looks at it.
-        """
-        # Each time removes at least a third of them, so it costs little per failure.
-        if len(self.records) < 3 * _REMEMBERED:
-            return
-        oldest_remembered = self.newest - _REMEMBERED
-        records = list(self.records.values())
-        old = [failure for failure in records if failure.number <= oldest_remembered]
-        reported = [failure for failure in old if failure.is_reported]
-        for failure in old:
-            assert failure.exception is None, "fewer are kept than are remembered"
-            if not failure.is_reported or len(reported) > _REMEMBERED:
-                del self.records[failure.number]
-
-
-_ledger = _Ledger()
+# --- Keeping a failure ---------------------------------------------------------------
 
 
 def explained_by(fn: Callable[[BaseException], object]) -> None:
@@ -267,10 +120,10 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
     with beside_a_failure("watching JAX's reports"):
         _jax.install(_jax.When.FAILURE)
         _watch_reports()
-    released: list[_KeptException | None] = []
+    released: list[KeptException | None] = []
     with _ledger.lock:
         newest_before = _ledger.newest_exception()
-        record = _record_of(exception) or _KeptException(exception)
+        record = _record_of(exception) or KeptException(exception)
         record.tracebacks = tracebacks
         record.is_handed_over = handed_over
         number = _ledger.add(record).number
@@ -282,11 +135,11 @@ def store(exception: BaseException, handed_over: bool = False) -> int:
     # Outside the lock: emptying frames, and dropping `released` when this returns, may
     # run the user's destructors, which may come back here.
     if newest_before is not None and newest_before is not record:
-        newest_before.let_go_of_values()
+        _let_go_of_values(newest_before)
     return number
 
 
-def _record_of(exception: BaseException) -> _KeptException | None:
+def _record_of(exception: BaseException) -> KeptException | None:
     """What is held of this object, if it was raised before and is still kept."""
     for record in _ledger.exceptions():
         if record.held is exception:  # not one that is only held weakly
@@ -308,7 +161,7 @@ def hand_over_number(number: int) -> BaseException | None:
     return None if record is None else _hand_over(record)
 
 
-def _hand_over(record: _KeptException) -> BaseException | None:
+def _hand_over(record: KeptException) -> BaseException | None:
     """The object, which the user gets now.
 
     Only the newest one is kept with its frames; hostcall lets go of any other at once.
@@ -318,8 +171,27 @@ def _hand_over(record: _KeptException) -> BaseException | None:
         record.is_handed_over = True
         is_newest = record is _ledger.newest_exception()
     if not is_newest:
-        record.let_go_of_values()
+        _let_go_of_values(record)
     return exception
+
+
+def _let_go_of_values(record: KeptException) -> None:
+    """Releases the values in the frames of an exception that is no longer the newest.
+
+    If the user has the object, its frames are left alone, and hostcall releases its
+    reference to the object instead. Called without the ledger's lock.
+    """
+    with _ledger.lock:
+        # Taken under the lock, so that one thread alone empties them.
+        tracebacks = record.tracebacks
+        record.tracebacks = []
+        if record.is_handed_over:
+            tracebacks = []
+            record.held = _without_frames(record.get())
+    for error, trace in tracebacks:
+        with beside_a_failure("emptying the frames of an earlier one"):
+            frames.clear_values(trace)
+            frames.keep_lines(error, trace)
 
 
 def _without_frames(exception: BaseException | None) -> Any:
@@ -367,7 +239,7 @@ def is_reported(number: int) -> bool:
     """Whether the user has heard of this failure, by a report or the object. A very old
     one counts as reported, and so does 0, which is no host call's.
     """
-    old = max(0, _ledger.newest - _REMEMBERED)
+    old = max(0, _ledger.newest - REMEMBERED)
     return number <= old or is_surely_reported(number)
 
 

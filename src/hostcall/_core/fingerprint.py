@@ -72,6 +72,7 @@ def _essence(value: Any, depth: int) -> Essence:
 
 
 def _of_function(function: FunctionType, depth: int) -> Essence:
+    """What counts of a Python function: its name, its code, and functions in it."""
     defaults = function.__defaults__ or ()
     keyword_defaults = function.__kwdefaults__ or {}
     functions: Essence = ()

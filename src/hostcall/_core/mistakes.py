@@ -81,11 +81,9 @@ class Face(NamedTuple):
     def refuse(self, unknown: Collection[str], word: str = "option") -> None:
         """Refuses keywords that are none of its options; says what to write instead."""
         for keyword in unknown:
-            raise SpecError(
-                f"hostcall: {self.name} has no {word} {keyword}=."
-                f" {self.hint(keyword)}".rstrip(),
-                code="hc-arguments",
-            )
+            hint = self.hint(keyword)
+            text = f"hostcall: {self.name} has no {word} {keyword}=. {hint}"
+            raise SpecError(text.rstrip(), code="hc-arguments")
 
 
 def options_of(function: Callable[..., Any], *left_out: str) -> dict[str, object]:
@@ -199,6 +197,9 @@ def _refuse_arguments(
     also: Sequence[str],
     result: object,
 ) -> None:
+    """Says why a function can't take its arguments: an unknown keyword, too many or too
+    few of them, an array where the result should be, or no parameter `out`.
+    """
     name = name_of(fn)
     signature = signature_of(fn)
     has = ""
@@ -328,22 +329,26 @@ def check_function(
     """
     check_callable(fn, usage)
     is_plain = type(fn) in (types.FunctionType, np.ufunc)  # most are
-    for layer in () if is_plain else layers(fn):
-        of_ours = handle(layer)
-        if of_ours is not None and (why := of_ours._why_not()):
-            raise SpecError(why, code="hc-result-spec")
+    if not is_plain:
+        for layer in layers(fn):
+            of_ours = handle(layer)
+            why = "" if of_ours is None else of_ours._why_not()
+            if why:
+                raise SpecError(why, code="hc-result-spec")
     facts = inspect_callable(fn)
     if facts.awaits and not awaits:
         refuse_coroutines(fn)
     if facts.yields:
         instead = (
-            "Make the generator outside the program, and pass a function that takes its"
-            ' next value: lambda: next(generator), with order="ordered"'
-            if returns
-            else "What a tap returns is ignored, so nothing would run the generator:"
-            " write a function without `yield`. If a generator should get the values,"
-            " start it outside the program, and pass its method generator.send"
+            "What a tap returns is ignored, so nothing would run the generator: write a"
+            " function without `yield`. If a generator should get the values, start it"
+            " outside the program, and pass its method generator.send"
         )
+        if returns:
+            instead = (
+                "Make the generator outside the program, and pass a function that takes"
+                ' its next value: lambda: next(generator), with order="ordered"'
+            )
         raise SpecError(
             f"hostcall: `{facts.name}` is a generator function: calling it only makes a"
             f" generator. {instead}",
@@ -380,11 +385,11 @@ def of_a_number(
         return function
     signature = signature_of(function)
     assert signature is not None, "without one, all arguments are accepted"
-    needed = [
-        p.name
-        for p in signature.parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    needed: list[str] = []
+    for parameter in signature.parameters.values():
+        takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not takes_any and parameter.default is parameter.empty:
+            needed.append(parameter.name)
     raise SpecError(
         f"hostcall: {label} should require no argument, or only {number}, but it"
         f" requires {', '.join(needed)}. Write lambda: ... or lambda {name}: ...",
@@ -397,9 +402,13 @@ def first_default(function: Callable[..., Any]) -> str:
     signature = signature_of(function)
     if signature is None or not accepts(function, 0, ()):
         return ""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = signature.parameters.values()
-    return next((p.name for p in parameters if p.kind in kinds), "")
+    for parameter in signature.parameters.values():
+        if parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            return parameter.name
+    return ""
 
 
 def parse_mask(

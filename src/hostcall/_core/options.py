@@ -164,8 +164,10 @@ def table(*classes: type) -> dict[str, Option]:
 
 
 def _keyed(cls: type[DataclassInstance]) -> operator.attrgetter[Any]:
-    names = [f.name for f in fields(cls) if f.metadata.get(_KEY, True)]
-    return operator.attrgetter(*names)
+    key_names = [
+        member.name for member in fields(cls) if member.metadata.get(_KEY, True)
+    ]
+    return operator.attrgetter(*key_names)
 
 
 # Of a dataclass, what gets the values of those fields that the key of a program has.
@@ -175,7 +177,9 @@ keyed = functools.cache(_keyed)
 
 def that_travel(cls: type) -> Iterable[str]:
     """The fields of a dataclass that leave the process with a program."""
-    return [f.name for f in fields(cls) if not f.metadata.get(_STAYS, False)]
+    return [
+        member.name for member in fields(cls) if not member.metadata.get(_STAYS, False)
+    ]
 
 
 # --- The options ---------------------------------------------------------------------
@@ -199,6 +203,8 @@ class PlaceOptions:
     tag: str | None = option(_TEXT)
     sharding: Sharding | None = field(default=None, metadata=LOCAL_ONLY)
 
+    # What holds for a kind of place without such an option. They have no annotation:
+    # a dataclass would make fields of them.
     lend = _OWNED  # a field of calls
     collected = _UNSEEN  # the tag under which collectors see what it gets
 
@@ -216,8 +222,9 @@ class PlaceOptions:
         """Those of the options that a place has; `defaults` has what is not given."""
         values = {} if defaults is None else vars(defaults).copy()
         # A face passes all of its options, those of the function and the mask too.
-        names = cls.__dataclass_fields__
-        values |= {name: value for name, value in options.items() if name in names}
+        for name, value in options.items():
+            if name in cls.__dataclass_fields__:
+                values[name] = value
         device = options.get("on")
         if isinstance(device, jax.Device):
             values["sharding"] = jax.sharding.SingleDeviceSharding(device)
@@ -573,12 +580,19 @@ def check(
         fn: the function, if its own keywords come with them, so that a value may have
             been meant for it.
     """
-    if (name := unfit(values, options)) is not None:
+    name = unfit(values, options)
+    if name is not None:
         value = values[name]
-        instead = _INSTEAD.get(value, "") if isinstance(value, str) else ""
-        instead = instead.format(fn="fn" if fn is None else name_of(fn))
-        if not instead and fn is not None:
-            instead = own_option(fn, name, value)
-        raise wrong(name, owner, options[name].wanted, value, instead)
-    if (refused := pair_refused(values)) is not None:
+        advice = _advice(name, value, fn)
+        raise wrong(name, owner, options[name].wanted, value, advice)
+    refused = pair_refused(values)
+    if refused is not None:
         raise conflict(owner, refused)
+
+
+def _advice(name: str, value: object, fn: Callable[..., Any] | None) -> str:
+    """What to write in place of a wrong value of an option; "" for nothing."""
+    if isinstance(value, str) and value in _INSTEAD:
+        shown = "fn" if fn is None else name_of(fn)
+        return _INSTEAD[value].format(fn=shown)
+    return "" if fn is None else own_option(fn, name, value)

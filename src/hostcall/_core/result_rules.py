@@ -14,6 +14,7 @@ tracers, arrays, and what `jax.eval_shape` gets. Sizes may be symbolic, in an ex
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,10 +106,11 @@ def elementwise(*args: Any) -> jax.ShapeDtypeStruct:
     code) gets arguments with as many axes as the result: axes of length 1 are put in
     front, so that the batch axes line up.
     """
-    leaves = map(aval_of, tree.tree_leaves(args))
+    leaves = [aval_of(leaf) for leaf in tree.tree_leaves(args)]
     avals = [leaf for leaf in leaves if is_aval(leaf)]  # others are static
     shape = broadcast([aval.shape for aval in avals])
-    return jax.ShapeDtypeStruct(shape, floating(promoted(avals)))
+    dtype = floating(promoted(avals))
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def broadcast(shapes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -120,10 +122,11 @@ def broadcast(shapes: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     longest = max(shapes, key=len, default=())
     if all(not shape or shape == longest for shape in shapes):  # as nearly always
         return longest
+    sizes = itertools.chain.from_iterable(shapes)
+    if any(map(_jax.is_symbolic, sizes)):
+        return tuple(jnp.broadcast_shapes(*shapes))
     # NumPy is faster, and can't compare the sizes of exported programs.
-    symbolic = any(_jax.is_symbolic(size) for shape in shapes for size in shape)
-    module = jnp if symbolic else np
-    return tuple(module.broadcast_shapes(*shapes))
+    return tuple(np.broadcast_shapes(*shapes))
 
 
 def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
@@ -135,12 +138,16 @@ def promoted(avals: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
     if isinstance(only, np.dtype):  # JAX takes some 10 us, for the same answer
         canonical: np.dtype = _jax.canonical_dtype(only)
         return canonical
-    numbers = [aval for aval in avals if isinstance(aval.dtype, np.dtype)]
-    strong = [aval.dtype for aval in numbers if not aval.weak_type]
-    # A Python number stands for a weak type: JAX knows these by their class.
-    weak = [_SCALARS[aval.dtype.kind] for aval in numbers if aval.weak_type]
-    without_numbers = [float]
-    dtype: np.dtype = jnp.result_type(*(strong + weak or without_numbers))
+    promoting: list[Any] = []
+    for aval in avals:
+        if not isinstance(aval.dtype, np.dtype):
+            continue  # a typed key
+        # A Python number stands for a weak type: JAX knows these by their class.
+        number = _SCALARS[aval.dtype.kind] if aval.weak_type else aval.dtype
+        promoting.append(number)
+    if not promoting:
+        promoting = [float]
+    dtype: np.dtype = jnp.result_type(*promoting)
     return dtype
 
 
@@ -162,9 +169,24 @@ def floating(dtype: np.dtype) -> np.dtype:
     return default
 
 
-def with_axes(arrays: Sequence[jax.Array], n: int) -> list[jax.Array]:
-    """The arrays with `n` axes each; axes of length 1 are put in front."""
-    return [expanded(array, n - np.ndim(array)) for array in arrays]
+def at_precision(dtype: np.dtype, precision: np.dtype) -> np.dtype:
+    """A dtype at the precision of another one, which is floating or complex.
+
+    That of integers and bools is as JAX has it in its mode.
+    """
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        canonical: np.dtype = _jax.canonical_dtype(dtype)
+        return canonical
+    real: np.dtype = jnp.finfo(precision).dtype  # of a complex one, its parts'
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return real
+    complexed: np.dtype = jnp.result_type(real, np.complex64)
+    return complexed
+
+
+def with_axes(operands: Sequence[jax.Array], n: int) -> list[jax.Array]:
+    """The operands with `n` axes each; axes of length 1 are put in front."""
+    return [expanded(array, n - np.ndim(array)) for array in operands]
 
 
 def expanded(array: Any, n: int) -> Any:
@@ -283,9 +305,11 @@ def core_axes(result: Tree, axes: Sequence[int]) -> tuple[int, ...] | None:
 
     `axes` are how many axes each argument has.
     """
-    if result is elementwise:
+    if result is elementwise:  # an item is a number
         return (0,) * len(axes)
-    return result._core_axes(axes) if isinstance(result, OfArguments) else None
+    if isinstance(result, OfArguments):
+        return result._core_axes(axes)
+    return None
 
 
 def lines_up(result: Tree, axes: Sequence[int]) -> bool:
@@ -339,4 +363,6 @@ def _short(arg: Tree) -> str:
     if hasattr(arg, "shape") and hasattr(arg, "dtype"):
         return f"{arg.dtype}{list(arg.shape)}"
     is_leaf = tree.tree_leaves(arg) == [arg]
-    return str(arg if is_leaf else tree.tree_map(_short, arg))
+    if is_leaf:
+        return str(arg)
+    return str(tree.tree_map(_short, arg))

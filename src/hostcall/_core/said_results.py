@@ -19,11 +19,12 @@ import numpy as np
 
 from hostcall._core import result_rules, ufuncs
 from hostcall._core.annotations import Unreadable, of_annotations
-from hostcall._core.dimensions import ResultSize, Signature, read_signature
+from hostcall._core.dimensions import Signature, read_signature
 from hostcall._core.errors import SpecError
 from hostcall._core.host_code import OfArguments
 from hostcall._core.options import WHOLE
 from hostcall._core.result_rules import Tree, expanded, is_aval
+from hostcall._core.signature_sizes import ResultSize
 
 
 def rule_of(

@@ -102,10 +102,10 @@ class Template:
         return cls(_flat(len(marks)), marks)
 
     def unflatten(
-        self, arrays: Sequence[Any]
+        self, values: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with these arrays in their places."""
-        remaining = iter(arrays)
+        """(args, kwargs) with these values in their places."""
+        remaining = iter(values)
         leaves = [
             leaf.value if isinstance(leaf, Opaque) else next(remaining)
             for leaf in self.leaves
@@ -117,10 +117,11 @@ class Template:
         """How a reader would write each array, or each `Opaque`: `args[0]['x']`."""
         paths: list[str] = []
         for path, leaf in zip(_paths(self.treedef), self.leaves, strict=True):
-            if isinstance(leaf, Opaque) == static:
-                pair, *inner = path  # the tree is the pair (args, kwargs)
-                root = "args" if pair.idx == 0 else "kwargs"
-                paths.append(root + tree.keystr(tuple(inner)))
+            if isinstance(leaf, Opaque) != static:
+                continue
+            pair, *inner = path  # the tree is the pair (args, kwargs)
+            root = "args" if pair.idx == 0 else "kwargs"
+            paths.append(root + tree.keystr(tuple(inner)))
         return paths
 
 
@@ -136,9 +137,9 @@ def _paths(treedef: TreeDef) -> list[Any]:
     return [path for path, _ in leaves]
 
 
-def wrap_keys(arrays: Sequence[Any], keys: Sequence[Key]) -> list[Any]:
+def wrap_keys(values: Sequence[Any], keys: Sequence[Key]) -> list[Any]:
     """Typed PRNG keys in place of the uint32 blocks that primitives take and give."""
-    pairs = zip(arrays, keys, strict=True)
+    pairs = zip(values, keys, strict=True)
     return [x if key is None else _jax.wrap_key(x, key) for x, key in pairs]
 
 
@@ -148,6 +149,7 @@ def flatten_arguments(args: Any, kwargs: Any) -> tuple[list[Array], Template]:
     arrays: list[Array] = []
     marks: list[Opaque | Key] = []
     for leaf in leaves:
+        # Else a Ref is no jax.Array, and comes to `canonical` below.
         if _jax.TRACED_REFS_ARE_ARRAYS and _jax.is_ref(leaf):
             canonical(leaf)  # which refuses it
         if isinstance(leaf, jax.Array):
@@ -198,7 +200,14 @@ def overflowed(array: np.ndarray, cast: np.ndarray) -> tuple[np.intp, ...] | Non
     lost = np.zeros(array.shape, bool)
     for number, converted in pairs:
         lost |= np.isfinite(number) & ~np.isfinite(converted)
-    return np.unravel_index(np.argmax(lost), lost.shape) if lost.any() else None
+    return _first_true(lost)
+
+
+def _first_true(flags: np.ndarray) -> tuple[np.intp, ...] | None:
+    """The index of the first element that is True; None if there is none."""
+    if not flags.any():
+        return None
+    return np.unravel_index(np.argmax(flags), flags.shape)
 
 
 def canonical(leaf: Any) -> Array:
@@ -296,8 +305,8 @@ def parse_result(result: Any, name: str) -> Results:
     """
 
     def wrong(fault: str, code: str = "hc-result-spec") -> SpecError:
-        # The leaf that is being read: those in front of it have their avals.
         leaves_with_paths, _ = tree.tree_flatten_with_path(result)
+        # The leaf that is being read: those in front of it have their avals.
         path, _ = leaves_with_paths[len(avals)]
         words = f"result{tree.keystr(path)} of `{name}`"
         return SpecError(f"hostcall: {words} {fault}", code=code)
@@ -312,6 +321,7 @@ def parse_result(result: Any, name: str) -> Results:
     avals: list[Aval] = []
     keys: list[Key] = []
     for leaf in leaves:
+        # np.float64 is a float too, and has a shape and a dtype.
         if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
             leaf = _jax.ShapedArray((), jnp.result_type(leaf))
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -411,7 +421,7 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
         leaves = results.treedef.flatten_up_to(fill)
     except ValueError:  # no tree like the result: one number for all leaves
         leaves = [fill] * len(results.avals)
-    out = []
+    fills: list[bytes] = []
     for leaf, aval, path in zip(leaves, results.avals, results.paths(), strict=True):
         if isinstance(leaf, jax.core.Tracer):
             raise SpecError(
@@ -420,32 +430,40 @@ def parse_fill(fill: Any, results: Results, name: str) -> tuple[bytes | None, ..
                 code="hc-traced",
             )
         try:
-            # Of a symbolic shape, one element: the plan repeats it for the real sizes.
-            shape = () if _jax.has_symbolic([aval]) else aval.shape
-            number = np.asarray(leaf)
-            with np.errstate(over="ignore"):  # what is lost is told below
-                array = number.astype(aval.dtype)
-            _refuse_lossy_fill(number, array)
-            array = np.broadcast_to(array, shape)
+            array = _converted(leaf, aval)
         except (TypeError, ValueError, OverflowError) as error:
             raise SpecError(
                 f"hostcall: fill= of `{name}` is {leaf!r} for {path}, which can't be"
                 f" converted to {aval.dtype}{list(aval.shape)}: {error}",
                 code="hc-option",
             ) from None
-        out.append(array.tobytes())
-    return tuple(out)
+        fills.append(array.tobytes())
+    return tuple(fills)
 
 
-def _refuse_lossy_fill(number: np.ndarray, fill: np.ndarray) -> None:
+def _converted(leaf: Any, aval: Aval) -> np.ndarray:
+    """A fill as an array of this aval.
+
+    Raises:
+        OverflowError, TypeError, ValueError: it can't be one.
+    """
+    number = np.asarray(leaf)
+    with np.errstate(over="ignore"):  # what is lost is told below
+        fill = number.astype(aval.dtype)
+    _refuse_lossy(number, fill)
+    # Of a symbolic shape, one element: the plan repeats it for the real sizes.
+    shape = () if _jax.has_symbolic([aval]) else aval.shape
+    return np.broadcast_to(fill, shape)
+
+
+def _refuse_lossy(number: np.ndarray, fill: np.ndarray) -> None:
     """Raises OverflowError if the dtype of `fill` can't hold one of these numbers."""
     lost = None
     if number.dtype.kind in "iu" and jnp.issubdtype(fill.dtype, np.integer):
         # As Python's integers, since int64 and uint64 are compared as floats.
         changed = np.zeros(number.shape, bool)
         changed[...] = number.astype(object) != fill.astype(object)
-        if changed.any():
-            lost = np.unravel_index(np.argmax(changed), number.shape)
+        lost = _first_true(changed)
     elif number.dtype.kind in "fc" and jnp.issubdtype(fill.dtype, np.inexact):
         lost = overflowed(number, fill)
     if lost is not None:
@@ -455,7 +473,9 @@ def _refuse_lossy_fill(number: np.ndarray, fill: np.ndarray) -> None:
 @functools.cache
 def packed_bits(dtype: np.dtype) -> tuple[int, bool]:
     """(bits, signed) for elements that XLA packs into bytes; (0, False) for others."""
-    bits = 8 if dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(dtype)
+    if dtype == jax.dtypes.float0:  # which has no bits, and is a bool to XLA
+        return 0, False
+    bits = jax.dtypes.itemsize_bits(dtype)
     if bits not in (2, 4):  # XLA gives 6 bits a byte of their own
         return 0, False
     return bits, dtype.name.startswith("int")

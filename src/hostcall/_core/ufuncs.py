@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from hostcall import _jax
-from hostcall._core.dimensions import Shape, Signature, read_signature
-from hostcall._core.errors import SpecError, counted
+from hostcall._core.dimensions import Shape, Signature, one_for_each, read_signature
+from hostcall._core.errors import SpecError
 from hostcall._core.host_code import HostCode, OfArguments
 from hostcall._core.result_rules import (
     Trees,
     arrays_only,
+    at_precision,
     broadcast,
     floating,
     is_aval,
@@ -97,8 +96,11 @@ class OfUfunc(OfArguments):
         ufunc = self._ufunc
         arrays = arrays_only(self, avals, name, ufunc.nin)
         shapes = self._shapes([array.shape for array in arrays], ufunc.nout, name)
-        dtypes = self.dtypes or self._dtypes(ufunc, arrays, name)
+        dtypes = self.dtypes
+        if dtypes is None:
+            dtypes = self._dtypes(ufunc, arrays, name)
         specs = tuple(map(struct, shapes, dtypes))
+        # As NumPy returns them: of one result no tuple.
         return specs if len(specs) > 1 else specs[0]
 
     def _shapes(
@@ -153,9 +155,9 @@ class OfUfunc(OfArguments):
         return self.dimensions is None and self._ufunc.nout == 1
 
     def _dtypes(
-        self, ufunc: np.ufunc, arrays: Sequence[jax.ShapeDtypeStruct], name: str
+        self, ufunc: np.ufunc, avals: Sequence[jax.ShapeDtypeStruct], name: str
     ) -> tuple[np.dtype, ...]:
-        dtypes = [array.dtype for array in arrays]
+        dtypes = [aval.dtype for aval in avals]
         if self.float64:
             dtypes = [widened(dtype) or dtype for dtype in dtypes]
         wanted = ", ".join(map(str, dtypes))
@@ -185,8 +187,8 @@ class OfUfunc(OfArguments):
             )
         # The loop may be float64's alone, as many of SciPy's are. Its results have the
         # precision that those of JAX's own functions would have.
-        precision = floating(promoted(arrays))
-        return tuple([_at_precision(dtype, precision) for dtype in loop])
+        precision = floating(promoted(avals))
+        return tuple([at_precision(dtype, precision) for dtype in loop])
 
 
 def _takes_results_alone(fn: Callable[..., Any]) -> bool:
@@ -229,18 +231,6 @@ def _loops(ufunc: np.ufunc) -> str:
     return "; ".join(loops) or "none"
 
 
-def _at_precision(dtype: np.dtype, precision: np.dtype) -> np.dtype:
-    """A loop's dtype at the precision of another floating dtype."""
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        canonical: np.dtype = _jax.canonical_dtype(dtype)
-        return canonical
-    real: np.dtype = jnp.finfo(precision).dtype  # of a complex one, its parts'
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        complexed: np.dtype = jnp.result_type(real, np.complex64)
-        return complexed
-    return real
-
-
 def of_ufunc(
     fn: Callable[..., Any],
     name: str,
@@ -251,14 +241,8 @@ def of_ufunc(
     ufunc = ufunc_of(fn)
     if ufunc is None:
         return None
-    if dtypes is not None and len(dtypes) == 1:
-        dtypes = dtypes * ufunc.nout
-    if dtypes is not None and len(dtypes) != ufunc.nout:
-        raise SpecError(
-            f"hostcall: dtype= of `{name}` has {len(dtypes)} dtypes, and the ufunc has"
-            f" {counted(ufunc.nout, 'result')}. Give one for each, or one for all",
-            code="hc-result-spec",
-        )
+    if dtypes is not None:
+        dtypes = one_for_each(dtypes, ufunc.nout, name, "the ufunc")
     dimensions = None
     if ufunc.signature is not None:
         dimensions = read_signature(ufunc.signature, name, takes_batches=True)
@@ -276,10 +260,11 @@ def with_numbers(fn: Callable[..., Any], result: object) -> Callable[..., Any]:
     """
     if not isinstance(fn, np.ufunc) or not isinstance(result, OfUfunc):
         return fn
-    # Objects are no results: NumPy has one loop for them, and says nothing of kinds.
-    if result.dtypes is None or not _returns_objects(fn):
+    if not _returns_objects(fn):
         return fn
-    return NumbersOf(fn, result.dtypes)
+    # Objects are no results: NumPy has one loop for them, and says nothing of kinds. So
+    # their dtypes are those that the user gave.
+    return fn if result.dtypes is None else NumbersOf(fn, result.dtypes)
 
 
 def _returns_objects(ufunc: np.ufunc) -> bool:
@@ -307,7 +292,8 @@ class NumbersOf(HostCode):
     def __call__(self, *args: Any) -> Any:
         value = self.fn(*args)
         # For scalars NumPy returns the objects themselves, and no arrays of them.
-        if self.fn.nout == 1:
-            return np.asarray(value).astype(self.dtypes[0])
-        pairs = zip(value, self.dtypes, strict=True)
-        return tuple([np.asarray(result).astype(dtype) for result, dtype in pairs])
+        results = (value,) if self.fn.nout == 1 else value
+        arrays: list[np.ndarray] = []
+        for result, dtype in zip(results, self.dtypes, strict=True):
+            arrays.append(np.asarray(result).astype(dtype))
+        return arrays[0] if self.fn.nout == 1 else tuple(arrays)

@@ -97,10 +97,9 @@ class WatchError(HostcallError, RuntimeError, ReplacesReport):
         saved |= {name: state[name] for name in _SAVED}
         saved["place"] = self.place and dataclasses.astuple(self.place)
         unfinished = f"{os.fspath(path)}.{os.getpid()}.part"
+        # Of a process that was killed, or a link that somebody has put there.
         with contextlib.suppress(FileNotFoundError):
-            os.remove(
-                unfinished
-            )  # of a killed process, or a link that somebody put there
+            os.remove(unfinished)
         try:
             # "x" follows no link, which "w" would.
             with zipfile.ZipFile(unfinished, "x", allowZip64=True) as file:
@@ -170,6 +169,7 @@ def _encoded(file: zipfile.ZipFile, tree: object, label: str) -> Json:
     # One level: each child is a leaf of it.
     is_child = lambda node: node is not tree  # noqa: E731
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_child)
+    # JAX calls what is no pytree a leaf of itself.
     if len(children) == 1 and children[0][1] is tree:
         raise SpecError(
             f"hostcall: {label} can't be saved: it is of type {type(tree).__name__}."
@@ -188,6 +188,7 @@ def _encoded(file: zipfile.ZipFile, tree: object, label: str) -> Json:
 
 
 def _encoded_array(file: zipfile.ZipFile, value: Array, label: str) -> Json:
+    """The JSON of an array, which goes to a part of the file in NumPy's own format."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         block = jax.random.key_data(value)
         implementation = str(jax.random.key_impl(value))
@@ -208,6 +209,7 @@ def _encoded_array(file: zipfile.ZipFile, value: Array, label: str) -> Json:
 
 
 def _read(file: zipfile.ZipFile, encoded: Json) -> Any:
+    """The tree of a JSON; the inverse of `_encoded`."""
     if "leaf" in encoded:
         return encoded["leaf"]
     if "array" in encoded:

@@ -25,13 +25,16 @@ The function is called on a line through the point, at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import factorial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from hostcall._host_function.comparisons import largest
 
 # The grid and the places between its points, in units of the step.
 GRID = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
@@ -94,31 +97,35 @@ def lines(at: At, step: float) -> list[Line]:
 
 def _wide(values: list[np.ndarray]) -> np.ndarray:
     """The values as one array, in 64 bits for each part of a number."""
-    is_complex = any(value.dtype.kind == "c" for value in values)
-    dtype = np.complex128 if is_complex else np.float64
-    return np.stack([value.astype(dtype) for value in values])
+    kinds = {value.dtype.kind for value in values}
+    dtype = np.complex128 if "c" in kinds else np.float64
+    wide_values = [value.astype(dtype) for value in values]
+    return np.stack(wide_values)
 
 
 def central_error(eps: float | np.ndarray, line: Line) -> np.ndarray:
     """The error of `line.central(2)`; for `eps` see `eps_of`."""
-    step = (line.offsets[5] - line.offsets[1]) / 2
     slope = line.central(2)
     # The error of a central difference grows with the square of its step, so those over
     # h/2 and 3h/2 differ from this one by 3/4 and 5/4 of its error.
-    bent_by_half = abs(slope - line.central(1)) * 4 / 3
-    bent_by_three_halves = abs(line.central(3) - slope) * 4 / 5
-    bent = np.maximum(bent_by_half, bent_by_three_halves)
+    from_half = abs(slope - line.central(1)) * 4 / 3
+    from_three_halves = abs(line.central(3) - slope) * 4 / 5
+    bent = np.maximum(from_half, from_three_halves)
     # A kink between two places of the grid shows in the fourth difference.
-    fourth_difference = np.diff(line.grid[1:6], 4, axis=0)[0]
+    (fourth_difference,) = np.diff(line.grid[1:6], 4, axis=0)
     kinked = abs(fourth_difference) / 2
     rounded = _EPS * line.size
-    error = bent + (_noise_of(line) + kinked + rounded) / step
+    # What is wrong with the values, a difference divides by the step.
+    step = (line.offsets[5] - line.offsets[1]) / 2
+    wrong_values = _noise_of(line) + kinked + rounded
+    error = bent + wrong_values / step
     # If the line is flat: the values' relative rounding, over the whole line.
     width = line.offsets[-1] - line.offsets[0]
     unseen = abs(eps * line.size / width)
     error += np.where(line.flat, unseen, 0)
     # NaN says that nothing is known, as where the function is infinite.
-    return np.where(np.isnan(error), np.inf, error)
+    is_unknown = np.isnan(error)
+    return np.where(is_unknown, np.inf, error)
 
 
 def _noise_of(line: Line) -> np.ndarray:
@@ -166,3 +173,75 @@ def eps_of(line: Line) -> float:
 # of the polynomial through them.
 _POWERS = np.vander(GRID[1:6], increasing=True).T
 _WEIGHTS = [np.linalg.solve(_POWERS, np.power(place, range(5))) for place in BETWEEN]
+
+
+# --- The best of several steps --------------------------------------------------------
+
+
+class Slope(NamedTuple):
+    """The slope of one result, by differences.
+
+    Attributes:
+        value: for each element.
+        error: how wrong it may be, at the worst element.
+    """
+
+    value: np.ndarray
+    error: float
+
+    def is_exact(self, share: float) -> bool:
+        """Whether the error is at most this share of the slope."""
+        return self.error <= share * largest(self.value)
+
+
+def best_slopes(
+    code: Callable[..., Sequence[jax.Array]],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
+    step_count: int,
+    share: float,
+) -> list[Slope]:
+    """For each result of `code` its slope along the tangents, by that one of several
+    steps which is least wrong.
+
+    Args:
+        code: a function of arrays.
+        primals: where.
+        tangents: in which direction.
+        step_count: how many steps to try, each a quarter of the one before.
+        share: no further step is tried if all errors are at most this share.
+    """
+
+    def at(distance: float) -> tuple[list[np.ndarray], float]:
+        moved = [
+            primal + distance * tangent
+            for primal, tangent in zip(primals, tangents, strict=True)
+        ]
+        return list(map(np.asarray, code(*moved))), distance
+
+    step = max([1.0, *map(largest, primals)]) / 16
+    best: list[Slope] = []
+    varies: list[np.ndarray] = []  # where a step so far saw each result change
+    for steps_left in reversed(range(step_count)):
+        step /= 4
+        try:
+            of_results = lines(at, step)
+        except Exception:  # so far from the example it is perhaps not defined
+            if not steps_left and not best:
+                raise
+            continue
+        # Where a longer step saw a change, none now is rounding.
+        changes = [~line.flat for line in of_results]
+        varies = list(map(np.logical_or, varies or changes, changes))
+        slopes: list[Slope] = []
+        for line, changed in zip(of_results, varies, strict=True):
+            errors = central_error(eps_of(line) * changed, line)
+            slopes.append(Slope(line.central(2), largest(errors)))
+        best = list(map(_less_wrong, slopes, best or slopes))
+        if all(slope.is_exact(share) for slope in best):
+            break
+    return best
+
+
+def _less_wrong(first: Slope, second: Slope) -> Slope:
+    return second if second.error < first.error else first

@@ -152,11 +152,9 @@ class _Point:
         self._axes = {
             n: () if move_together else self.leaves[n].shape for n in self.moving
         }
-        self.places: list[_Place] = [
-            (leaf, index)
-            for leaf, axes in self._axes.items()
-            for index in np.ndindex(axes)
-        ]
+        self.places: list[_Place] = []
+        for n, axes in self._axes.items():
+            self.places += [(n, index) for index in np.ndindex(axes)]
 
     def at(self, place: _Place, step: float) -> tuple[list[np.ndarray], np.ndarray]:
         """(the results nearby, how far the argument really moved, after rounding).
@@ -165,8 +163,9 @@ class _Point:
         """
         n, index = place
         x = self.leaves[n]
+        scale = np.maximum(1, abs(x[index]))
         moved = x.copy()
-        moved[index] += step * np.maximum(1, abs(x[index]))
+        moved[index] += step * scale
         # The sum is rounded, so the distance is not the step.
         offset = moved[index] - x[index]
         leaves = list(self.leaves)
@@ -175,9 +174,10 @@ class _Point:
 
     def _run(self, leaves: list[Tree]) -> list[np.ndarray]:
         """The results at these leaves of the arguments."""
-        result = self._function.run(*self._tree.unflatten(leaves))
+        args = self._tree.unflatten(leaves)
+        result = self._function.run(*args)
         results, self._out_tree = tree.tree_flatten(result)
-        return list(map(np.asarray, results))
+        return [np.asarray(leaf) for leaf in results]
 
     def jacobian(self, columns: list[list[np.ndarray]]) -> Tree:
         """A Jacobian from the derivatives of all results by what moves at each place;
@@ -208,8 +208,11 @@ class _Point:
 
 def _wide(leaf: Tree) -> Tree:
     """A leaf on the host; in 64 bits if it is real and floating."""
-    if not is_array_like(leaf) and not isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array):
+        array = _jax.to_numpy(leaf)
+    elif is_array_like(leaf):
+        array = np.asarray(leaf)
+    else:
         return leaf
-    array = _jax.to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    floats = jnp.issubdtype(array.dtype, np.floating)
-    return array.astype(np.float64) if floats else array
+    is_real = jnp.issubdtype(array.dtype, np.floating)
+    return array.astype(np.float64) if is_real else array

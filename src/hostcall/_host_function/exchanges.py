@@ -101,12 +101,12 @@ class Side(ABC):
         """
 
     @abstractmethod
-    def arguments(self, arrays: Sequence[jax.Array | None]) -> Sequence[Tree]:
-        """The arguments that these arrays belong to. None stands for itself."""
+    def arguments(self, leaves: Sequence[jax.Array | None]) -> Sequence[Tree]:
+        """The arguments that these leaves belong to. None stands for itself."""
 
     @abstractmethod
-    def residual(self, rule: Rule, arrays: Operands) -> Tree:
-        """The residual that a forward rule left as these arrays of the program."""
+    def residual(self, rule: Rule, leaves: Operands) -> Tree:
+        """The residual that a forward rule left as these leaves of the program."""
 
     @abstractmethod
     def zeros_like(self, array: jax.Array) -> jax.Array:
@@ -149,13 +149,13 @@ class OnHost(Side):
             return code
         return sendable.Sendable(owner, kind, index)
 
-    def arguments(self, arrays: Sequence[jax.Array | None]) -> Sequence[Tree]:
+    def arguments(self, leaves: Sequence[jax.Array | None]) -> Sequence[Tree]:
         template = self.layout.template
-        return arrays if template.is_flat else template.unflatten(arrays)[0]
+        return leaves if template.is_flat else template.unflatten(leaves)[0]
 
-    def residual(self, rule: Rule, arrays: Operands) -> Tree:
+    def residual(self, rule: Rule, leaves: Operands) -> Tree:
         assert rule.residuals is not None, "others stay in the store, behind a handle"
-        return rule.residuals.treedef.unflatten(arrays)
+        return rule.residuals.treedef.unflatten(leaves)
 
     def zeros_like(self, array: jax.Array) -> jax.Array:
         return np.zeros(array.shape, array.dtype)

@@ -1,9 +1,12 @@
-"""HostFunction: a Python function with its rules, which the user holds and calls."""
+"""HostFunction: a Python function with its rules, which the user holds and calls.
+
+`ruled` has the methods that give it rules. Here is how it is called, and what it is to
+other code: to pickle, to `repr`, to a class that has it as a method, to `hc.call`.
+"""
 
 from __future__ import annotations
 
 import copyreg
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -17,43 +20,35 @@ from hostcall import _jax
 from hostcall._core import errors, gone, mistakes, result_rules, said_results, ufuncs
 from hostcall._core.annotations import Unreadable
 from hostcall._core.dimensions import Signature, with_dimensions
-from hostcall._core.errors import SpecError, counted
+from hostcall._core.errors import SpecError
 from hostcall._core.host_code import (
     Callee,
-    Handle,
     Kwargs,
     TakesMask,
     as_host_code,
     dress,
 )
 from hostcall._core.mistakes import parse_mask
-from hostcall._core.options import WHOLE, CallOptions, Option, Policy, check
-from hostcall._core.signatures import accepts, most_positions, signature_of
-from hostcall._core.source import inspect_callable, name_of, users_place
+from hostcall._core.options import WHOLE, CallOptions, Policy, check
+from hostcall._core.signatures import signature_of
+from hostcall._core.source import inspect_callable, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result
 from hostcall._host_function import result_specs
+from hostcall._host_function.method import Method
 from hostcall._host_function.primitives import Arrays, bind
+from hostcall._host_function.ruled import Ruled
 from hostcall._host_function.rules import (
-    F,
-    Function,
-    Kind,
     P,
     R,
     Rule,
-    Ruled,
     Rules,
     Tree,
     Trees,
-    Where,
     among,
 )
 from hostcall._host_function.sendable import Sendable, at_its_name
 from hostcall._host_function.site import BoundHostCall
 
-_WHERE = Option(
-    "'host' (Python on NumPy arrays) or 'jax' (JAX code)",
-    lambda value: value in ("host", "jax"),
-)
 _FACE = mistakes.Face("a hc.host function", "{fn}({args})")
 
 
@@ -84,10 +79,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         fn: the Python function.
     """
 
-    # Beside `fn`, each has: `rules`, what the def* methods were given; `options` of the
-    # calls that run the function, where these have none of their own; `policy`, how it
-    # is run, its rules too; and `rules_copy`, whether rules that keep an argument as a
-    # residual copy it.
+    # What it has beside `fn`: see `Ruled`.
     _NOT_PICKLED: tuple[str, ...] = ("__wrapped__", "_inferred")
 
     def __init__(
@@ -143,13 +135,17 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             self.__signature__ = parameters
 
     def __repr__(self) -> str:
-        fields = vars(self.rules).items()
-        # The first is the function itself.
-        _, *rules = [f"def{kind}" for kind, rule in fields if rule is not None]
+        text = f"hostcall.typing.HostFunction {self.__qualname__}"
         result = result_rules.shown(self.result)
-        returning = f" {result}" if result else ""
-        having = f" with {', '.join(rules)}" if rules else ""
-        return f"<hostcall.typing.HostFunction {self.__qualname__}{returning}{having}>"
+        if result:
+            text += f" {result}"
+        rules: list[str] = []
+        for kind, rule in vars(self.rules).items():
+            if rule is not None and kind != "value":  # that is the function itself
+                rules.append(f"def{kind}")
+        if rules:
+            text += f" with {', '.join(rules)}"
+        return f"<{text}>"
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickles by name if the HostFunction stands in its module under its name."""
@@ -159,11 +155,9 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         # Found through a class, it is a method.
         if isinstance(at_name, (Method, types.MethodType)) and at_name.__func__ is self:
             return getattr, (at_name, "__func__")
-        state = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in self._NOT_PICKLED
-        }
+        state = vars(self).copy()
+        for name in self._NOT_PICKLED:
+            state.pop(name, None)
         state["policy"] = self.policy.sent()  # without the executor
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
@@ -249,6 +243,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
     __copy__ = __deepcopy__
 
     def _call(self, args: Trees, kwargs: Kwargs, mask: Any, fill: Any) -> Any:
+        """The results for these arguments.
+
+        It finds out the spec of the results, takes the arrays out of the arguments, and
+        refuses mistakes. Then a pure call binds its primitive, which has derivatives;
+        one with effects has none, and is a call in the program at once.
+        """
         if kwargs:
             args = self._positional(args, kwargs)
         spec = None
@@ -258,12 +258,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
             # twice, as `_spec` would: it takes 2 us.
             spec, loop = self.result.bind(avals, self.__name__)
             if loop:
-                counts = said_results.leading(self.result, avals)
-                assert counts is not None, "a signature says what an item is"
-                # One call for each item, each of which comes here again.
-                return said_results.over_leading_axes(
-                    lambda *items: self._call(items, {}, mask, fill), args, counts
-                )
+                return self._call_items(args, avals, mask, fill)
         place = users_place()
         operands, template = flatten_arguments(args, {})
         # With lend="out" the engine passes the keyword `out` too.
@@ -278,6 +273,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         fills = None
         if mask is not None:
             fills = parse_fill(fill, results, self.__name__)
+            # The mask goes along as the last operand, which is in no argument.
             operands.append(parse_mask(mask, self.__name__))
         site = BoundHostCall(
             function=self,
@@ -295,6 +291,16 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         elif results.avals:
             outs = bind(_jax.vary_alike(operands), site)
         return results.unflatten(outs)
+
+    def _call_items(self, args: Trees, avals: Trees, mask: Any, fill: Any) -> Any:
+        """One call for each item of the arguments, which have axes in front of them."""
+        counts = said_results.leading(self.result, avals)
+        assert counts is not None, "a signature says what an item is"
+
+        def call_item(*items: Any) -> Any:
+            return self._call(items, {}, mask, fill)
+
+        return said_results.over_leading_axes(call_item, args, counts)
 
     def _callee(self) -> Callee | None:
         # Its Python function as a call has it, which has none of the rules.
@@ -320,6 +326,7 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self
 
     def _spec(self, args: Trees) -> Tree:
+        """The spec of the results for these arguments."""
         if not self._varies:
             return self.result
         if said_results.is_unsaid(self.result):
@@ -329,11 +336,8 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         # "infer": the function runs on zeros, once for each kind of arguments.
         _, template = flatten_arguments(args, {})
         avals = jax.tree.map(result_rules.aval_of, args)
-        shapes = tuple(
-            (leaf.shape, leaf.dtype)
-            for leaf in jax.tree.leaves(avals)
-            if isinstance(leaf, jax.ShapeDtypeStruct)
-        )
+        arrays = filter(result_rules.is_aval, jax.tree.leaves(avals))
+        shapes = tuple([(array.shape, array.dtype) for array in arrays])
         # A result of Python's numbers is wide or not, as JAX's mode says.
         key = template, shapes, bool(jax.config.jax_enable_x64)
         if key not in self._inferred:
@@ -341,10 +345,12 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         return self._inferred[key]
 
     def _infer(self, avals: Trees) -> Tree:
+        """The spec of what the function returns; a bridge asks its library."""
         float64 = self.policy.float64
         return result_specs.inferred(self.fn, avals, self.__name__, float64)
 
     def _positional(self, args: Trees, kwargs: Kwargs) -> Trees:
+        """The arguments by position, in place of some by keyword."""
         why = (
             f"it was called with the keyword arguments {sorted(kwargs)}, which can't be"
             " put into its positions. Rules know arguments by position: pass them by"
@@ -361,217 +367,3 @@ class HostFunction(Ruled, TakesMask, Generic[P, R]):
         if "where" in kwargs:
             why += f". For a mask write {self.__name__}.where(mask)(x)"
         raise SpecError(f"hostcall: `{self.__name__}`: {why}", code="hc-arguments")
-
-    # --- Rules ---------------------------------------------------------------------
-
-    @overload
-    def defjvp(self, rule: F, *, where: Where = "host") -> F: ...
-    @overload
-    def defjvp(self, *, where: Where = "host") -> Callable[[F], F]: ...
-    def defjvp(self, rule: Any = None, *, where: Where = "host") -> Any:
-        """Sets the rule for forward mode.
-
-        Args:
-            rule: `rule(primals, tangents)`, both tuples with one entry per argument;
-                returns the tangent of the result, or (result, tangent). Tangents that
-                JAX knows to be zero are not sent to the host; zeros are made there in
-                their place. Tangents of integers are float0 zeros; those of `nondiff`
-                and static arguments are None.
-            where: "host" for Python on NumPy arrays; "jax" for JAX code, from which JAX
-                derives reverse mode and higher orders too.
-        """
-        return self._give("jvp", where, rule)
-
-    def defjvps(self, *each: Function | None, where: Where = "host") -> None:
-        """Sets the rule for forward mode, one argument at a time.
-
-        Args:
-            *each: for each argument `rule(tangent, result, *primals)`, which returns
-                that argument's share of the result's tangent. None for an argument
-                without a derivative: differentiating with respect to it is an error.
-            where: as in `defjvp`, for all rules.
-        """
-        rules = [rule for rule in each if rule is not None]
-        runs_in = self._where("defjvps(*rules)", where, *rules)
-        if not rules:
-            raise SpecError(
-                f"hostcall: defjvps of `{self.__name__}` was given no rule: give one"
-                " for each argument that has a derivative",
-                code="hc-rule",
-            )
-        most = most_positions(self.fn)
-        if len(each) > most:
-            raise SpecError(
-                f"hostcall: defjvps of `{self.__name__}` was given"
-                f" {counted(len(each), 'rule')}, one for each argument, and it takes"
-                f" {counted(int(most), 'argument')} by position",
-                code="hc-rule",
-            )
-        self._add("jvp", Rule(rules[0], runs_in, by_argument=each))
-
-    def defvjp(
-        self, fwd: Any, bwd: Any, *, where: Where = "host", residuals: Any = None
-    ) -> None:
-        """Sets the rules for reverse mode.
-
-        Args:
-            fwd: `fwd(*args)`; returns (result, residuals).
-            bwd: `bwd(residuals, cotangent)`; returns a tuple with a cotangent for each
-                argument, None for zero. The cotangent has the result's structure.
-            where: as in `defjvp`, for both. JAX code may have any residuals.
-            residuals: for host code. By default residuals are any Python objects and
-                stay on the host. At most 1024 are kept (hc.configure(residuals=)); for
-                one that was dropped, `fwd` runs again. With a spec (as `result=` of
-                `hc.call`) they are arrays of the program, which work in batches too:
-                give it for small arrays, and if `fwd` must not run twice.
-        """
-        runs_in = self._where("defvjp(fwd, bwd)", where, fwd, bwd)
-        if residuals is not None and runs_in == "jax":
-            raise SpecError(
-                f"hostcall: defjvp of `{self.__name__}` has residuals= and JAX code,"
-                " whose residuals JAX sees: drop residuals=",
-                code="hc-rule",
-            )
-        if residuals is not None:
-            residuals = parse_result(residuals, f"{self.__name__} (residuals=)")
-        self._takes_two(bwd, "bwd(residuals, cotangent)")
-        self._add("vjp", Rule(fwd, runs_in, bwd, residuals=residuals))
-
-    @overload
-    def deftranspose(self, rule: F, *, where: Where = "host") -> F: ...
-    @overload
-    def deftranspose(self, *, where: Where = "host") -> Callable[[F], F]: ...
-    def deftranspose(self, rule: Any = None, *, where: Where = "host") -> Any:
-        """Says that the function is linear in all arguments that aren't `nondiff`
-        together, and sets its transpose.
-
-        Args:
-            rule: `rule(cotangent, *nonlinear)`, where `nonlinear` are the arguments in
-                `nondiff` and integer ones; returns the cotangent of the linear
-                argument, or a tuple of them if there are several.
-            where: as in `defjvp`.
-        """
-        return self._give("transpose", where, rule)
-
-    @overload
-    def defjacobian(self, rule: F, *, where: Where = "host") -> F: ...
-    @overload
-    def defjacobian(self, *, where: Where = "host") -> Callable[[F], F]: ...
-    def defjacobian(self, rule: Any = None, *, where: Where = "host") -> Any:
-        """Sets the Jacobian, which serves both modes.
-
-        Args:
-            rule: `rule(*args)`; returns, in the structure of the result, the Jacobian
-                of each array of it: arrays of shape out.shape + in.shape, in the
-                structure of the argument. With several arguments it is a tuple, with an
-                entry for each differentiable one.
-            where: as in `defjvp`. A HostFunction counts as JAX code, and its own rules
-                give derivatives of higher order.
-        """
-        return self._give("jacobian", where, rule)
-
-    def defbatch(self, rule: F) -> F:
-        """Sets the rule for vmap, in JAX code, instead of a `vmap_method`.
-
-        Args:
-            rule: `rule(axis_size, in_batched, *args)`; returns (result, batched). The
-                batch is the first axis of each batched array. The derivative of a
-                batched call is that of this code.
-        """
-        self._where("defbatch(rule)", "jax", rule)
-        self._add("batch", rule)
-        return rule
-
-    def _give(self, kind: Kind, runs_in: Where, rule: F | None) -> object:
-        """Sets a rule that may be given by a decorator."""
-        if rule is None:
-            return functools.partial(self._give, kind, runs_in)
-        runs_in = self._where(f"def{kind}(rule)", runs_in, rule)
-        if kind == "jvp":
-            self._takes_two(rule, "rule(primals, tangents)")
-        self._add(kind, Rule(rule, runs_in))
-        return rule
-
-    def _where(self, usage: str, runs_in: Where, *rules: Function) -> Where:
-        """Where the rules run; refuses what can't be rules, and a wrong `runs_in`."""
-        shown = f"{usage} of `{self.__name__}`"
-        check(shown, {"where": runs_in}, {"where": _WHERE})
-        face = mistakes.Face("a rule", f"{self.__name__}({{args}})")
-        if any(isinstance(rule, HostFunction) for rule in rules):
-            # It is called in the program, where its own rules give derivatives.
-            runs_in = "jax"
-        for rule in rules:
-            if not callable(rule):
-                raise SpecError(
-                    f"hostcall: {shown} wants a function, got {rule!r}", code="hc-rule"
-                )
-            facts = inspect_callable(rule)
-            this = f"the rule `{facts.name}`"
-            if facts.awaits and runs_in == "jax":
-                raise SpecError(
-                    f"hostcall: {this} of `{self.__name__}` is a coroutine function and"
-                    " JAX code, which JAX traces and can't await: make it a plain one",
-                    code="hc-coroutine",
-                )
-            if facts.awaits:
-                options = vars(self.options) | vars(self.policy)
-                check(this, {**options, "awaits": True}, {})
-            # A rule that is given inside of jit may hold traced values in its closure.
-            if runs_in == "host" and not _jax.traces_nothing():
-                mistakes.refuse_traced(rule, face.instead_of_traced)
-        return runs_in
-
-    def _takes_two(self, rule: Function, form: str) -> None:
-        if not accepts(rule, 2, ()):
-            raise SpecError(
-                f"hostcall: a rule of `{self.__name__}` is called as {form}, but"
-                f" `{name_of(rule)}` takes {signature_of(rule)}",
-                code="hc-rule",
-            )
-
-
-class Method(Handle, TakesMask):
-    """A HostFunction of a class, bound to an object.
-
-    Equal to another for the same function and object, as Python's bound methods are.
-    The object is argument 0, and static unless it is a pytree.
-    """
-
-    def __init__(self, function: HostFunction[..., Any], instance: object) -> None:
-        self.__func__ = function
-        self.__self__ = instance
-        self._bound = types.MethodType(function, instance)
-
-    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        return self._bound(*args, **kwargs)
-
-    def _held(self) -> Function:
-        return self.__func__._held()
-
-    def _definition(self) -> Function:
-        return self.__func__.fn
-
-    def _callee(self) -> Callee | None:
-        callee = self.__func__._callee()
-        return callee and callee._replace(bound=(self.__self__,))
-
-    def _why_not(self) -> str:
-        return self.__func__._why_not()
-
-    def where(self, mask: Any, fill: Any = None) -> Function:
-        return functools.partial(self.__func__.where(mask, fill), self.__self__)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
-
-    def __repr__(self) -> str:
-        return f"<bound {self.__func__!r} of {self.__self__!r}>"
-
-    def __eq__(self, method: object) -> bool:
-        return isinstance(method, Method) and method._bound == self._bound
-
-    def __hash__(self) -> int:
-        return hash(self._bound)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self._bound.__reduce__()  # type: ignore[return-value]

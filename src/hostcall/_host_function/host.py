@@ -10,12 +10,12 @@ from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 import jax
 import numpy as np
 
-from hostcall._core.dimensions import ResultSize
 from hostcall._core.errors import counted, wrong
 from hostcall._core.mistakes import check_function, refuse_unneeded
 from hostcall._core.options import GONE, Arrays, Lend
 from hostcall._core.order import Order
 from hostcall._core.said_results import rule_of
+from hostcall._core.signature_sizes import ResultSize
 from hostcall._core.signatures import most_positions
 from hostcall._core.suggestions import suggests
 from hostcall._core.ufuncs import with_numbers
@@ -233,13 +233,15 @@ def positions(
         fn: the function, if the positions are those of its arguments.
     """
     numbers = nondiff if isinstance(nondiff, (tuple, list)) else (nondiff,)
-    if not all(type(n) is int for n in numbers):
-        raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
     most = math.inf if fn is None else most_positions(fn)
-    if not all(-most <= n < most for n in numbers):
-        wanted = f"positions of arguments, from 0 to {most - 1}"
-        advice = f". It takes {counted(int(most), 'argument')} by position"
-        if not most:
-            wanted = "left out"
-        raise wrong("nondiff", f"`{shown}`", wanted, nondiff, advice)
+    for number in numbers:
+        if type(number) is not int:
+            raise wrong("nondiff", f"`{shown}`", "positions of arguments", nondiff)
+    for number in numbers:
+        if not -most <= number < most:
+            wanted = f"positions of arguments, from 0 to {most - 1}"
+            if most == 0:
+                wanted = "left out"
+            advice = f". It takes {counted(int(most), 'argument')} by position"
+            raise wrong("nondiff", f"`{shown}`", wanted, nondiff, advice)
     return tuple(numbers)

@@ -67,17 +67,19 @@ class InJax(Side):
     def _call_in_program(self, *args: Tree) -> Tree:
         # A rule of `defjvps` gets the result, and a `defjvp` may leave it out, so the
         # program calls the function for them, with its own derivative.
-        arrays, _ = flatten_arguments(args, {})
-        mask = [] if self.mask is None else [self.mask]
-        return self.layout.results.unflatten(bind([*arrays, *mask], self.layout))
+        operands, _ = flatten_arguments(args, {})
+        if self.mask is not None:
+            operands = [*operands, self.mask]
+        outs = bind(operands, self.layout)
+        return self.layout.results.unflatten(outs)
 
-    def arguments(self, arrays: Sequence[jax.Array | None]) -> Sequence[Tree]:
-        return _with_keys(self.layout.template, arrays)
+    def arguments(self, leaves: Sequence[jax.Array | None]) -> Sequence[Tree]:
+        return _with_keys(self.layout.template, leaves)
 
-    def residual(self, rule: Rule, arrays: Operands) -> Tree:
+    def residual(self, rule: Rule, leaves: Operands) -> Tree:
         del rule
         assert self.residual_tree is not None, "the forward rule has run before"
-        return _with_keys(self.residual_tree, arrays)[0]
+        return _with_keys(self.residual_tree, leaves)[0]
 
     def zeros_like(self, array: jax.Array) -> jax.Array:
         return jnp.zeros_like(array)
@@ -117,9 +119,10 @@ def forward_in_jax(call: RuleCall, operands: Arrays) -> tuple[Arrays, Arrays, Te
     """
     exchange, mask, operands = _begin(call, operands, None)
     assert isinstance(exchange, ForwardRule), "no other rule leaves a residual"
-    outs, residual = exchange.halves(_answer(exchange, operands))
-    arrays, residual_tree = flatten_arguments((residual,), {})
-    return _checked(exchange, mask, outs), arrays, residual_tree
+    answer = _answer(exchange, operands)
+    outs, residual = exchange.halves(answer)
+    residual_arrays, residual_tree = flatten_arguments((residual,), {})
+    return _checked(exchange, mask, outs), residual_arrays, residual_tree
 
 
 def _begin(
@@ -210,11 +213,12 @@ def _masked(mask: jax.Array, value: jax.Array, fill: bytes | None) -> jax.Array:
         fills = np.frombuffer(fill, value.dtype)
     # One element stands for all, as it does if the shape is symbolic.
     shape = () if fills.size == 1 else value.shape
+    elsewhere = fills.reshape(shape)
     with _jax.able_to_hold(value.dtype):
-        return jnp.where(mask, value, fills.reshape(shape))
+        return jnp.where(mask, value, elsewhere)
 
 
-def _with_keys(template: Template, arrays: Sequence[jax.Array | None]) -> Trees:
-    """The arguments that the first of these arrays are; typed keys among them."""
+def _with_keys(template: Template, leaves: Sequence[jax.Array | None]) -> Trees:
+    """The arguments that the first of these leaves are; typed keys among them."""
     keys = template.keys
-    return template.unflatten(wrap_keys(arrays[: len(keys)], keys))[0]
+    return template.unflatten(wrap_keys(leaves[: len(keys)], keys))[0]

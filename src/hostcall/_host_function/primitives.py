@@ -15,7 +15,8 @@ wait until JAX shows which mode it is in. JAX shows it in three steps:
 
 So no rule runs in vain. Each equation holds an object that says what to do: a
 `DiffFunction`, which in host_jvp is a `ValueAndTangent`, and is a `LinearMap` where the
-derivative is linear. vmap wraps it in a `Batched`. The rules below call the object:
+derivative is linear. vmap wraps it in another one (`batched`). The rules below call the
+object:
 
     lowering, and eager runs    `run`: the equation is the JAX code of its object
     JVP                         `jvp`. A call binds host_jvp if both modes may have
@@ -36,8 +37,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, TypeVar
 
 import jax
@@ -46,7 +45,7 @@ import jax.numpy as jnp
 from hostcall import _jax
 from hostcall._core.errors import DerivativeError
 from hostcall._jax.types import Aval, JaxprEquation, JaxprTrace, Primitive, Var
-from hostcall._primitives.batching import Dims, size_of
+from hostcall._primitives.batching import Dims
 from hostcall._primitives.eager import bind_or_call
 
 T = TypeVar("T")
@@ -255,110 +254,6 @@ def _jvp_of(code: Callable[..., Arrays], primals: Arrays, tangents: Tangents) ->
     return list(outs), list(map(_present, out_tangents))
 
 
-# --- Batches -------------------------------------------------------------------------
-#
-# A batched object wraps the inner one and runs it under `jax.vmap`; every result has
-# the batch as its first axis. A tangent that all rows share gets the sum of the rows'
-# cotangents, since sharing is a broadcast and its transpose is a sum.
-
-
-@dataclass(frozen=True, repr=False)
-class Batched(DiffFunction):
-    """A batch of calls of the same function.
-
-    Attributes:
-        inner: what each row does.
-        size: the number of rows.
-        dims: the batch axis of each operand, None if all rows share it.
-    """
-
-    inner: DiffFunction
-    size: int
-    dims: tuple[int | None, ...]
-
-    def __repr__(self) -> str:
-        return repr(self.inner)
-
-    @property
-    def avals(self) -> tuple[Aval, ...]:  # type: ignore[override]
-        return tuple(
-            aval.update(shape=(self.size, *aval.shape)) for aval in self.inner.avals
-        )
-
-    def run(self, operands: Arrays) -> Arrays:
-        return list(self._each_row(self.inner.run, (operands, self.dims)))
-
-    def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
-        # None is a pytree without leaves, in what goes in and in what comes out.
-        return self._each_row(
-            self.inner.jvp, (operands, self.dims), (tangents, self.dims)
-        )
-
-    def transposed(self, operands: Tangents, cotangents: Arrays) -> Tangents:
-        back = self._each_row(
-            self.inner.transposed,
-            (operands, self.dims),
-            (cotangents, (0,) * len(cotangents)),
-        )
-        return list(map(_unbatched, back, self.dims))
-
-    def shared(self, dims: Dims) -> DiffFunction:
-        return replace(self, inner=self.inner.shared(dims))
-
-    def narrowed(self, used: Flags) -> DiffFunction | None:
-        inner = self.inner.narrowed(used)
-        return None if inner is None else replace(self, inner=inner)
-
-    def _each_row(
-        self, code: Callable[..., T], *arrays_and_dims: tuple[Tangents, Dims]
-    ) -> T:
-        """`code` on each row of lists of arrays, which come with their batch axes."""
-        # JAX wants all of these sharded alike, and cotangents of the host's results are
-        # not. So each device has all rows of each.
-        lists = [
-            [None if array is None else _jax.replicated(array) for array in arrays]
-            for arrays, _ in arrays_and_dims
-        ]
-        axes = tuple([list(dims) for _, dims in arrays_and_dims])
-        rows: Callable[..., T] = jax.vmap(code, axes, axis_size=self.size)
-        return rows(*lists)
-
-
-def _unbatched(cotangent: jax.Array | None, dim: int | None) -> jax.Array | None:
-    """A cotangent with the batch in front, as one of the operand with it at `dim`."""
-    if cotangent is None:
-        return None
-    return cotangent.sum(0) if dim is None else _jax.moveaxis(cotangent, 0, dim)
-
-
-@dataclass(frozen=True, repr=False)
-class BatchedValueAndTangent(ValueAndTangent, Batched):
-    inner: ValueAndTangent
-    n: int
-    value: DiffFunction
-
-    def start(
-        self, args: Arrays, backward: bool
-    ) -> tuple[Arrays, Arrays, DiffFunction]:
-        # Rows differ in their arrays only, so they all have one linear function, which
-        # is no array and leaves jax.vmap beside its results.
-        linear_functions: list[DiffFunction] = []
-
-        def row(args: Arrays) -> tuple[Arrays, Arrays]:
-            outs, consts, linear = self.inner.start(args, backward)
-            linear_functions.append(linear)
-            return outs, consts
-
-        arg_dims = self.dims[: self.n]
-        tangent_dims = self.dims[self.n :]
-        outs, consts = self._each_row(row, (args, arg_dims))
-        # What jax.vmap returns has the batch in front.
-        const_dims = [0 for _ in consts]
-        dims = (*const_dims, *tangent_dims)
-        assert linear_functions, "jax.vmap has traced one row"
-        return outs, consts, Batched(linear_functions[-1], self.size, dims)
-
-
 # --- JAX's rules ---------------------------------------------------------------------
 
 
@@ -373,6 +268,7 @@ def _abstract_eval(*operands: Aval, function: DiffFunction) -> list[Aval]:
 def _jvp(
     primals: Arrays, tangents: Arrays, *, function: DiffFunction
 ) -> tuple[Arrays, Arrays]:
+    """JAX's rule of forward mode. Zero tangents are None to the objects."""
     operands = list(primals)
     present = list(map(_present, tangents))
     if there(present):
@@ -398,62 +294,34 @@ def _present(tangent: jax.Array) -> jax.Array | None:
 def _transpose(
     cotangents: Arrays, *operands: jax.Array, function: DiffFunction
 ) -> Tangents:
+    """JAX's rule of transposition, whose result is None for the known operands."""
     # Values do not depend on tangents, so their cotangents have no part in it.
     values = len(function.value.avals) if isinstance(function, ValueAndTangent) else 0
     if all(type(cotangent) is _jax.Zero for cotangent in cotangents[values:]):
         return [None] * len(operands)
+    # JAX marks the operands by which it transposes.
     is_linear = list(map(_jax.is_undefined_primal, operands))
     known_operands = [
         None if linear else operand
         for operand, linear in zip(operands, is_linear, strict=True)
     ]
-    back = function.transposed(
-        known_operands, list(map(_jax.instantiate_zeros, cotangents))
-    )
-    return [
-        _jax.shard_alike(cotangent, operand.aval) if linear else None
-        for operand, cotangent, linear in zip(operands, back, is_linear, strict=True)
-    ]
-
-
-def _batch(operands: Arrays, dims: Dims, *, function: DiffFunction) -> Rows:
-    size = size_of(operands, dims)
-    dims = tuple(dims)
-    operands = list(operands)
-    by_rule = function.batch(size, operands, dims)
-    if by_rule is not None:
-        return by_rule
-    sharded = partial(_jax.rows_sharded_alike, operands=operands, dims=dims)
-    if not isinstance(function, ValueAndTangent):
-        outs = bind(operands, Batched(function.shared(dims), size, dims))
-        return sharded(outs), [0] * len(outs)
-    n = function.n
-    if any(dim is not None for dim in dims[:n]):
-        batched = BatchedValueAndTangent(
-            inner=function,
-            size=size,
-            dims=dims,
-            n=n,
-            value=Batched(function.value, size, dims[:n]),
-        )
-        outs = bind(operands, batched)
-        return sharded(outs), [0] * len(outs)
-
-    # The rows differ only in their tangents (jax.jacfwd), and share one value.
-    args = operands[:n]
-    tangents = operands[n:]
-    outs, consts, linear = function.start(args, backward=False)
-    const_dims = [None for _ in consts]
-    batched_linear = Batched(linear, size, (*const_dims, *dims[n:]))
-    out_tangents = sharded(bind([*consts, *tangents], batched_linear))
-    out_dims = [None for _ in outs]
-    tangent_dims = [0 for _ in out_tangents]
-    return [*outs, *out_tangents], [*out_dims, *tangent_dims]
+    nonzero_cotangents = list(map(_jax.instantiate_zeros, cotangents))
+    back = function.transposed(known_operands, nonzero_cotangents)
+    of_linear: Tangents = []
+    for operand, cotangent, linear in zip(operands, back, is_linear, strict=True):
+        if linear:
+            of_linear.append(_jax.shard_alike(cotangent, operand.aval))
+        else:
+            of_linear.append(None)
+    return of_linear
 
 
 def _narrow(
     used: Flags, *versioned: JaxprEquation
 ) -> tuple[list[bool], JaxprEquation | None]:
+    """JAX's rule of dead code: which operands are needed for the results that are used,
+    and the equation that remains. A pair whose tangents nobody uses is a value alone.
+    """
     # The equation is the last argument; versions of JAX differ in what is before it.
     eqn = versioned[-1]
     if not any(used):
@@ -485,7 +353,6 @@ for _p in (value_p, jvp_p):
     _jax.register_lowering(_p, _jax.lowering_as(_run))
     _jax.jvps[_p] = _jvp
     _jax.transposes[_p] = _transpose
-    _jax.batchers[_p] = _batch
     _jax.dead_code_rules[_p] = _narrow
 
 
@@ -499,8 +366,10 @@ def _split(trace: JaxprTrace, *tracers: jax.Array, function: ValueAndTangent) ->
     """
     args = tracers[: function.n]
     tangents = tracers[function.n :]
-    if not all(map(_jax.is_known, args)) or all(map(_jax.is_known, tangents)):
-        # Not reverse mode: the equation stays whole, known or unknown.
+    is_reverse_mode = all(map(_jax.is_known, args)) and not all(
+        map(_jax.is_known, tangents)
+    )
+    if not is_reverse_mode:  # the equation stays whole, known or unknown
         whole_params = {"function": function}
         return list(trace.default_process_primitive(jvp_p, tracers, whole_params))
     known_args = [arg.pval.get_known() for arg in args]

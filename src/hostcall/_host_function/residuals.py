@@ -58,7 +58,6 @@ HANDLE = _jax.ShapedArray((2,), np.dtype(np.uint32))
 
 # How many dropped residuals are remembered.
 _REMEMBERED = 1024
-_NOTHING = object(), True
 
 
 class ResidualStore:
@@ -69,7 +68,7 @@ class ResidualStore:
         self._kept: dict[int, tuple[Tree, bool]] = {}
         self._dropped: deque[int] = deque(maxlen=_REMEMBERED)
         # Functions, by name and source, for which the log says that a rule runs again.
-        self._said: dict[tuple[str, str], object] = {}
+        self._logged: dict[tuple[str, str], object] = {}
         # Starts anywhere in 62 bits, so that a handle from another process, or from
         # this one before a fork, finds nothing.
         self._numbers = itertools.count(randbits(62))
@@ -88,10 +87,13 @@ class ResidualStore:
             take: whether this looks like the last use.
         """
         number = number_of(handle)
-        residual, sticky = self._kept.get(number, _NOTHING)
-        if take and not sticky:
+        kept = self._kept.get(number)
+        if kept is None:
+            return None, False
+        residual, is_sticky = kept
+        if take and not is_sticky:
             self._kept.pop(number, None)
-        return residual, residual is not _NOTHING[0]
+        return residual, True
 
     def put_back(self, handle: np.ndarray, residual: Tree) -> None:
         """Keeps a residual that had to be computed again, and never takes it out."""
@@ -101,11 +103,12 @@ class ResidualStore:
         """Logs, once for each function, that a residual that was dropped to make room
         for newer ones is computed again.
         """
-        new = object()
-        if (
-            number_of(handle) not in self._dropped.copy()  # others may add to it
-            or self._said.setdefault((name, source), new) is not new
-        ):
+        was_dropped = number_of(handle) in self._dropped.copy()  # others may add to it
+        if not was_dropped:
+            return
+        # In one step: of several threads, the one whose mark is stored logs it.
+        mark = object()
+        if self._logged.setdefault((name, source), mark) is not mark:
             return
         logger.warning(
             "`%s` left more than %d residuals on the host before its backward rule used"
@@ -127,9 +130,13 @@ class ResidualStore:
         limit = config.settings.residuals
         self._kept[number] = residual, sticky
         extra = len(self._kept) - limit
+        if extra <= 0:
+            return
         # A copy of all numbers is one step; a walk through some isn't.
-        for old in list(self._kept)[:extra] if extra > 0 else ():
-            if self._kept.pop(old, None) is not None and limit:
+        oldest = list(self._kept)[:extra]
+        for old in oldest:
+            is_dropped_here = self._kept.pop(old, None) is not None
+            if is_dropped_here and limit:
                 self._dropped.append(old)
 
 

@@ -19,7 +19,8 @@ from hostcall._core.result_rules import (
 from hostcall._core.said_results import lined_up
 from hostcall._core.spec import widened
 from hostcall._host_function.primitives import Arrays
-from hostcall._host_function.rules import Function, Tree, Trees, call_here
+from hostcall._host_function.ruled import call_here
+from hostcall._host_function.rules import Function, Tree, Trees
 from hostcall._host_function.trees import ArgumentLayout
 
 tree = jax.tree_util

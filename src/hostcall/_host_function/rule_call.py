@@ -169,11 +169,10 @@ class RuleCall(HostCode, DiffFunction):
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents
-        rule = (
-            f"`{self.exchange.facts.name}`, a rule of `{self.site.name}` in host code,"
-        )
+        name = self.site.name
+        rule = f"`{self.exchange.facts.name}`, a rule of `{name}` in host code,"
         if self.site.function.advice:  # the rule is not the user's
-            rule = f"a derivative of `{self.site.name}`"
+            rule = f"a derivative of `{name}`"
         raise self.site.missing("second", rule=rule)
 
     def shared(self, dims: Sequence[int | None]) -> DiffFunction:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-from hostcall._core.errors import SpecError
-from hostcall._core.host_code import Handle
-from hostcall._core.options import CallOptions, Policy
-from hostcall._core.source import inspect_callable
 from hostcall._core.spec import Results
-from hostcall._policies.on_loop import run_one
 
 Where = Literal["host", "jax"]
 Function = Callable[..., Any]
@@ -88,9 +83,8 @@ class Rule:
     @cached_property
     def keeps_objects(self) -> bool:
         """Whether its residuals stay on the host, behind a handle."""
-        return (
-            self.bwd is not None and self.runs_in == "host" and self.residuals is None
-        )
+        is_vjp_on_host = self.bwd is not None and self.runs_in == "host"
+        return is_vjp_on_host and self.residuals is None
 
 
 @dataclass
@@ -116,64 +110,6 @@ class Rules:
             code = rule.by_argument[index]
         assert code is not None
         return rule, code
-
-
-class Ruled(Handle):
-    """A Python function with its rules: what these see of a HostFunction."""
-
-    __name__: str
-    __qualname__: str
-    fn: Function
-    rules: Rules
-    options: CallOptions
-    policy: Policy
-    result: Tree
-    nondiff: tuple[int, ...]
-    advice: str  # what errors advise if the rules are not the user's to give
-    rules_copy = False
-
-    def _add(self, kind: str, rule: object) -> None:
-        """Sets a rule, once, if it goes together with the order and other rules."""
-        rules = self.rules
-        order = self.options.order
-        code = "hc-rule"
-        # Of the rules that the two modes choose among, this one and those given so far.
-        kinds = [
-            k for k in ("jvp", "vjp", "jacobian") if k == kind or getattr(rules, k)
-        ]
-        if order != "pure" and kind != "batch":
-            code = "hc-conflict"
-            why = (
-                f"order={order!r} and def{kind}. Derivatives run the function again, or"
-                " not at all: make it pure, and its effects a hc.tap or hc.call"
-            )
-        elif getattr(rules, kind) is not None:
-            # JAX's caches compare a HostFunction by identity, and would keep the first.
-            why = (
-                f"a rule by def{kind} already. Programs may be compiled with it: make a"
-                " new function with hc.host for another"
-            )
-        elif kinds and (rules.transpose or kind == "transpose"):
-            why = (
-                f"deftranspose and def{kinds[0]}. deftranspose says that the function"
-                " is linear, and so its own derivative: drop one of the two"
-            )
-        else:
-            setattr(rules, kind, rule)
-            return
-        raise SpecError(f"hostcall: `{self.__name__}` has {why}", code=code)
-
-    def _code_of(self, kind: Kind, index: int | None = None) -> Function:
-        return self.rules.of(kind, index)[1]
-
-    def run(self, *args: Any) -> Any:
-        """Calls the function on this thread, or on the event loop and waits."""
-        return call_here(self.fn, args)
-
-
-def call_here(fn: Function, args: Sequence[Tree]) -> Tree:
-    """Calls a user's function on this thread, or on the event loop and waits."""
-    return run_one(fn, *args) if inspect_callable(fn).awaits else fn(*args)
 
 
 def among(positions: tuple[int, ...], n: int) -> tuple[int, ...]:

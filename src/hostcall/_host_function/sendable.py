@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hostcall._core.host_code import HostCode
 from hostcall._core.source import inspect_callable, name_of
+from hostcall._host_function.ruled import Ruled
 from hostcall._host_function.rules import (
     Function,
     Kind,
-    Ruled,
     Tree,
     Trees,
 )

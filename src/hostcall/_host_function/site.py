@@ -38,6 +38,7 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.spec import Template
+from hostcall._host_function import batched as batched  # sets JAX's rule of vmap
 from hostcall._host_function.in_jax import forward_in_jax, in_jax
 from hostcall._host_function.primitives import (
     Arrays,
@@ -68,6 +69,7 @@ class BoundHostCall(ArgumentLayout):
         return RuleCall(self, "value", self.avals).run(operands, by_rule)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
+        """The results and their tangents, by the rules that there are: see the top."""
         rules = self.function.rules
         nz = tuple([tangent is not None for tangent in tangents])
         if self.nondiff or (rules.jvp and rules.jvp.by_argument):
@@ -85,6 +87,8 @@ class BoundHostCall(ArgumentLayout):
             avals=(*self.avals, *self.out_avals),
         )
         primals_and_tangents = [*operands, *there(tangents)]
+        # JAX can't transpose a rule in host code, and with a Jacobian reverse mode goes
+        # by that.
         jvp_may_not_serve_both = rules.jvp and (
             rules.jacobian or rules.jvp.runs_in == "host"
         )
@@ -102,14 +106,13 @@ class BoundHostCall(ArgumentLayout):
         jvp = self.function.rules.jvp
         by_argument = jvp.by_argument if jvp else ()
         for position in pick(self.positions, nz):
-            why = ""
             if position in self.nondiff:
                 why = "which is in nondiff="
-            elif by_argument and (
-                position >= len(by_argument) or by_argument[position] is None
-            ):
+                raise self.missing("argument", position=position, why=why)
+            # `defjvps` may be given fewer rules than there are arguments.
+            of_position = by_argument[position : position + 1]
+            if by_argument and not there(of_position):
                 why = "for which defjvps was given no rule"
-            if why:
                 raise self.missing("argument", position=position, why=why)
 
     # --- Linear functions ----------------------------------------------------------
@@ -124,12 +127,12 @@ class BoundHostCall(ArgumentLayout):
 
     def _linear_jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         """The results, and the same function of the tangents."""
-        moved = [
-            tangent if is_linear else operand
-            for operand, tangent, is_linear in zip(
-                operands, filled(operands, tangents), self.diff, strict=True
-            )
-        ]
+        complete = filled(operands, tangents)
+        moved: Arrays = []
+        for operand, tangent, is_linear in zip(
+            operands, complete, self.diff, strict=True
+        ):
+            moved.append(tangent if is_linear else operand)
         moved_results = bind(moved, self.of_tangents)
         # Integer results have no tangents.
         result_tangents = spread(pick(moved_results, self.out_diff), self.out_diff)
@@ -227,8 +230,10 @@ class Derivative(ValueAndTangent):
         writes_results = function.options.lend == "out"
         if jvp and (jvp.runs_in == "jax" or not writes_results):
             return called(RuleCall(site, "both", self.avals, self.nz), operands)
-        outs, consts, linear = self.start(operands[: self.n], False)
-        return [*outs, *linear.run([*consts, *operands[self.n :]])]
+        tangents = operands[self.n :]
+        outs, consts, linear = self.start(operands[: self.n], backward=False)
+        out_tangents = linear.run([*consts, *tangents])
+        return [*outs, *out_tangents]
 
     def start(
         self, args: Arrays, backward: bool
@@ -261,13 +266,9 @@ class Derivative(ValueAndTangent):
         runs_again = vjp and (site.masked or vjp.keeps_objects)
         needs_args = rules.jvp or rules.jacobian or runs_again or not backward
         needs_results = rules.jvp and rules.jvp.by_argument
-        consts, const_tree = jax.tree.flatten(
-            (
-                args if needs_args else [],
-                outs if needs_results else [],
-                residuals,
-            )
-        )
+        kept_args = args if needs_args else []
+        kept_results = outs if needs_results else []
+        consts, const_tree = jax.tree.flatten((kept_args, kept_results, residuals))
         linear = LinearPart(
             site=site,
             const_tree=const_tree,
@@ -332,6 +333,7 @@ class LinearPart(LinearMap):
     def _by_backward_rule(
         self, args: Arrays, residuals: Arrays, cotangents: Arrays
     ) -> Arrays:
+        """The cotangents by the second rule of `defvjp`."""
         site = self.site
         vjp = site.function.rules.vjp
         assert vjp is not None, "`back` has asked"
@@ -424,16 +426,18 @@ def push(blocks: Arrays, site: ArgumentLayout, nz: Flags, tangents: Arrays) -> A
         return product(block, tangent, tangent.ndim)
 
     def result_tangent(out: Aval, row: Arrays) -> jax.Array:
-        terms = [
-            dot(row[column], tangent)
-            for column, tangent in zip(columns, tangents, strict=True)
-        ]
+        terms: Arrays = []
+        for column, tangent in zip(columns, tangents, strict=True):
+            terms.append(dot(row[column], tangent))
+        # From the first one, not from 0: a number would decide about the dtype.
         total = sum(terms[1:], terms[0]) if terms else jnp.zeros(out.shape)
         return total.astype(out.dtype)
 
+    out_tangents: Arrays = []
     dtypes = [x.dtype for x in (*blocks, *tangents, *site.out_avals)]
     with _jax.able_to_hold(*dtypes):
-        return [
-            result_tangent(out, blocks[i * row_length : (i + 1) * row_length])
-            for i, out in enumerate(site.out_avals)
-        ]
+        for number, out in enumerate(site.out_avals):
+            first = number * row_length
+            row = blocks[first : first + row_length]
+            out_tangents.append(result_tangent(out, row))
+    return out_tangents

@@ -19,13 +19,13 @@ from hostcall._core.options import LOCAL_ONLY
 from hostcall._core.source import Place
 from hostcall._core.spec import Opaque, Results, Template
 from hostcall._host_function.primitives import Arrays, DiffFunction, Operands, Tangents
+from hostcall._host_function.ruled import Ruled
 from hostcall._host_function.rules import (
     ADVICE,
     MISSING,
     RULES,
     Function,
     Kind,
-    Ruled,
     Tree,
     Trees,
 )
@@ -98,7 +98,9 @@ class ArgumentLayout(DiffFunction):
     def missing(self, key: str, **details: object) -> DerivativeError:
         """The error for a missing rule; `key` is a key of `MISSING`."""
         names = {"name": self.name, "place": self.place, **details}
-        advice = self.function.advice or ADVICE.get(key, "").format(**names)
+        advice = self.function.advice
+        if not advice and key in ADVICE:
+            advice = ADVICE[key].format(**names)
         text = MISSING[key].format(**names, advice=advice)
         return DerivativeError(f"hostcall: {text}")
 
@@ -118,10 +120,11 @@ class ArgumentLayout(DiffFunction):
     @cached_property
     def diff(self) -> tuple[bool, ...]:
         """For each array of the arguments, whether it has a tangent."""
-        return tuple(
-            position not in self.nondiff and jnp.issubdtype(aval.dtype, jnp.inexact)
-            for position, aval in zip(self.positions, self.in_avals, strict=True)
-        )
+        diff: list[bool] = []
+        for position, aval in zip(self.positions, self.in_avals, strict=True):
+            has_tangent = position not in self.nondiff
+            diff.append(has_tangent and jnp.issubdtype(aval.dtype, jnp.inexact))
+        return tuple(diff)
 
     @property
     def diff_positions(self) -> list[int]:
@@ -166,12 +169,10 @@ class ArgumentLayout(DiffFunction):
 
     def cotangents(self, cotangents: Operands) -> Tree:
         """Cotangents in the structure of the result; integers have float0 zeros."""
-        leaves = [
-            _float0(aval.shape) if cotangent is None else cotangent
-            for cotangent, aval in zip(
-                spread(cotangents, self.out_diff), self.avals, strict=True
-            )
-        ]
+        leaves: list[Tree] = []
+        of_results = spread(cotangents, self.out_diff)
+        for cotangent, aval in zip(of_results, self.avals, strict=True):
+            leaves.append(_float0(aval.shape) if cotangent is None else cotangent)
         return self.results.treedef.unflatten(leaves)
 
     # --- From trees to arrays ------------------------------------------------------
@@ -244,18 +245,24 @@ class ArgumentLayout(DiffFunction):
 
     @cached_property
     def jacobian_avals(self) -> tuple[Aval, ...]:
-        return tuple(
-            out if self.diagonal else out.update(shape=out.shape + aval.shape)
-            for out in self.out_avals
-            for aval in pick(self.in_avals, self.diff)
-        )
+        in_avals = pick(self.in_avals, self.diff)
+        avals: list[Aval] = []
+        for out in self.out_avals:
+            for aval in in_avals:
+                # A diagonal has the shape of the result.
+                axes = () if self.diagonal else aval.shape
+                avals.append(out.update(shape=out.shape + axes))
+        return tuple(avals)
 
     @cached_property
     def jacobian_paths(self) -> tuple[str, ...]:
         """For each block of the Jacobian what it derives, and by what."""
         outs = pick(self.results.paths(), self.out_diff)
         args = pick(self.template.paths(), self.unmasked(self.diff))
-        return tuple(f"{out} by {arg}" for out in outs for arg in args)
+        paths: list[str] = []
+        for out in outs:
+            paths += [f"{out} by {arg}" for arg in args]
+        return tuple(paths)
 
     def fitting(
         self,

@@ -17,6 +17,7 @@ of these files were read against and run with JAX 0.10.2 to 0.12.0.1.
     operations    the operations that hostcall emits into such a program
     hoisting      keeps calls with effects in the scans that they are in
     while_loops   runs host calls once in loops that JAX runs twice
+    loop_conditions lowers loops whose conditions have host calls
     dispatch      programs that a thread has dispatched: order, waits, who hears of them
     fast_dispatch programs with host calls on JAX's fast dispatch
     program_order one order for all host calls of a program
@@ -27,6 +28,7 @@ of these files were read against and run with JAX 0.10.2 to 0.12.0.1.
     rewriting     puts equations into programs where they are lowered
     fragments     the equations that are put in
     pauses        loops that pause between their steps
+    while_parts   a scan as a while loop, for these
     user_lines    the user's frames in which an equation was traced
     places        where an equation is: its lines, loops and shard
     settings      a thread's settings, as they are where a call is traced

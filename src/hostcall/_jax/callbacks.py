@@ -158,12 +158,13 @@ def replace_lowering(
         chosen = rule if is_served(ctx) else theirs
         return chosen(ctx, *xs, **params)
 
-    for table in (_src_mlir._lowerings, *(by_platform[name] for name in SERVED)):
-        if (entry := table.get(primitive)) is not None:
+    tables = [_src_mlir._lowerings, *[by_platform[name] for name in SERVED]]
+    for table in tables:
+        entry = table.get(primitive)
+        if entry is not None:
             # JAX asks an entry for `inline`, so it stays one of JAX's type.
-            replacement = type(entry)(
-                functools.partial(either, entry.rule), entry.inline
-            )
+            either_rule = functools.partial(either, entry.rule)
+            replacement = type(entry)(either_rule, entry.inline)
             undo.append(put_entry(table, primitive, replacement))
     undo.append(put_entry(ENGINE_CALLS, primitive, rule))
     JAXS_CALLS.add(primitive)

@@ -42,10 +42,12 @@ def processes_at_service() -> int | None:
     if port is None or connections is None:
         return None
     own_ends = {local for _, local, _ in connections}
-    # This process's own client is connected too: both ends of that are here.
-    return sum(
-        _port(local) == port and peer not in own_ends for _, local, peer in connections
-    )
+    count = 0
+    for _, local, peer in connections:
+        # This process's own client is connected too: both ends of that are here.
+        if _port(local) == port and peer not in own_ends:
+            count += 1
+    return count
 
 
 def close_collectives() -> int:
@@ -54,12 +56,13 @@ def close_collectives() -> int:
     """
     stored = job_folder_bytes(_GLOO)
     listeners = [text for text in stored if len(text) <= _LONGEST_ADDRESS]
-    return sum(
-        _native.shut_down(descriptor, local, peer)
-        for descriptor, local, peer in _native.connections() or []
+    closed = 0
+    for descriptor, local, peer in _native.connections() or []:
         # One end of each is a listener: this process's own, or the other's.
-        if any(_start(local) in text or _start(peer) in text for text in listeners)
-    )
+        ends = (_start(local), _start(peer))
+        if any(end in text for text in listeners for end in ends):
+            closed += _native.shut_down(descriptor, local, peer)
+    return closed
 
 
 def _service_port() -> int | None:

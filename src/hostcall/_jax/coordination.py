@@ -31,7 +31,8 @@ def place_in_job() -> tuple[int, int]:
 
 def job_size() -> int:
     """The number of processes; 1 without `jax.distributed.initialize`."""
-    return place_in_job()[1]
+    _, size = place_in_job()
+    return size
 
 
 def job_outlives_processes() -> bool:
@@ -103,7 +104,9 @@ def leave_job() -> None:
     for client_part in (state.preemption_sync_manager, state.client, state.service):
         if client_part is not None:
             _native.keep_for_ever(client_part)
-    state.preemption_sync_manager = state.client = state.service = None
+    state.preemption_sync_manager = None
+    state.client = None
+    state.service = None
 
 
 def _client() -> Any:

@@ -63,10 +63,8 @@ class _Process:
 
     def note(self, program: Executable, devices: Devices) -> None:
         """A program is about to be dispatched in Python. Every one is so at first."""
-        if program.ordered_effects:
-            self._all.add(devices)
-        else:
-            self._all.add(devices)
+        self._all.add(devices)
+        if not program.ordered_effects:
             self._alone.add(devices)
             forget = functools.partial(self._forget, id(program))
             self._programs.setdefault(id(program), weakref.ref(program, forget))
@@ -84,11 +82,12 @@ class _Process:
         # Of a program without tokens XLA keeps the order on its one device. So a second
         # such device, or one with tokens that leaves it out, would be in no order.
         alone = list(self._alone)
+        if not alone:  # JAX's tokens keep the others in order
+            return True
         if len(alone) > 1:
             return False
-        return all(
-            set(alone[0]) <= set(devices) for devices in list(self._all) if alone
-        )
+        (common,) = alone
+        return all(set(common) <= set(devices) for devices in list(self._all))
 
     def _forget(self, key: int, dead: object) -> None:
         # Another program may have the identity of the dead one by now.
@@ -134,7 +133,8 @@ def _before(program: Executable) -> None:
     # XLA puts it behind no program over one device (see order.md).
     if len(devices) > 1 and devices[0].platform == "cpu":
         wait_for_programs()
-    if _process.is_several and (last is None or not set(devices) <= set(last)):
+    is_behind_last = last is not None and set(devices) <= set(last)
+    if _process.is_several and not is_behind_last:
         wait_for_programs()
         for token in list(_dispatch.runtime_tokens.current_tokens.values()):
             with contextlib.suppress(*REPORTS):  # told to whoever waits for it

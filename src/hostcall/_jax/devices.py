@@ -109,7 +109,9 @@ def to_host(operand: jax.typing.ArrayLike) -> np.ndarray:
         return to_numpy(operand)
     if isinstance(operand, np.ndarray) and operand.dtype == jax.dtypes.float0:
         return np.zeros(operand.shape, np.bool_)
-    array = np.asarray(operand, canonical_dtype(jax.lax.dtype(operand)))
+    dtype = canonical_dtype(jax.lax.dtype(operand))
+    array = np.asarray(operand, dtype)
+    # `ascontiguousarray` gives a scalar an axis.
     return np.ascontiguousarray(array).reshape(array.shape)
 
 

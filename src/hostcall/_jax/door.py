@@ -17,7 +17,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -50,9 +50,13 @@ def is_newer_than_tested() -> bool:
 
 def _is_in(need: Need) -> bool:
     """Whether this JAX is one of those that should have it."""
-    since = version_of(need.since or "0")
-    until = version_of(need.until or "9999")
-    return since <= JAX_VERSION and JAX_VERSION[: len(until)] <= until
+    if need.since and version_of(need.since) > JAX_VERSION:
+        return False
+    if not need.until:
+        return True
+    # "0.11" is until the last release of 0.11: only so many numbers are compared.
+    until = version_of(need.until)
+    return JAX_VERSION[: len(until)] <= until
 
 
 # --- What is missing ------------------------------------------------------------------
@@ -95,9 +99,13 @@ def unfit_for(error: ImportError | AttributeError) -> ImportError | None:
     """The same for an error of an import of one of JAX's public names; None if the
     error is about something else.
     """
+    # An ImportError has the module's name, an AttributeError the module itself.
     module = error.name if isinstance(error, ImportError) else error.obj
-    name = getattr(module, "__name__", module)
-    if _KNOWN in str(error) or str(name).partition(".")[0] not in ("jax", "jaxlib"):
+    name = str(getattr(module, "__name__", module))
+    package, _, _ = name.partition(".")
+    if package not in ("jax", "jaxlib"):
+        return None
+    if _KNOWN in str(error):  # it is one of `unfit` already
         return None
     return unfit(f"name of its public modules that hostcall needs ({error})")
 
@@ -106,7 +114,7 @@ def missing(part: Part) -> str:
     """What this JAX has not of what a part of hostcall needs; "" if it has all."""
     for need in NEEDS:
         if need.part is part and need.module not in _LATE:
-            module(need.module)
+            module(need.module)  # which notes in `_missing` what it lacks
     return " and ".join(_missing.get(part, ()))
 
 
@@ -152,10 +160,12 @@ class _View:
     """A module of JAX that has not all that is needed of it."""
 
     def __init__(self, module: ModuleType | None, missing: dict[str, Missing]) -> None:
-        vars(self).update(missing)
         self.__module = module
+        self.__missing = missing
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__missing:
+            return self.__missing[name]
         return getattr(self.__module, name)
 
 
@@ -168,22 +178,37 @@ _LATE = ("custom_partitioning", "flattree", "key_reuse", "pallas", "roofline")
 @functools.cache
 def module(alias: str) -> Any:
     """A module of JAX, or a view of it, by its name in MODULES."""
-    jax_module = _imported(MODULES[alias])
+    path = MODULES[alias]
+    jax_module = _imported(path)
     gone: dict[str, Missing] = {}
     for need in NEEDS:
         if need.module != alias or not _is_in(need):
             continue
-        for name in need.names.split() or [""] * (jax_module is None):
-            lack = f"{MODULES[alias]}.{name}".rstrip(".")
-            if jax_module is not None and hasattr(jax_module, name):
-                if _fits(
-                    getattr(jax_module, name), *CALLED.get((alias, name), (None, ()))
-                ):
-                    continue
-                lack += " with the arguments that hostcall passes"
-            gone[name] = Missing(need.part, lack)
-            _missing.setdefault(need.part, []).append(lack)
-    return _View(jax_module, gone) if gone or jax_module is None else jax_module
+        names = need.names.split()
+        if not names and jax_module is None:
+            names = [""]  # the module itself is what is needed
+        for name in names:
+            lack = _lack_of(jax_module, alias, name)
+            if lack:
+                gone[name] = Missing(need.part, lack)
+                _missing.setdefault(need.part, []).append(lack)
+    if gone or jax_module is None:
+        return _View(jax_module, gone)
+    return jax_module
+
+
+def _lack_of(jax_module: ModuleType | None, alias: str, name: str) -> str:
+    """What this JAX has not, if it has no such name in the module, or another function
+    by that name; "" if all is as needed.
+    """
+    path = f"{MODULES[alias]}.{name}".rstrip(".")
+    if jax_module is None or not hasattr(jax_module, name):
+        return path
+    if (alias, name) in CALLED:
+        count, keywords = CALLED[alias, name]
+        if not _fits(getattr(jax_module, name), count, keywords):
+            return f"{path} with the arguments that hostcall passes"
+    return ""
 
 
 def _imported(path: str) -> Any:
@@ -206,21 +231,31 @@ def unwrapped(function: Any) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 
-def _fits(function: Any, count: int | None, names: tuple[str, ...]) -> bool:
-    """Whether a function takes so many arguments by position, and these by name."""
+def _fits(function: Any, count: int, keywords: Sequence[str]) -> bool:
+    """Whether a function takes so many arguments by position, and these by name; True
+    for one whose parameters can't be read.
+
+    From its code, since `inspect.signature` takes longer, and hostcall's import asks
+    for each function that it calls.
+    """
     function = unwrapped(function)
-    if count is None or function is None:
+    if function is None:
         return True
     code = function.__code__
-    parameters = code.co_varnames[: code.co_argcount]
-    by_name = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    required = {*parameters[: len(parameters) - len(function.__defaults__ or ())]}
-    required |= by_name - {*parameters} - {*(function.__kwdefaults__ or ())}
-    return (
-        (count <= len(parameters) or bool(code.co_flags & inspect.CO_VARARGS))
-        and ({*names} <= by_name or bool(code.co_flags & inspect.CO_VARKEYWORDS))
-        and required <= {*parameters[:count], *names}
-    )
+    positional = code.co_varnames[: code.co_argcount]
+    every = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    takes_more = bool(code.co_flags & inspect.CO_VARARGS)
+    takes_any_keyword = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    if count > len(positional) and not takes_more:
+        return False
+    if not set(keywords) <= set(every) and not takes_any_keyword:
+        return False
+    # What has no default must be given.
+    defaults = function.__defaults__ or ()
+    has_default = {*positional[len(positional) - len(defaults) :]}
+    has_default |= set(function.__kwdefaults__ or ())
+    given_here = {*positional[:count], *keywords}
+    return set(every) <= has_default | given_here
 
 
 def __getattr__(alias: str) -> Any:

@@ -21,8 +21,9 @@ def is_smaller_than_a_byte(dtype: Dtype) -> bool:
     """Whether an element has less than eight bits, as those of int4 have."""
     if jax.dtypes.issubdtype(dtype, np.integer):
         return bool(jax.numpy.iinfo(dtype).bits < 8)
-    is_float = jax.dtypes.issubdtype(dtype, np.floating)
-    return is_float and bool(jax.numpy.finfo(dtype).bits < 8)
+    if jax.dtypes.issubdtype(dtype, np.floating):
+        return bool(jax.numpy.finfo(dtype).bits < 8)
+    return False
 
 
 _REFS = (jax.core.Tracer, jax.Ref)
@@ -78,12 +79,12 @@ def physical_avals(avals: Sequence[Aval]) -> list[Aval]:
 
     A typed key becomes its uint32 block, and float0 becomes bool.
     """
-    return [
-        aval.update(dtype=np.dtype(np.bool_))
-        if aval.dtype == jax.dtypes.float0
-        else aval
-        for aval in map(_core.physical_aval, avals)
-    ]
+    physical: list[Aval] = []
+    for aval in map(_core.physical_aval, avals):
+        if aval.dtype == jax.dtypes.float0:
+            aval = aval.update(dtype=np.dtype(np.bool_))
+        physical.append(aval)
+    return physical
 
 
 def is_symbolic(size: object) -> bool:

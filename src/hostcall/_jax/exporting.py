@@ -80,21 +80,34 @@ def marked(
     """The same program, unequal to itself if it calls other things.
 
     JAX keeps compiled programs by equality of what was loaded. The mark is the name of
-    a custom call that may be exported: it goes nowhere else. It keeps the things alive,
-    so that no other has the number of one while JAX compares with it.
+    a custom call that may be exported, by the numbers of the calls: it goes nowhere
+    else. It keeps the calls alive, so that no other has the number of one while JAX
+    compares with it.
     """
-    mark = f"hostcall {[*map(id, calls)]}"
-    check = jax.export.DisabledSafetyCheck.custom_call(mark)
-    vars(check).update(calls=calls)  # alive as long as the program
     get_vjp = exported._get_vjp
+    marked_vjp = None
+    if get_vjp is not None:
+        # The program of the derivative calls the same things.
+        marked_vjp = lambda primal: marked(get_vjp(primal), calls)  # noqa: E731
     return dataclasses.replace(
         exported,
-        disabled_safety_checks=(*exported.disabled_safety_checks, check),
-        # The program of the derivative calls the same things.
-        _get_vjp=None
-        if get_vjp is None
-        else lambda primal: marked(get_vjp(primal), calls),
+        disabled_safety_checks=(*exported.disabled_safety_checks, _Mark(calls)),
+        _get_vjp=marked_vjp,
     )
+
+
+class _Mark(jax.export.DisabledSafetyCheck):  # type: ignore[misc]
+    """Allows a custom call that nobody makes, named by the calls of one program.
+
+    Attributes:
+        calls: alive as long as the program.
+    """
+
+    def __init__(self, calls: Sequence[object]) -> None:
+        numbers = [id(call) for call in calls]
+        plain = jax.export.DisabledSafetyCheck.custom_call(f"hostcall {numbers}")
+        super().__init__(str(plain))
+        self.calls = calls
 
 
 class CustomCall(NamedTuple):
@@ -141,6 +154,7 @@ def custom_calls(exported: jax.export.Exported) -> list[CustomCall]:
 
 
 def _custom_call(op: Operation) -> CustomCall:
+    """Reads one custom call; `odd` names what hostcall never writes so."""
     attributes = {name: op.attributes[name] for name in op.attributes}
     count = len(op.operands)
     shapes = _numbers(attributes.get("indices_of_shape_operands"), count) or []
@@ -156,14 +170,16 @@ def _custom_call(op: Operation) -> CustomCall:
     for name, values in layouts.items():
         if name in attributes and not _is_row_major(attributes[name], values):
             odd.append(name)
+    config_texts: dict[str, str | None] = {}
+    if _CONFIG not in odd:
+        config_texts = {entry.name: _text(entry.attr) for entry in config or ()}
+    target = attributes["call_target_name"]
+    operands = list(op.operands)[: count - len(shapes)]
     return CustomCall(
         operation=op.name,
-        target=_text(attributes["call_target_name"])
-        or str(attributes["call_target_name"]),
-        config={entry.name: _text(entry.attr) for entry in config or ()}
-        if _CONFIG not in odd
-        else {},
-        operands=[str(value.type) for value in op.operands][: count - len(shapes)],
+        target=_text(target) or str(target),
+        config=config_texts,
+        operands=[str(value.type) for value in operands],
         results=[str(value.type) for value in op.results],
         has_side_effect=str(attributes.get("has_side_effect")) == "true",
         aliases=str(attributes.get("output_operand_aliases", "[]")) != "[]",
@@ -192,9 +208,9 @@ def _text(attribute: Attribute) -> str | None:
 
 def _numbers(attribute: Attribute | None, most: int) -> list[int] | None:
     """The numbers of an attribute; None if it has none, or too many."""
-    if not isinstance(attribute, _ir.DenseIntElementsAttr) or len(attribute) > most:
+    if not isinstance(attribute, _ir.DenseIntElementsAttr):
         return None
-    return list(attribute)
+    return None if len(attribute) > most else list(attribute)
 
 
 def _is_row_major(layouts: Attribute, values: Sequence[Value]) -> bool:
@@ -210,12 +226,20 @@ def _is_row_major(layouts: Attribute, values: Sequence[Value]) -> bool:
 
 def type_text(dtype: str, sizes: Sequence[object]) -> str:
     """How MLIR writes the type of an array; a size that is no int is symbolic."""
-    kind = dtype.replace("uint", "ui").replace("int", "i").replace("bool", "i1")
+    texts = [str(size) if type(size) is int else "?" for size in sizes]
+    return f"tensor<{'x'.join([*texts, _element_text(dtype)])}>"
+
+
+def _element_text(dtype: str) -> str:
+    """How MLIR writes the type of an element."""
+    if dtype == "bool":
+        return "i1"
+    if dtype == "bfloat16":
+        return "bf16"
     if dtype.startswith("complex"):
-        kind = f"complex<f{int(dtype.removeprefix('complex')) // 2}>"
-    elif dtype.startswith("float"):  # "float8_e4m3fn" is f8E4M3FN
-        kind = "f" + dtype.removeprefix("float").replace("_", "").upper()
-    elif dtype == "bfloat16":
-        kind = "bf16"
-    shape = "".join(f"{n if type(n) is int else '?'}x" for n in sizes)
-    return f"tensor<{shape}{kind}>"
+        bits = int(dtype.removeprefix("complex"))
+        return f"complex<f{bits // 2}>"
+    if dtype.startswith("float"):  # "float8_e4m3fn" is f8E4M3FN
+        form = dtype.removeprefix("float").replace("_", "")
+        return f"f{form.upper()}"
+    return dtype.replace("uint", "ui").replace("int", "i")

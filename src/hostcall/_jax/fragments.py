@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +57,18 @@ def traced(
 ) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
     """The equations of `fn` on these variables, and its results.
 
-    `is_apart`: the compiler lets no sharding spread from there into the program.
+    Args:
+        fn: a function of arrays.
+        operands: the variables and literals that it gets.
+        is_apart: whether the compiler lets no sharding spread from there into the
+            program.
     """
 
-    def flat(*arrays: jax.Array) -> list[jax.Array]:
-        inputs_apart = map(_looked_at_p.bind, arrays) if is_apart else arrays
-        return list(fn(*inputs_apart) or ())
+    def flat(*inputs: jax.Array) -> list[jax.Array]:
+        if is_apart:
+            inputs = tuple([_looked_at_p.bind(array) for array in inputs])
+        results = fn(*inputs)
+        return [] if results is None else list(results)
 
     avals = [jax.core.ShapedArray(x.aval.shape, x.aval.dtype) for x in operands]
     names = _core.DebugInfo("observe", "hostcall.observe", None, None)
@@ -74,18 +80,27 @@ def traced(
     traced_jaxpr = open_jaxpr(jaxpr)
     # Where the constants have no variables of their own, they are the first inputs.
     inputs = [*traced_jaxpr.constvars, *traced_jaxpr.invars]
-    known = inputs[: len(consts)]
-    new: dict[_t.Atom, _t.Atom] = dict(
-        zip(inputs[len(consts) :], operands, strict=True)
-    )
-    for var, const in zip(known, consts, strict=True):
-        new[var] = _core.Literal(np.asarray(const), var.aval)
+    literals = [
+        _core.Literal(np.asarray(const), var.aval)
+        for var, const in zip(inputs[: len(consts)], consts, strict=True)
+    ]
+    new_names = dict(zip(inputs, [*literals, *operands], strict=True))
+    eqns = [
+        eqn.replace(invars=_renamed(eqn.invars, new_names)) for eqn in traced_jaxpr.eqns
+    ]
+    return eqns, _renamed(traced_jaxpr.outvars, new_names)
 
-    def renamed(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
-        return [x if isinstance(x, _core.Literal) else new.get(x, x) for x in atoms]
 
-    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in traced_jaxpr.eqns]
-    return eqns, renamed(traced_jaxpr.outvars)
+def _renamed(
+    atoms: Sequence[_t.Atom], new_names: Mapping[_t.Atom, _t.Atom]
+) -> list[_t.Atom]:
+    """These variables under their new names, as far as they have some."""
+    renamed: list[_t.Atom] = []
+    for atom in atoms:
+        if not isinstance(atom, _core.Literal):  # which has no name
+            atom = new_names.get(atom, atom)
+        renamed.append(atom)
+    return renamed
 
 
 def assigned(
@@ -104,9 +119,10 @@ def assigned(
         for i, copied in zip(constants, copies, strict=True):
             results[i] = copied
     assert all(isinstance(x, _core.Var) for x in results), "an equation makes each"
-    names = dict(zip(results, variables, strict=False))
-
-    def new(atoms: Sequence[_t.Atom]) -> list[_t.Atom]:
-        return [x if isinstance(x, _core.Literal) else names.get(x, x) for x in atoms]
-
-    return [e.replace(invars=new(e.invars), outvars=new(e.outvars)) for e in eqns]
+    new_names = dict(zip(results, variables, strict=False))
+    renamed: list[_t.JaxprEquation] = []
+    for eqn in eqns:
+        invars = _renamed(eqn.invars, new_names)
+        outvars = _renamed(eqn.outvars, new_names)
+        renamed.append(eqn.replace(invars=invars, outvars=outvars))
+    return renamed

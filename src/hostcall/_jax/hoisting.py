@@ -36,12 +36,12 @@ def _disguise(jaxpr: Jaxpr) -> Jaxpr:
     """The body of a loop with its effectful equations disguised."""
     if not own_effects.filter_in(jaxpr.effects):
         return jaxpr
-    eqns = [
-        eqn.replace(primitive=_disguised_p, params={"eqn": eqn})
-        if own_effects.filter_in(eqn.effects)
-        else eqn
-        for eqn in jaxpr.eqns
-    ]
+    eqns: list[JaxprEquation] = []
+    for eqn in jaxpr.eqns:
+        if own_effects.filter_in(eqn.effects):
+            # Its operands, results and effects stay as they are.
+            eqn = eqn.replace(primitive=_disguised_p, params={"eqn": eqn})
+        eqns.append(eqn)
     return changed(jaxpr, eqns=eqns)
 
 
@@ -55,6 +55,7 @@ def _stage(trace: Trace, *tracers: Tracer, eqn: JaxprEquation) -> list[Tracer]:
     recipe = _src_pe.new_eqn_recipe(
         trace, operands, outs, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
     )
+    # As JAX's own staging: by its handle it stays, whether or not its results are used.
     if _effects.partial_eval_kept_effects.filter_in(eqn.effects):
         trace.effect_handles.append(_src_pe.EffectHandle(operands, recipe))
     for out in outs:

@@ -17,9 +17,9 @@ The tests check that each one works, under each JAX of the range.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -108,9 +108,14 @@ def _install_all(use: When) -> None:
 
 def _why_no_part(part: Part, patches: list[Patch]) -> str:
     """Why a part can't be installed; "" if it can."""
-    if absent := missing(part):
+    absent = missing(part)
+    if absent:
         return f"jax {jax.__version__} has no {absent}"
-    return next(filter(None, map(_why_not, patches)), "")
+    for patch in patches:
+        reason = _why_not(patch)
+        if reason:
+            return reason
+    return ""
 
 
 def install_anew() -> None:
@@ -123,8 +128,11 @@ def restore() -> None:
     next use installs it again.
     """
     with _installed.lock:
+        # The last one first: one place may have two, of which the second calls the
+        # first.
         while _installed.undo:
-            _installed.undo.pop()[1]()
+            _, put_back = _installed.undo.pop()
+            put_back()
         _installed.uses = frozenset()
         _installed.lost.clear()
 
@@ -161,8 +169,10 @@ def _state(patch: Patch, is_installed: bool) -> str:
 def _named(text: str) -> Any:
     """What a text such as `jax._src.dispatch:RuntimeTokenSet` names."""
     module_name, _, path = text.partition(":")
-    module: Any = importlib.import_module(module_name)
-    return functools.reduce(getattr, path.split("."), module) if path else module
+    named: Any = importlib.import_module(module_name)
+    for attribute in path.split(".") if path else ():
+        named = getattr(named, attribute)
+    return named
 
 
 def _has_own(patch: Patch) -> bool:
@@ -213,17 +223,18 @@ def _takes(function: Any, wanted: tuple[str, ...]) -> bool:
 
 def _asks(module: ModuleType, name: str) -> bool:
     """Whether a function or method of a module names this one."""
-    return any(
-        name in code.co_names
-        for member in vars(module).values()
-        for code in _codes(member)
-    )
+    for member in vars(module).values():
+        for code in _codes(member):
+            if name in code.co_names:
+                return True
+    return False
 
 
 def _codes(member: Any) -> list[CodeType]:
     """The codes of a function, or of the methods of a class, with those inside them."""
     if isinstance(member, type):
-        return [code for method in vars(member).values() for code in _codes(method)]
+        codes_of_methods = map(_codes, vars(member).values())
+        return list(itertools.chain.from_iterable(codes_of_methods))
     function = getattr(member, "__func__", member)  # of a static method
     function = getattr(function, "__wrapped__", function)  # of a cached one
     codes = [function.__code__] if isinstance(function, FunctionType) else []

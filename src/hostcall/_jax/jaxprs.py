@@ -86,15 +86,16 @@ def inners(eqn: _t.JaxprEquation) -> list[Inner]:
         return [Inner(called(eqn), params[called(eqn)], 0, n)]
     if name == "cond":
         return [Inner("branches", branch, 1, n) for branch in params["branches"]]
-    if any(isinstance(e, _effects.JaxprInputEffect) for e in eqn.effects):
+    if any(map(_is_of_input, eqn.effects)):
         return []  # the effects have the numbers of operands
     if name == "scan":
-        return [Inner("jaxpr", params["jaxpr"], 0, split_of(eqn)[0])]
+        n_consts, _ = split_of(eqn)
+        return [Inner("jaxpr", params["jaxpr"], 0, n_consts)]
     if name == "while":
         begin = params["cond_nconsts"]
-        body = params["body_jaxpr"], begin, begin + params["body_nconsts"]
+        end = begin + params["body_nconsts"]
         condition = Inner("cond_jaxpr", params["cond_jaxpr"], 0, begin)
-        return [condition, Inner("body_jaxpr", *body)]
+        return [condition, Inner("body_jaxpr", params["body_jaxpr"], begin, end)]
     return []
 
 
@@ -107,20 +108,34 @@ def replaced(
     """The equation with these jaxprs, which have so many more constants. A loop also
     carries so many more values, in front of the others.
     """
-    inner_effects = {
-        e for some in jaxprs.values() for jaxpr in some for e in jaxpr.effects
-    }
-    new_effects = {
-        e for e in inner_effects if not isinstance(e, _effects.JaxprInputEffect)
-    }
     params = {**eqn.params}
-    n = next(iter(more_consts.values()))
     primitive = eqn.primitive
     if primitive.name.startswith("custom_"):  # the rules have done their work
         primitive = _core.closed_call_p
         params = {}
-    for key, some in jaxprs.items():
-        params[key] = tuple(some) if key == "branches" else some[0]
+    new_effects = set[_t.Effect]()
+    for key, inner_jaxprs in jaxprs.items():
+        params[key] = tuple(inner_jaxprs) if key == "branches" else inner_jaxprs[0]
+        for jaxpr in inner_jaxprs:
+            # Effects on inputs have the numbers of inner operands: those of the
+            # equation itself, which have its own numbers, stay as they are.
+            new_effects |= {e for e in jaxpr.effects if not _is_of_input(e)}
+    _lengthen(params, more_consts, carried)
+    effects = eqn.effects | new_effects
+    return eqn.replace(primitive=primitive, params=params, effects=effects)
+
+
+def _is_of_input(effect: _t.Effect) -> bool:
+    return isinstance(effect, _effects.JaxprInputEffect)
+
+
+def _lengthen(params: _t.Params, more_consts: dict[str, int], carried: int) -> None:
+    """Says in the parameters of an equation that it has more constants, by the key of
+    each inner jaxpr, and that a loop carries more values.
+    """
+    # Those of one jaxpr: of an equation with two, a while loop, the other one's are
+    # named apart.
+    n = next(iter(more_consts.values()))
     longer: dict[str, int | tuple[object, ...]] = {
         "in_shardings": (_sharding_impls.UNSPECIFIED,) * n,
         "in_layouts": (None,) * n,
@@ -132,9 +147,10 @@ def replaced(
         "cond_nconsts": more_consts.get("cond_jaxpr", 0),
         "body_nconsts": more_consts.get("body_jaxpr", 0),
     }
-    for key, x in longer.items():
-        if isinstance(params.get(key), type(x)):
-            params[key] += x
+    for key, more in longer.items():
+        # Only if it is of this type: one bool as `prevent_cse` holds for all operands.
+        if isinstance(params.get(key), type(more)):
+            params[key] += more
     if "ft_in" in params:  # a scan's since 0.12
         from hostcall._jax.door import flattree as _ft
 
@@ -143,25 +159,26 @@ def replaced(
         front = _ft.nones(carried)
         params["ft_in"] = _ft.pack(((consts, _ft.nones(n)), (front, carry), xs))
         params["ft_out"] = _ft.pack(((front, results), ys))
-    return eqn.replace(
-        primitive=primitive, params=params, effects=eqn.effects | new_effects
-    )
 
 
 def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
     """For each result of a call which part of the function's result it is, by the
     indices of the tuples that it is in; None if JAX does not say.
     """
-    jaxpr = eqn.params.get(called(eqn)) if eqn.primitive.name in CALLS else None
-    names = getattr(getattr(jaxpr, "debug_info", None), "result_paths", None)
+    if eqn.primitive.name not in CALLS:
+        return None
+    jaxpr = eqn.params.get(called(eqn))
+    debug_info = getattr(jaxpr, "debug_info", None)
+    names = getattr(debug_info, "result_paths", None)
     if not isinstance(names, tuple) or len(names) != len(eqn.outvars):
         return None
-    paths = []
+    paths: list[tuple[int, ...]] = []
     for name in names:
-        indices = re.match(r"result((?:\[\d+\])*)", str(name))
-        if indices is None:
+        found_path = re.match(r"result((?:\[\d+\])*)", str(name))  # "result[0][2]"
+        if found_path is None:
             return None
-        paths.append(tuple(map(int, re.findall(r"\d+", indices[1]))))
+        indices = re.findall(r"\d+", found_path[1])
+        paths.append(tuple([int(index) for index in indices]))
     return paths
 
 
@@ -185,9 +202,11 @@ def is_host_call(eqn: _t.JaxprEquation) -> bool:
 
 def names_shardings(eqn: _t.JaxprEquation) -> bool:
     """Whether a call says where its operands or results are."""
-    params = eqn.params
-    named = *params.get("in_shardings", ()), *params.get("out_shardings", ())
-    return any(sharding is not _sharding_impls.UNSPECIFIED for sharding in named)
+    shardings = [
+        *eqn.params.get("in_shardings", ()),
+        *eqn.params.get("out_shardings", ()),
+    ]
+    return any(sharding is not _sharding_impls.UNSPECIFIED for sharding in shardings)
 
 
 def is_dropped(var: _t.Var) -> bool:
@@ -218,18 +237,17 @@ def is_numpy(x: object) -> bool:
 
 def evaluate(eqn: _t.JaxprEquation, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation alone, outside of programs."""
-    # A library's primitive may know no arrays but JAX's.
-    operands = [
-        x
-        if isinstance(x, _array.ArrayImpl) or not is_numpy(x)
-        else jax.numpy.asarray(x)
-        for x in operands
-    ]
-    bind_params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = (
-        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
-    )
-    results = eqn.primitive.bind(*functions, *operands, **params)
+    arrays: list[Any] = []
+    for operand in operands:
+        if is_numpy(operand) and not isinstance(operand, _array.ArrayImpl):
+            # A library's primitive may know no arrays but JAX's.
+            operand = jax.numpy.asarray(operand)
+        arrays.append(operand)
+    functions = ()
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(params, tuple):  # of a primitive that calls functions
+        functions, params = params
+    results = eqn.primitive.bind(*functions, *arrays, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

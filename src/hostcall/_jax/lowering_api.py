@@ -94,6 +94,7 @@ def in_order(
 
 
 def _check_tokens(ctx: _t.LoweringContext, effects: Iterable[_t.Effect]) -> None:
+    """Refuses host calls in a second order; notes in which one these are."""
     kinds = record_of(ctx, "ordered effects of host calls")
     kinds.update(dict.fromkeys(effects))
     if len(kinds) > 1 or record_of(ctx, "last token of each block"):
@@ -103,6 +104,7 @@ def _check_tokens(ctx: _t.LoweringContext, effects: Iterable[_t.Effect]) -> None
 def _check_chain(
     ctx: _t.LoweringContext, tokens: dict[Any, Any], block: _ir.Block
 ) -> None:
+    """Refuses a call that the chain of one block does not put in order with others."""
     owner = block.owner
     is_program = "sym_name" in owner.attributes and (
         _ir.StringAttr(owner.attributes["sym_name"]).value == "main"
@@ -142,6 +144,7 @@ def lower_by(
 def _in_order(
     ctx: _t.LoweringContext, f: Callable[..., object], *args: jax.Array
 ) -> object:
+    """`f(*args)`, with its host calls in the order of the program, if it has one."""
     if not effects_in(ctx):
         return f(*args)
     jaxpr = in_order_of_program(ctx, jax.make_jaxpr(f)(*args))

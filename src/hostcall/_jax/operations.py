@@ -54,44 +54,36 @@ def custom_call(
         aliases: operand number -> number of the result that may take its memory.
     """
     ctx = program.ctx
-    tokens_in = [token] * (token is not None)
-    tokens_out = int(returns_token)
+    config = _config(attributes)
+    # A token is an operand or a result like any other, in front of them.
+    tokens_in = 0 if token is None else 1
+    tokens_out = 1 if returns_token else 0
+    operand_layouts = [range(0)] * tokens_in
+    operand_layouts += [range(operand.type.rank)[::-1] for operand in operands]
+    avals_out = [*[_core.abstract_token] * tokens_out, *avals_out]
+    types_out = [_ir_type(aval) for aval in avals_out]
+    result_layouts = [range(0)] * tokens_out
+    result_layouts += [range(type_.rank)[::-1] for type_ in types_out[tokens_out:]]
     if aliases:
-        # XLA counts tokens among the operands and results.
-        first = len(tokens_in)
-        aliases = {i + first: o + tokens_out for i, o in aliases.items()}
-    avals_out = [_core.abstract_token] * tokens_out + list(avals_out)
-    number = _ir.IntegerType.get_unsigned(64)
-    shapes = None
-    if program.is_symbolic and has_symbolic(avals_out):  # XLA wants the sizes as values
-        physical = map(_core.physical_aval, avals_out)
-        shapes = [
-            _src_mlir.eval_dynamic_shape_as_tensor(ctx, x.shape) for x in physical
+        aliases = {i + tokens_in: o + tokens_out for i, o in aliases.items()}
+    sizes_out = None
+    if program.is_symbolic and has_symbolic(avals_out):  # XLA wants them as values
+        sizes_out = [
+            _src_mlir.eval_dynamic_shape_as_tensor(ctx, _core.physical_aval(aval).shape)
+            for aval in avals_out
         ]
     # As `jax.ffi` does it, which takes twice as long.
-    types = _ir_types(avals_out)
     op = _src_mlir.custom_call(
         target,
-        result_types=types,
-        operands=[*tokens_in, *operands],
+        result_types=types_out,
+        operands=operands if token is None else [token, *operands],
         api_version=4,
-        backend_config={
-            key: _ir.StringAttr.get(x)
-            if isinstance(x, str)
-            else _ir.IntegerAttr.get(number, x)
-            for key, x in attributes.items()
-        },
+        backend_config=config,
         has_side_effect=has_side_effect,
-        result_shapes=shapes,
+        result_shapes=sizes_out,
         operand_output_aliases=aliases,
-        operand_layouts=[
-            *[range(0)] * len(tokens_in),
-            *[range(x.type.rank)[::-1] for x in operands],
-        ],
-        result_layouts=[
-            *[range(0)] * tokens_out,
-            *[range(type_.rank)[::-1] for type_ in types[tokens_out:]],
-        ],
+        operand_layouts=operand_layouts,
+        result_layouts=result_layouts,
     )
     if program.size > 1 or program.mesh is not None:
         _mark_each_device(ctx, op)
@@ -99,13 +91,21 @@ def custom_call(
     return (results[1:], results[0]) if returns_token else (results, None)
 
 
+def _config(attributes: Mapping[str, str | int]) -> dict[str, _ir.Attribute]:
+    """Numbers and texts, as the handler gets them."""
+    number_type = _ir.IntegerType.get_unsigned(64)
+    config: dict[str, _ir.Attribute] = {}
+    for key, value in attributes.items():
+        if isinstance(value, str):
+            config[key] = _ir.StringAttr.get(value)
+        else:
+            config[key] = _ir.IntegerAttr.get(number_type, value)
+    return config
+
+
 def _rank(of: _ir.Type) -> int:
     """How many axes a value of this type has; a token has none."""
     return of.rank if isinstance(of, _ir.RankedTensorType) else 0
-
-
-def _ir_types(avals: Sequence[Aval]) -> list[_ir.Type]:
-    return [_ir_type(aval) for aval in avals]
 
 
 def _ir_type(aval: Aval) -> _ir.Type:
@@ -138,7 +138,8 @@ def _mark_each_device(ctx: LoweringContext, op: Operation) -> None:
     # The partitioner wants a tuple of shardings for a tuple of results, and JAX's
     # `set_sharding` can't write one.
     text = ", ".join(["{manual}"] * len(types))
-    text = text if len(types) == 1 else f"{{{text}}}"
+    if len(types) != 1:
+        text = f"{{{text}}}"
     op.attributes["mhlo.sharding"] = _ir.StringAttr.get(text)
 
 
@@ -146,17 +147,16 @@ def _closed(
     mesh_shape: tuple[tuple[str, int], ...], types: Sequence[_ir.Type | None]
 ) -> _sharding_impls.SdyArrayList:
     """Shardings that split no dimension of values of these types."""
-    dim = _sharding_impls.SdyDim(axes=(), is_open=False)
-    return _sharding_impls.SdyArrayList(
-        tuple(
-            _sharding_impls.SdyArray(
-                mesh_shape=mesh_shape,
-                dim_shardings=(dim,) * _rank(type_),
-                logical_device_ids=(),
-            )
-            for type_ in types
+    unsplit = _sharding_impls.SdyDim(axes=(), is_open=False)
+    shardings: list[_sharding_impls.SdyArray] = []
+    for type_ in types:
+        sharding = _sharding_impls.SdyArray(
+            mesh_shape=mesh_shape,
+            dim_shardings=(unsplit,) * _rank(type_),
+            logical_device_ids=(),
         )
-    )
+        shardings.append(sharding)
+    return _sharding_impls.SdyArrayList(tuple(shardings))
 
 
 def on_each_device(
@@ -183,7 +183,7 @@ def on_each_device(
     values = [token, *operands] if takes_token else list(operands)
     types_in = [value.type for value in values]
     avals_out = [_core.abstract_token] * returns_token + list(ctx.avals_out)
-    types_out = _ir_types(avals_out)
+    types_out = [_ir_type(aval) for aval in avals_out]
     region = _sdy.ManualComputationOp(
         types_out,
         values,
@@ -194,7 +194,8 @@ def on_each_device(
     block = _ir.Block.create_at_start(region.body, types_in)
     with _ir.InsertionPoint(block):
         inner = list(block.arguments)
-        results, token = emit(inner.pop(0) if takes_token else None, inner)
+        inner_token = inner.pop(0) if takes_token else None
+        results, token = emit(inner_token, inner)
         _sdy.return_([token, *results] if returns_token else results)
     results = list(region.results)
     return (results[1:], results[0]) if returns_token else (results, None)

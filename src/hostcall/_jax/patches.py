@@ -216,7 +216,7 @@ PATCHES: tuple[Patch, ...] = (
         when=When.CALLS,
         does="computes a loop's condition with host calls in its body, so that rows"
         " stop one by one",
-        by=("while_loops.lowering",),
+        by=("loop_conditions.lowering_of_while",),
     ),
     Patch(
         holder=_DISPATCH,

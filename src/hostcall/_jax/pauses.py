@@ -13,26 +13,23 @@ place, but not where a call may need it. So the loop becomes two:
 The inner one has the steps as they are, and one more test. The outer one has the calls,
 and the copies of what was carried at the last pause.
 
-A scan becomes a while loop which reads its row of the inputs and writes that of the
-results, as JAX lowers it.
+A scan becomes a while loop first (`while_parts`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
-from hostcall._jax.fragments import assigned, literal, same_type, traced
+from hostcall._jax.fragments import literal, same_type, traced
 from hostcall._jax.versions import changed, open_jaxpr
-
-_while_p = jax.lax.while_p
+from hostcall._jax.while_parts import WhileLoop, as_while
 
 
 class Pausing(NamedTuple):
@@ -84,127 +81,26 @@ def can_pause(eqn: _t.JaxprEquation) -> bool:
     )
 
 
-@dataclass
-class _While:
-    """The parts of a while loop, which may have been a scan.
+# --- The two loops --------------------------------------------------------------------
+
+
+class _OuterBody(NamedTuple):
+    """The variables of the outer loop's body.
+
+    A variable belongs to one level, so each constant has a new one here.
 
     Attributes:
-        first: equations that come before it.
-        cond, body: its jaxprs.
-        cond_consts, body_consts: operands that the steps do not change.
-        starts: what it carries at first.
-        results: what it carries at last.
-        carried: what it carries at the beginning of a step, in the body.
-        length, is_reverse: of a scan; None: of a while loop.
-        n_stacked: how many of the carried values are the results of a scan's steps.
+        cond_consts, body_consts: the operands that no step changes.
+        at_pause: what the loop carried at the last pause: the body's own operands.
+        happened: whether the event was what ended the inner loop.
+        now: what the loop carries after that.
     """
 
-    first: list[_t.JaxprEquation]
-    cond: _t.Jaxpr
-    body: _t.Jaxpr
-    cond_consts: list[_t.Atom]
-    body_consts: list[_t.Atom]
-    starts: list[_t.Atom]
-    results: list[_t.Var]
-    carried: list[_t.Var]
-    length: int | None = None
-    is_reverse: bool = False
-    n_stacked: int = 0
-
-
-def _of_while(eqn: _t.JaxprEquation) -> _While:
-    params = eqn.params
-    n_cond = params["cond_nconsts"]
-    n_body = params["body_nconsts"]
-    return _While(
-        first=[],
-        cond=params["cond_jaxpr"],
-        body=params["body_jaxpr"],
-        cond_consts=eqn.invars[:n_cond],
-        body_consts=eqn.invars[n_cond : n_cond + n_body],
-        starts=eqn.invars[n_cond + n_body :],
-        results=eqn.outvars,
-        carried=open_jaxpr(params["body_jaxpr"]).invars[n_body:],
-    )
-
-
-def _of_scan(eqn: _t.JaxprEquation) -> _While:
-    """A scan as a while loop; it carries the number of its step first."""
-    n_consts, n_carry = jaxprs.split_of(eqn)
-    length = eqn.params["length"]
-    body = eqn.params["jaxpr"]
-    inner = open_jaxpr(body)
-    consts = eqn.invars[:n_consts]
-    xs = eqn.invars[n_consts + n_carry :]
-    carried = inner.invars[n_consts : n_consts + n_carry]
-    step = carried[0]
-    rows = inner.invars[n_consts + n_carry :]
-    stacked_inputs = [same_type(x) for x in xs]
-
-    def read(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        return [_row_of(x, i) for x in arrays]
-
-    reading = assigned(*traced(read, [step, *stacked_inputs], is_apart=False), rows)
-
-    row_results = inner.outvars[n_carry:]
-    stacks = eqn.outvars[n_carry:]
-    unwritten = [same_type(x) for x in stacks]
-
-    def write(i: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        pairs = zip(arrays[: len(stacks)], arrays[len(stacks) :], strict=True)
-        return [_with_row(old, i, row) for old, row in pairs]
-
-    writing, written = traced(write, [step, *unwritten, *row_results], is_apart=False)
-
-    def empty() -> list[jax.Array]:
-        return [jnp.zeros(x.aval.shape, x.aval.dtype) for x in stacks]
-
-    first, empties = traced(empty, [], is_apart=False)
-
-    def goes_on(i: jax.Array) -> list[jax.Array]:
-        return [i >= 0 if eqn.params["reverse"] else i < length]
-
-    testing, test = traced(goes_on, [step], is_apart=False)
-    names = inner.debug_info.with_unknown_names()
-    return _While(
-        first=first,
-        cond=changed(
-            body,
-            invars=[*carried, *unwritten],
-            outvars=test,
-            eqns=testing,
-            debug_info=names,
-        ),
-        body=changed(
-            body,
-            invars=[*inner.invars[:n_consts], *stacked_inputs, *carried, *unwritten],
-            outvars=[*inner.outvars[:n_carry], *written],
-            eqns=[*reading, *inner.eqns, *writing],
-            debug_info=names,
-        ),
-        cond_consts=[],
-        body_consts=[*consts, *xs],
-        starts=[*eqn.invars[n_consts : n_consts + n_carry], *empties],
-        results=eqn.outvars,
-        carried=[*carried, *unwritten],
-        length=length,
-        is_reverse=eqn.params["reverse"],
-        n_stacked=len(stacks),
-    )
-
-
-def _row_of(x: jax.Array, i: jax.Array) -> jax.Array:
-    """A row of an array. A negative index is no row, so XLA need not compare it."""
-    at = [i, *(jnp.zeros_like(i) for _ in x.shape[1:])]
-    sizes = 1, *x.shape[1:]
-    row = jax.lax.dynamic_slice(x, at, sizes, allow_negative_indices=False)
-    return row.reshape(x.shape[1:])
-
-
-def _with_row(x: jax.Array, i: jax.Array, row: jax.Array) -> jax.Array:
-    at = [i, *(jnp.zeros_like(i) for _ in x.shape[1:])]
-    update = row.reshape(1, *row.shape)
-    return jax.lax.dynamic_update_slice(x, update, at, allow_negative_indices=False)
+    cond_consts: list[_t.Var]
+    body_consts: list[_t.Var]
+    at_pause: list[_t.Var]
+    happened: _t.Var
+    now: list[_t.Var]
 
 
 def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEquation]:
@@ -212,22 +108,67 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
 
     It carries the number of its step first, then `n_kept` values that it keeps.
     """
-    loop = _of_scan(eqn) if eqn.primitive.name == "scan" else _of_while(eqn)
-    inner = open_jaxpr(loop.body)
-    at_pause = [same_type(x) for x in loop.carried]
-    now = [same_type(x) for x in loop.carried]
-    happened = same_type(pause.event)
-
-    steps = _inner_loop(eqn, loop, pause, at_pause, [happened, *now])
-    kept_positions = [loop.carried.index(v) for v in pause.states]
-    programs_own = slice(1 + n_kept, len(now) - loop.n_stacked)
-    stacked = now[len(now) - loop.n_stacked :]
+    loop = as_while(eqn)
+    outer = _OuterBody(
+        cond_consts=[same_type(x) for x in loop.cond_consts],
+        body_consts=[same_type(x) for x in loop.body_consts],
+        at_pause=[same_type(x) for x in loop.carried],
+        happened=same_type(pause.event),
+        now=[same_type(x) for x in loop.carried],
+    )
+    steps = _inner_loop(eqn, loop, pause, outer)
+    pausing, results = _pausing(loop, pause, outer, n_kept)
+    body_names = open_jaxpr(loop.body).debug_info.with_unknown_names()
+    outer_consts = [*outer.cond_consts, *outer.body_consts, *pause.outer]
+    params = {
+        "cond_jaxpr": loop.cond,
+        "cond_nconsts": len(loop.cond_consts),
+        "body_jaxpr": changed(
+            loop.body,
+            invars=[*outer_consts, *outer.at_pause],
+            outvars=results,
+            eqns=[steps, *pausing],
+            debug_info=body_names,
+        ),
+        "body_nconsts": len(outer_consts),
+    }
+    # The inner loop, in the outer one's body, has the condition too: so its constants
+    # are those of both.
     operands = [
-        *(at_pause[0], now[0], happened),
-        *(now[at] for at in kept_positions),
-        *at_pause[programs_own],
+        *loop.cond_consts,
+        *loop.cond_consts,
+        *loop.body_consts,
+        *pause.outer,
+        *loop.starts,
+    ]
+    return [*loop.first, jaxprs.while_loop(eqn, operands, loop.results, params)]
+
+
+def _pausing(
+    loop: WhileLoop, pause: Pause, outer: _OuterBody, n_kept: int
+) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
+    """The equations of a pause, and what the loop carries after it."""
+    now = outer.now
+    state_positions = [loop.carried.index(state) for state in pause.states]
+    # What the loop carries: the number of its step, what it keeps, the program's own
+    # values, and the results of a scan's steps.
+    first_stack = len(now) - loop.n_stacked
+    programs_own = slice(1 + n_kept, first_stack)
+    counts = {
+        "states": len(pause.states),
+        "at_last_pause": len(outer.at_pause[programs_own]),
+        "now": len(now[programs_own]),
+        "stacked": loop.n_stacked,
+        "outer": len(pause.outer),
+    }
+    operands = [
+        outer.at_pause[0],
+        now[0],
+        outer.happened,
+        *[now[position] for position in state_positions],
+        *outer.at_pause[programs_own],
         *now[programs_own],
-        *stacked,
+        *now[first_stack:],
         *pause.outer,
     ]
 
@@ -235,67 +176,20 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
         step: jax.Array, next_step: jax.Array, happened: jax.Array, *values: jax.Array
     ) -> Sequence[jax.Array]:
         remaining = iter(values)
-
-        def take(count: int) -> list[jax.Array]:
-            return [next(remaining) for _ in range(count)]
-
-        return pause.fn(
-            Pausing(
-                turns=(_turn(loop, step), _turn(loop, next_step)),
-                states=take(len(kept_positions)),
-                at_last_pause=take(len(at_pause[programs_own])),
-                now=take(len(now[programs_own])),
-                stacked=take(len(stacked)),
-                outer=take(len(pause.outer)),
-                happened=happened,
-            )
-        )
+        lists = {
+            name: list(itertools.islice(remaining, count))
+            for name, count in counts.items()
+        }
+        turns = (loop.turn(step), loop.turn(next_step))
+        return pause.fn(Pausing(turns=turns, happened=happened, **lists))
 
     # What is done in a pause has calls, which gather what they get on one device. The
     # program's own arrays keep their shardings.
-    pausing, changes = traced(fn, operands, is_apart=True)
+    eqns, changes = traced(fn, operands, is_apart=True)
     results: list[_t.Atom] = [*now]
-    for at, change in zip(kept_positions, changes, strict=True):
-        results[at] = change
-    # The inner loop's operands are now inputs of the outer one's body, and a variable
-    # belongs to one level: so they get new ones there.
-    cond_consts = [same_type(x) for x in loop.cond_consts]
-    body_consts = [same_type(x) for x in loop.body_consts]
-    steps = steps.replace(
-        invars=[
-            *cond_consts,
-            at_pause[0],
-            *body_consts,
-            literal(_none(happened)),
-            *at_pause,
-        ]
-    )
-    outer_body = changed(
-        loop.body,
-        invars=[*cond_consts, *body_consts, *pause.outer, *at_pause],
-        outvars=results,
-        eqns=[steps, *pausing],
-        debug_info=inner.debug_info.with_unknown_names(),
-    )
-    params = {
-        "cond_jaxpr": loop.cond,
-        "cond_nconsts": len(cond_consts),
-        "body_jaxpr": outer_body,
-        "body_nconsts": len(cond_consts) + len(body_consts) + len(pause.outer),
-    }
-    operands = [*loop.cond_consts, *loop.cond_consts, *loop.body_consts, *pause.outer]
-    operands += loop.starts
-    return [*loop.first, jaxprs.while_loop(eqn, operands, loop.results, params)]
-
-
-def _turn(loop: _While, step: jax.Array) -> jax.Array:
-    """How many steps were run before this one."""
-    if step.ndim:  # of rows that run, all have the same number
-        step = step.max()
-    if loop.is_reverse:
-        assert loop.length is not None, "only scans go backward"
-        return loop.length - 1 - step
-    return step
+    for position, change in zip(state_positions, changes, strict=True):
+        results[position] = change
+    return eqns, results
 
 
 def _none(var: _t.Var) -> np.ndarray:
@@ -303,18 +197,17 @@ def _none(var: _t.Var) -> np.ndarray:
 
 
 def _inner_loop(
-    eqn: _t.JaxprEquation,
-    loop: _While,
-    pause: Pause,
-    at_pause: Sequence[_t.Var],
-    results: Sequence[_t.Var],
+    eqn: _t.JaxprEquation, loop: WhileLoop, pause: Pause, outer: _OuterBody
 ) -> _t.JaxprEquation:
-    """The steps between two pauses. It carries whether the event has happened first."""
+    """The steps between two pauses. It carries whether the event has happened first.
+
+    Its condition has one more constant, the number of the step at the last pause.
+    """
     cond = open_jaxpr(loop.cond)
     body = open_jaxpr(loop.body)
     n_cond = len(loop.cond_consts)
     n_body = len(loop.body_consts)
-    start = same_type(at_pause[0])
+    start = same_type(outer.at_pause[0])
     event = same_type(pause.event)
     carried = cond.invars[n_cond:]
 
@@ -322,12 +215,12 @@ def _inner_loop(
         goes_on: jax.Array, start: jax.Array, step: jax.Array, happened: jax.Array
     ) -> list[jax.Array]:
         # The rows of a batched loop pause together, so one of them is enough.
-        run = _turn(loop, step) - _turn(loop, start)
-        return [goes_on & ((run < pause.every) & ~happened.any())]
+        is_time = happened.any()
+        steps_run = loop.turn(step) - loop.turn(start)
+        return [goes_on & ((steps_run < pause.every) & ~is_time)]
 
     test_operands = [*cond.outvars, start, carried[0], event]
     testing, tested = traced(test, test_operands, is_apart=False)
-    names = body.debug_info.with_unknown_names()
     params = {
         "cond_jaxpr": changed(
             loop.cond,
@@ -341,10 +234,15 @@ def _inner_loop(
             loop.body,
             invars=[*body.invars[:n_body], event, *body.invars[n_body:]],
             outvars=[pause.event, *body.outvars],
-            debug_info=names,
+            debug_info=body.debug_info.with_unknown_names(),
         ),
         "body_nconsts": n_body,
     }
-    operands = [*loop.cond_consts, at_pause[0], *loop.body_consts]
-    operands += [literal(_none(event)), *at_pause]
-    return jaxprs.while_loop(eqn, operands, results, params)
+    operands = [
+        *outer.cond_consts,
+        outer.at_pause[0],
+        *outer.body_consts,
+        literal(_none(event)),
+        *outer.at_pause,
+    ]
+    return jaxprs.while_loop(eqn, operands, [outer.happened, *outer.now], params)

@@ -10,7 +10,6 @@ has no frame of the user's; the call of `norm`, the equation around it, has one.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -69,7 +68,8 @@ class EqnPath:
         """The frames outside of JAX in which it was traced, the innermost first, with
         those of the equations around it.
         """
-        return (*lines_of(self.eqn), *(self.outer.lines if self.outer else ()))
+        around = self.outer.lines if self.outer else ()
+        return (*lines_of(self.eqn), *around)
 
     @property
     def line(self) -> SourceLine | None:
@@ -104,8 +104,9 @@ class EqnPath:
         """The places of the loops around it, the outermost first."""
         if self.outer is None:
             return []
-        own_loop = [self.outer] if self.outer.eqn.primitive.name in LOOPS else []
-        return [*self.outer.loops, *own_loop]
+        if self.outer.eqn.primitive.name not in LOOPS:
+            return self.outer.loops
+        return [*self.outer.loops, self.outer]
 
     @functools.cached_property
     def meshes(self) -> list[tuple[_t.Mesh, frozenset[str]]]:
@@ -116,12 +117,18 @@ class EqnPath:
 def meshes_of(
     around: Sequence[_t.JaxprEquation],
 ) -> list[tuple[_t.Mesh, frozenset[str]]]:
-    maps = (e.params for e in around if e.primitive.name == "shard_map")
-    return [(each["mesh"], newly_manual_axes(each)) for each in maps]
+    meshes: list[tuple[_t.Mesh, frozenset[str]]] = []
+    for eqn in around:
+        if eqn.primitive.name == "shard_map":
+            meshes.append((eqn.params["mesh"], newly_manual_axes(eqn.params)))
+    return meshes
 
 
 def within_shard(around: Sequence[_t.JaxprEquation]) -> list[_t.JaxprEquation]:
     """The equations around a place that are inside its innermost shard_map."""
-    outwards = reversed(around)
-    is_inside = lambda e: e.primitive.name != "shard_map"  # noqa: E731
-    return [*itertools.takewhile(is_inside, outwards)]
+    inside: list[_t.JaxprEquation] = []
+    for eqn in reversed(around):
+        if eqn.primitive.name == "shard_map":
+            break
+        inside.append(eqn)
+    return inside

@@ -76,6 +76,7 @@ class Program(NamedTuple):
 
 
 def program_of(ctx: LoweringContext) -> Program:
+    """Looks at the program once, for all that lowers an equation of it."""
     module = ctx.module_context
     platforms = tuple(module.platforms)
     try:
@@ -124,16 +125,17 @@ def _over(
     """(mesh, automatic, size, devices) of a program, as `Program` says."""
     if isinstance(context, _mlir.SPMDAxisContext):
         mesh = context.mesh
-        size = int(context.mesh.size)
+        size = int(mesh.size)
         automatic = frozenset[object](mesh.axis_names) - context.manual_axes
-        abstract = isinstance(mesh, jax.sharding.AbstractMesh)
-        known = () if abstract or size == 1 else tuple(mesh.devices.flat)
-        return mesh, automatic, size, known
-    if not isinstance(context, _mlir.ShardingContext):
+        devices: tuple[Device, ...] = ()
+        # An abstract mesh, of a nested manual region, has no devices.
+        if size > 1 and not isinstance(mesh, jax.sharding.AbstractMesh):
+            devices = tuple(mesh.devices.flat)
+        return mesh, automatic, size, devices
+    if not isinstance(context, _mlir.ShardingContext) or context.num_devices == 1:
         return None, frozenset(), 1, None
-    size = int(context.num_devices)
-    known = tuple(context.device_assignment or ())
-    return None, frozenset(), size, known if size > 1 else None
+    assigned = tuple(context.device_assignment or ())
+    return None, frozenset(), int(context.num_devices), assigned
 
 
 def _only_device(context: object) -> Device | None:

@@ -75,11 +75,12 @@ def _taken() -> dict[str, Setting]:
     known["pallas_tpu_interpret_mode_context_manager"] = interpreted
     public = {id(value) for value in vars(jax).values()}
     traced = {*trace_context_names(), "jax_disable_jit"}
-    return {
-        name: setting
-        for name, setting in known.items()
-        if name not in _NOT_TAKEN and (name in traced or id(setting) in public)
-    }
+    taken: dict[str, Setting] = {}
+    for name, setting in known.items():
+        is_of_programs = name in traced or id(setting) in public
+        if is_of_programs and name not in _NOT_TAKEN:
+            taken[name] = setting
+    return taken
 
 
 _settings = _taken()
@@ -89,6 +90,7 @@ def _set(name: str, value: object) -> None:
     """Sets a setting on the calling thread."""
     setting = _settings[name]
     setting.swap_local(value)
+    # As JAX's own blocks do it: its C++ has a copy of some settings.
     if isinstance(setting, _State) and setting._update_thread_local_hook:
         setting._update_thread_local_hook(None if value is UNSET else value)
 

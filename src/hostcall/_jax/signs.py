@@ -85,22 +85,25 @@ def needs_hidden(jaxpr: _t.Jaxpr) -> bool:
 
 
 def _is_small(aval: _t.Aval) -> bool:
-    plain = isinstance(aval, jax.core.ShapedArray) and isinstance(aval.dtype, np.dtype)
-    if not plain or aval.dtype == jax.dtypes.float0:  # JAX makes that one of nothing
+    if not isinstance(aval, jax.core.ShapedArray):
         return False
-    return bool(aval.size * aval.dtype.itemsize <= _SMALL)
+    dtype = aval.dtype
+    # No typed key; and JAX makes a float0 of nothing.
+    if not isinstance(dtype, np.dtype) or dtype == jax.dtypes.float0:
+        return False
+    return bool(aval.size * dtype.itemsize <= _SMALL)
 
 
 def with_hidden(module: _ir.Module) -> None:
-    """Adds the hidden result to a program."""
+    """Adds the hidden result to a program: one more operand of its last operation."""
     main = _ir.SymbolTable(module.operation)["main"]
-    old = main.body.blocks[0].operations[-1].operation
+    old_return = main.body.blocks[0].operations[-1].operation
     with module.context, _ir.Location.unknown():
-        with _ir.InsertionPoint(old):
-            added = _mlir.ir_constant(np.zeros(_HIDDEN.shape, _HIDDEN.dtype))
-            _func.ReturnOp([*old.operands, added])
-        old.erase()
-        results = [*main.type.results, added.type]
+        with _ir.InsertionPoint(old_return):
+            hidden = _mlir.ir_constant(np.zeros(_HIDDEN.shape, _HIDDEN.dtype))
+            _func.ReturnOp([*old_return.operands, hidden])
+        old_return.erase()
+        results = [*main.type.results, hidden.type]
         function_type = _ir.FunctionType.get(main.type.inputs, results)
         main.attributes["function_type"] = _ir.TypeAttr.get(function_type)
         # MLIR wants as many of them as there are results, if there are any.
@@ -124,6 +127,7 @@ def has_only_ours(module: _ir.Module) -> bool:
             return _ir.WalkResult.ADVANCE
         target = _ir.StringAttr(operation.attributes["call_target_name"]).value
         only_ours = target.startswith(_OURS)
+        # One that is not says all: the walk ends there, before it is True again.
         return _ir.WalkResult.ADVANCE if only_ours else _ir.WalkResult.INTERRUPT
 
     module.operation.walk(look)
@@ -158,6 +162,8 @@ def _plans_of(keepalives: Sequence[object]) -> bytes:
 
 
 def compiling_with_hidden(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells JAX, which compiles a program, of the hidden result that its module has."""
+
     @functools.wraps(plain)
     def from_hlo(*args: Any, **options: Any) -> Any:
         mark = _mark_of(options.get("keepalive"))
@@ -176,6 +182,8 @@ def compiling_with_hidden(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loading_without_hidden(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Hides that result from whoever sees the loaded program, and marks its layouts."""
+
     @functools.wraps(plain)
     def load(self: Any) -> Any:
         program = plain(self)
@@ -224,13 +232,15 @@ def take_sign(program: _t.Executable, results: list[Any]) -> Dispatched:
         return Dispatched(results, [])
     hidden: list[jax.Array] = []
     if mark.hidden:
-        results, hidden = results[:-1], results[-1:]
+        hidden = results[-1:]
+        results = results[:-1]
+    candidates = hidden or results
     sizes = [
         x.nbytes if isinstance(x, _xla_client.ArrayImpl) else _SMALL + 1
-        for x in (hidden or results)
+        for x in candidates
     ]
-    smallest = (hidden or results)[sizes.index(min(sizes))]
-    _native.dispatched(None, (smallest,))
+    sign = candidates[sizes.index(min(sizes))]
+    _native.dispatched(None, (sign,))
     return Dispatched(results, hidden)
 
 
@@ -276,13 +286,16 @@ def _runs_code_of_users(tree: _t.TreeDef) -> bool:
     data = tree.node_data()
     if data is not None:
         kind, keys = data
-        plain = kind in (tuple, list, type(None))
-        if not plain and not (kind is dict and all(type(k) is str for k in keys)):
+        # A dict hashes its keys, and those of a user's class do so in its code.
+        is_of_texts = kind is dict and all(type(key) is str for key in keys)
+        if not is_of_texts and kind not in (tuple, list, type(None)):
             return True
     return any(map(_runs_code_of_users, tree.children()))
 
 
 def fast_path_data(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts the node that notes the sign into the tree of results of JAX's fast path."""
+
     @functools.wraps(plain)
     def data(*args: Any, **named: Any) -> Any:
         fast_path = plain(*args, **named)

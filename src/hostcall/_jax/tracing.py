@@ -156,14 +156,15 @@ def vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not _config._check_vma.value:
         return list(operands)
-    varying = [axes_of(jax.typeof(x)) for x in operands]
+    varying = [axes_of(jax.typeof(operand)) for operand in operands]
     everything = frozenset[object]().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(everything - have), to="varying")
-        if everything - have
-        else x
-        for x, have in zip(operands, varying, strict=True)
-    ]
+    alike: list[jax.Array] = []
+    for operand, axes in zip(operands, varying, strict=True):
+        lacking = tuple(everything - axes)
+        if lacking:
+            operand = jax.lax.pcast(operand, lacking, to="varying")
+        alike.append(operand)
+    return alike
 
 
 def shard_alike(value: jax.Array, aval: _t.Aval) -> jax.Array:
@@ -183,12 +184,15 @@ def rows_sharded_alike(
     along theirs. JAX wants that of all values of a `vmap`, if a mesh axis is explicit.
     """
     pairs = zip(operands, dims, strict=True)
-    row, dim = next((x, d) for x, d in pairs if d is not None)
-    sharding = jax.typeof(row).sharding
-    if (axis := sharding.spec[dim]) is None:
+    # All operands that have rows shard them alike, so the first one tells.
+    operand, dim = next(pair for pair in pairs if pair[1] is not None)
+    sharding = jax.typeof(operand).sharding
+    mesh_axis = sharding.spec[dim]
+    if mesh_axis is None:
         return list(results)
-    wanted = jax.NamedSharding(sharding.mesh, jax.P(*(None,) * place, axis))
-    return [jax.sharding.reshard(x, wanted) for x in results]
+    in_front = [None] * place
+    wanted = jax.NamedSharding(sharding.mesh, jax.P(*in_front, mesh_axis))
+    return [jax.sharding.reshard(result, wanted) for result in results]
 
 
 def replicated(value: jax.Array) -> jax.Array:
@@ -204,14 +208,14 @@ def replicated(value: jax.Array) -> jax.Array:
 refuses_special = _dispatch.needs_check_special
 
 
-def refuse_special(arrays: Sequence[jax.Array], maker: str) -> None:
+def refuse_special(results: Sequence[jax.Array], maker: str) -> None:
     """Raises as JAX does for values that these settings forbid.
 
     JAX checks the results of its programs. If a jitted function returns a NaN, JAX runs
     it again without jit to name the operation that made it. A host call in that rerun
     is an eager call, and this check names it.
     """
-    blocks = [shard.data for array in arrays for shard in array.addressable_shards]
+    blocks = [shard.data for result in results for shard in result.addressable_shards]
     try:
         _dispatch.check_special("", blocks)
     except _dispatch.InternalFloatingPointError as nan:
@@ -245,9 +249,8 @@ def keep_under_remat(primitive: _t.Primitive) -> None:
 def discharge_in_place(primitive: _t.Primitive) -> None:
     """Registers a primitive that reads Refs, and changes none of them."""
     jaxs_rule = _debugging._debug_callback_state_discharge_rule
-    leading = (
-        jaxs_rule.__code__.co_argcount
-    )  # (ctx) in 0.12, (in_avals, out_avals) in 0.10
+    # What comes before the values: (ctx) in 0.12, (in_avals, out_avals) in 0.10.
+    leading = jaxs_rule.__code__.co_argcount
 
     def rule(*args: object, **params: object) -> object:
         values = args[leading:]
@@ -274,10 +277,11 @@ def on_first_of(axes: Sequence[object], f: Callable[[], Arrays]) -> Arrays:
     """Runs `f()` only on the devices that are first along these mesh axes."""
 
     def body() -> Arrays:
-        first = jax.lax.axis_index(tuple(axes)) == 0
-        return jax.lax.cond(first, f, lambda: [])  # type: ignore[no-any-return]
+        is_first = jax.lax.axis_index(tuple(axes)) == 0
+        return jax.lax.cond(is_first, f, lambda: [])  # type: ignore[no-any-return]
 
-    return jax.shard_map(body, in_specs=(), out_specs=[])()  # type: ignore[no-any-return]
+    mapped = jax.shard_map(body, in_specs=(), out_specs=[])
+    return mapped()  # type: ignore[no-any-return]
 
 
 def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
@@ -285,9 +289,12 @@ def manual_over(f: Callable[..., Arrays], values: Arrays) -> Arrays:
 
     `f` says itself that its results are the same on all devices.
     """
-    spec = jax.sharding.PartitionSpec()
-    mapped = jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
-    return mapped(*map(replicated, values))  # type: ignore[no-any-return]
+    whole_spec = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        f, in_specs=whole_spec, out_specs=whole_spec, check_vma=False
+    )
+    whole_values = [replicated(value) for value in values]
+    return mapped(*whole_values)  # type: ignore[no-any-return]
 
 
 # --- For host_callback: _compat/removed_module.py, _compat/outside_call.py ------------

@@ -62,25 +62,28 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
                 differentiates = code.co_name
             elif code.co_name == "vjp" and code.co_filename == _API:
                 differentiates = "vjp"
-        elif not code.co_filename.startswith(
-            (_HERE, _NUMPY)
-        ) and _lines.is_user_filename(code.co_filename):
-            f = _lines.raw_frame_to_frame(code, at)
-            context = differentiates, tuple(inside)
-            user_frames.append(
-                SourceLine(
-                    f.file_name,
-                    f.function_name,
-                    f.start_line,
-                    f.start_column,
-                    f.end_line,
-                    f.end_column,
-                    *context,
-                )
+        elif _is_users(code.co_filename):
+            frame = _lines.raw_frame_to_frame(code, at)
+            user_frame = SourceLine(
+                file=frame.file_name,
+                function=frame.function_name,
+                line=frame.start_line,
+                column=frame.start_column,
+                end_line=frame.end_line,
+                end_column=frame.end_column,
+                differentiates=differentiates,
+                inside=tuple(inside),
             )
+            user_frames.append(user_frame)
             differentiates = ""
         inside.append((code, at))
     return tuple(user_frames)
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith((_HERE, _NUMPY)):
+        return False
+    return bool(_lines.is_user_filename(file))
 
 
 def transforms_of(eqn: _t.JaxprEquation) -> list[str]:

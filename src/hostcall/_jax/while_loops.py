@@ -1,4 +1,4 @@
-"""Host calls in while loops: what JAX would run twice, and what it would leave out.
+"""Host calls in while loops that JAX would run twice.
 
 When JAX splits a while loop into what it knows and what is linear (jax.linearize), and
 only some of the carried values are differentiated, it runs the loop twice: once for the
@@ -19,7 +19,7 @@ Loops without such calls, and drop-ins for JAX's callbacks, keep JAX's own rules
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -27,14 +27,10 @@ import jax
 from jax.interpreters import partial_eval as _pe
 
 from hostcall._jax import types as _t
-from hostcall._jax.door import config as _config
 from hostcall._jax.door import core as _core
-from hostcall._jax.door import effects as _effects
 from hostcall._jax.door import partial_eval as _src_pe
 from hostcall._jax.jaxprs import while_loop, within
-from hostcall._jax.lowering_api import lower_by
-from hostcall._jax.tracing import own_effects
-from hostcall._jax.versions import changed, closed_as, open_jaxpr, varying_over
+from hostcall._jax.versions import changed, closed_as, open_jaxpr
 
 _while_p = jax.lax.while_p
 
@@ -116,16 +112,22 @@ def _parted(
         depend on unknown operands.
     """
     known, again, unknown_outs, _, residual_count = _src_pe.partial_eval_jaxpr_custom(
-        open_jaxpr(jaxpr), list(unknown), True, list(outs), True, in_second_loop
+        # By position, as JAX calls it: the table of needs.py compares that.
+        open_jaxpr(jaxpr),
+        list(unknown),  # in_unknowns
+        True,  # in_inst
+        list(outs),  # ensure_out_unknowns
+        True,  # ensure_out_inst
+        in_second_loop,  # saveable
     )
     result_count = len(outs) - sum(unknown_outs)
     residuals = known.outvars[result_count:]
     calls = {v: eqn for eqn in known.eqns for v in eqn.outvars}
     assert calls.keys() >= {*residuals}, "a residual that no equation has made"
-    removed = [
-        _src_pe.new_jaxpr_eqn([], [v], _removed_p, {"of": calls[residual]}, set())
-        for v, residual in zip(again.invars[:residual_count], residuals, strict=True)
-    ]
+    removed: list[_t.JaxprEquation] = []
+    for var, residual in zip(again.invars[:residual_count], residuals, strict=True):
+        call = {"of": calls[residual]}
+        removed.append(_src_pe.new_jaxpr_eqn([], [var], _removed_p, call, set()))
     operands = again.invars[residual_count:]
     again = changed(
         again,
@@ -187,8 +189,12 @@ def _either(a: Sequence[bool], b: Sequence[bool]) -> list[bool]:
 def _split(params: _t.Params, unknown: Flags, keeps_all: bool = False) -> _Split | None:
     """How JAX would split the loop; None if it would not.
 
-    If it `keeps_all`, the second loop has all results, and no error: the loop is inside
-    of another that is split, and whoever does that knows which are needed.
+    Args:
+        params: of the loop.
+        unknown: for each operand, whether it is not known.
+        keeps_all: the second loop has all results, and is not refused: the loop is
+            inside of another that is split, and whoever does that knows which are
+            needed.
     """
     counts = [params["cond_nconsts"], params["body_nconsts"]]
     of_cond, of_body, carry = _cut(unknown, counts)
@@ -210,17 +216,31 @@ def _split(params: _t.Params, unknown: Flags, keeps_all: bool = False) -> _Split
         "cond_nconsts": len(of_cond) - sum(of_cond),
         "body_nconsts": len(of_body) - sum(of_body),
     }
-    ins = [*of_cond, *of_body, *carry]
     again = dict(params, cond_jaxpr=cond, body_jaxpr=body)
     outs = [True] * len(carry) if keeps_all else carry
     second, used_ins, used_outs = _needed(again, outs)
+    if not keeps_all:
+        _refuse_removed(second, params)
+    return _Split(
+        ins=[*of_cond, *of_body, *carry],
+        outs=carry,
+        first=first,
+        second=second,
+        used_ins=used_ins,
+        used_outs=used_outs,
+    )
+
+
+def _refuse_removed(second: _t.Params, params: _t.Params) -> None:
+    """Refuses a loop whose second loop needs the result of a call of the first."""
     for eqn in _eqns_in(second):
-        if eqn.primitive is _removed_p and not keeps_all:
-            # If it needs something of JAX's own, the loop's own calls would run twice.
-            calls = [*within(eqn.params["of"]), *_eqns_in(params)]
-            call = next(filter(_runs_once, calls))
-            raise once_in_while_loops[call.primitive](call.params)
-    return _Split(ins, carry, first, second, used_ins, used_outs)
+        if eqn.primitive is not _removed_p:
+            continue
+        # It may stand for an equation of JAX's own. Then the error names a call of the
+        # loop, which would run twice.
+        calls = [*within(eqn.params["of"]), *_eqns_in(params)]
+        call = next(filter(_runs_once, calls))
+        raise once_in_while_loops[call.primitive](call.params)
 
 
 def _needed(params: _t.Params, outs: Flags) -> tuple[_t.Params, list[bool], list[bool]]:
@@ -292,6 +312,7 @@ def split_under_remat(plain: Rule) -> Rule:
 def _while_partial_eval(
     plain: Rule, trace: _t.Trace, *tracers: _t.Tracer, **params: object
 ) -> list[_t.Tracer]:
+    """JAX's rule under linearize. A loop with calls that run once is made two."""
     split = None
     unknown = [not tracer.pval.is_known() for tracer in tracers]
     if any(unknown) and any(map(_runs_once, _eqns_in(params))):
@@ -312,6 +333,7 @@ def _while_partial_eval(
 def _while_partial_eval_custom(
     plain: Rule, saveable: object, unknown: Flags, inst: Flags, eqn: _t.JaxprEquation
 ) -> object:
+    """JAX's rule under remat, and for loops inside of one that is split."""
     split = None
     inside = saveable is in_second_loop
     if any(map(_runs_once, _eqns_in(eqn.params))):
@@ -340,85 +362,3 @@ def _while_partial_eval_custom(
         if used and not has and isinstance(x, _core.Var)
     ]
     return first, second, split.outs, _either(split.outs, is_inside), residuals
-
-
-# --- Conditions with effects ----------------------------------------------------------
-#
-# XLA does not run the condition of a loop whose number of steps it knows, so unordered
-# effects in it would be lost. Under vmap, rows of a loop stop one by one. JAX's
-# lowering of a condition with an ordered effect (0.10.2, 0.12.0.1) ignores that, and
-# lets every row run on until the last one stops. All other loops keep JAX's lowering.
-
-
-def _is_lowered_here(effects: Collection[_t.Effect]) -> bool:
-    """Whether a loop whose condition has these effects is lowered by hostcall.
-
-    Not with an ordered drop-in, which has JAX's effect: it runs as JAX's does.
-    """
-    engines = own_effects.filter_in(effects)
-    ordered = _effects.ordered_effects.filter_in(effects)
-    return bool(engines) and (not ordered or not {*ordered}.isdisjoint(engines))
-
-
-def lowering(plain: Any) -> Any:
-    """JAX's entry of its table of lowerings, with this rule."""
-    return type(plain)(functools.partial(_lower, plain.rule), plain.inline)
-
-
-def _lower(
-    plain: Rule,
-    ctx: _t.LoweringContext,
-    *xs: _t.Value,
-    cond_jaxpr: _t.Jaxpr,
-    **params: Any,
-) -> object:
-    if not _is_lowered_here(cond_jaxpr.effects):
-        return plain(ctx, *xs, cond_jaxpr=cond_jaxpr, **params)
-    # Inside shard_map, a carry in which some rows have stopped varies over the mesh
-    # axes of the condition, and the carry's type may not say so. Lower with the
-    # varying-axes check off: JAX checked the program when it was traced.
-    avals = [
-        aval if aval is _core.abstract_token else varying_over(aval)
-        for aval in ctx.avals_in
-    ]
-    inner = ctx.replace(avals_in=avals)
-    loop = functools.partial(_with_condition_inside, cond_jaxpr, **params)
-    with _config._check_vma(False):
-        outs = lower_by(inner, loop, *xs)
-    ctx.set_tokens_out(inner.tokens_out)
-    return outs
-
-
-State: TypeAlias = tuple[jax.Array, list[jax.Array]]
-
-
-def _with_condition_inside(
-    cond_jaxpr: _t.Jaxpr,
-    *operands: jax.Array,
-    body_jaxpr: _t.Jaxpr,
-    cond_nconsts: int,
-    body_nconsts: int,
-) -> list[jax.Array]:
-    """The same loop with the condition computed in the body, so that rows can stop.
-
-    The carry gets one more value: for each row, whether it goes on.
-    """
-    condition, body = map(_core.jaxpr_as_fun, (cond_jaxpr, body_jaxpr))
-    cond_consts, body_consts, start = _cut(operands, [cond_nconsts, body_nconsts])
-
-    def chosen(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-        if goes_on.ndim == 0:  # the body runs only if the loop goes on
-            return new
-        rows = jax.lax.broadcast_in_dim(goes_on, new.shape, range(goes_on.ndim))
-        return jax.lax.select(rows, new, old)
-
-    def again(state: State) -> State:
-        goes_on, carry = state
-        new = body(*body_consts, *carry)
-        carry = [chosen(goes_on, n, c) for n, c in zip(new, carry, strict=True)]
-        (still,) = condition(*cond_consts, *carry)
-        return goes_on & still, carry
-
-    (first,) = condition(*cond_consts, *start)
-    _, carry = jax.lax.while_loop(lambda state: state[0].any(), again, (first, start))
-    return list(carry)
