@@ -67,6 +67,21 @@ def test_custom_derivatives_around_a_call(kind, wrap):
         )
 
 
+def test_what_a_rule_gets_for_a_numpy_array_is_an_array():
+    """NUMPY_PRIMALS in tests/older_jax.py."""
+    types = []
+
+    def host(x):
+        types.append(type(x))
+        return np.cos(x)
+
+    f = jax.custom_jvp(np.sin)
+    f.defjvp(lambda x, t: (x[0], hc.call(host, x[0], x[0]) * t[0]))
+    gradient = jax.grad(lambda x: f(x).sum())(ROW)
+    assert_same(gradient, np.cos(ROW))
+    assert types == [np.ndarray]
+
+
 @EAGER_AND_JIT
 def test_stop_gradient_keeps_the_derivative_out(wrap):
     f = wrap(jax.grad(lambda x: (hc.call(sine, ROW, lax.stop_gradient(x)) * x).sum()))

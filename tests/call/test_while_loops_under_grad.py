@@ -318,9 +318,7 @@ def linearize_twice(f: Run) -> Any:
 
 
 def jvp_twice(f: Run) -> Any:
-    """The same number. Before 0.10.2 JAX can't linearize twice through a loop of its own
-    that is under remat.
-    """
+    """The same number (LOOPS_LINEARIZED_TWICE in tests/older_jax.py)."""
     slope = lambda x: jax.jvp(f, (x,), (jnp.float32(1),))[1]
     return jax.jvp(slope, (X,), (jnp.float32(1),))[1]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from older_jax import OPTIONS_ALONE, SMALL_CALLBACKS
 
 import hostcall as hc
 
@@ -60,12 +61,9 @@ LINES = {
 }
 
 
-# What JAX itself could not do at first. Its callbacks read elements of less than a byte
-# wrong, and its functions could not get their options alone.
-if jax.__version_info__ < (0, 10, 2):
+if SMALL_CALLBACKS.is_missing:
     del LINES["int4"]
-OPTIONS_ALONE = jax.__version_info__ >= (0, 10, 1)
-if not OPTIONS_ALONE:
+if OPTIONS_ALONE.is_missing:
     del LINES["options first"]
 
 
@@ -194,7 +192,7 @@ REFUSED = {
     "missing keyword": lambda d: d.print("{a}"),
     "not a function": lambda d: d.callback("text"),
 }
-if OPTIONS_ALONE:
+if not OPTIONS_ALONE.is_missing:
     REFUSED |= {
         "arguments first": lambda d: d.callback(ordered=True, a=1),
         "arguments of a print first": lambda d: d.print(None, 1, ordered=True),
@@ -220,14 +218,14 @@ def test_callbacks_get_trees_and_static_arguments():
             seen.append((tree, [getattr(v, "dtype", v) for v in leaves]))
 
         d.callback(host, {"a": x}, 1, 2.0, "text", None, print, [x, (x,)], flag=True)
-        if OPTIONS_ALONE:
+        if not OPTIONS_ALONE.is_missing:
             d.callback(ordered=True)(host, x, ordered="mine", partitioned=x)
 
     for debug in (hc.debug, jax.debug):
         jax.jit(lambda x: f(debug, x))(1.5)
         f(debug, 1.5)
         jax.effects_barrier()
-    half = 4 if OPTIONS_ALONE else 2
+    half = 2 if OPTIONS_ALONE.is_missing else 4
     assert len(seen) == 2 * half
     # JAX's unordered callbacks may run before or after the others of their program.
     assert sorted(seen[:half], key=str) == sorted(seen[half:], key=str)

@@ -258,8 +258,7 @@ ROWS = 4
 def _stacked(x: Any) -> Any:
     if isinstance(x, jax.Array):  # typed keys
         return jnp.stack([x] * ROWS)
-    # XLA can't concatenate int2 and uint2 before jaxlib 0.10.1, where it ends the process.
-    return jnp.asarray(np.stack([x] * ROWS))
+    return jnp.asarray(np.stack([x] * ROWS))  # STACKS_OF_INT2 in tests/older_jax.py
 
 
 def _spec(x: Any) -> Any:

@@ -175,7 +175,7 @@ def _plain_template(n: int) -> Template:
 
 def is_array_like(leaf: object) -> bool:
     """Whether JAX would accept this leaf as an array. Others become `Opaque`."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
+    if isinstance(leaf, _jax.NUMPY_ARRAYS):
         return is_numeric(leaf.dtype)
     return isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__")
 

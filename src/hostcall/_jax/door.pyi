@@ -20,6 +20,7 @@ from jax._src import effects as effects
 from jax._src import ffi as ffi
 from jax._src import flattree as flattree
 from jax._src import linear_util as linear_util
+from jax._src import literals as literals
 from jax._src import mesh as mesh
 from jax._src import pretty_printer as pretty_printer
 from jax._src import shard_map as shard_map

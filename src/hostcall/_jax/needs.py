@@ -104,6 +104,7 @@ MODULES: dict[str, str] = {
     "key_reuse": "jax.experimental.key_reuse._core",
     "lax": "jax._src.lax.lax",
     "linear_util": "jax._src.linear_util",
+    "literals": "jax._src.literals",
     "mesh": "jax._src.mesh",
     "mlir": "jax._src.interpreters.mlir",
     "pallas": "jax._src.pallas.core",
@@ -507,6 +508,13 @@ NEEDS: tuple[Need, ...] = (
         Part.OBSERVE,
         "wrap_init",
         "traces what is put into a program",
+    ),
+    Need(
+        "literals",
+        Part.CALLS,
+        "TypedNdArray",
+        "what derivative rules get for NumPy's arrays, before it was one of these",
+        until="0.9.1",
     ),
     Need(
         "mesh",

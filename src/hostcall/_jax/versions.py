@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jaxlib
+import numpy as np
 from jax.interpreters import mlir as _mlir
 from jaxlib.mlir import ir as _ir
 
@@ -19,6 +20,7 @@ from hostcall._jax.door import JAX_VERSION, version_of
 from hostcall._jax.door import config as _config
 from hostcall._jax.door import core as _core
 from hostcall._jax.door import export as _export
+from hostcall._jax.door import literals as _literals
 from hostcall._jax.door import mesh as _mesh
 from hostcall._jax.door import mlir as _src_mlir
 from hostcall._jax.door import partial_eval as _src_pe
@@ -128,6 +130,13 @@ def newly_manual_axes(params: dict[str, Any]) -> frozenset[str]:
 
 
 # --- Values ---------------------------------------------------------------------------
+
+# What NumPy's arrays are. Up to JAX 0.9.1 the primals of derivative rules, and so what
+# users' rules pass on, are NumPy arrays inside a class of JAX's, which is NumPy's own
+# later.
+NUMPY_ARRAYS: tuple[type[np.ndarray | np.generic], ...] = (np.ndarray, np.generic)
+if JAX_VERSION < (0, 9, 2):
+    NUMPY_ARRAYS += (_literals.TypedNdArray,)
 
 # In JAX 0.9.0 a traced Ref passes for a jax.Array.
 TRACED_REFS_ARE_ARRAYS = JAX_VERSION < (0, 9, 1)

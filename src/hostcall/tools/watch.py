@@ -359,6 +359,9 @@ def _can_be_bad(leaf: object) -> bool:
     """Whether a leaf has numbers that may be nan or infinite. It may also be a text, an
     object, or an array that JAX does not take, which hc.call passes on.
     """
+    # JAX takes no numbers in the other byte order. JAX 0.9.0 has a dtype for them.
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        return False
     try:
         return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
     except TypeError:
