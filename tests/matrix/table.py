@@ -62,8 +62,8 @@ TWICE_LOOP = Hole(
 PURE_LOOP = Hole(
     ("ok", "again"),
     "ok or twice",
-    "JAX may run a pure function again in the second of these two loops (0.10 does)."
-    " With an `order=` it runs once.",
+    "JAX splits this `while_loop` in two, and may run a pure function again in the"
+    " second one (0.10 does). With an `order=` it runs once.",
 )
 NO_REMAT = Hole(
     "NotImplementedError: Effects not supported in ",
