@@ -124,8 +124,12 @@ void InitTaps(nb::module_& m) {
         unlocked);
   m.def(
       "await_taps_of_gpus",
-      [](double seconds) { return Gpus::Get().streams.Await(seconds); },
-      nb::arg("seconds"), unlocked);
+      [](double seconds, bool reached_only) {
+        const WaitFor which =
+            reached_only ? WaitFor::kReachedTaps : WaitFor::kAllTaps;
+        return Gpus::Get().streams.Await(seconds, which);
+      },
+      nb::arg("seconds"), nb::arg("reached_only"), unlocked);
   m.def("tap_queue", &QueueState);
   nb::class_<Throttle>(m, "Throttle")
       .def(

@@ -78,6 +78,8 @@ class PinnedBlock {
  public:
   PinnedBlock() = default;
   char* data() const { return memory_ ? memory_->data : nullptr; }
+  /// Bytes at `data`.
+  size_t capacity() const { return memory_ ? memory_->capacity : 0; }
   explicit operator bool() const { return memory_ != nullptr; }
 
   /// Returns the block to the pool now: nobody uses its memory any more. Makes no

@@ -1,5 +1,6 @@
 #include "cuda/staging.h"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <thread>
@@ -27,19 +28,23 @@ char* Nowhere() {
 }
 
 /// Takes a block for all spans of a call or tap on the stream, whose context is
-/// current, and gives the host address of each. False: the pool is full, and
-/// `may_wait` is not set.
-bool Place(PinnedPool& pool, CudaStream stream, const std::vector<Span>& spans,
-           bool may_wait, PinnedBlock& block, std::vector<void*>& places) {
+/// current, and gives the host address of each. `acquire(bytes)` returns the block;
+/// false if it returns none.
+template <typename Acquire>
+bool Place(CudaStream stream, const std::vector<Span>& spans, Acquire acquire,
+           PinnedBlock& block, std::vector<void*>& places) {
   if (Driver().IsCaptured(stream)) {
     throw CudaError(
         "hostcall: the stream is being captured into a CUDA graph, in which the "
         "host can't be called. Keep XLA from capturing: set "
         "XLA_FLAGS=--xla_gpu_enable_command_buffer=" HOSTCALL_CODE("hc-device"));
   }
+  // Nothing may fail between the block and its first copy: copies of another tap
+  // into a block that was taken from it are still enqueued.
+  places.reserve(spans.size());
   size_t bytes = 0;
   for (const Span& span : spans) bytes += Padded(span.bytes);
-  if (bytes != 0) block = pool.Acquire(bytes, may_wait);
+  if (bytes != 0) block = acquire(bytes);
   if (bytes != 0 && !block) return false;
   char* at = block ? block.data() : Nowhere();
   for (const Span& span : spans) {
@@ -79,7 +84,9 @@ StagedCall::StagedCall(PinnedPool& pool, CudaStream stream,
     : stream_(stream), n_operands_(operands.size()), spans_(std::move(operands)) {
   spans_.insert(spans_.end(), results.begin(), results.end());
   ScopedContext current(stream_);
-  Place(pool, stream_, spans_, true, block_, data_);
+  Place(
+      stream_, spans_, [&pool](size_t bytes) { return pool.Acquire(bytes); },
+      block_, data_);
 }
 
 StagedCall::~StagedCall() { ReleaseQuietly(block_, in_flight_, stream_); }
@@ -109,7 +116,7 @@ void StagedCall::Store() {
 // --- Taps -----------------------------------------------------------------------
 
 void TapStreams::RunBehind(CudaContext context, CudaStream stream,
-                           CudaHostFn function, void* data) {
+                           std::unique_ptr<Job>& job) {
   std::lock_guard<std::mutex> lock(mutex_);
   Behind& behind = behind_[context];
   if (behind.event == nullptr) {
@@ -124,23 +131,54 @@ void TapStreams::RunBehind(CudaContext context, CudaStream stream,
   // The wait is for this recording, also when the event is recorded again.
   Driver().Check(Driver().cuStreamWaitEvent(behind.stream, behind.event, 0),
                  "cuStreamWaitEvent");
-  Driver().Check(Driver().cuLaunchHostFunc(behind.stream, function, data),
+  job->ended_ = &behind.ended;
+  Driver().Check(Driver().cuLaunchHostFunc(behind.stream, RunJob, job.get()),
                  "cuLaunchHostFunc");
+  // RunJob owns the job now, and may already have destroyed it.
+  (void)job.release();
+  ++behind.given;
 }
 
-bool TapStreams::Await(double seconds) {
+/// Called by the driver when the copies have ended.
+void TapStreams::RunJob(void* adopted) {
+  std::unique_ptr<Job> job(static_cast<Job*>(adopted));
+  std::atomic<int64_t>& ended = *job->ended_;
+  job->Run();
+  job.reset();
+  // Last: whoever waits for the job may then use what it has written and given
+  // back.
+  ended.fetch_add(1, std::memory_order_release);
+}
+
+bool TapStreams::Await(double seconds, WaitFor which) {
   const auto until =
       std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  std::map<CudaContext, Behind> behind;
+  struct Wanted {
+    CudaContext context;
+    CudaStream stream;
+    int64_t jobs;
+    const std::atomic<int64_t>* ended;
+  };
+  std::vector<Wanted> wanted;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    behind = behind_;
+    for (auto& [context, behind] : behind_) {
+      if (behind.ended.load(std::memory_order_acquire) >= behind.given) continue;
+      // The event tells of the last job, so of those before it. An error of the
+      // context is for the loop below.
+      if (which == WaitFor::kReachedTaps &&
+          Driver().cuEventQuery(behind.event) == kCudaNotReady) {
+        continue;
+      }
+      wanted.push_back({context, behind.stream, behind.given, &behind.ended});
+    }
   }
-  for (const auto& [context, one] : behind) {
-    if (one.stream == nullptr) continue;
+  for (const Wanted& one : wanted) {
     try {
-      ScopedContext current(context);
-      while (Driver().cuStreamQuery(one.stream) == kCudaNotReady) {
+      ScopedContext current(one.context);
+      // If the stream has no work left, or can't be asked, no job of it is to come.
+      while (one.ended->load(std::memory_order_acquire) < one.jobs &&
+             Driver().cuStreamQuery(one.stream) == kCudaNotReady) {
         if (std::chrono::steady_clock::now() >= until) return false;
         std::this_thread::sleep_for(kPoll);
       }
@@ -150,47 +188,85 @@ bool TapStreams::Await(double seconds) {
   return true;
 }
 
+void DisplaceableTaps::Add(Held& tap) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  taps_[tap.stream].push_back(&tap);
+}
+
+void DisplaceableTaps::Remove(Held& tap) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::list<Held*>& taps = taps_[tap.stream];
+  // Jobs run in order, so it is the oldest, or gone.
+  const auto found = std::find(taps.begin(), taps.end(), &tap);
+  if (found != taps.end()) taps.erase(found);
+}
+
+PinnedBlock DisplaceableTaps::TakeOldest(CudaStream stream, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::list<Held*>& taps = taps_[stream];
+  const auto found = std::find_if(taps.begin(), taps.end(), [bytes](Held* tap) {
+    return tap->block.capacity() >= bytes;
+  });
+  if (found == taps.end()) return {};
+  Held& tap = **found;
+  taps.erase(found);
+  return std::move(tap.block);
+}
+
 namespace {
 
 /// What a tap needs on the driver's thread. Members are destroyed in reverse order,
-/// so everything that the receiver holds is gone before the block goes back.
-struct TapJob {
-  PinnedBlock block;
+/// so everything that the receiver holds is gone before the block goes back, which
+/// makes no CUDA call: it takes only the pool's lock.
+struct TapJob : TapStreams::Job {
+  DisplaceableTaps* displaceable = nullptr;  ///< null: it is none of these
+  DisplaceableTaps::Held held;
   std::vector<void*> data;
   Receiver receiver;
-};
 
-/// Called by the driver when the copies have ended. Makes no CUDA call: destroying
-/// the job releases the block without an event, which takes only the pool's lock.
-void RunTap(void* adopted) {
-  const std::unique_ptr<TapJob> job(static_cast<TapJob*>(adopted));
-  try {
-    job->receiver.deliver(job->data.data());
-  } catch (...) {
-    job->receiver.lose();
+  void Run() override {
+    if (displaceable != nullptr) {
+      displaceable->Remove(held);
+      if (!held.block) return receiver.lose();  // a newer tap has it
+    }
+    try {
+      receiver.deliver(data.data());
+    } catch (...) {
+      receiver.lose();
+    }
   }
-}
+};
 
 }  // namespace
 
 void StageTap(PinnedPool& pool, TapStreams& streams, CudaStream stream,
-              const std::vector<Span>& spans, bool may_wait, Receiver receiver) {
+              const std::vector<Span>& spans, PoolIsFull full, Receiver receiver) {
   ScopedContext current(stream);
   auto job = std::make_unique<TapJob>();
   job->receiver = std::move(receiver);
-  if (!Place(pool, stream, spans, may_wait, job->block, job->data)) {
+  job->held.stream = stream;
+  const bool may_displace = full == PoolIsFull::kLoseOldest;
+  const auto acquire = [&](size_t bytes) {
+    PinnedBlock block = pool.Acquire(bytes, full == PoolIsFull::kWait);
+    if (block || !may_displace) return block;
+    return streams.displaceable.TakeOldest(stream, bytes);
+  };
+  if (!Place(stream, spans, acquire, job->held.block, job->data)) {
     return job->receiver.lose();
   }
+  if (may_displace && job->held.block) job->displaceable = &streams.displaceable;
+  TapJob& tap = *job;
+  std::unique_ptr<TapStreams::Job> owner = std::move(job);
   bool enqueued = false;
   try {
-    CopyToHost(stream, spans, spans.size(), job->data, &enqueued);
-    streams.RunBehind(current.context(), stream, RunTap, job.get());
+    CopyToHost(stream, spans, spans.size(), tap.data, &enqueued);
+    if (tap.displaceable != nullptr) tap.displaceable->Add(tap.held);
+    streams.RunBehind(current.context(), stream, owner);
   } catch (...) {
-    ReleaseQuietly(job->block, enqueued, stream);
+    if (tap.displaceable != nullptr) tap.displaceable->Remove(tap.held);
+    ReleaseQuietly(tap.held.block, enqueued, stream);
     throw;
   }
-  // RunTap owns the job now, and may already have freed it, so nothing may be read.
-  (void)job.release();
 }
 
 // --- Copies without the host ----------------------------------------------------

@@ -8,9 +8,9 @@
 //   * A call waits for the device exactly once, for the copies of its operands, and
 //     not at all if its operands have no bytes. Its results are copied after the
 //     function has returned, and nobody waits for that.
-//   * A tap never waits for the device, unless the pool is full and `may_wait` is
-//     set. The device never waits for a tap: on XLA's stream it only finds a copy
-//     and an event (TapStreams). The taps of one device are delivered in the
+//   * A tap never waits for the device, unless the pool is full and the tap is told
+//     to wait. The device never waits for a tap: on XLA's stream it only finds a
+//     copy and an event (TapStreams). The taps of one device are delivered in the
 //     order of their StageTap calls. They may be delivered after the program has
 //     ended.
 //   * Each call or tap takes one block of pinned memory. Whatever fails, the block
@@ -33,10 +33,13 @@
 // long been reused.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -88,6 +91,50 @@ class StagedCall : NoCopy {
   bool in_flight_ = false;   ///< some enqueued copies may not have ended
 };
 
+/// Which taps a wait is for.
+enum class WaitFor {
+  kAllTaps,      ///< those that were sent so far
+  kReachedTaps,  ///< of each device whose stream has reached all that were sent
+};
+
+/// Taps on their way to the host that a newer one may displace.
+///
+/// The pool can't get such a tap's block back before the device reaches it, since
+/// the copies into the block are enqueued. But a newer tap of the same stream can
+/// have it at once: its copies are enqueued behind those, and so its values stay.
+///
+///   1. older tap's thread: enqueues its copies, adds the tap here, enqueues its
+///   job
+///   2. newer tap's thread: takes the block out of the tap, enqueues its copies
+///   3. driver's thread:    runs the older tap's job: it has no block, and is lost
+///
+/// If 3 comes before 2, the job takes its tap out of the list under the lock before
+/// it reads the block, and the newer tap doesn't find it. Taps of another stream
+/// are left alone: no order holds between the copies.
+///
+/// The lock. Host functions take it, so it is held for operations on the list only.
+class DisplaceableTaps : NoCopy {
+ public:
+  /// A tap's block. It is the list's while the tap is in it, else the holder's.
+  struct Held {
+    CudaStream stream = nullptr;
+    PinnedBlock block;
+  };
+
+  /// Adds a tap whose copies are enqueued. It stays where it is until Remove.
+  void Add(Held& tap);
+  /// Takes a tap out, if it is there. Its block, if it still has it, is then its
+  /// own.
+  void Remove(Held& tap);
+  /// The block of the oldest tap of the stream that has one of so many bytes; empty
+  /// if there is none. The tap is out of the list.
+  PinnedBlock TakeOldest(CudaStream stream, size_t bytes);
+
+ private:
+  std::mutex mutex_;
+  std::map<CudaStream, std::list<Held*>> taps_;  ///< of each stream, oldest first
+};
+
 /// Streams of hostcall's own, one for each device, on which the host functions of
 /// taps run. Safe to use from several threads. Streams and events are never
 /// destroyed: the driver's threads use them until the process ends.
@@ -99,10 +146,18 @@ class StagedCall : NoCopy {
 /// dispatching thread 3 us, and the device nothing.
 ///
 /// Guarantees
-///   * Functions of one device run one after the other, in the order of the calls
-///     of RunBehind, each when what was enqueued on its stream before has ended.
-///   * After an error of the whole context its functions never run. Await then does
-///     not wait for them.
+///   * Jobs of one device run one after the other, in the order of the calls of
+///     RunBehind, each when what was enqueued on its stream before has ended.
+///   * After an error of the whole context its jobs never run. Await then does not
+///     wait for them.
+///   * Await waits for the jobs that were given before it, and for no later ones.
+///
+/// Why the host function of a call may wait for the taps before it. If the call has
+/// waited for XLA's stream, that stream has passed the event of each of these taps,
+/// so their jobs depend on nothing that the device still has to do. Jobs of another
+/// device may: its stream may stand in a collective, which needs the work that this
+/// device gets behind the call. So such a wait is for kReachedTaps, and passes over
+/// a device whose last event has not been reached.
 ///
 /// The lock. Two threads may enqueue on one device. The lock keeps the recording of
 /// an event and the wait for it together, since the event is one for each device.
@@ -110,25 +165,43 @@ class StagedCall : NoCopy {
 /// return; these never take it.
 class TapStreams : NoCopy {
  public:
-  /// Calls `function(data)` on a thread of the driver, once everything that is
-  /// enqueued on `stream` by now has ended. `context` is the stream's, and current.
-  /// Throws CudaError; the function is then never called.
-  void RunBehind(CudaContext context, CudaStream stream, CudaHostFn function,
-                 void* data);
+  /// What runs on a thread of the driver, once. It must not call CUDA.
+  class Job {
+   public:
+    virtual ~Job() = default;
+    virtual void Run() = 0;
 
-  /// Waits until all functions that were given before have returned, at most so
-  /// many seconds; false if they have not. Needs no current context. It polls: the
-  /// driver has no wait with a limit.
-  bool Await(double seconds);
+   private:
+    friend class TapStreams;
+    /// Counts the jobs of the device that are over; set by RunBehind.
+    std::atomic<int64_t>* ended_ = nullptr;
+  };
+
+  /// Runs and destroys the job on a thread of the driver, once everything that is
+  /// enqueued on `stream` by now has ended. `context` is the stream's, and current.
+  /// Throws CudaError; the job is then the caller's, and never runs.
+  void RunBehind(CudaContext context, CudaStream stream, std::unique_ptr<Job>& job);
+
+  /// Waits until jobs that were given before are over, at most so many seconds;
+  /// false if they are not. Needs no current context. It polls: the driver has no
+  /// wait with a limit.
+  bool Await(double seconds, WaitFor which = WaitFor::kAllTaps);
+
+  DisplaceableTaps displaceable;
 
  private:
   struct Behind {
     CudaStream stream = nullptr;
     CudaEvent event = nullptr;
+    int64_t given = 0;  ///< jobs that the stream has been given
+    /// Jobs that are over. The driver's threads add to it, without the lock.
+    std::atomic<int64_t> ended{0};
   };
 
+  static void RunJob(void* adopted);
+
   std::mutex mutex_;
-  std::map<CudaContext, Behind> behind_;
+  std::map<CudaContext, Behind> behind_;  ///< no entry is ever removed
 };
 
 /// Gets a tap's values, or learns that they are lost.
@@ -147,15 +220,25 @@ struct Receiver {
   std::function<void()> lose;
 };
 
+/// What a tap does if the pool of taps is full.
+enum class PoolIsFull {
+  kWait,        ///< waits for a block
+  kLoseNewest,  ///< the tap itself is lost
+  /// A tap is lost that was sent before on the same stream, with this policy too,
+  /// and has not reached the host. If there is none whose block is large enough,
+  /// the tap itself is.
+  kLoseOldest,
+};
+
 /// Sends values to the host, where the receiver gets them when the device reaches
-/// this point of the stream. They are lost, and nothing is enqueued, if the pool is
-/// full and `may_wait` is not set. Throws CudaError; the receiver is then never
-/// called.
+/// this point of the stream. If the pool is full, `full` says what happens; if the
+/// tap itself is lost, nothing is enqueued. Throws CudaError; the receiver is then
+/// never called.
 ///
 /// After an error of the whole context the driver calls no host functions any more:
 /// the values and the block are then lost with the context.
 void StageTap(PinnedPool& pool, TapStreams& streams, CudaStream stream,
-              const std::vector<Span>& spans, bool may_wait, Receiver receiver);
+              const std::vector<Span>& spans, PoolIsFull full, Receiver receiver);
 
 /// What the process has for its GPUs.
 struct Gpus {

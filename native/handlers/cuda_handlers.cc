@@ -112,6 +112,14 @@ XLA_FFI_Error* OnBuffers(XLA_FFI_CallFrame* frame, CudaStream stream) {
   return MakeCall(work, work.operands.data(), work.results.data(), stream);
 }
 
+/// What a tap does without a block for its values. One that may turn out to be
+/// masked or skipped displaces no other, which is surely wanted.
+PoolIsFull IfPoolIsFull(const TapKind& tap, bool may_be_unwanted) {
+  if (tap.when_full == WhenFull::kBlock) return PoolIsFull::kWait;
+  const bool displaces = tap.when_full == WhenFull::kDropOldest && !may_be_unwanted;
+  return displaces ? PoolIsFull::kLoseOldest : PoolIsFull::kLoseNewest;
+}
+
 XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
   Work work(frame, &Is<TapKind>, &g_cuda_plan_type);
   const Plan& plan = work.plan;
@@ -140,8 +148,7 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
   // returns, enters the engine itself.
   if (const Entry entry; !entry) return ClosedError(frame);
   const bool nested = tap.nested || t_delivers_taps;
-  const bool blocks = tap.when_full == WhenFull::kBlock;
-  if (blocks && !nested) AwaitSpace(plan, device, run);
+  if (tap.when_full == WhenFull::kBlock && !nested) AwaitSpace(plan, device, run);
   // Holds references to the plan and the throttle, since XLA may destroy the state
   // before the driver's thread runs this. If it drops the plan's last reference,
   // the plan goes to the graveyard: the driver's thread must not wait for the GIL.
@@ -158,7 +165,8 @@ XLA_FFI_Error* Tap(XLA_FFI_CallFrame* frame, CudaStream stream) {
     TapQueue::Get().CountDropped();
   };
   Gpus& gpus = Gpus::Get();
-  StageTap(gpus.for_taps, gpus.streams, stream, spans, blocks, std::move(receiver));
+  StageTap(gpus.for_taps, gpus.streams, stream, spans,
+           IfPoolIsFull(tap, later != nullptr), std::move(receiver));
   return nullptr;
 }
 

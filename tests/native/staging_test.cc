@@ -167,7 +167,7 @@ void ACapturingStreamIsRefused() {
   fakeSetCapturing(stream, 1);
   for (bool tap : {false, true}) {
     try {
-      if (tap) StageTap(pool, Taps(), stream, {SpanOf(x)}, true, {});
+      if (tap) StageTap(pool, Taps(), stream, {SpanOf(x)}, PoolIsFull::kWait, {});
       StagedCall call(pool, stream, {SpanOf(x)}, {});
       assert(false);
     } catch (const CudaError& error) {
@@ -219,7 +219,7 @@ void FailuresLeaveNothing() {
       std::string error;
       try {
         if (tap) {
-          StageTap(pool, Taps(), stream, operands, true,
+          StageTap(pool, Taps(), stream, operands, PoolIsFull::kWait,
                    Whole([held](const void* const*) {}));
         } else {
           StagedCall call(pool, stream, operands, results);
@@ -268,8 +268,8 @@ void TapsOfAStreamComeInOrder() {
       int next = 0;
       for (int i = 0; i < kTaps; ++i) {
         assert(Driver().cuMemsetD8Async(device, i & 0x7f, x.size(), stream) == 0);
-        StageTap(pool, Taps(), stream, {SpanOf(nothing), SpanOf(x)}, true,
-                 Whole([&, i](const void* const* data) {
+        StageTap(pool, Taps(), stream, {SpanOf(nothing), SpanOf(x)},
+                 PoolIsFull::kWait, Whole([&, i](const void* const* data) {
                    assert(next++ == i && data[0] != nullptr);
                    const Array wanted(x.size(), static_cast<char>(i & 0x7f));
                    assert(!std::memcmp(data[1], wanted.data(), x.size()));
@@ -298,7 +298,8 @@ void ATapDoesNotWaitForTheDevice() {
   std::atomic<int> delivered{0}, lost{0};
   const auto tap = [&](bool may_wait) {
     const int before = lost;
-    StageTap(pool, Taps(), stream, {SpanOf(x)}, may_wait,
+    StageTap(pool, Taps(), stream, {SpanOf(x)},
+             may_wait ? PoolIsFull::kWait : PoolIsFull::kLoseNewest,
              {[&](const void* const*) { ++delivered; }, [&] { ++lost; }});
     return lost == before;
   };
@@ -327,7 +328,7 @@ void TheDeviceDoesNotWaitForATap() {
   Array x = Numbers(4096, 1), y(4096);
   std::vector<int> seen;
   for (int i = 0; i < 3; ++i) {
-    StageTap(pool, Taps(), stream, {SpanOf(x)}, true,
+    StageTap(pool, Taps(), stream, {SpanOf(x)}, PoolIsFull::kWait,
              Whole([&gate, &seen, i](const void* const*) {
                gate.Wait();
                seen.push_back(i);
@@ -341,6 +342,113 @@ void TheDeviceDoesNotWaitForATap() {
   AssertClean(pool);
 }
 
+/// A tap that may lose older ones gets the block of the oldest on its stream that
+/// is large enough. Each tap that is delivered has the values of its own place.
+void ATapDisplacesTheOldestOfItsStream() {
+  constexpr int kTaps = 10;
+  PinnedPool pool(4 * 4096, kForEver);
+  Stream stream, other;
+  Gate gate;
+  Array x(4096);
+  const auto device = reinterpret_cast<CudaDevicePtr>(x.data());
+  std::vector<int> delivered, lost;
+  const auto tap = [&](const Stream& on, int number, PoolIsFull full) {
+    ScopedContext current(on);
+    if (&on == &stream) {
+      assert(Driver().cuMemsetD8Async(device, static_cast<unsigned char>(number),
+                                      x.size(), on) == 0);
+    }
+    StageTap(pool, Taps(), on, {SpanOf(x)}, full,
+             {[&, number](const void* const* data) {
+                const Array wanted(x.size(), static_cast<char>(number));
+                assert(!std::memcmp(data[0], wanted.data(), x.size()));
+                delivered.push_back(number);
+              },
+              [&lost, number] { lost.push_back(number); }});
+  };
+  stream.Block(gate);
+  tap(stream, 0, PoolIsFull::kLoseNewest);  // which no other may displace
+  for (int i = 1; i < kTaps; ++i) tap(stream, i, PoolIsFull::kLoseOldest);
+  assert(lost.empty());  // it is told where they would have been delivered
+  tap(stream, 10, PoolIsFull::kLoseNewest);
+  tap(other, 11, PoolIsFull::kLoseOldest);  // another stream's are left alone
+  assert(lost == (std::vector<int>{10, 11}));
+  {
+    ScopedContext current(stream);
+    Array large(5000);  // in a block of 8,192 bytes, which none of them has
+    StageTap(pool, Taps(), stream, {SpanOf(large)}, PoolIsFull::kLoseOldest,
+             {[](const void* const*) { assert(false); },
+              [&lost] { lost.push_back(12); }});
+  }
+  assert(lost.back() == 12);
+  lost.clear();
+  gate.Open();
+  AwaitTaps(stream);
+  assert(delivered == (std::vector<int>{0, 7, 8, 9}));
+  assert(lost == (std::vector<int>{1, 2, 3, 4, 5, 6}));
+  AssertClean(pool);
+}
+
+/// Taps that displace others on a device that is neither fast nor slow: each is
+/// delivered with its values, or lost, and once.
+void ATapThatIsDeliveredIsNotDisplaced() {
+  constexpr int kTaps = 2000;
+  PinnedPool pool(3 * 4096, kForEver);
+  Stream stream;
+  Array x(4096);
+  const auto device = reinterpret_cast<CudaDevicePtr>(x.data());
+  std::vector<int> ends(kTaps);
+  int newest = -1;
+  {
+    ScopedContext current(stream);
+    for (int i = 0; i < kTaps; ++i) {
+      const auto value = static_cast<unsigned char>(i);
+      assert(Driver().cuMemsetD8Async(device, value, x.size(), stream) == 0);
+      StageTap(pool, Taps(), stream, {SpanOf(x)}, PoolIsFull::kLoseOldest,
+               {[&, i, value](const void* const* data) {
+                  const Array wanted(x.size(), static_cast<char>(value));
+                  assert(!std::memcmp(data[0], wanted.data(), x.size()));
+                  assert(i > newest);
+                  newest = i;
+                  ++ends[static_cast<size_t>(i)];
+                },
+                [&ends, i] { ++ends[static_cast<size_t>(i)]; }});
+    }
+  }
+  AwaitTaps(stream);
+  assert(newest == kTaps - 1 && ends == std::vector<int>(kTaps, 1));
+  AssertClean(pool);
+}
+
+/// A call waits for the taps before it, and for none of a device that may need what
+/// the program does behind the call.
+void AwaitOfTapsThatAreReached() {
+  PinnedPool pool(1 << 20, kForEver);
+  Stream here, there(1);
+  Gate reached, delivers;
+  Array x(10), y(10);
+  std::atomic<int> delivered{0};
+  const auto tap = [&](const Stream& on, Gate* waits) {
+    StageTap(pool, Taps(), on, {SpanOf(x)}, PoolIsFull::kWait,
+             Whole([&delivered, waits](const void* const*) {
+               if (waits != nullptr) waits->Wait();
+               ++delivered;
+             }));
+  };
+  there.Block(reached);
+  tap(there, nullptr);
+  for (int i = 0; i < 3; ++i) tap(here, &delivers);
+  Call(pool, here, x, y);  // it has waited for its stream
+  assert(!Taps().Await(0.01, WaitFor::kReachedTaps));
+  delivers.Open();
+  assert(Taps().Await(60, WaitFor::kReachedTaps) && delivered == 3);
+  assert(!Taps().Await(0.01));
+  reached.Open();
+  assert(Taps().Await(60) && delivered == 4);
+  here.Wait();
+  AssertClean(pool);
+}
+
 /// If the context is lost, nothing tells that taps came: Await does not wait for
 /// them.
 void AwaitEndsWithTheContext() {
@@ -350,7 +458,7 @@ void AwaitEndsWithTheContext() {
     PinnedPool pool(1 << 20, kForEver);
     stream.Block(gate);
     Array x(10);
-    StageTap(pool, Taps(), stream, {SpanOf(x)}, true,
+    StageTap(pool, Taps(), stream, {SpanOf(x)}, PoolIsFull::kWait,
              Whole([](const void* const*) {}));
     assert(!Taps().Await(0));
     fakeFailNext(function, 2);
@@ -367,7 +475,7 @@ void DeliveriesThatThrowAreLost() {
   Array x(10), nothing;
   std::atomic<int> lost{0};
   for (Array* array : {&x, &nothing}) {
-    StageTap(pool, Taps(), stream, {SpanOf(*array)}, true,
+    StageTap(pool, Taps(), stream, {SpanOf(*array)}, PoolIsFull::kWait,
              {[](const void* const*) { throw std::runtime_error("no"); },
               [&lost] { ++lost; }});
   }
@@ -391,6 +499,9 @@ int main() {
   TapsOfAStreamComeInOrder();
   ATapDoesNotWaitForTheDevice();
   TheDeviceDoesNotWaitForATap();
+  ATapDisplacesTheOldestOfItsStream();
+  for (int i = 0; i < 3; ++i) ATapThatIsDeliveredIsNotDisplaced();
+  AwaitOfTapsThatAreReached();
   AwaitEndsWithTheContext();
   DeliveriesThatThrowAreLost();
   std::puts("staging: ok");

@@ -28,8 +28,9 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
 
     Args:
         timeout: the limit in seconds; None for no limit.
-        programs: False waits only for the taps that are queued now, and raises nothing:
-            programs keep running, and the next barrier raises what taps raised.
+        programs: False waits only for the taps that are queued now, also of a GPU that
+            has reached all its taps, and raises nothing: programs keep running, and the
+            next barrier raises what taps raised.
 
     Returns:
         True if everything finished in time. If not, nothing is raised or lost, and the
@@ -59,7 +60,7 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
     error: BaseException | None = None
     try:
         if not programs:
-            return delivery.flush(timeout, queued_only=True)
+            return delivery.flush(timeout, reached_only=True)
         end = None if timeout is None else time.monotonic() + timeout
         failed = dispatched.reports()  # outlives a wait that Ctrl-C or the limit ends
         # The results of the program that made the call are among the live arrays, and
@@ -71,7 +72,8 @@ def barrier(timeout: float | None = None, *, programs: bool = True) -> bool:
             failed += dispatched.failures_of_all(limited=timeout is not None)
         # Behind the programs, which have queued their last taps by now.
         seconds_left = None if end is None else max(0.0, end - time.monotonic())
-        if not delivery.flush(seconds_left):
+        # A GPU may need what the program does after this call to reach its taps.
+        if not delivery.flush(seconds_left, reached_only=in_call):
             return False
         delivery.call_at_barrier(ending=False)
         # What the thread dispatched before the program of a call is not the call's.

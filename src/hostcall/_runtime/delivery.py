@@ -102,26 +102,27 @@ def refuse_inside_a_tap(face: str) -> None:
         )
 
 
-def flush(timeout: float | None = None, *, queued_only: bool = False) -> bool:
+def flush(timeout: float | None = None, *, reached_only: bool = False) -> bool:
     """Waits until all taps are delivered that programs have sent so far.
 
     Not inside a tap: see `refuse_inside_a_tap`.
 
     Args:
         timeout: the limit in seconds, after which this returns False.
-        queued_only: does not wait for taps that a GPU has been given, but has not put
-            into the queue yet: it may not have reached them.
+        reached_only: does not wait for the taps of a GPU that has not reached all of
+            them: it may need what the caller does next. A call that has waited for its
+            GPU finds the taps before it reached.
     """
     if worker.thread is None:
         return True  # no tap was ever lowered, so none can be queued
-    mark = _native.tap_mark() if queued_only else None
+    mark: int | None = None
 
     def delivered(seconds: float) -> bool:
         nonlocal mark
         if mark is None:
             # The mark is set once all have been put there: only those before it count,
             # so a program that taps for ever does not hold up this wait.
-            if not _native.await_taps_of_gpus(seconds):
+            if not _native.await_taps_of_gpus(seconds, reached_only):
                 return False
             mark = _native.tap_mark()
         return _native.flush_taps(mark, seconds)
