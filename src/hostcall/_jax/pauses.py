@@ -25,11 +25,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
-from hostcall._jax.fragments import assigned, literal, same_type, traced
+from hostcall._jax.fragments import assigned, same_type, traced
 from hostcall._jax.versions import changed, open_jaxpr
 
 _while_p = jax.lax.while_p
@@ -43,7 +42,6 @@ class Pausing(NamedTuple):
         at_last_pause: what the loop carried at the last pause.
         now: what it carries now.
         stacked: the results of a scan's steps; rows of steps to come are zeros.
-        happened: whether it was time because of the event; under vmap for each row.
         states: the values of `Pause.states`.
         outer: those of `Pause.outer`.
     """
@@ -52,7 +50,6 @@ class Pausing(NamedTuple):
     at_last_pause: list[jax.Array]
     now: list[jax.Array]
     stacked: list[jax.Array]
-    happened: jax.Array
     states: list[jax.Array]
     outer: list[jax.Array]
 
@@ -62,26 +59,37 @@ class Pause(NamedTuple):
 
     Attributes:
         fn: what is done then; it returns new values for `states`.
-        event: a variable of the body: whether the loop pauses after this step. Under
-            vmap of a while loop, whether each row does.
+        is_time: whether the loop pauses after a step, by what it keeps then. The loop's
+            condition asks this, so a step computes nothing for it.
         every: the most steps between two pauses.
         states: what the loop keeps, by the variables at the beginning of a step.
         outer: variables of the level around that `fn` needs.
     """
 
     fn: Callable[[Pausing], Sequence[jax.Array]]
-    event: _t.Var
+    is_time: Callable[[Sequence[jax.Array]], jax.Array]
     every: int
     states: Sequence[_t.Var]
     outer: Sequence[_t.Var]
 
 
 def can_pause(eqn: _t.JaxprEquation) -> bool:
-    """Whether a loop can be made of two: all that it carries and makes are arrays."""
-    atoms = [*eqn.invars, *eqn.outvars]
-    return all(
-        isinstance(x.aval, jax.core.ShapedArray) and jaxprs.is_array(x) for x in atoms
+    """Whether a loop can be made of two: what it gets and carries are arrays or keys,
+    and what its steps stack are arrays, which begin as zeros.
+    """
+    n_carry = jaxprs.split_of(eqn)[1]
+    stacked = eqn.outvars[n_carry:]
+    return all(map(_is_array_or_key, eqn.invars)) and all(
+        _is_array_or_key(x) and (jaxprs.is_array(x) or x not in stacked)
+        for x in eqn.outvars
     )
+
+
+def _is_array_or_key(atom: _t.Atom) -> bool:
+    aval = atom.aval
+    is_shaped = isinstance(aval, jax.core.ShapedArray)
+    is_key = is_shaped and jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return is_key or (is_shaped and jaxprs.is_array(atom))
 
 
 @dataclass
@@ -216,14 +224,12 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
     inner = open_jaxpr(loop.body)
     at_pause = [same_type(x) for x in loop.carried]
     now = [same_type(x) for x in loop.carried]
-    happened = same_type(pause.event)
-
-    steps = _inner_loop(eqn, loop, pause, at_pause, [happened, *now])
     kept_positions = [loop.carried.index(v) for v in pause.states]
+    steps = _inner_loop(eqn, loop, pause, kept_positions, at_pause, now)
     programs_own = slice(1 + n_kept, len(now) - loop.n_stacked)
     stacked = now[len(now) - loop.n_stacked :]
     operands = [
-        *(at_pause[0], now[0], happened),
+        *(at_pause[0], now[0]),
         *(now[at] for at in kept_positions),
         *at_pause[programs_own],
         *now[programs_own],
@@ -232,7 +238,7 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
     ]
 
     def fn(
-        step: jax.Array, next_step: jax.Array, happened: jax.Array, *values: jax.Array
+        step: jax.Array, next_step: jax.Array, *values: jax.Array
     ) -> Sequence[jax.Array]:
         remaining = iter(values)
 
@@ -247,7 +253,6 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
                 now=take(len(now[programs_own])),
                 stacked=take(len(stacked)),
                 outer=take(len(pause.outer)),
-                happened=happened,
             )
         )
 
@@ -261,15 +266,7 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
     # belongs to one level: so they get new ones there.
     cond_consts = [same_type(x) for x in loop.cond_consts]
     body_consts = [same_type(x) for x in loop.body_consts]
-    steps = steps.replace(
-        invars=[
-            *cond_consts,
-            at_pause[0],
-            *body_consts,
-            literal(_none(happened)),
-            *at_pause,
-        ]
-    )
+    steps = steps.replace(invars=[*cond_consts, at_pause[0], *body_consts, *at_pause])
     outer_body = changed(
         loop.body,
         invars=[*cond_consts, *body_consts, *pause.outer, *at_pause],
@@ -298,53 +295,41 @@ def _turn(loop: _While, step: jax.Array) -> jax.Array:
     return step
 
 
-def _none(var: _t.Var) -> np.ndarray:
-    return np.zeros(var.aval.shape, bool)
-
-
 def _inner_loop(
     eqn: _t.JaxprEquation,
     loop: _While,
     pause: Pause,
+    kept_positions: Sequence[int],
     at_pause: Sequence[_t.Var],
     results: Sequence[_t.Var],
 ) -> _t.JaxprEquation:
-    """The steps between two pauses. It carries whether the event has happened first."""
+    """The steps between two pauses."""
     cond = open_jaxpr(loop.cond)
-    body = open_jaxpr(loop.body)
     n_cond = len(loop.cond_consts)
-    n_body = len(loop.body_consts)
     start = same_type(at_pause[0])
-    event = same_type(pause.event)
     carried = cond.invars[n_cond:]
 
     def test(
-        goes_on: jax.Array, start: jax.Array, step: jax.Array, happened: jax.Array
+        goes_on: jax.Array, start: jax.Array, step: jax.Array, *states: jax.Array
     ) -> list[jax.Array]:
-        # The rows of a batched loop pause together, so one of them is enough.
+        # The rows of a batched loop pause together.
         run = _turn(loop, step) - _turn(loop, start)
-        return [goes_on & ((run < pause.every) & ~happened.any())]
+        return [goes_on & ((run < pause.every) & ~pause.is_time(states))]
 
-    test_operands = [*cond.outvars, start, carried[0], event]
+    kept = [carried[at] for at in kept_positions]
+    test_operands = [*cond.outvars, start, carried[0], *kept]
     testing, tested = traced(test, test_operands, is_apart=False)
-    names = body.debug_info.with_unknown_names()
     params = {
         "cond_jaxpr": changed(
             loop.cond,
-            invars=[*cond.invars[:n_cond], start, event, *carried],
+            invars=[*cond.invars[:n_cond], start, *carried],
             outvars=tested,
             eqns=[*cond.eqns, *testing],
             debug_info=cond.debug_info.with_unknown_names(),
         ),
         "cond_nconsts": n_cond + 1,
-        "body_jaxpr": changed(
-            loop.body,
-            invars=[*body.invars[:n_body], event, *body.invars[n_body:]],
-            outvars=[pause.event, *body.outvars],
-            debug_info=names,
-        ),
-        "body_nconsts": n_body,
+        "body_jaxpr": loop.body,
+        "body_nconsts": len(loop.body_consts),
     }
-    operands = [*loop.cond_consts, at_pause[0], *loop.body_consts]
-    operands += [literal(_none(event)), *at_pause]
+    operands = [*loop.cond_consts, at_pause[0], *loop.body_consts, *at_pause]
     return jaxprs.while_loop(eqn, operands, results, params)
