@@ -32,7 +32,15 @@ import numpy as np
 from jax import lax
 
 import hostcall as hc
-from hostcall._jax import Atom, JaxprEquation, Var, fragments, jaxprs
+from hostcall._jax import (
+    Atom,
+    Jaxpr,
+    JaxprEquation,
+    Var,
+    fragments,
+    jaxprs,
+    tracing,
+)
 from hostcall._jax.pauses import Pause
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe.bad_values import OnBad, Reports
@@ -57,7 +65,7 @@ from hostcall.tools._observe.on_device import (
 )
 from hostcall.tools._observe.pausing_loops import PausingLoop, can_pause
 from hostcall.tools._observe.running_again import devices_may_part, runs_again
-from hostcall.tools._observe.verdicts import Equations
+from hostcall.tools._observe.verdicts import Equations, is_constant
 from hostcall.tools._observe.where import Where
 
 
@@ -116,25 +124,42 @@ class Nans:
         jaxpr = level.jaxpr.replace(eqns=level.jaxpr.eqns[:upto])
         carried = carried_of(level) if upto is None else {}
         buffers, updates, reads = buffers_of(level, carried)
+        # What the level was given is innocent, whatever it is.
         not_computed = {*jaxpr.invars, *jaxpr.constvars, *buffers}
+        not_computed |= _judged_inside(level)
         # XLA's CPU drops a NaN that is compared with other devices' numbers.
         compared = [e for e in jaxpr.eqns if e.primitive.name in ("pmax", "pmin")]
         wanted = [*results, *infinite, *(x for eqn in compared for x in eqn.invars)]
-        # What the level was given is innocent, whatever it is.
         floats = [x for x in wanted if jaxprs.is_float(x) and x not in not_computed]
         looked_at = list(dict.fromkeys([*floats, *updates]))
         if not looked_at:
             return
         needed = [v for v in needed_of(jaxpr, reads) if v not in buffers]
-        axes = tuple(axis for _, manual in level.meshes for axis in manual)
-        collectives = [e for e in jaxpr.eqns if can_hand_on(e)] if axes else []
-        sent_to_others = [
-            x for eqn in collectives for x in eqn.invars if jaxprs.is_float(x)
-        ]
-        operands = list(
-            dict.fromkeys([*looked_at, *needed, *level.steps, *sent_to_others])
-        )
-        judge = Equations(
+        judge = self._judge(level, jaxpr, looked_at, needed)
+        innocents = frozenset(infinite)
+        if _manual_axes(level):
+            check = functools.partial(self._together, judge, innocents, carried)
+        elif level.kind in jaxprs.LOOPS:
+            yield self._in_each_step(judge)
+            return
+        else:
+            check = functools.partial(self._at_once, judge, innocents)
+        position = None if upto is None else upto - 1
+        yield Insertion(check, judge.operands, position)
+
+    def _judge(
+        self,
+        level: Level,
+        jaxpr: Jaxpr,
+        looked_at: Sequence[Atom],
+        needed: Sequence[Var],
+    ) -> Equations:
+        """`needed`: what the host needs to run the level's equations again."""
+        has_devices = bool(_manual_axes(level))
+        collectives = [e for e in jaxpr.eqns if has_devices and can_hand_on(e)]
+        sent = [x for e in collectives for x in e.invars if jaxprs.is_float(x)]
+        operands = dict.fromkeys([*looked_at, *needed, *level.steps, *sent])
+        return Equations(
             level=level,
             infs=self.infs,
             scope=self.scope,
@@ -146,16 +171,6 @@ class Nans:
             operands=tuple(operands),
             collectives=tuple(collectives),
         )
-        if axes:
-            check = functools.partial(
-                self._together, judge, frozenset(infinite), axes, carried
-            )
-        elif level.kind in jaxprs.LOOPS:
-            yield self._in_each_step(judge)
-            return
-        else:
-            check = functools.partial(self._at_once, judge, frozenset(infinite))
-        yield Insertion(check, operands, None if upto is None else upto - 1)
 
     def _at_once(
         self, judge: Equations, infinite: frozenset[Atom], *values: jax.Array
@@ -189,11 +204,11 @@ class Nans:
         self,
         judge: Equations,
         infinite: frozenset[Atom],
-        axes: tuple[str, ...],
         carried: dict[Atom, Var],
         *values: jax.Array,
     ) -> None:
         """All devices make the call, so that they fail together."""
+        axes = _manual_axes(judge.level)
         known = dict(zip(judge.operands, values, strict=True))
         given = [x for x in judge.looked_at if x in carried]
         computed = [x for x in judge.looked_at if x not in carried]
@@ -242,6 +257,50 @@ class Nans:
         return Insertion(
             check, [counts_before, floor, *operands], None, results, kept_values
         )
+
+
+def _judged_inside(level: Level) -> set[Var]:
+    """Results of calls and branches that need no second look.
+
+    What is inside of an equation that can't run again is looked at there. Its results
+    are bad only by what it has made, which was told of there, or by what it was given.
+    That needs no look either if this level was given it, if another such equation has
+    returned it, or if it is looked at because a loop starts with it. So of nested calls
+    around a callback only the innermost looks.
+    """
+    if level.meshes:
+        return set()
+    innocent = {x for x in level.jaxpr.invars if not is_constant(level, x)}
+    judged = set[Var]()
+
+    def is_innocent(x: Atom) -> bool:
+        if not tracing.is_literal(x) and (x in innocent or x in judged):
+            return True
+        fill = fill_of(level, x)
+        return fill is not None and np.isfinite(fill)
+
+    computed = set[Var]()
+    for eqn in level.jaxpr.eqns:
+        is_call = eqn.primitive.name in (*jaxprs.CALLS, "cond")
+        if is_call and jaxprs.inners(eqn) and not runs_again(eqn):
+            floats = [x for x in eqn.invars if _may_be_bad(x)]
+            if not level.loops and _has_loop(eqn):
+                floats = [
+                    x for x in floats if tracing.is_literal(x) or x not in computed
+                ]
+            if all(map(is_innocent, floats)):
+                judged |= set(eqn.outvars)
+        computed |= set(eqn.outvars)
+    return judged
+
+
+def _may_be_bad(atom: Atom) -> bool:
+    is_array = jaxprs.is_array(atom)
+    return is_array and jax.dtypes.issubdtype(atom.aval.dtype, np.inexact)
+
+
+def _manual_axes(level: Level) -> tuple[str, ...]:
+    return tuple(axis for _, manual in level.meshes for axis in manual)
 
 
 def _has_loop(eqn: JaxprEquation) -> bool:

@@ -53,6 +53,7 @@ def _has_any(flags: jax.Array) -> jax.Array:
 
 
 _TOGETHER = 1 << 18  # bytes of a value that is added to others of its type
+_FEW = 1 << 12  # elements that are reduced fast, whatever they are
 
 
 def any_bad(values: Sequence[jax.Array], infs: bool) -> jax.Array:
@@ -73,13 +74,14 @@ def _has_bad(parts: Sequence[jax.Array], infs: bool) -> jax.Array:
     """Whether one of these real values of one type has a bad element."""
     if not infs:
         return _has_any(any_of([lax.ne(part, part) for part in parts]))
-    # Half of the time of a reduction of is_finite(x) on CPUs: 0 times any finite number
-    # is 0, and a sum keeps a NaN. A maximum does not: XLA's CPU drops NaNs from those
-    # of large arrays.
+    # 0 times any finite number is 0, and a sum keeps a NaN.
     zeros = [lax.mul(part, lax.full_like(part, 0)) for part in parts]
     total = functools.reduce(lax.add, zeros)
-    total = lax.reduce_sum(total, range(total.ndim))
-    return lax.ne(total, total)
+    if total.size > _FEW:
+        # Half of the time of a reduction of flags on CPUs. A maximum would do as well,
+        # but XLA's CPU drops NaNs from those of large arrays.
+        total = lax.reduce_sum(total, range(total.ndim))
+    return _has_any(lax.ne(total, total))
 
 
 def newly_bad(new: jax.Array, old: jax.Array, infs: bool) -> jax.Array:
@@ -156,8 +158,8 @@ class BadCounts:
         a branch that is seldom taken twice more.
         """
         none = np.zeros((*self.rows, len(values), COUNTS), np.int32)
-        if not values:
-            return lax.full_like(none, 0)
+        if sum(x.size for x in values) <= _FEW:
+            return self.of_small(values)
 
         def count() -> jax.Array:
             nans = self._of_each([self._number(_is_nan(x)) for x in values])
@@ -201,6 +203,10 @@ class BadCounts:
     ) -> jax.Array:
         """The counts of some of the values."""
         return lax.slice_in_dim(counts, first, end, axis=len(self.rows))
+
+    def joined(self, counts: jax.Array, others: jax.Array) -> jax.Array:
+        """The counts of these values, and behind them those of others."""
+        return lax.concatenate([counts, others], len(self.rows))
 
     def _sum(self, numbers: jax.Array) -> jax.Array:
         return lax.reduce_sum(numbers, range(len(self.rows), numbers.ndim))

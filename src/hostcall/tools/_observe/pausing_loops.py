@@ -101,17 +101,17 @@ class PausingLoop:
         if not self.judge.looked_at:
             return
         counts = self.counts
-        n_in_pauses = len(self.large) + len(self.rows)
-        counts_before = counts.variable(len(self.small))
-        floor = counts.variable(len(self.judge.looked_at))
-        last_in_pauses = counts.variable(n_in_pauses)
-        yield self._check_of_steps(counts_before, floor, last_in_pauses)
+        n_small = len(self.small)
+        counts_before = counts.variable(len(self.judge.looked_at))
+        floor = fragments.same_type(counts_before)
+        yield self._check_of_steps(counts_before, floor)
 
         def pause(pausing: Pausing) -> list[jax.Array]:
-            marked, floor, last_in_pauses = pausing.states
+            marked, floor = pausing.states
             in_pauses = self._looked_at_in_pauses(pausing)
             new_in_pauses = counts.of_large(in_pauses)
-            floor_of_these = counts.of_values(floor, len(self.small))
+            last_in_pauses = counts.of_values(marked, n_small)
+            floor_of_these = counts.of_values(floor, n_small)
             has_more = is_more(new_in_pauses, last_in_pauses, floor_of_these)
 
             def ask_host() -> jax.Array:
@@ -124,23 +124,23 @@ class PausingLoop:
 
             is_event = has_marks(marked) | any_row(has_more)
             new_floor = lax.cond(is_event, ask_host, lambda: floor)
-            return [without_marks(marked), new_floor, new_in_pauses]
+            small_now = without_marks(counts.of_values(marked, 0, n_small))
+            return [counts.joined(small_now, new_in_pauses), new_floor]
 
         yield Pause(
             fn=pause,
             is_time=lambda states: has_marks(states[0]),
             every=self._steps_between(),
-            states=[counts_before, floor, last_in_pauses],
+            states=[counts_before, floor],
             outer=self.judge.outer,
         )
 
-    def _check_of_steps(
-        self, counts_before: Var, floor: Var, last_in_pauses: Var
-    ) -> Insertion:
+    def _check_of_steps(self, counts_before: Var, floor: Var) -> Insertion:
         """Counts what is bad in the small values of a step. Counts that are more than
         in the step before are marked, which is the event for which the loop pauses.
         """
         counts = self.counts
+        n_small = len(self.small)
         condition = self.level.running[1] if self.level.running else []
         operands = list(dict.fromkeys([*self.small, *condition]))
 
@@ -149,28 +149,30 @@ class PausingLoop:
         ) -> list[jax.Array]:
             known = dict(zip(operands, values, strict=True))
             now = counts.of_small(counts.without_stopped(self.small, known))
-            floor_of_these = counts.of_values(floor, 0, len(self.small))
-            return [with_marks(now, counts_before, floor_of_these)]
+            small_before = counts.of_values(counts_before, 0, n_small)
+            small_floor = counts.of_values(floor, 0, n_small)
+            in_pauses = counts.of_values(counts_before, n_small)
+            return [
+                counts.joined(with_marks(now, small_before, small_floor), in_pauses)
+            ]
 
         counts_after = fragments.same_type(counts_before)
-        first_small = self._first_counts(self.small)
-        first_large = self._first_counts([*self.large, *self.rows])
-        kept_values = [
-            counts.start(counts_before, counts_after, first_small),
-            counts.start(floor, floor),
-            counts.start(last_in_pauses, last_in_pauses, first_large),
-        ]
+        at_first = self._first_counts()
         return Insertion(
             fn=check,
             operands=[counts_before, floor, *operands],
             results=[counts_after],
-            states=kept_values,
+            states=[
+                counts.start(counts_before, counts_after, at_first),
+                counts.start(floor, floor),
+            ],
         )
 
-    def _first_counts(self, values: Sequence[Atom]) -> np.ndarray:
-        """How many infinities these values have before the first step, as far as their
+    def _first_counts(self) -> np.ndarray:
+        """How many infinities the values have before the first step, as far as their
         fills say. The fills are innocent: they are literals.
         """
+        values = self.judge.looked_at
         level = self.level.outer
         assert level is not None, "a loop's body is inside of a level"
         assert self.level.inside is not None, "and of the loop"

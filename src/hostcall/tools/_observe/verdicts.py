@@ -265,8 +265,8 @@ class Equations(Judge):
             v: x for v, x in known.items() if v not in again or v not in self.looked_at
         }
         for v in known.keys() - computed:
-            is_constant = _is_constant(self.level, v)
-            frame.causes[v] = search.innocent(known[v], is_constant)
+            constant = is_constant(self.level, v)
+            frame.causes[v] = search.innocent(known[v], constant)
         frame.run()
         suspects = [v for v in self.looked_at if search.is_bad(known[v])]
         # What this device has handed to others may be bad there, and not here.
@@ -322,7 +322,7 @@ class StepsSincePause(Judge):
         outer_values = {v: known[v] for v in self.outer}
         frame = Frame(level.jaxpr, loop.outer, (), search, outer_values)
         for v in self.outer:
-            frame.causes[v] = search.innocent(known[v], _is_constant(level, v))
+            frame.causes[v] = search.innocent(known[v], is_constant(level, v))
         operands = [frame.value(x) for x in self.other_operands]
         causes = [frame.cause(x) for x in self.other_operands]
         carry = known["carry"]
@@ -345,7 +345,7 @@ class StepsSincePause(Judge):
             self.not_again(at, (last,), search)
 
 
-def _is_constant(level: Level, atom: Atom) -> bool:
+def is_constant(level: Level, atom: Atom) -> bool:
     """Whether a variable has the same value in each run of the program."""
     if tracing.is_literal(atom) or atom in level.jaxpr.constvars:
         return True
@@ -358,4 +358,4 @@ def _is_constant(level: Level, atom: Atom) -> bool:
     at = level.jaxpr.invars.index(atom)
     if level.kind in jaxprs.LOOPS and at >= inner.end - inner.begin:
         return False  # it differs from step to step
-    return _is_constant(level.outer, eqn.invars[inner.begin + at])
+    return is_constant(level.outer, eqn.invars[inner.begin + at])
