@@ -867,6 +867,28 @@ def test_what_goes_through_a_call_with_effects_keeps_its_origin():
     assert marked(model) in raised(jax.jit(model), jnp.array([0.0, 1.0]))
 
 
+def returned_as_it_is(x):
+    """Calls around a callback, which hand on what they were given."""
+    beside = lambda x: (jax.pure_callback(np.asarray, x[0], x[0]), x * 2)[1]
+    return jax.jit(jax.checkpoint(jax.jit(beside)))(x)
+
+
+def test_what_was_made_before_nested_calls_around_a_callback():
+    def model(x):
+        y = jnp.log(x)  # BAD
+        return returned_as_it_is(y)
+
+    assert marked(model) in raised(jax.jit(model), jnp.array([0.0, 1.0]))
+
+
+def test_a_nan_that_is_a_constant_is_handed_to_nested_calls_around_a_callback():
+    def model(x):
+        return returned_as_it_is(jnp.array([1.0, np.nan])) + x
+
+    text = raised(jax.jit(model), jnp.array([0.0, 1.0]))
+    assert "made the first bad value, nan" in text
+
+
 # --- What makes a bad value beside others ---------------------------------------------
 
 NAN = np.nan
@@ -1044,7 +1066,20 @@ def forbidden_state(x):
     return jax.lax.scan(step, x, scores)[1]
 
 
-@pytest.mark.parametrize("f", [masked_scores, forbidden_state])
+def drawn_scores(x):
+    """As a sampler, it carries a key, and has one for each step."""
+
+    def step(carry, key):
+        c, other = carry
+        other, drawn = jax.random.split(other)
+        c = c + jax.random.uniform(key) * jax.random.uniform(drawn)
+        return (c, other), jnp.where(x > 0, c, -jnp.inf)
+
+    first, second = jax.random.split(jax.random.key(0))
+    return jax.lax.scan(step, (x, first), jax.random.split(second, 200))[1]
+
+
+@pytest.mark.parametrize("f", [masked_scores, forbidden_state, drawn_scores])
 def test_what_is_innocent_is_judged_once(f):
     program, x = jax.jit(f), jnp.array([1.0, -1.0])
     with observe(nans=True):
@@ -1052,6 +1087,15 @@ def test_what_is_innocent_is_judged_once(f):
         for _ in range(3):
             program(x)
         assert 0 < judged() - before <= 9  # and not 600
+
+
+def test_of_nested_calls_around_a_callback_the_innermost_asks():
+    wrapped = jax.jit(jax.checkpoint(jax.jit(padded_beside_a_callback)))
+    program, x = jax.jit(lambda x: wrapped(x)), jnp.array([1.0, -1.0])
+    with observe(nans=True):
+        before = judged()
+        jax.block_until_ready(program(x))
+        assert judged() - before == 1
 
 
 def times_of_a_solver(x):

@@ -122,6 +122,23 @@ def test_a_bad_value_of_one_step_beside_innocent_ones(at, reverse):
     assert f"in step {at} of the scan" in str(caught.value)
 
 
+@pytest.mark.parametrize("n", [256, 181])
+def test_as_many_bad_values_as_half_of_an_integer_does_not_hold(n):
+    """All elements are bad in one step, and none in the next."""
+
+    def step(x, i):
+        y = jnp.tanh(weights @ weights)
+        z = jnp.log(-1 - y * y)  # BAD
+        return jnp.where(i == 3, z, y), None
+
+    weights = jnp.ones((n, n)) / n
+    program = jax.jit(lambda x: lax.scan(step, x, jnp.arange(6))[0])
+    with pytest.raises(FloatingPointError) as caught, observe(nans=True):
+        jax.block_until_ready(program(weights))
+    assert line_of(step) in str(caught.value)
+    assert "in step 3 of the scan" in str(caught.value)
+
+
 def moved(mask, x):
     hidden = jnp.where(mask, jnp.inf, x)
     return jnp.where(mask, hidden, jnp.log(x))

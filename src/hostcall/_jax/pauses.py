@@ -23,11 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
-from hostcall._jax.fragments import literal, same_type, traced
+from hostcall._jax.fragments import same_type, traced
 from hostcall._jax.versions import changed, open_jaxpr
 from hostcall._jax.while_parts import WhileLoop, as_while
 
@@ -40,7 +39,6 @@ class Pausing(NamedTuple):
         at_last_pause: what the loop carried at the last pause.
         now: what it carries now.
         stacked: the results of a scan's steps; rows of steps to come are zeros.
-        happened: whether it was time because of the event; under vmap for each row.
         states: the values of `Pause.states`.
         outer: those of `Pause.outer`.
     """
@@ -49,7 +47,6 @@ class Pausing(NamedTuple):
     at_last_pause: list[jax.Array]
     now: list[jax.Array]
     stacked: list[jax.Array]
-    happened: jax.Array
     states: list[jax.Array]
     outer: list[jax.Array]
 
@@ -59,26 +56,37 @@ class Pause(NamedTuple):
 
     Attributes:
         fn: what is done then; it returns new values for `states`.
-        event: a variable of the body: whether the loop pauses after this step. Under
-            vmap of a while loop, whether each row does.
+        is_time: whether the loop pauses after a step, by what it keeps then. The loop's
+            condition asks this, so a step computes nothing for it.
         every: the most steps between two pauses.
         states: what the loop keeps, by the variables at the beginning of a step.
         outer: variables of the level around that `fn` needs.
     """
 
     fn: Callable[[Pausing], Sequence[jax.Array]]
-    event: _t.Var
+    is_time: Callable[[Sequence[jax.Array]], jax.Array]
     every: int
     states: Sequence[_t.Var]
     outer: Sequence[_t.Var]
 
 
 def can_pause(eqn: _t.JaxprEquation) -> bool:
-    """Whether a loop can be made of two: all that it carries and makes are arrays."""
-    atoms = [*eqn.invars, *eqn.outvars]
-    return all(
-        isinstance(x.aval, jax.core.ShapedArray) and jaxprs.is_array(x) for x in atoms
-    )
+    """Whether a loop can be made of two: what it gets and carries are arrays or keys,
+    and what its steps stack are arrays, which begin as zeros.
+    """
+    _, n_carry = jaxprs.split_of(eqn)
+    stacked = eqn.outvars[n_carry:]
+    operands_fit = all(map(_is_array_or_key, eqn.invars))
+    results_fit = all(map(_is_array_or_key, eqn.outvars))
+    return operands_fit and results_fit and all(map(jaxprs.is_array, stacked))
+
+
+def _is_array_or_key(atom: _t.Atom) -> bool:
+    aval = atom.aval
+    if not isinstance(aval, jax.core.ShapedArray):
+        return False
+    is_key: bool = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return is_key or jaxprs.is_array(atom)
 
 
 # --- The two loops --------------------------------------------------------------------
@@ -92,14 +100,12 @@ class _OuterBody(NamedTuple):
     Attributes:
         cond_consts, body_consts: the operands that no step changes.
         at_pause: what the loop carried at the last pause: the body's own operands.
-        happened: whether the event was what ended the inner loop.
-        now: what the loop carries after that.
+        now: what the loop carries when the inner loop has ended.
     """
 
     cond_consts: list[_t.Var]
     body_consts: list[_t.Var]
     at_pause: list[_t.Var]
-    happened: _t.Var
     now: list[_t.Var]
 
 
@@ -113,7 +119,6 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
         cond_consts=[same_type(x) for x in loop.cond_consts],
         body_consts=[same_type(x) for x in loop.body_consts],
         at_pause=[same_type(x) for x in loop.carried],
-        happened=same_type(pause.event),
         now=[same_type(x) for x in loop.carried],
     )
     steps = _inner_loop(eqn, loop, pause, outer)
@@ -149,7 +154,7 @@ def _pausing(
 ) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
     """The equations of a pause, and what the loop carries after it."""
     now = outer.now
-    state_positions = [loop.carried.index(state) for state in pause.states]
+    state_positions = _positions_of_states(loop, pause)
     # What the loop carries: the number of its step, what it keeps, the program's own
     # values, and the results of a scan's steps.
     first_stack = len(now) - loop.n_stacked
@@ -164,7 +169,6 @@ def _pausing(
     operands = [
         outer.at_pause[0],
         now[0],
-        outer.happened,
         *[now[position] for position in state_positions],
         *outer.at_pause[programs_own],
         *now[programs_own],
@@ -173,7 +177,7 @@ def _pausing(
     ]
 
     def fn(
-        step: jax.Array, next_step: jax.Array, happened: jax.Array, *values: jax.Array
+        step: jax.Array, next_step: jax.Array, *values: jax.Array
     ) -> Sequence[jax.Array]:
         remaining = iter(values)
         lists = {
@@ -181,7 +185,7 @@ def _pausing(
             for name, count in counts.items()
         }
         turns = (loop.turn(step), loop.turn(next_step))
-        return pause.fn(Pausing(turns=turns, happened=happened, **lists))
+        return pause.fn(Pausing(turns=turns, **lists))
 
     # What is done in a pause has calls, which gather what they get on one device. The
     # program's own arrays keep their shardings.
@@ -192,57 +196,49 @@ def _pausing(
     return eqns, results
 
 
-def _none(var: _t.Var) -> np.ndarray:
-    return np.zeros(var.aval.shape, bool)
+def _positions_of_states(loop: WhileLoop, pause: Pause) -> list[int]:
+    """Where among the values that the loop carries those stand that a pause changes."""
+    return [loop.carried.index(state) for state in pause.states]
 
 
 def _inner_loop(
     eqn: _t.JaxprEquation, loop: WhileLoop, pause: Pause, outer: _OuterBody
 ) -> _t.JaxprEquation:
-    """The steps between two pauses. It carries whether the event has happened first.
+    """The steps between two pauses.
 
     Its condition has one more constant, the number of the step at the last pause.
     """
     cond = open_jaxpr(loop.cond)
-    body = open_jaxpr(loop.body)
     n_cond = len(loop.cond_consts)
-    n_body = len(loop.body_consts)
     start = same_type(outer.at_pause[0])
-    event = same_type(pause.event)
     carried = cond.invars[n_cond:]
+    states = [carried[position] for position in _positions_of_states(loop, pause)]
 
     def test(
-        goes_on: jax.Array, start: jax.Array, step: jax.Array, happened: jax.Array
+        goes_on: jax.Array, start: jax.Array, step: jax.Array, *states: jax.Array
     ) -> list[jax.Array]:
-        # The rows of a batched loop pause together, so one of them is enough.
-        is_time = happened.any()
+        # The rows of a batched loop pause together.
         steps_run = loop.turn(step) - loop.turn(start)
-        return [goes_on & ((steps_run < pause.every) & ~is_time)]
+        return [goes_on & ((steps_run < pause.every) & ~pause.is_time(states))]
 
-    test_operands = [*cond.outvars, start, carried[0], event]
+    test_operands = [*cond.outvars, start, carried[0], *states]
     testing, tested = traced(test, test_operands, is_apart=False)
     params = {
         "cond_jaxpr": changed(
             loop.cond,
-            invars=[*cond.invars[:n_cond], start, event, *carried],
+            invars=[*cond.invars[:n_cond], start, *carried],
             outvars=tested,
             eqns=[*cond.eqns, *testing],
             debug_info=cond.debug_info.with_unknown_names(),
         ),
         "cond_nconsts": n_cond + 1,
-        "body_jaxpr": changed(
-            loop.body,
-            invars=[*body.invars[:n_body], event, *body.invars[n_body:]],
-            outvars=[pause.event, *body.outvars],
-            debug_info=body.debug_info.with_unknown_names(),
-        ),
-        "body_nconsts": n_body,
+        "body_jaxpr": loop.body,
+        "body_nconsts": len(loop.body_consts),
     }
     operands = [
         *outer.cond_consts,
         outer.at_pause[0],
         *outer.body_consts,
-        literal(_none(event)),
         *outer.at_pause,
     ]
-    return jaxprs.while_loop(eqn, operands, [outer.happened, *outer.now], params)
+    return jaxprs.while_loop(eqn, operands, outer.now, params)

@@ -22,6 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -175,33 +177,64 @@ class _Rewriting(ExecutionGuard):
     """How the programs are rewritten that a thread lowers.
 
     It is the thread's value of `jax_no_execution`, which is part of the keys of JAX's
-    caches. So programs that were compiled before are kept and found again after, and
-    blocks with equal keys share programs.
+    caches. So programs that were compiled before are kept and found again after.
+
+    JAX hashes and compares this value in each dispatch. Methods for that would cost a
+    dispatch some microseconds, so blocks with equal keys share one object, and objects
+    are equal if they are the same.
     """
 
-    def __init__(self, blocks: _Blocks, hidden_value: object) -> None:
+    def __init__(self, uses: Mapping[Hashable, Use], hidden_value: object) -> None:
         super().__init__(hidden_value=hidden_value)
-        self.blocks = blocks
-        self.uses = {key: use for block in blocks for key, use in block.items()}
-        self._key = hidden_value, *self.uses
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rewriting) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+        self.uses = uses
 
 
-def _here() -> _Rewriting:
+# Those that a cache of JAX's or a thread has, by the hidden value and the uses' keys.
+_shared = weakref.WeakValueDictionary[tuple[Hashable, ...], _Rewriting]()
+
+
+class _Thread(threading.local):
+    """The open blocks of a thread, for each value that they have made its own: a host
+    function has another one, and its thread may be inside of other blocks.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[_Rewriting, _Blocks] = {}
+
+
+_thread = _Thread()
+
+
+def _here() -> tuple[_Rewriting | None, object]:
+    """How this thread rewrites programs, if it does, and its value without that."""
     value = jax.no_execution.get_local()
-    return value if isinstance(value, _Rewriting) else _Rewriting((), value)
+    if isinstance(value, _Rewriting):
+        return value, value.hidden_value
+    return None, value
+
+
+def _blocks_here() -> _Blocks:
+    rewriting, _ = _here()
+    return () if rewriting is None else _thread.blocks.get(rewriting, ())
+
+
+def _uses_here() -> Mapping[Hashable, Use]:
+    rewriting, _ = _here()
+    return {} if rewriting is None else rewriting.uses
 
 
 def _set_blocks(blocks: _Blocks) -> None:
-    hidden_value = _here().hidden_value
-    jax.no_execution.set_local(
-        _Rewriting(blocks, hidden_value) if blocks else hidden_value
-    )
+    before, hidden_value = _here()
+    if before is not None:
+        _thread.blocks.pop(before, None)
+    if not blocks:
+        jax.no_execution.set_local(hidden_value)
+        return
+    uses = {key: use for block in blocks for key, use in block.items()}
+    key = hidden_value, *uses
+    new = _shared.setdefault(key, _Rewriting(uses, hidden_value))
+    _thread.blocks[new] = blocks
+    jax.no_execution.set_local(new)
 
 
 @contextlib.contextmanager
@@ -212,17 +245,17 @@ def rewritten_by(uses: Mapping[Hashable, Use]) -> Iterator[None]:
     Tasks or generators that interleave may leave blocks out of order.
     """
     install(When.OBSERVE)
-    _set_blocks((*_here().blocks, uses))
+    _set_blocks((*_blocks_here(), uses))
     try:
         yield
     finally:
-        _set_blocks([b for b in _here().blocks if b is not uses])
+        _set_blocks([b for b in _blocks_here() if b is not uses])
 
 
 @contextlib.contextmanager
 def not_rewritten() -> Iterator[None]:
     """A block in which the calling thread's programs are left alone."""
-    blocks = _here().blocks
+    blocks = _blocks_here()
     _set_blocks(())
     try:
         yield
@@ -236,7 +269,7 @@ def requiring_devices(needs: Callable[..., Any]) -> Callable[..., bool]:
         # What is put into a program may need its devices, which JAX finds out before.
         # A program that is only lowered may have none.
         caller = sys._getframe(1)
-        if _here().blocks and caller.f_locals.get("device_assignment") is not None:
+        if _blocks_here() and caller.f_locals.get("device_assignment") is not None:
             return True
         return bool(needs(jaxpr))
 
@@ -248,7 +281,7 @@ def lowering_rewritten(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
-        uses = _here().uses
+        uses = _uses_here()
         if uses and not is_for_export(options):
             jaxpr = rewritten(jaxpr, list(uses.values()))
         return plain(jaxpr, *args, **options)

@@ -165,7 +165,7 @@ class _Block:
 
     def add(self, results: Sequence[Any], tokens: Sequence[Any]) -> None:
         """A program has been dispatched, with these results and tokens."""
-        if self._has_succeeded(results):
+        if results and self.has_succeeded(results[0]):
             return
         room = _KEPT_BYTES - self._kept_bytes
         result, kept_bytes = cheapest(results, room)
@@ -185,17 +185,16 @@ class _Block:
             # Twice as many as stay: the looks cost a constant for each dispatch.
             self._scan_above = max(_MANY_SIGNS, 2 * len(self._pending))
 
-    def _has_succeeded(self, results: Sequence[Any]) -> bool:
-        """Whether a program that was just dispatched needs no sign: it has ended, and
-        no callback has failed since the last look. Small programs run while JAX
-        dispatches them, and a sign would cost as much as they do.
+    def has_succeeded(self, result: Any) -> bool:
+        """Whether a program that was just dispatched, with this result, needs no sign:
+        it has ended, and no callback has failed since the last look. Small programs run
+        while JAX dispatches them, and a sign would cost as much as they do.
         """
         # What was dispatched before may still fail, and a failure that is counted
         # below could be of that.
         if self._pending or self._some_sign_was_gone:
             return False
-        is_known = results and _jax.are_arrays(results[:1])
-        if not is_known or not has_ended(results[0]):
+        if not _jax.are_arrays((result,)) or not has_ended(result):
             return False
         # A failure is counted before its program ends, so it is looked at last.
         return failures.failures_so_far() == self._failures_seen
@@ -345,7 +344,15 @@ def _dispatched_fast(function: Any, args: Any, kwargs: Any, results: Any) -> Non
 
     Programs there have no tokens: those with effects go through Python.
     """
-    _dispatched(jax.tree.leaves(results), ())
+    block = _first_open(_current.get())
+    if block is not None and block.is_here():
+        # For most programs their first result says enough, and a walk over all of them
+        # takes longer than all else here.
+        first = results
+        while type(first) in (tuple, list) and first:
+            first = first[0]
+        if not block.has_succeeded(first):
+            block.add(jax.tree.leaves(results), ())
     # A hook that somebody else has set, for this thread or for all, still runs.
     hook = _thread.hook_before
     if hook is None or hook is _jax.UNSET:

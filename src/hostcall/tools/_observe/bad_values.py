@@ -15,7 +15,7 @@ import hostcall as hc
 from hostcall._core.errors import ReplacesReport
 from hostcall._jax.places import EqnPath
 from hostcall.tools._observe import labels
-from hostcall.tools._observe.replay import Origin, RuleCall, Search
+from hostcall.tools._observe.causes import Origin, RuleCall, Search
 from hostcall.tools._progress import drawing
 
 

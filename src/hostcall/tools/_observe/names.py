@@ -1,9 +1,9 @@
 """Which equation computes a variable of the user's.
 
-The frames of an equation say which expressions were evaluated when it was traced, and
-the syntax tree of the file says which statement these belong to, and what the statement
-assigns to. The value of a variable is what leaves the equations of its statement: it is
-used by others, or is a result of the level.
+The frames of an equation and the syntax tree of their file say which statement has
+computed it, and what the statement assigns to (`statements.py`). The value of a
+variable is what leaves the equations of its statement: it is used by others, or is a
+result of the level.
 
 Some statements run several times in one trace, in a Python loop or in a function that
 is called in one. Then their equations form the same sequence again and again. Without a
@@ -13,9 +13,6 @@ loop around, such a sequence has the leaves of one value, as `jax.tree.map` make
 from __future__ import annotations
 
 import ast
-import functools
-import linecache
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -24,23 +21,18 @@ from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
 from hostcall._jax.places import EqnPath, in_library
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
-
-_Span: TypeAlias = tuple[int, int, int, int]  # line, column, end line, end column
-
-
-class Target(NamedTuple):
-    """A name that a statement assigns to.
-
-    Attributes:
-        name: such as `loss` or `self.loss`.
-        part: which part of the value, by the indices of the tuples that it is in; ():
-            it is all. None: that can't be told, behind a `*`.
-        span: of its expression.
-    """
-
-    name: str
-    part: tuple[int, ...] | None
-    span: _Span
+from hostcall.tools._observe.statements import (
+    Place,
+    Span,
+    Target,
+    is_in_loop,
+    is_within,
+    last_assigned,
+    parsed_file,
+    returned_by,
+    span_of,
+    targets,
+)
 
 
 class Variable(NamedTuple):
@@ -62,132 +54,6 @@ class Variable(NamedTuple):
 
 
 # Functions that are part of a statement. From Python 3.12 on comprehensions are none.
-_PARTS = "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"
-
-
-def targets(line: SourceLine) -> list[Target]:
-    """What the statement of this frame assigns to. What is inside of a `:=` belongs to
-    that, and to the statement only if it is all of its value.
-    """
-    code = _code(line.file)
-    assigned: list[Target] = []
-    if not line.function.endswith(_PARTS):
-        around = [s for s in code.statements if _within(line, _span(s))]
-        assigned = _targets(max(around, key=_span)) if around else []
-    for span, walrus in code.walruses:
-        if _within(line, walrus.span):
-            assigned = [outer for outer in assigned if outer.span == span] + [walrus]
-    return [*assigned, *(x for target in assigned for x in _unpacked(line, target))]
-
-
-def _unpacked(line: SourceLine, target: Target) -> Iterator[Target]:
-    """What later statements assign the parts of a name to, as `loss, grads = out`."""
-    function = _function_of(line)
-    for statement in _own_statements(function) if function else ():
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
-            is_later = _span(statement) > target.span
-            if (
-                statement.value.id == target.name
-                and is_later
-                and target.part is not None
-            ):
-                for unpacked in _targets(statement):
-                    if unpacked.part:
-                        yield Target(
-                            unpacked.name, (*target.part, *unpacked.part), target.span
-                        )
-
-
-class _Parsed(NamedTuple):
-    """All simple statements of a file, at any depth; where each `:=` is, the outer ones
-    first, and what it assigns to; where loops are; functions; and expressions.
-    """
-
-    statements: list[ast.stmt]
-    walruses: list[tuple[_Span, Target]]
-    loops: list[_Span]
-    functions: list[_Function]
-    expressions: dict[_Span, ast.expr]
-
-
-def _code(file: str) -> _Parsed:
-    return _parsed("".join(linecache.getlines(file)))
-
-
-@functools.lru_cache(maxsize=256)
-def _parsed(source: str) -> _Parsed:
-    try:
-        nodes = [*ast.walk(ast.parse(source))]
-    except SyntaxError:  # a notebook's magics
-        nodes = []
-    statements = (n for n in nodes if isinstance(n, ast.stmt))
-    walruses = (n for n in nodes if isinstance(n, ast.NamedExpr))
-    return _Parsed(
-        [n for n in statements if "body" not in n._fields],
-        [(_span(n), Target(n.target.id, (), _span(n.value))) for n in walruses],
-        [_span(n) for n in nodes if isinstance(n, _LOOPS)],
-        [n for n in nodes if isinstance(n, _FUNCTIONS)],
-        # Among nodes that cover the same text, the outermost counts.
-        {_span(n): n for n in reversed(nodes) if isinstance(n, ast.expr)},
-    )
-
-
-_LOOPS = (
-    *(ast.For, ast.AsyncFor, ast.While),
-    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
-)
-
-
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
-
-
-def _span(node: ast.expr | ast.stmt) -> _Span:
-    end = node.end_lineno or 0, node.end_col_offset or 0
-    return node.lineno, node.col_offset, *end
-
-
-_Place: TypeAlias = tuple[str, int, int]  # file, line, column
-
-
-def _is_in_loop(place: _Place) -> bool:
-    """Whether this is inside of a loop, and not its beginning."""
-    file, *at = place
-    return any(span[:2] < tuple(at) <= span[2:] for span in _code(file).loops)
-
-
-def _targets(statement: ast.stmt) -> list[Target]:
-    if isinstance(statement, ast.AugAssign):
-        return [*_named(statement.target, statement)]  # the sum too
-    if isinstance(statement, ast.Assign):
-        left_sides = statement.targets
-        value = statement.value
-    elif isinstance(statement, ast.AnnAssign) and statement.value:
-        left_sides = [statement.target]
-        value = statement.value
-    else:
-        return []
-    return [target for left_side in left_sides for target in _named(left_side, value)]
-
-
-def _named(
-    target: ast.expr, value: ast.expr | ast.stmt, part: tuple[int, ...] | None = ()
-) -> Iterator[Target]:
-    """The names in a target which gets a value, or that part of it."""
-    if isinstance(target, (ast.Name, ast.Attribute)):
-        yield Target(ast.unparse(target), part, _span(value))
-    if not isinstance(target, (ast.Tuple, ast.List)):
-        return
-    is_display = part == () and isinstance(value, (ast.Tuple, ast.List))
-    values = value.elts if is_display else []  # type: ignore[union-attr]
-    starred = any(isinstance(x, ast.Starred) for x in (*target.elts, *values))
-    for i, element in enumerate(target.elts):
-        if len(values) == len(target.elts) and not starred:
-            yield from _named(element, values[i])
-        else:
-            yield from _named(
-                element, value, None if starred or part is None else (*part, i)
-            )
 
 
 # --- Parts of tuples ------------------------------------------------------------------
@@ -204,7 +70,7 @@ class _Source(NamedTuple):
     """
 
     depth: int
-    span: _Span
+    span: Span
     side: str = ""
     results: tuple[int, ...] | None = None
 
@@ -232,7 +98,7 @@ def _source_of(
         return None
     if not part:
         return _Source(depth, target.span)
-    node = _code(lines[depth].file).expressions.get(target.span)
+    node = parsed_file(lines[depth].file).expressions.get(target.span)
     for _ in range(_FOLLOWED_AT_MOST):
         if node is None or not (0 <= depth < len(lines)):
             return None
@@ -243,12 +109,12 @@ def _source_of(
             node = node.elts[part[0]] if part[0] < len(node.elts) else None
             part = part[1:]
         elif isinstance(node, ast.Name):
-            node, inner_part = _assigned(line, node)
+            node, inner_part = last_assigned(line, node)
             part = (*inner_part, *part)
-        elif not _within(line, _span(node)):
+        elif not is_within(line, span_of(node)):
             return None
         elif not part:
-            return _Source(depth, _span(node))
+            return _Source(depth, span_of(node))
         else:
             side = _SIDES.get(_differentiates(lines, depth), ())
             if side:
@@ -259,17 +125,17 @@ def _source_of(
                 if at.is_backward != (wanted == "backward"):
                     return None
                 if not part or wanted == "backward":
-                    return _Source(depth, _span(node), wanted)
+                    return _Source(depth, span_of(node), wanted)
             inner = _frame_inside(lines, depth)
             if inner is None:
-                return _of_results(at.eqn, depth, _span(node), part)
-            node = _returned(lines[inner])
+                return _of_results(at.eqn, depth, span_of(node), part)
+            node = returned_by(lines[inner])
             depth = inner
     return None
 
 
 def _of_results(
-    eqn: JaxprEquation, depth: int, span: _Span, part: tuple[int, ...]
+    eqn: JaxprEquation, depth: int, span: Span, part: tuple[int, ...]
 ) -> _Source | None:
     """The results of a jitted function that are this part of what it returns."""
     result_parts = jaxprs.parts_of_results(eqn)
@@ -299,59 +165,13 @@ def _differentiates(lines: Sequence[SourceLine], depth: int) -> str:
     return ""
 
 
-def _function_of(line: SourceLine) -> _Function | None:
-    around = [f for f in _code(line.file).functions if _within(line, _span(f))]
-    return max(around, key=_span, default=None)
-
-
-def _own_statements(function: _Function) -> list[ast.stmt]:
-    """The simple statements of a function, without those of functions inside it."""
-    simple = []
-    queue = list(function.body) if isinstance(function.body, list) else []
-    while queue:
-        statement = queue.pop(0)
-        if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-            continue
-        simple.append(statement)
-        queue += [n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)]
-    return simple
-
-
-def _returned(line: SourceLine) -> ast.expr | None:
-    """What the function of a frame returns, if only one statement says it."""
-    function = _function_of(line)
-    if function is None or isinstance(function, ast.Lambda):
-        return None if function is None else function.body
-    returns = [x for x in _own_statements(function) if isinstance(x, ast.Return)]
-    return returns[0].value if len(returns) == 1 else None
-
-
-def _assigned(
-    line: SourceLine, name: ast.Name
-) -> tuple[ast.expr | None, tuple[int, ...]]:
-    """The last that the function of a frame assigns to a name before it is used, and
-    which part of it.
-    """
-    function = _function_of(line)
-    assignments: list[tuple[_Span, Target]] = []
-    for statement in _own_statements(function) if function else ():
-        if _span(statement) < _span(name):
-            named = [t for t in _targets(statement) if t.name == name.id]
-            assignments += [(_span(statement), t) for t in named]
-    if not assignments:
-        return None, ()
-    _, target = max(assignments, key=operator.itemgetter(0))
-    node = _code(line.file).expressions.get(target.span)
-    return (None, ()) if target.part is None else (node, target.part)
-
-
 # --- In a level -----------------------------------------------------------------------
 
 
 Wanted: TypeAlias = Callable[[str], bool]  # whether a name is
 
 # A target, where its value is computed, and where the frames around that are.
-_Statement: TypeAlias = tuple[Target, tuple[_Place, ...]]
+_Statement: TypeAlias = tuple[Target, tuple[Place, ...]]
 
 
 class _Piece(NamedTuple):
@@ -377,16 +197,16 @@ def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variab
     others of a tuple are put into `untold`.
     """
     for (target, places), pieces in _statements_in(level, wanted, untold).items():
-        is_in_loop = any(map(_is_in_loop, places))
+        is_repeated = any(map(is_in_loop, places))
         side = pieces[0].side
         backward = set[int]()
         if not side:
             backward = {piece.at for piece in pieces if piece.is_backward}
             pieces = [piece for piece in pieces if not piece.is_backward]
-        in_turn = pieces and is_in_loop and not side
+        in_turn = pieces and is_repeated and not side
         for run in _runs(pieces) if in_turn else filter(None, [pieces]):
             within = backward | {piece.at for piece in run}
-            if not is_in_loop and not side:
+            if not is_repeated and not side:
                 # What was traced meanwhile, such as branches from elsewhere, is inside.
                 within |= {*range(run[0].at, run[-1].at)}
             leaves = [
@@ -416,7 +236,7 @@ def _statements_in(
             if place not in known:
                 known[place] = targets(line)
             for target in known[place]:
-                if not wanted(target.name) or not _within(line, target.span):
+                if not wanted(target.name) or not is_within(line, target.span):
                     continue
                 names_of_parts |= {target.name} if target.part != () else set()
                 source = _source_of(target, lines, depth, at)
@@ -451,15 +271,9 @@ def _piece(
     return key, _Piece(index, at.eqn, line, at.is_backward, place, side, results)
 
 
-def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[_Place, ...]:
+def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[Place, ...]:
     outer = [(x.file, x.line, x.column) for x in lines[1:]]
     return (lines[0].file, *target.span[:2]), *outer
-
-
-def _within(line: SourceLine, span: _Span) -> bool:
-    begin = (line.line, line.column)
-    end = (line.end_line, line.end_column)
-    return begin >= span[:2] and end <= span[2:]
 
 
 def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:
@@ -496,7 +310,7 @@ class _Users:
 
     level: Level
     target: Target
-    places: tuple[_Place, ...]
+    places: tuple[Place, ...]
     within: set[int]
     visited: set[tuple[int, Var]] = field(default_factory=set)
 
@@ -540,7 +354,7 @@ class _Users:
         if level is self.level:  # those of the same run are not asked about
             is_same_run = EqnPath(eqn, level.inside).is_backward
         if is_same_run and any(
-            _within(line, self.target.span)
+            is_within(line, self.target.span)
             and _places(self.target, lines[depth:]) == self.places
             for depth, line in enumerate(lines)
         ):

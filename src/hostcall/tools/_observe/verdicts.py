@@ -23,15 +23,9 @@ from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting, tr
 from hostcall._jax.places import EqnPath
 from hostcall._jax.rewriting import Level
 from hostcall.tools._observe.bad_values import Reports
-from hostcall.tools._observe.replay import (
-    Frame,
-    RuleCall,
-    Search,
-    Value,
-    kinds_of,
-    runs_again,
-    worst,
-)
+from hostcall.tools._observe.causes import RuleCall, Search, kinds_of, worst
+from hostcall.tools._observe.replay import Frame
+from hostcall.tools._observe.running_again import Value, runs_again
 from hostcall.tools._observe.where import Where
 
 COUNTS = 2  # of a value: its NaNs, and its infinities
@@ -111,6 +105,11 @@ class Judge(HostCode):
         """The function of the call that is made first."""
         return Ask(self)
 
+    @functools.cached_property
+    def ask_in_loop(self) -> AskInLoop:
+        """The same in a loop."""
+        return AskInLoop(self)
+
     def is_ignored(self, place: EqnPath) -> bool:
         return not self.scope.has(place)
 
@@ -184,34 +183,48 @@ class Judge(HostCode):
 
 @dataclass(frozen=True, eq=False)
 class Ask(HostCode):
-    """The function of the call that asks a judge whether bad values are known.
-
-    Attributes:
-        asks: the number of a run, and how often it has asked.
-    """
+    """The function of the call that asks a judge whether bad values are known."""
 
     judge: Judge
-    asks: list[int] = field(default_factory=lambda: [0, 0], init=False)
     stays = Judge.stays
     __name__ = Judge.__name__
 
     def place(self) -> tuple[str, int, str]:
         return self.judge.place()
 
-    def __call__(self, *values: np.ndarray) -> tuple[np.ndarray, np.bool_]:
-        """(how many bad values are none of anybody's business from now on in this run,
-        whether these values' are not known).
+    def __call__(self, *values: np.ndarray) -> np.bool_:
+        """Whether they are not."""
+        return np.bool_(not self.judge.is_innocent(self.judge.fingerprint(values)))
+
+
+@dataclass(frozen=True, eq=False)
+class AskInLoop(Ask):
+    """The same in a loop, which asks often.
+
+    Attributes:
+        asks: the number of a run, and how often it has asked.
+    """
+
+    asks: list[int] = field(default_factory=lambda: [0, 0], init=False)
+
+    def __call__(  # type: ignore[override]
+        self, floor: np.ndarray, *values: np.ndarray
+    ) -> tuple[np.ndarray, np.bool_]:
+        """Returns (the counts up to which the loop need not ask again in this run,
+        whether these bad values are not known).
+
+        `floor`: those counts so far.
         """
-        floor = np.zeros((len(values), COUNTS), np.int32)
-        if not self.judge.is_innocent(self.judge.fingerprint(values)):
-            return floor, np.True_
+        is_unknown = super().__call__(*values)
+        if is_unknown:
+            return floor, is_unknown
         call = hc.current()
         run = 0 if call is None else call.run or 0
         is_same_run = run == self.asks[0]
         self.asks[:] = run, self.asks[1] + 1 if is_same_run else 1
         if self.asks[1] > _ASKS_MOST:  # innocent ones come and go
-            floor[...] = self.judge.most["counts"]
-        return floor, np.False_
+            floor = np.maximum(floor, self.judge.most["counts"])
+        return floor, is_unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,8 +265,8 @@ class Equations(Judge):
             v: x for v, x in known.items() if v not in again or v not in self.looked_at
         }
         for v in known.keys() - computed:
-            is_constant = _is_constant(self.level, v)
-            frame.causes[v] = search.innocent(known[v], is_constant)
+            constant = is_constant(self.level, v)
+            frame.causes[v] = search.innocent(known[v], constant)
         frame.run()
         suspects = [v for v in self.looked_at if search.is_bad(known[v])]
         # What this device has handed to others may be bad there, and not here.
@@ -285,13 +298,13 @@ class StepsSincePause(Judge):
     first: int
 
     def __call__(self, begin: np.ndarray, end: np.ndarray, *rest: np.ndarray) -> None:
-        """`begin`, `end`: the turns of the loop since its last pause, the last one too.
+        """`begin`, `end`: the turns of the loop since its last pause, without `end`.
         `rest`: what was looked at, what the loop carried at the pause, and `outer`.
         """
         n_looked_at = len(self.looked_at)
         n_before_outer = len(rest) - len(self.outer)
         looked_at = rest[:n_looked_at]
-        known: dict[Any, Value] = {"begin": int(begin), "end": int(end)}
+        known: dict[Any, Value] = {"begin": int(begin), "last": int(end) - 1}
         known["carry"] = list(rest[n_looked_at:n_before_outer])
         known |= zip(self.looked_at, looked_at, strict=True)
         known |= zip(self.outer, rest[n_before_outer:], strict=True)
@@ -309,7 +322,7 @@ class StepsSincePause(Judge):
         outer_values = {v: known[v] for v in self.outer}
         frame = Frame(level.jaxpr, loop.outer, (), search, outer_values)
         for v in self.outer:
-            frame.causes[v] = search.innocent(known[v], _is_constant(level, v))
+            frame.causes[v] = search.innocent(known[v], is_constant(level, v))
         operands = [frame.value(x) for x in self.other_operands]
         causes = [frame.cause(x) for x in self.other_operands]
         carry = known["carry"]
@@ -317,8 +330,8 @@ class StepsSincePause(Judge):
         causes[self.first : self.first] = [search.innocent(x) for x in carry]
         n_results = len(loop.eqn.outvars)
         begin = known["begin"]
-        end = known["end"]
-        result_causes = frame.in_loop(loop, operands, causes, n_results, begin, end)
+        last = known["last"]
+        result_causes = frame.in_loop(loop, operands, causes, n_results, begin, last)
         if self.tell(
             search, [worst([causes_of_result]) for causes_of_result in result_causes]
         ):
@@ -329,10 +342,10 @@ class StepsSincePause(Judge):
             suspect = next(suspects)
             body = EqnPath(loop.eqn, loop)
             at = next((p for p in self.level.places if suspect in p.eqn.outvars), body)
-            self.not_again(at, (end,), search)
+            self.not_again(at, (last,), search)
 
 
-def _is_constant(level: Level, atom: Atom) -> bool:
+def is_constant(level: Level, atom: Atom) -> bool:
     """Whether a variable has the same value in each run of the program."""
     if tracing.is_literal(atom) or atom in level.jaxpr.constvars:
         return True
@@ -345,4 +358,4 @@ def _is_constant(level: Level, atom: Atom) -> bool:
     at = level.jaxpr.invars.index(atom)
     if level.kind in jaxprs.LOOPS and at >= inner.end - inner.begin:
         return False  # it differs from step to step
-    return _is_constant(level.outer, eqn.invars[inner.begin + at])
+    return is_constant(level.outer, eqn.invars[inner.begin + at])
