@@ -10,7 +10,6 @@ until it returns.
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
 import queue
 import threading
@@ -351,8 +350,8 @@ class Puller(PerProcess):
                 ' (on_end="raise"). Run fewer steps, call feed.reset() before the next'
                 ' epoch, or use "mask"'
             )
-            error = functools.partial(FeedEndError, text)
-            self._finish(Outcome(State.ENDED, error))
+            # Made anew for each program that asks: an exception keeps its traceback.
+            self._finish(Outcome(State.ENDED, lambda: FeedEndError(text)))
         elif opened.item:
             self._opened = self._open(opened.epoch + 1)
         else:
@@ -361,7 +360,7 @@ class Puller(PerProcess):
                 f' {opened.epoch}, so on_end="repeat" would repeat it for ever. Does it'
                 " give an iterator that was used up before?"
             )
-            self._finish(Outcome(State.ENDED, functools.partial(FeedError, text)))
+            self._finish(Outcome(State.ENDED, lambda: FeedError(text)))
 
     def _fail(self, error: BaseException) -> None:
         """Keeps what the source raised among the newest failures, as those of calls
