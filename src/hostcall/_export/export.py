@@ -48,14 +48,14 @@ class Exported:
         self,
         exported: jax.export.Exported,
         vjp_order: int,
-        hostcall_version: str,
+        own_version: str,
         jax_version: str,
     ) -> None:
         calls = Counter(calls_in(exported, vjp_order))
         self._unmarked = exported
         self.manifest = Manifest(
             function=exported.fun_name,
-            hostcall=hostcall_version,
+            hostcall=own_version,
             jax=jax_version,
             platforms=tuple(exported.platforms),
             vjp_order=vjp_order,
@@ -217,7 +217,7 @@ def export(
         return Exported(
             exported,
             vjp_order,
-            hostcall_version=hostcall.__version__,
+            own_version=hostcall.__version__,
             jax_version=jax.__version__,
         )
 
@@ -279,7 +279,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     loaded = Exported(
         exported,
         vjp_order=len(derivatives(exported)),
-        hostcall_version=header.hostcall,
+        own_version=header.hostcall,
         jax_version=header.jax,
     )
     # The manifest is read from the program itself. The names in the header only say
