@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
 
 import jax
 
-from hostcall import _native
 from hostcall._core import config
 from hostcall._core.errors import choices, conflict, wrong
 from hostcall._core.order import ORDERS, Order
@@ -305,21 +304,6 @@ class TapOptions(PlaceOptions):
         """Whether blocks of the value are delivered, each by itself."""
         return self.on != "once"
 
-    @property
-    def native(self) -> dict[str, Any]:
-        """Those that the engine acts on, as `_native.TapKind` takes them."""
-        # An int counts executions, a float seconds. For the engine, 0 is "not thinned".
-        every = self.every
-        every_steps = every if isinstance(every, int) else 0
-        every_ns = int(every * 1e9) if isinstance(every, float) else 0
-        return {
-            "when_full": _native.WhenFull[self.when_full.upper()],
-            "every_steps": every_steps,
-            "every_ns": every_ns,
-            "sample": 1.0 if self.sample is None else self.sample,
-            "batch": self.batch or 0,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -346,6 +330,16 @@ class Policy:
     concurrency: int | None = option(count("how many of its calls wait at a time"))
     float64: bool = option(choice(True, False), False)
     owner: Any = field(default=None, compare=False)
+
+    def owned_by(self, function: Any) -> Policy:
+        """The same, as the calls of a HostFunction have it. `replace` takes 2 us."""
+        return Policy(
+            timeout=self.timeout,
+            executor=self.executor,
+            concurrency=self.concurrency,
+            float64=self.float64,
+            owner=function,
+        )
 
     @property
     def pool(self) -> Any:

@@ -160,7 +160,6 @@ class OfUfunc(OfArguments):
         dtypes = [aval.dtype for aval in avals]
         if self.float64:
             dtypes = [widened(dtype) or dtype for dtype in dtypes]
-        wanted = ", ".join(map(str, dtypes))
         if _takes_results_alone(self.fn):
             raise SpecError(
                 f"hostcall: `{name}` is Numba's @guvectorize without types, which takes"
@@ -172,7 +171,7 @@ class OfUfunc(OfArguments):
             loop = _loop(self.fn, ufunc, dtypes)
         except Exception as error:  # of NumPy's, of Numba's compiler, or the user's own
             raise SpecError(
-                f"hostcall: `{name}` has no loop for ({wanted}). It has"
+                f"hostcall: `{name}` has no loop for ({_shown(dtypes)}). It has"
                 f" {_loops(ufunc)}. Convert the arguments before the call"
                 " (x.astype(jnp.float32)), or write hc.host(fn, float64=True)",
                 code="hc-arguments",
@@ -180,8 +179,8 @@ class OfUfunc(OfArguments):
         # "V" are the dtypes of JAX that NumPy does not have, as bfloat16.
         if any(dtype.kind not in "biufcV" for dtype in loop):
             raise SpecError(
-                f"hostcall: `{name}` returns {', '.join(map(str, loop))} for"
-                f" ({wanted}), which JAX arrays can't have. Say"
+                f"hostcall: `{name}` returns {_shown(loop)} for"
+                f" ({_shown(dtypes)}), which JAX arrays can't have. Say"
                 " what its results are: hc.host(fn, dtype=...)",
                 code="hc-result-spec",
             )
@@ -189,6 +188,11 @@ class OfUfunc(OfArguments):
         # precision that those of JAX's own functions would have.
         precision = floating(promoted(avals))
         return tuple([at_precision(dtype, precision) for dtype in loop])
+
+
+def _shown(dtypes: Sequence[np.dtype]) -> str:
+    """Dtypes in a message. NumPy takes 4 us for the name of one."""
+    return ", ".join(map(str, dtypes))
 
 
 def _takes_results_alone(fn: Callable[..., Any]) -> bool:

@@ -12,6 +12,8 @@ from hostcall._core.process import Guarded
 from hostcall._engine.params.equation import Equation
 from hostcall._native import Counters
 
+_MOST_NOTED = 64
+
 
 @dataclass
 class Facts:
@@ -23,6 +25,8 @@ class Facts:
         rows: the most rows that one execution called the function for.
         lends: whether some call had `lend=`.
         nothing: whether no call had a result.
+        noted: what plans have said already. Eager calls make a plan each time, which
+            mostly says the same again.
     """
 
     kinds: set[str] = field(default_factory=set)
@@ -31,6 +35,7 @@ class Facts:
     rows: int = 1
     lends: bool = False
     nothing: bool = True
+    noted: set[tuple[object, ...]] = field(default_factory=set)
 
 
 class _Costs(Guarded):
@@ -62,15 +67,43 @@ class _Costs(Guarded):
         Returns the counters of these calls.
         """
         name = equation.callback.counted_as
+        said = (
+            equation.word,
+            equation.options.arrays,
+            equation.method,
+            math.prod(equation.grid),
+            equation.lends,
+            bool(equation.avals),
+        )
+        # Without the lock: what is in `noted` is in all the rest, and stays there.
+        known = self.facts.get(name)
+        if known is not None and said in known.noted:
+            return self.counters[name]
         with self.lock:
             facts = self.facts[name]
-            facts.kinds.add(equation.word)
-            facts.arrays.add(equation.options.arrays)
-            facts.methods.add(equation.method)
-            facts.rows = max(facts.rows, math.prod(equation.grid))
-            facts.lends |= equation.lends
-            facts.nothing &= not equation.avals
-            return self.counters[name]
+            self._add(facts, *said)
+            counters = self.counters[name]
+            # Batches may have another size each time.
+            if len(facts.noted) < _MOST_NOTED:
+                facts.noted.add(said)
+            return counters
+
+    @staticmethod
+    def _add(
+        facts: Facts,
+        kind: str,
+        arrays: str,
+        method: str,
+        rows: int,
+        lends: bool,
+        has_results: bool,
+    ) -> None:
+        facts.kinds.add(kind)
+        facts.arrays.add(arrays)
+        facts.methods.add(method)
+        facts.rows = max(facts.rows, rows)
+        facts.lends |= lends
+        facts.nothing &= not has_results
 
     def waited_in_barrier(self, start: int) -> None:
         """Counts a wait of this thread from `start`, in ticks, to now."""

@@ -165,7 +165,7 @@ class RuleCall(HostCode, DiffFunction):
     def policy(self) -> Policy:
         """How its calls are run."""
         function = self.site.function
-        return replace(function.policy, owner=function)
+        return function.policy.owned_by(function)
 
     def jvp(self, operands: Arrays, tangents: Tangents) -> Moved:
         del operands, tangents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from hostcall import _native
 from hostcall._core import failures
 from hostcall._core.errors import conflict
-from hostcall._core.options import TapOptions
+from hostcall._core.options import TapOptions, WhenFull
 from hostcall._engine import targets
 from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import Equation, Transforms
@@ -30,6 +30,39 @@ _TOGETHER = (
     "hostcall: with batch= this tap gets the values of several executions at once,"
     " along a new axis in front. For one call each leave out batch="
 )
+
+
+# A plan copies its kind, so one is enough for all plans. Eager taps ask each time. By
+# type too: 2 are executions, and 2.0 seconds.
+@lru_cache(maxsize=256, typed=True)
+def _kind(
+    when_full: WhenFull,
+    every: int | float | None,
+    sample: float | None,
+    batch: int | None,
+    *,
+    nested: bool,
+    only: tuple[int, ...],
+    linked: bool,
+    through: bool,
+    always: bool,
+) -> _native.TapKind:
+    """What the engine does with a tap of these options in such a place."""
+    # For the engine, 0 is "not thinned".
+    every_steps = every if isinstance(every, int) else 0
+    every_ns = int(every * 1e9) if isinstance(every, float) else 0
+    return _native.TapKind(
+        when_full=_native.WhenFull[when_full.upper()],
+        every_steps=every_steps,
+        every_ns=every_ns,
+        sample=1.0 if sample is None else sample,
+        batch=batch or 0,
+        nested=nested,
+        only=only,
+        linked=linked,
+        through=through,
+        always=always,
+    )
 
 
 class DeliveryHooks(CallHooks):
@@ -98,8 +131,12 @@ class TapParams(Equation):
         return slice(-1 if self.always else None)
 
     def native_kind(self, placement: Placement) -> _native.TapKind:
-        return _native.TapKind(
-            **self.options.native,
+        options = self.options
+        return _kind(
+            options.when_full,
+            options.every,
+            options.sample,
+            options.batch,
             nested=placement.nested,
             only=placement.only,
             linked=placement.linked,

@@ -110,14 +110,25 @@ def _blocks(
         from hostcall._primitives.tap import partitioned  # most taps deliver no blocks
 
         return partitioned.blocks_here(operands, params)
-    _refuse_parts(arrays, params)
-    devices = sorted(arrays[0].devices(), key=lambda d: d.id) if arrays else []
+    devices = _devices_with(arrays, params)
     home = params.options.device
     if home is None or home.process_index == _jax.process_of(home):
-        home = chosen_here(params, devices or [first_device(())])
+        home = chosen_here(params, devices)
     # Each process runs this line, and one of them delivers.
     is_here = home.process_index == _jax.process_of(home)
     return [(home, None, operands)] if is_here else []
+
+
+def _devices_with(arrays: Sequence[jax.Array], params: TapParams) -> list[Device]:
+    """The devices of the first array, the one with the smallest number in front; the
+    default device if there is no array.
+    """
+    if len(arrays) == 1 and len(one := arrays[0].sharding.device_set) == 1:
+        return list(one)  # as most often: the rest takes 2 us
+    _refuse_parts(arrays, params)
+    if not arrays:
+        return [first_device(())]
+    return sorted(arrays[0].devices(), key=lambda device: device.id)
 
 
 def _refuse_parts(arrays: Sequence[jax.Array], params: TapParams) -> None:
