@@ -79,8 +79,12 @@ PyObject* Dispatched(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Dispatches& dispatches = t_dispatches;
   const uint64_t failures_before = dispatches.failures;
   dispatches.failures = g_failures.load();
-  const bool ended = RanHere(args[0]) || IsReady(sign);
-  if (dispatches.pending || !ended || g_failures.load() != failures_before) {
+  // It takes the thread's note, so it is asked always.
+  const bool ran_here = RanHere(args[0]);
+  // If others are noted, Python asks this sign with them: to ask one of several
+  // devices takes longer than the rest. The count comes last: step 4.
+  if (dispatches.pending || !(ran_here || IsReady(sign)) ||
+      g_failures.load() != failures_before) {
     PyObject* const is_hidden = last > 0 ? Py_True : Py_False;
     if (!CallHook(Hook::kPending, sign, is_hidden)) return nullptr;
   }

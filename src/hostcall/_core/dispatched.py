@@ -16,9 +16,9 @@ Guarantees
     main thread's next wait; `hc.barrier` there waits for them first. A thread of XLA's
     dispatches only inside host calls, and counts as ended between these.
   * The end of the process waits for the programs of all threads.
-  * A thread's list keeps no more than XLA runs: 32 programs of each device, and of each
-    its sign, which has at most 64 KiB. A thread whose programs have ended when their
-    dispatch returns has no list.
+  * A thread's list keeps no more than XLA runs, 32 programs of each device, and 8 that
+    have ended; of each its sign, which has at most 64 KiB. A thread whose programs have
+    ended when their dispatch returns has no list.
 
 What may be lost: a sign is *gone* if the user has deleted it, or donated it to another
 program. Then nothing of the program is left that could be asked. A wait runs a program
@@ -56,6 +56,10 @@ _FAILURES_KEPT = 1024
 
 # With more signs than this, those behind a program that still runs are looked at too.
 _MANY_SIGNS = 32
+
+# After so many dispatches signs are looked at, if nothing says that they are ready. To
+# look takes longer than to note one.
+_LOOKS_AFTER = 8
 
 
 def _is_ready(array: jax.Array) -> bool:
@@ -118,6 +122,7 @@ class _Programs:
         self._is_xlas = _native.on_foreign_thread()
         self._failures_before = 0  # at the dispatch before
         self._scan_above = _MANY_SIGNS
+        self._look_at = _LOOKS_AFTER
 
     def has_ended(self) -> bool:
         """Whether the thread can't wait any more."""
@@ -141,9 +146,19 @@ class _Programs:
         """The thread has dispatched a program."""
         # The count is that after the dispatch before, not of now: a callback of this
         # program may have failed already.
-        self.pending.append(_Sign(result, self._failures_before))
+        failures_before = self._failures_before
         self._failures_before = failures.failures_so_far()
-        self.settle()
+        sign = _Sign(result, failures_before)
+        self.pending.append(sign)
+        # If the newest has ended, so have most before it. While programs run behind
+        # each other, on GPUs and over several devices, it has not.
+        if (
+            sign.is_ready()
+            or self._failures_before != failures_before
+            or len(self.pending) >= self._look_at
+        ):
+            self.settle()
+            self._look_at = len(self.pending) + _LOOKS_AFTER
 
     def settle(self) -> None:
         """Removes the signs of programs that have ended: those in front, since programs
