@@ -15,6 +15,7 @@
 
 #include "base/code.h"
 #include "base/engine.h"
+#include "base/last_run.h"
 #include "cuda/staging.h"
 #include "handlers/ffi.h"
 #include "handlers/handlers.h"
@@ -177,7 +178,8 @@ XLA_FFI_Error* Link(XLA_FFI_CallFrame* frame, CudaStream stream) {
   return nullptr;
 }
 
-/// The handler around a body, which gets the stream that XLA gives.
+/// The handler around a body, which gets the stream that XLA gives. Whatever fails
+/// in it is counted before its program ends (bindings/dispatch_bindings.cc).
 template <XLA_FFI_Error* (*kBody)(XLA_FFI_CallFrame*, CudaStream),
           uint32_t kTraits = 0>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
@@ -186,7 +188,10 @@ XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
     if (stream != nullptr) return kBody(f, static_cast<CudaStream>(stream));
     return MakeError(f->api, "hostcall: XLA provided no GPU stream");
   };
-  return Guarded(frame, body, XLA_FFI_UNKNOWN_TYPE_ID, kTraits);
+  XLA_FFI_Error* const error =
+      Guarded(frame, body, XLA_FFI_UNKNOWN_TYPE_ID, kTraits);
+  if (error != nullptr) ++g_failures;
+  return error;
 }
 
 /// Of a place that XLA may record into a command buffer.

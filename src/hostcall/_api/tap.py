@@ -146,13 +146,13 @@ def tap(
 
     Cost: on a CPU 0.1 to 0.3 us and one copy on the device's thread, which never takes
     the GIL, and waits only if the queue is full and `when_full="block"`. On one CPU
-    device, and with jaxlib 0.12 or later on several unless a tap is ordered, the
-    program keeps JAX's fast dispatch; elsewhere a dispatch takes about 65 us instead of
-    4, as with any effect (not with `hc.tap_through`). A product that is
-    tapped is no longer fused into a multiply-add (FMA), so results may differ by about
-    one rounding, 1 ulp of it. On a TPU or an AMD GPU, JAX's own callback brings the
-    values to the queue at its own speed, `on` has no effect, and `hc.current()` knows
-    no device.
+    device, and with jaxlib 0.12 or later also on one GPU, and on several CPU devices
+    unless a tap is ordered, the program keeps JAX's fast dispatch; elsewhere a dispatch
+    takes about 65 us instead of 4, as with any effect (not with `hc.tap_through`). A
+    product that is tapped is no longer fused into a multiply-add (FMA), so results may
+    differ by about one rounding, 1 ulp of it. On a TPU or an AMD GPU, JAX's own
+    callback brings the values to the queue at its own speed, `on` has no effect, and
+    `hc.current()` knows no device.
     """
     options = FACE.given(locals())
     operands, params = prepare(fn, args, kwargs, options)
@@ -175,9 +175,8 @@ def tap_through(
     """Hands `x` to `fn(x)`, which runs later, and returns `x`.
 
     Like `hc.tap`, but the result ties the tap to the program, instead of an effect. The
-    program keeps JAX's fast dispatch also on several devices and on GPUs, and **the tap
-    runs only if the result is used**. JAX may drop, merge or repeat it like any
-    computation.
+    program keeps JAX's fast dispatch everywhere, and **the tap runs only if the result
+    is used**. JAX may drop, merge or repeat it like any computation.
 
     Args:
         fn: as in `hc.tap`.
@@ -260,12 +259,8 @@ def prepare(
         )
     operands, template = flatten_arguments(args, kwargs)
     mistakes.check(face, fn, args, kwargs, template.leaves)
-    if none_by_default := {
-        option: value
-        for option, value in options.items()
-        if option in _NONE and value is not None
-    }:
-        mistakes.warn_of_own(face, fn, none_by_default)
+    if options:
+        _warn_of_functions_own(face, fn, options)
     mask = options.get("where")
     always = options.get("always")
     # The mask stands in front of the operands, and the flag behind them.
@@ -288,6 +283,19 @@ def prepare(
     )
     params = TapParams(callback=callback, masked=mask is not None, always=is_flagged)
     return operands, params
+
+
+def _warn_of_functions_own(
+    face: mistakes.Face, fn: Callable[..., Any], options: Mapping[str, Any]
+) -> None:
+    """Warns of options that the function may have wanted for itself."""
+    none_by_default = {
+        option: value
+        for option, value in options.items()
+        if option in _NONE and value is not None
+    }
+    if none_by_default:
+        mistakes.warn_of_own(face, fn, none_by_default)
 
 
 def rebuilt(params: TapParams, arrays: list[jax.Array]) -> Any:

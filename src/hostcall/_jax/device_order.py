@@ -6,7 +6,8 @@ cases, which are put in order here:
 
   * An ordered program without tokens (fast_dispatch.py) after an ordered one on another
     device, or before one. Its dispatch waits until the thread's ordered programs before
-    it have ended. (JAX waits so too, when it moves a token to another device.)
+    it have ended, and the taps of GPUs are in the queue. (JAX waits for the programs
+    too, when it moves a token to another device.)
   * A program over several CPU devices. It is not behind the thread's last one, nor is
     the next one behind it. So its dispatch waits for those before it, and on each of
     its devices a program that does nothing is dispatched after its token.
@@ -43,9 +44,11 @@ from hostcall._jax.door import jaxlib as _jaxlib
 from hostcall._jax.door import stages as _stages
 from hostcall._jax.fast_dispatch import ORDERED_WITHOUT_TOKENS
 from hostcall._jax.types import Device, Executable
-from hostcall._native import current
+from hostcall._native import await_taps_of_gpus, current
 
 Devices = tuple[Device, ...]
+
+_SHORT = 0.1  # seconds
 
 
 class _Process:
@@ -124,6 +127,18 @@ def _is_without_tokens(program: Executable) -> bool:
     return ORDERED_WITHOUT_TOKENS in (program.keepalive or ())
 
 
+def _is_behind(devices: Devices, last: Devices | None) -> bool:
+    """Whether a program over these devices comes after all that the thread's last one
+    does, without a wait.
+    """
+    if last is None:
+        return False
+    if devices[0].platform == "cpu":
+        return set(devices) <= set(last)
+    # Of several GPUs any one may have tapped.
+    return devices == last
+
+
 def _before(program: Executable) -> None:
     """Has a program that is about to be dispatched come after those before it."""
     devices = tuple(program._local_devices)
@@ -133,12 +148,15 @@ def _before(program: Executable) -> None:
     # XLA puts it behind no program over one device (see order.md).
     if len(devices) > 1 and devices[0].platform == "cpu":
         wait_for_programs()
-    is_behind_last = last is not None and set(devices) <= set(last)
-    if _process.is_several and not is_behind_last:
+    if _process.is_several and not _is_behind(devices, last):
         wait_for_programs()
         for token in list(_dispatch.runtime_tokens.current_tokens.values()):
             with contextlib.suppress(*REPORTS):  # told to whoever waits for it
                 token.block_until_ready()
+        # A GPU's taps may come after their program has ended, on a stream of their own.
+        if last is None or last[0].platform != "cpu":
+            while not await_taps_of_gpus(_SHORT, reached_only=False):
+                pass  # where Ctrl-C may come
 
 
 def _after(program: Executable) -> None:

@@ -22,14 +22,20 @@ own program only, and JAX's tokens of unordered effects order nothing: these pro
 are lowered without effects too. Their hidden result, which each device makes, is their
 sign.
 
+On a GPU XLA makes all calls of a program while it is dispatched, and the GPU has one
+stream for what is left of it. So there no program over one GPU needs tokens, ordered or
+not. It has mostly not ended when its dispatch returns, so its sign is the hidden result
+too.
+
 Programs with other effects beside, for other platforms and for export keep the way with
 tokens. Ordered programs over different devices are put in order by device_order.py.
+docs/design/order.md has a table of all cases, with XLA's functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.interpreters import mlir as _mlir
 
@@ -53,7 +59,7 @@ from hostcall._jax.signs import (
 )
 from hostcall._jax.tracing import ENGINE_CALLS, JAXS_CALLS, own_effects
 from hostcall._jax.tracing import is_ordered as is_ordered_effect
-from hostcall._jax.versions import COLLECTIVES_NEED_NO_TOKENS
+from hostcall._jax.versions import COLLECTIVES_NEED_NO_TOKENS, GPUS_NEED_NO_TOKENS
 
 # An ordered program that is lowered without tokens keeps this text alive, by which it
 # is known where it is dispatched (device_order.py).
@@ -82,26 +88,63 @@ def _makers(jaxpr: _t.Jaxpr, effects: set[_t.Effect]) -> Iterator[_t.JaxprEquati
             yield from _makers(inner, effects)
 
 
-def _cpu_devices(args: Sequence[object]) -> int:
-    """How many CPU devices a program is lowered to run on; 0 for other platforms.
+class _Target(NamedTuple):
+    """Where a program is lowered to run.
 
-    `args` are those of `_cached_lowering_to_hlo`, which has no signature to ask: of the
-    two integers among them, the second is the number of devices.
+    Attributes:
+        platform: the only one; "" if there are several, or if it may leave the process.
+        devices: how many; 0 if the platform is "".
     """
+
+    platform: str
+    devices: int
+
+
+_ELSEWHERE = _Target(platform="", devices=0)
+
+
+def _target_of(args: Sequence[object], options: Mapping[str, object]) -> _Target:
+    """Where a program is to run, by the arguments of `_cached_lowering_to_hlo`.
+
+    That function has no signature to ask: of the two integers among its arguments, the
+    second is the number of devices.
+    """
+    platforms = args[-1]
     numbers = [arg for arg in args if type(arg) is int]
-    return numbers[1] if len(numbers) == 2 and args[-1] == ("cpu",) else 0
+    if not isinstance(platforms, tuple) or not is_one_served(platforms):
+        return _ELSEWHERE
+    if len(numbers) != 2 or is_for_export(options):
+        return _ELSEWHERE
+    return _Target(platform=platforms[0], devices=numbers[1])
 
 
-def _several_are_sound() -> bool:
-    """Whether programs over several devices may follow each other without tokens.
+def _needs_no_tokens(target: _Target, is_ordered: bool) -> bool:
+    """Whether XLA keeps a program's host calls in order as JAX's tokens would.
 
-    With jaxlib 0.10.2 JAX's own programs with collectives end the process if many of
-    them are dispatched without a wait on fewer cores than devices ("only 2 of 4
-    arrived"). Host calls make them longer. Programs of several processes keep their
-    tokens too.
+    | platform | devices | its calls | without tokens |
+    |---|---|---|---|
+    | CPU | one | any | yes |
+    | CPU | several | unordered | since jaxlib 0.12, if one process runs it |
+    | CPU | several | ordered | no: XLA puts it behind no program over one device |
+    | GPU | one | any | since jaxlib 0.12 |
+    | GPU | several | any | no: XLA's compiler ends the process for some of them |
+
+    XLA's runtime would keep those over several GPUs in order too. But its compiler
+    merges equal constants (HloCSE), of which the partitioner has put some behind calls,
+    and stops there: a feed's items for the rows of a sharded array make such a program.
+
+    With jaxlib 0.10.2 JAX's own programs with collectives on CPU devices end the
+    process if many of them are dispatched without a wait on fewer cores than devices
+    ("only 2 of 4 arrived"). Host calls make them longer.
     """
     alone = _distributed.global_state.num_processes in (None, 1)
-    return COLLECTIVES_NEED_NO_TOKENS and alone
+    if target.devices > 1 and not alone:
+        return False
+    if target.platform == "cuda":
+        return GPUS_NEED_NO_TOKENS and target.devices == 1
+    if target.platform == "cpu" and target.devices > 1:
+        return COLLECTIVES_NEED_NO_TOKENS and not is_ordered
+    return target.platform == "cpu"
 
 
 def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:
@@ -142,25 +185,23 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
         # dispatches it fast by itself.
         if not effects:
             return plain(jaxpr, *args, **options)
-        devices = 0 if is_for_export(options) else _cpu_devices(args)
+        target = _target_of(args, options)
         is_ordered = any(map(is_ordered_effect, effects))
         order = order_of_calls(jaxpr, _rules(args[-1]))
         # Over several devices a token may get into a region that XLA can't compile; on
         # one device there are no regions.
-        if devices != 1:
+        if target.devices != 1:
             check_tokens_alone(jaxpr if order is None else order.jaxpr(jaxpr))
-        # Over several devices XLA puts no program behind the thread's last one, so
-        # ordered calls need their tokens.
-        may_be_fast = devices == 1 or (
-            devices > 1 and not is_ordered and _several_are_sound()
-        )
-        if lost(Part.FAST) or not (may_be_fast and _are_engine_calls(jaxpr)):
+        is_fast = _needs_no_tokens(target, is_ordered) and _are_engine_calls(jaxpr)
+        if lost(Part.FAST) or not is_fast:
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
-        # Behind a program over several devices no other can be put that ends after it.
-        # So its sign must be one that nobody can delete or donate.
-        hidden = devices > 1 or needs_hidden(jaxpr) or _has_refs(args)
+        # The call that ran last says that its program has ended only on one CPU device.
+        ends_with_calls = target == _Target("cpu", devices=1)
+        # Elsewhere the sign is kept after nearly every dispatch, so it must be one that
+        # nobody can delete or donate: a training step donates its state.
+        hidden = not ends_with_calls or needs_hidden(jaxpr) or _has_refs(args)
         without_effects = as_one_equation(
             jaxpr,
             effects=(),
@@ -171,7 +212,7 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
         if hidden:
             with_hidden(module)
         # Another library's custom call may still run when ours have ended.
-        asks_sign = devices > 1 or not has_only_ours(module)
+        asks_sign = not ends_with_calls or not has_only_ours(module)
         mark = FastProgram(hidden, asks_sign)
         # The last of them: _mark_of looks for it there (signs.py).
         return (module, [*(keepalives or ()), mark], *rest)

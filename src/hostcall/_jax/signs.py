@@ -4,8 +4,9 @@ A program on JAX's fast dispatch (fast_dispatch.py) leaves no token. One of its 
 is its *sign*: an array that is ready when the program has ended, and fails if it fails.
 A sign has at most `_SMALL` bytes, since it is kept until then. A program without such a
 result gets one more, of no bytes, that nobody else sees: its *hidden* result. It costs
-a dispatch 0.8 us, so a program that has a small result gets none. One over several
-devices gets it always: each device makes it, so it is ready when all have ended.
+a dispatch 0.8 us, so a program that has a small result gets none. One on GPUs or over
+several devices gets it always: each device makes it, so it is ready when all have
+ended, and nobody can donate it.
 
 How the sign is found, on the dispatching thread and in the same step as the dispatch:
 
@@ -56,8 +57,8 @@ class FastProgram(NamedTuple):
 
     Attributes:
         hidden: whether its last result is hidden.
-        asks_sign: whether only the sign says that it has ended: it runs on several
-            devices, or another library has a custom call in it.
+        asks_sign: whether only the sign says that it has ended: it runs on GPUs or on
+            several devices, or another library has a custom call in it.
     """
 
     hidden: bool
