@@ -1,12 +1,16 @@
 """Ten minutes of all kinds of work at once, then processes that end at random moments.
 
-    python scripts/soak.py [--seconds 600] [--processes 50] [--seed N]
+    python scripts/soak.py [--seconds 600] [--processes 50] [--rounds 100] [--seed N]
 
 First part: threads make and drop programs with calls, taps, feeds, recorders, buffers,
 parallel rows and failures, eager and compiled, on several devices. Resident memory,
 threads and file descriptors must not grow after the first third.
 
-Second part: processes that do such work get a Ctrl-C at one random moment and end at
+Second part (jaxlib 0.12 or later): four threads dispatch programs over 2 to 8 devices,
+on one and two cores, without waiting. None may wait for ever, and each call is made
+once.
+
+Third part: processes that do such work get a Ctrl-C at one random moment and end at
 another, while daemon threads and taps are running. Each must end with status 0 and
 without an abort message.
 """
@@ -14,6 +18,7 @@ without an abort message.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import gc
 import itertools
@@ -31,6 +36,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 
 import hostcall as hc
@@ -293,7 +299,9 @@ def churn(seconds: float, seed: int) -> None:
         after = float(np.median([what[place] for what in last]))
         print(f"{name}: {before:.1f} after a third, {after:.1f} at the end")
         assert after <= before * 1.02 + (5 if place == 0 else 1), f"{name} grew"
-    failures._kept.clear()  # the newest failures, with the programs in their frames
+    # The frames of the newest failures hold programs.
+    while failures._ledger.kept:
+        failures._ledger.release_oldest()
     gc.collect()
     _native.bury()
     assert _native.live_slots() == 0, "programs that are gone hold slots"
@@ -302,9 +310,106 @@ def churn(seconds: float, seed: int) -> None:
 
 # --- Second part ---------------------------------------------------------------------
 
+_FOREVER = 600  # seconds: what takes longer waits for ever
+
+
+def overlaps(rounds: int) -> None:
+    """Runs `overlap` on so many devices and cores, each in a process of its own: the
+    number of devices is the process's.
+    """
+    if jaxlib.version.__version_info__ < (0, 12):
+        print("programs over several devices keep JAX's tokens with this jaxlib")
+        return
+    for devices, cores in itertools.product((2, 4, 8), (1, 2)):
+        numbers = (devices, cores, rounds)
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        subprocess.run(
+            [sys.executable, __file__, "--overlap", *map(str, numbers)],
+            env={**os.environ, "XLA_FLAGS": flags},
+            timeout=_FOREVER,
+            check=True,
+        )
+
+
+def overlap(devices: int, cores: int, rounds: int) -> None:
+    """Four threads dispatch eight programs a round, each behind its own ones before."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    mesh = jax.make_mesh((devices,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    x = jax.device_put(jnp.arange(2.0 * devices), sharding)
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    made = collections.Counter[str]()
+    lock = threading.Lock()
+
+    def note(name: str) -> None:
+        with lock:
+            made[name] += 1
+
+    def noted(value, name):
+        note(name)
+        return value
+
+    def block(x):
+        hc.call(lambda v: note("block"), None, x, order="unordered")
+        return x + jax.lax.psum(x.sum(), "x") * 0
+
+    def whole(x):
+        hc.call(lambda v: note("whole"), None, x.sum(), order="unordered")
+        return x * 1 + x.sum() * 0
+
+    def tapped(x):
+        hc.tap(lambda v: note("tapped"), x.sum())
+        return x * 1
+
+    def given_back(x):
+        value = hc.call(noted, scalar, x.sum(), "given back", order="unordered")
+        return x + 0 * value
+
+    in_blocks = jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec)
+    steps = [jax.jit(in_blocks), jax.jit(whole), jax.jit(tapped)]
+    donating = jax.jit(given_back, donate_argnums=0)
+    for f in (*steps, donating):
+        jax.block_until_ready(f(x + 0))
+    hc.barrier()
+    made.clear()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        y = x
+        try:
+            for _ in range(rounds):
+                for f in (*steps, *steps):
+                    y = f(y)
+                y = donating(y + 0)
+            hc.barrier()
+            assert np.array_equal(y, x)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hc.barrier()
+    if raised:
+        raise raised[0]
+    runs = 4 * rounds
+    assert made == {
+        "block": 2 * runs * devices,
+        "whole": 2 * runs,
+        "tapped": 2 * runs,
+        "given back": runs,
+    }
+    print(f"{8 * runs} programs over {devices} devices on {cores} cores ended")
+
+
+# --- Third part ----------------------------------------------------------------------
+
 
 def work_until_told(seed: int, seconds: float) -> None:
-    """The program of a process of the second part."""
+    """The program of a process of the third part."""
     rng = random.Random(seed)
     import logging
 
@@ -379,15 +484,21 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=600)
     options.add_argument("--processes", type=int, default=50)
     options.add_argument("--seed", type=int, default=random.randrange(10**6))
+    options.add_argument("--rounds", type=int, default=100)
     options.add_argument("--child", type=int)
+    options.add_argument("--overlap", type=int, nargs=3)
     given = options.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if given.child is not None:
         work_until_told(given.child, given.seconds)
         return
+    if given.overlap is not None:
+        overlap(*given.overlap)
+        return
     print(f"seed {given.seed}", flush=True)
     million_items()
     churn(given.seconds, given.seed)
+    overlaps(given.rounds)
     ends(given.processes, given.seed)
 
 
