@@ -78,7 +78,8 @@ void Work(CUstream_st* stream) {
   World& w = W();
   Lock lock(w.mutex);
   for (;;) {
-    w.changed.wait(lock, [&] { return stream->closed || !stream->queue.empty(); });
+    stream->work.wait(lock,
+                      [&] { return stream->closed || !stream->queue.empty(); });
     if (stream->queue.empty()) break;
     Piece piece = std::move(stream->queue.front());
     stream->queue.pop_front();
@@ -114,6 +115,7 @@ std::thread Close(Lock&, CUstream_st* stream) {
   W().streams.erase(stream);
   std::thread thread = std::move(stream->thread);
   stream->closed = true;
+  stream->work.notify_one();
   W().changed.notify_all();
   return thread;
 }
@@ -203,7 +205,7 @@ void Enqueue(Lock& lock, CUstream_st* stream, Op op) {
   if (stream->clock.size() <= number) stream->clock.resize(number + 1);
   stream->clock[number] = stream->enqueued;
   stream->queue.push_back(Piece{std::move(op), stream->clock});
-  W().changed.notify_all();
+  stream->work.notify_one();
 }
 
 int Wait(Lock& lock, CUstream_st* stream) {

@@ -62,6 +62,10 @@ struct CUstream_st {
   CUgraph_st* capture = nullptr;  // what its work is recorded into
   bool spoilt = false;            // something was done that a capture forbids
   bool closed = false;
+  // Its thread waits here while there is nothing to do, not for `World::changed`:
+  // each piece of work would wake the threads of all streams, some 150 in a long
+  // run.
+  std::condition_variable work;
   std::thread thread;  // does its work; frees the stream when it is closed
 };
 
