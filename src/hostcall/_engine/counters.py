@@ -26,7 +26,7 @@ class Facts:
         lends: whether some call had `lend=`.
         nothing: whether no call had a result.
         noted: what plans have said already. Eager calls make a plan each time, which
-            mostly says the same again.
+            mostly says the same again. No fact of its own, so it is not compared.
     """
 
     kinds: set[str] = field(default_factory=set)
@@ -35,7 +35,7 @@ class Facts:
     rows: int = 1
     lends: bool = False
     nothing: bool = True
-    noted: set[tuple[object, ...]] = field(default_factory=set)
+    noted: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
 
 class _Costs(Guarded):
