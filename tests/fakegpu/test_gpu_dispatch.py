@@ -1,5 +1,5 @@
-"""Programs with effects on GPUs: JAX dispatches them in C++, and they promise what programs
-with tokens promise.
+"""Programs with effects on GPUs: JAX dispatches those on one GPU in C++, and they promise
+what programs with tokens, as those on several, promise.
 
 That is their order, the waits for their ends, and that a failure is raised once.
 """
@@ -22,15 +22,6 @@ SCALAR = jax.ShapeDtypeStruct((), np.float32)
 NUMBER = jax.ShapeDtypeStruct((), np.int32)
 WAITS = [hc.barrier, jax.effects_barrier]
 LIMIT = 60  # seconds: what takes longer hangs
-
-
-@pytest.fixture(autouse=True)
-def driver(pytestconfig):
-    if pytestconfig.getoption("--platform") != "fakegpu":
-        pytest.skip("--platform fakegpu")
-    driver = pytestconfig.pluginmanager.getplugin("rules").driver
-    yield driver
-    driver.fakeReset()
 
 
 def mesh():

@@ -17,15 +17,6 @@ X = np.arange(8, dtype=np.float32)
 SPEC = jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
-@pytest.fixture(autouse=True)
-def driver(pytestconfig):
-    if pytestconfig.getoption("--platform") != "fakegpu":
-        pytest.skip("--platform fakegpu")
-    driver = pytestconfig.pluginmanager.getplugin("rules").driver
-    yield driver
-    driver.fakeReset()
-
-
 def slow(driver):
     driver.fakeSetDelayMicroseconds(300)
 

@@ -16,16 +16,13 @@ HEADER = ".version 8.7\n.target sm_90a\n.address_size 64\n"
 
 
 @pytest.fixture
-def driver(pytestconfig):
-    if pytestconfig.getoption("--platform") != "fakegpu":
-        pytest.skip("--platform fakegpu")
-    driver = pytestconfig.pluginmanager.getplugin("rules").driver
+def driver(driver):
+    """The driver, with a context that is current."""
     context = ctypes.c_void_p()
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert driver.cuCtxPushCurrent_v2(context) == 0
     yield driver
     assert driver.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
-    driver.fakeReset()
 
 
 class Array:
