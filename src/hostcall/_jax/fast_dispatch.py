@@ -137,14 +137,14 @@ def _needs_no_tokens(target: _Target, is_ordered: bool) -> bool:
     process if many of them are dispatched without a wait on fewer cores than devices
     ("only 2 of 4 arrived"). Host calls make them longer.
     """
-    alone = _distributed.global_state.num_processes in (None, 1)
-    if target.devices > 1 and not alone:
-        return False
     if target.platform == "cuda":
         return GPUS_NEED_NO_TOKENS and target.devices == 1
-    if target.platform == "cpu" and target.devices > 1:
-        return COLLECTIVES_NEED_NO_TOKENS and not is_ordered
-    return target.platform == "cpu"
+    if target.platform != "cpu":
+        return False
+    if target.devices == 1:
+        return True
+    alone = _distributed.global_state.num_processes in (None, 1)
+    return COLLECTIVES_NEED_NO_TOKENS and alone and not is_ordered
 
 
 def _rules(platforms: object) -> Mapping[_t.Primitive, _t.LoweringRule]:

@@ -29,7 +29,7 @@ from hostcall._policies.layer import Row, Value
 SentRow = Row | bytes  # as it is, or pickled
 
 
-class Run(Protocol):
+class ChunkedRun(Protocol):
     """The rows of one call while they run (`on_executor.RunningRows`)."""
 
     def chunk(
@@ -46,10 +46,10 @@ class PickledRuns(PerProcess):
     def __init__(self) -> None:
         self.token = os.urandom(8)
         self._numbers = itertools.count()
-        self.alive = weakref.WeakValueDictionary[int, Run]()
+        self.alive = weakref.WeakValueDictionary[int, ChunkedRun]()
         super().__init__()
 
-    def add(self, run: Run) -> int:
+    def add(self, run: ChunkedRun) -> int:
         number = next(self._numbers)
         self.alive[number] = run
         return number
@@ -58,7 +58,7 @@ class PickledRuns(PerProcess):
 runs = PickledRuns()
 
 
-def run_of(token: bytes, number: int) -> Run | None:
+def run_of(token: bytes, number: int) -> ChunkedRun | None:
     """What a pickled run is: the run, or None in another process."""
     if token != runs.token:
         return None
@@ -69,7 +69,7 @@ def run_of(token: bytes, number: int) -> Run | None:
 
 
 def run_chunk(
-    run: Run | None,
+    run: ChunkedRun | None,
     start: int,
     traced: _jax.Traced | None,
     leash: str | None,
