@@ -74,10 +74,28 @@ std::vector<const void*> Buffers(const Plan& plan, nb::list operands) {
   return DataOf(operands, plan.MaskAndArgumentBytes());
 }
 
+/// The same plan with another function. All else that it says must hold of that.
+PlanHandle WithFunction(const Plan& plan, nb::handle function) {
+  if (!PyCallable_Check(function.ptr())) throw nb::type_error("not a function");
+  PlanFields fields = plan;
+  fields.function = Ref::Borrow(function.ptr());
+  fields.prototype = plan.kind.get();  // which the new plan copies
+  auto copy = RefPtr<Plan>::Adopt(new Plan(std::move(fields)));
+  copy->flatten = plan.flatten;
+  copy->coerce = plan.coerce;
+  return {copy};
+}
+
 /// Queues a tap of arrays on the host. Returns false if it was dropped.
-bool PushEagerly(const PlanHandle& handle, nb::list operands) {
-  const Plan& plan = *handle.plan;
-  if (!Is<TapKind>(*plan.kind)) throw nb::type_error("not a plan of a tap");
+///
+/// With a function it is a tap of that one, by a copy of the plan: all taps of one
+/// line share a plan, which keeps no function alive. The queue alone then holds the
+/// copy, and with it the function.
+bool PushEagerly(const PlanHandle& handle, nb::list operands, nb::object function) {
+  if (!Is<TapKind>(*handle.plan->kind)) throw nb::type_error("not a plan of a tap");
+  const PlanHandle own = function.is_none() ? PlanHandle{handle.plan}
+                                            : WithFunction(*handle.plan, function);
+  const Plan& plan = *own.plan;
   const std::vector<const void*> in = Buffers(plan, operands);
   Entry entry;
   if (!entry) throw std::runtime_error(ClosedText());
@@ -237,7 +255,8 @@ void InitPlans(nb::module_& m) {
           .Field<&PlanFields::text>("text"),
       &MakePlan)
       .def("invoke", &InvokeEagerly, nb::arg("operands"))
-      .def("push", &PushEagerly, nb::arg("operands"));
+      .def("push", &PushEagerly, nb::arg("operands"),
+           nb::arg("function").none() = nb::none());
   nb::class_<Slot>(m, "Slot", nb::is_weak_referenceable())
       .def(nb::init<const PlanHandle&, uint64_t, bool>(), nb::arg("plan"),
            nb::arg("key"), nb::arg("across"))

@@ -7,6 +7,7 @@ the function gets, `hc.current()`, the counters and the errors are the same.
 import asyncio
 import dataclasses
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -291,6 +292,11 @@ TAPS = {
     "on a device": {"on": jax.devices()[0]},
     "in blocks": {"on": "shards"},
 }
+
+
+def test_no_option_of_a_tap_is_left_out():
+    options = {*inspect.signature(hc.tap).parameters} - {"fn", "args", "kwargs"}
+    assert {name for row in TAPS.values() for name in row} == options
 
 
 @pytest.mark.parametrize("options", TAPS.values(), ids=TAPS)

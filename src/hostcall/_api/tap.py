@@ -27,6 +27,7 @@ from hostcall._core.order import Order
 from hostcall._core.source import users_place
 from hostcall._core.spec import Opaque, flatten_arguments, parse_result, wrap_keys
 from hostcall._engine.params.tap import TapParams
+from hostcall._primitives.tap import repeated
 from hostcall._primitives.tap.primitive import bind
 
 T = TypeVar("T")
@@ -155,6 +156,8 @@ def tap(
     `hc.current()` knows no device.
     """
     options = FACE.given(locals())
+    if not options and not kwargs and repeated.push(fn, args):
+        return
     operands, params = prepare(fn, args, kwargs, options)
     bind(*operands, params=params)
 

@@ -42,6 +42,7 @@ from hostcall._primitives.lowering import (
     refuse_export,
     register,
 )
+from hostcall._primitives.tap import repeated
 from hostcall._runtime import host_device
 
 T = TypeVar("T")
@@ -70,6 +71,8 @@ def _impl(*operands: jax.Array, params: TapParams) -> list[jax.Array]:
         arrays = [row_major(value) for value in values]
         _, plan = plan_here(params, home, arrays, block)
         plan.push(arrays[params.python_operands])
+        if block is None:
+            repeated.keep(params, home, arrays)
     return results
 
 
