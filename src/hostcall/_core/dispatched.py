@@ -150,10 +150,11 @@ class _Programs:
         self._failures_before = failures.failures_so_far()
         sign = _Sign(result, failures_before)
         self.pending.append(sign)
-        # If the newest has ended, so have most before it. While programs run behind
-        # each other, on GPUs and over several devices, it has not.
+        # If the newest has ended, so have most before it. Over several devices it
+        # mostly has not, and to ask each of them takes longer than to keep it.
+        is_worth_asking = len(result.sharding.device_set) == 1
         if (
-            sign.is_ready()
+            (is_worth_asking and sign.is_ready())
             or self._failures_before != failures_before
             or len(self.pending) >= self._look_at
         ):
