@@ -116,8 +116,8 @@ def io_callback(
     Under transformations: jit, scan, while_loop, cond, shard_map, pmap: once each time
         (and on each device). vmap: once for each row, in row order.
 
-    Cost: as `hc.pure_callback`; a program with an effect does not have JAX's fast
-    dispatch.
+    Cost: as `hc.pure_callback`. The program keeps JAX's fast dispatch where that of an
+    `hc.call` with an order does.
 
     Source: JAX's guide "External callbacks".
     """

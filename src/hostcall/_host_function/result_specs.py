@@ -83,6 +83,8 @@ def aligned(
     axes = [len(aval.shape) for aval in avals]
     if not lines_up(layout.function.result, axes):
         return operands, "sequential"
+    if is_value and len(axes) == 1:  # there is nothing that it could line up with
+        return operands, method
     item_axes = core_axes(layout.function.result, axes)
     assert item_axes is not None, "`result=` says what an item is"
     leading_axes = [n - of_item for n, of_item in zip(axes, item_axes, strict=True)]
