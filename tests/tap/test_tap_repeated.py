@@ -142,6 +142,14 @@ def test_settings_of_the_thread_reach_each_tap(seen):
     assert seen == [narrow, (np.dtype(np.float64),) * 2] * TIMES
 
 
+def test_a_tracer_that_has_left_its_trace_is_refused(seen):
+    left = []
+    jax.jit(left.append)(1.0)
+    tap_here(noting(seen), jnp.float32(1))
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        tap_here(noting(seen), left[0])
+
+
 def test_marked_coroutine_functions_are_awaited(seen):
     async def inner(x):
         seen.append(x.tolist())

@@ -72,7 +72,9 @@ def push(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
     operands, template = flatten_arguments(args, {})
     if not _has_arrays_only(template) or _jax.traced_here() is not None:
         return False
-    home = _only_device(operands)
+    on_devices = [x for x in operands if not isinstance(x, np.ndarray)]
+    # A tracer that has left its trace is none: JAX's `bind` says so.
+    home = _only_device(on_devices) if _jax.are_arrays(on_devices) else None
     if home is None:
         return False
     arrays = [row_major(operand) for operand in operands]
@@ -152,15 +154,12 @@ def _line(
     return _Line(id(code), name, caller, kinds, home, host)
 
 
-def _only_device(operands: Sequence[jax.Array | np.ndarray]) -> Device | None:
+def _only_device(arrays: Sequence[jax.Array]) -> Device | None:
     """The device of an eager tap of these; None if one of them has several."""
-    home = None
-    for operand in operands:
-        if not isinstance(operand, jax.Array):
-            continue
-        devices = operand.sharding.device_set
+    homes: list[Device] = []
+    for array in arrays:
+        devices = array.sharding.device_set
         if len(devices) != 1:
             return None
-        if home is None:
-            (home,) = devices
-    return home or first_device(())
+        homes += devices
+    return homes[0] if homes else first_device(())
