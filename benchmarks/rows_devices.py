@@ -97,7 +97,17 @@ def _case(kind: str, devices: int, quick: bool) -> Case:
 FEW_DEVICES = 4
 # What remains if nothing is called: the sign that each device makes (_jax/signs.py).
 _SIGN_ALONE = "none, an empty result more"
-_KINDS = ("none", _SIGN_ALONE, "tap", "unordered call", "debug.callback", "io_callback")
+# A tap without its deliveries, which are Python on another thread.
+_HELD_BACK = "tap, held back by where="
+_KINDS = (
+    "none",
+    _SIGN_ALONE,
+    "tap",
+    _HELD_BACK,
+    "unordered call",
+    "debug.callback",
+    "io_callback",
+)
 _WAYS = ("jit", "shard_map")
 
 
@@ -121,6 +131,7 @@ def _dispatch_case(way: str, kind: str, quick: bool) -> Case:
         "none": lambda x: None,
         _SIGN_ALONE: lambda x: None,
         "tap": lambda x: hc.tap(nothing, x),
+        _HELD_BACK: lambda x: hc.tap(nothing, x, where=x < 0),
         "unordered call": lambda x: hc.call(nothing, None, x, order="unordered"),
         "debug.callback": lambda x: jax.debug.callback(nothing, x),
         "io_callback": lambda x: io_callback(nothing, None, x),

@@ -89,6 +89,47 @@ def small(quick: bool) -> dict[str, Case]:
     return {"hostcall": lambda: fed() - without(), "without items": without}
 
 
+def from_python(quick: bool) -> dict[str, Case]:
+    """A program that takes items as fast as a generator makes them.
+
+    The least for such an item is what its thread does for each: it asks the generator,
+    looks at the array, and copies it into the ring's memory.
+    """
+    n = 2_000 if quick else 20_000
+    ones = np.ones(1, np.float32)
+
+    def items() -> Iterator[np.ndarray]:
+        while True:
+            yield ones.copy()
+
+    feed = hc.feed(items)
+    source, ring = items(), np.empty((n, 1), np.float32)
+
+    def by_hand() -> float:
+        begin = time.perf_counter()
+        for slot in ring:
+            value = np.asarray(next(source))
+            if value.shape != ones.shape or value.dtype != ones.dtype:
+                raise TypeError(value)
+            np.copyto(slot, value)
+        return (time.perf_counter() - begin) / n * 1e6
+
+    def alone() -> float:
+        begin = time.perf_counter()
+        for _ in range(n):
+            next(source)
+        return (time.perf_counter() - begin) / n * 1e6
+
+    return {
+        "hostcall": per_step(looped(lambda: feed()[0], n), n),
+        BY_HAND: by_hand,
+        "the source alone": alone,
+    }
+
+
+BY_HAND = "next, a check and a copy"
+
+
 def large(quick: bool) -> dict[str, Case]:
     n = 256
     source = itertools.repeat(ITEM)
@@ -155,6 +196,7 @@ def overlap(milliseconds: float) -> Callable[[bool], dict[str, Case]]:
 
 ROWS = (
     Row("an item of 4 bytes that is ready", (at_most(0.3, None),), small),
+    Row("an item of a Python generator", (at_most(5, BY_HAND),), from_python),
     Row(
         "an item of 64 KiB that is ready",
         (times_faster(4), at_most(1.5, "one memcpy, not in the cache")),
