@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.callback import CallSpec
-from hostcall._core.options import CallOptions, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import CallOptions
 from hostcall._core.spec import Opaque
 from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.buffer import BufferParams

@@ -24,12 +24,13 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._core.array_values import overflowed
 from hostcall._core.callback import CallSpec
 from hostcall._core.errors import wrong
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
-from hostcall._core.spec import Opaque, Results, Template, overflowed
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
